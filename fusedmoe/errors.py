@@ -1,0 +1,14 @@
+"""The errors of the library: what went wrong, on which rank, in which operation, and what cures it."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """An argument, a shape or a topology that cannot work; found before anything is sent."""
+
+
+class RankError(RuntimeError):
+    """A rank failed, or refused its input, and the others end with it.
+
+    The message names the rank, the operation and a cure. Every rank of the group raises the same error.
+    """
