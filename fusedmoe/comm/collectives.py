@@ -1,0 +1,155 @@
+"""Collectives on rows: ragged, bounded in time, with sums in rank order.
+
+Every function takes the group first, works on any dtype that the backend can carry, accepts ranks with no rows, and is
+a no-op for a group of one. A wait never lasts longer than the job's time-out: it ends with a `RankError` that names the
+rank at fault as far as it can be known.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedmoe.comm.group import Group
+from fusedmoe.errors import RankError
+
+# Between two looks at the failure board. Short enough that a failure is known at once, long enough to cost nothing.
+_SLICE_S = 0.25
+
+
+def wait(work: dist.Work | None, group: Group, operation: str) -> None:
+    """Waits for `work`, looking at the failure board between short waits.
+
+    Raises:
+        RankError: a rank posted a failure, a connection broke, or the job's time-out passed.
+    """
+    if work is None:
+        return
+    deadline = time.monotonic() + group.job.timeout_s
+    while True:
+        try:
+            work.wait(timedelta(seconds=_SLICE_S))
+            return
+        except RuntimeError as error:
+            if work.is_completed():
+                raise _broken(group, operation, str(error)) from error
+        board = group.job.board
+        verdict = board.read() if board is not None else None
+        if verdict is not None:
+            raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
+        if time.monotonic() > deadline:
+            raise _late(group, operation)
+
+
+def _broken(group: Group, operation: str, reason: str) -> RankError:
+    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
+    me, board = group.job.rank, group.job.board
+    if board is None:
+        return RankError(f"rank {me}: {operation} over the {group} failed: {reason}")
+    others = tuple(rank for rank in group.ranks if rank != me)
+    verdict = board.read(wait_s=1.0)
+    if verdict is None:
+        dead = board.gone(others)
+        if dead:
+            verdict = board.post(dead[0], operation, "its process ended (killed, or out of memory); see its log")
+    if verdict is not None:
+        return RankError(f"rank {me}: {operation} over the {group} ended because {verdict}")
+    return RankError(
+        f"rank {me}: {operation} over the {group} lost its connection to one of ranks {list(others)}: {reason}. "
+        "Look at the logs of those ranks; the first error there is the cause."
+    )
+
+
+def _late(group: Group, operation: str) -> RankError:
+    me, board = group.job.rank, group.job.board
+    others = [rank for rank in group.ranks if rank != me]
+    message = (
+        f"no answer within {group.job.timeout_s:.0f} s from some of ranks {others}. Every rank of the group must call "
+        "the same collectives in the same order; if a rank is only slow, give Topology a larger timeout_s."
+    )
+    if board is not None:
+        board.post(me, operation, message)
+    return RankError(f"rank {me}: {operation} over the {group}: {message}")
+
+
+def all_to_all_rows(
+    group: Group, rows: Tensor, send: Sequence[int], recv: Sequence[int], operation: str = "all-to-all"
+) -> Tensor:
+    """Sends `send[i]` rows to the i-th rank of the group and returns the rows received, in rank order.
+
+    Args:
+        rows: [sum(send), ...], ordered by destination. recv: rows that come from each rank.
+    Returns:
+        [sum(recv), ...], same dtype and trailing shape.
+    """
+    if group.handle is None:
+        return rows
+    rows = rows.contiguous()
+    out = rows.new_empty((sum(recv), *rows.shape[1:]))
+    # Backends that know no 8-bit floats still carry their bytes.
+    wire, wire_out = (rows, out) if rows.element_size() > 1 else (rows.view(torch.uint8), out.view(torch.uint8))
+    work = dist.all_to_all_single(wire_out, wire, list(recv), list(send), group=group.handle, async_op=True)
+    wait(work, group, operation)
+    return out
+
+
+def all_gather_rows(group: Group, rows: Tensor, counts: Sequence[int], operation: str = "all-gather") -> Tensor:
+    """Returns the rows of all ranks, [sum(counts), ...], in rank order; `counts[i]` rows come from the i-th rank."""
+    if group.handle is None:
+        return rows
+    rows = rows.contiguous()
+    if len(set(counts)) > 1:  # ragged: nothing is padded, every rank sends its own rows to every other
+        copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
+        return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation)
+    out = rows.new_empty((sum(counts), *rows.shape[1:]))
+    wait(dist.all_gather_into_tensor(out, rows, group=group.handle, async_op=True), group, operation)
+    return out
+
+
+def reduce_scatter_rows(group: Group, rows: Tensor, counts: Sequence[int], operation: str = "reduce-scatter") -> Tensor:
+    """Sums over ranks and returns this rank's part: `counts[index]` of the [sum(counts), ...] rows.
+
+    The sum runs in rank order, in at least float32, whatever the backend: the same inputs give the same bits.
+    """
+    if group.handle is None:
+        return rows
+    own = counts[group.index]
+    parts = all_to_all_rows(group, rows, counts, [own] * group.size, operation).view(group.size, own, *rows.shape[1:])
+    total = parts[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(rows.dtype)
+
+
+def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "all-reduce") -> Tensor:
+    """Reduces `tensor` over the group in place ("sum", "max" or "min") and returns it."""
+    if group.handle is None:
+        return tensor
+    ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    wait(dist.all_reduce(tensor, ops[op], group=group.handle, async_op=True), group, operation)
+    return tensor
+
+
+def all_gather_object(group: Group, thing: Any, operation: str = "all-gather of objects") -> list[Any]:
+    """Returns every rank's picklable `thing`, in rank order."""
+    if group.handle is None:
+        return [thing]
+    device = device_of(group)
+    data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8).to(device)
+    sizes = all_gather_rows(group, torch.tensor([data.numel()], device=device), [1] * group.size, operation).tolist()
+    gathered = all_gather_rows(group, data, sizes, operation).cpu()
+    return [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes)]
+
+
+def device_of(group: Group) -> torch.device:
+    """Where tensors must lie to travel over this group."""
+    if group.handle is not None and dist.get_backend(group.handle) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

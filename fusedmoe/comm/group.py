@@ -1,0 +1,40 @@
+"""A group of ranks that communicate along one axis of the topology."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from fusedmoe.comm.failure import Board
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every group of a job shares: this rank, how long a wait may last, where failures are posted."""
+
+    rank: int = 0
+    timeout_s: float = 300.0
+    board: Board | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks along one axis.
+
+    `ranks` are global, in the group's order; `index` is this rank's place among them; `handle` is the process group,
+    None exactly when the group has one rank (then every collective is a no-op and nothing needs initialising).
+    """
+
+    axis: str
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    handle: dist.ProcessGroup | None = None
+    job: Job = field(default_factory=Job)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        return f"{self.axis} group {list(self.ranks)}"

@@ -1,0 +1,200 @@
+"""Where ranks stand: data, model, expert and expert-sharding parallelism over the ranks of a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.failure import Board
+from fusedmoe.comm.group import Group, Job
+from fusedmoe.errors import ConfigError, RankError
+
+
+class Topology:
+    """The parallel axes of a job and this rank's group along each.
+
+    Two grids lie over the same ranks, the innermost axis varying fastest:
+
+    - experts: rank = (edp·EP + ep)·ESP + esp. The E experts are split over `ep`, each expert's hidden dimension over
+      `esp`; `edp` ranks hold copies of the same shard.
+    - dense parts: rank = dp·MP + mp. Attention is split over `mp`, `dp` ranks hold copies.
+
+    With EP = nodes and ESP = MP = ranks of a node, all-to-all crosses nodes while all-gather and reduce-scatter stay
+    inside one (FSMoE §2.2, Fig. 2).
+
+    `Topology()` is a world of one and needs no process group. `from_sizes` and `from_mesh` are collective: every rank
+    of the job calls them with the same arguments.
+
+    Attributes:
+        rank, size: this rank and the number of ranks.
+        ep, esp, mp, dp, edp, world: the `Group` along each axis.
+        expert_mesh, dense_mesh: `DeviceMesh` with dims ("edp", "ep", "esp") and ("dp", "mp"); None in a world of one.
+        ranks_per_node: consecutive ranks that share a node.
+    """
+
+    def __init__(self) -> None:
+        self._lay_out(None, None, job=Job(), ranks_per_node=1, device_type="cpu")
+
+    @classmethod
+    def from_sizes(
+        cls,
+        ep: int = 1,
+        esp: int = 1,
+        mp: int = 1,
+        *,
+        ranks_per_node: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> Topology:
+        """Lays out the ranks of the initialised process group by the sizes of the axes.
+
+        Args:
+            ep, esp, mp: sizes of the axes; what is left over is data parallel.
+            ranks_per_node: defaults to the launcher's LOCAL_WORLD_SIZE.
+            timeout_s: how long any wait for other ranks may last, in seconds.
+        Raises:
+            ConfigError: the sizes do not divide the world.
+        """
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        for name, need in (("ep·esp", ep * esp), ("mp", mp)):
+            if need < 1 or size % need:
+                raise ConfigError(
+                    f"{name} = {need} does not divide the world of {size} ranks (ep={ep}, esp={esp}, mp={mp}). "
+                    "Start as many ranks as a multiple of both ep·esp and mp, or choose smaller sizes."
+                )
+        ranks = torch.arange(size)
+        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), ranks_per_node, timeout_s)
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        ep: str | None = None,
+        esp: str | None = None,
+        mp: str | None = None,
+        ranks_per_node: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> Topology:
+        """Takes the axes from the named dimensions of a `DeviceMesh` over all ranks; the rest is data parallel.
+
+        `mp` and `esp` may name the same dimension.
+
+        Raises:
+            ConfigError: a name is not a dimension of the mesh, ep and esp are the same, or the mesh lacks ranks.
+        """
+        names = mesh.mesh_dim_names or ()
+        for axis, name in (("ep", ep), ("esp", esp), ("mp", mp)):
+            if name is not None and name not in names:
+                raise ConfigError(f"{axis}={name!r} is not a dimension of the mesh, which has {list(names)}")
+        if ep is not None and ep == esp:
+            raise ConfigError(f"ep and esp name the same mesh dimension {ep!r}; they need one each")
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if mesh.mesh.numel() != world:
+            raise ConfigError(f"the mesh holds {mesh.mesh.numel()} ranks of a world of {world}; pass the whole mesh")
+
+        def grid(*last: str | None) -> torch.Tensor:
+            inner = [names.index(name) for name in last if name is not None]
+            outer = [dim for dim in range(mesh.mesh.dim()) if dim not in inner]
+            sizes = [1 if name is None else mesh.mesh.shape[names.index(name)] for name in last]
+            return mesh.mesh.permute(*outer, *inner).reshape(-1, *sizes).cpu()
+
+        return cls._from_grids(grid(ep, esp), grid(mp), ranks_per_node, timeout_s)
+
+    @classmethod
+    def _from_grids(
+        cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int | None, timeout_s: float
+    ) -> Topology:
+        topology = cls.__new__(cls)
+        if experts.numel() == 1:
+            topology._lay_out(None, None, job=Job(timeout_s=timeout_s), ranks_per_node=1, device_type="cpu")
+            return topology
+        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", experts.numel()))
+        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        store = dist.distributed_c10d._get_default_store()
+        job = Job(dist.get_rank(), timeout_s, Board(store, dist.get_rank()))
+        topology._lay_out(experts, dense, job=job, ranks_per_node=per_node, device_type=device_type)
+        return topology
+
+    def _lay_out(
+        self,
+        experts: torch.Tensor | None,
+        dense: torch.Tensor | None,
+        *,
+        job: Job,
+        ranks_per_node: int,
+        device_type: str,
+    ) -> None:
+        self.job = job
+        self.rank = job.rank
+        self.ranks_per_node = ranks_per_node
+        self.expert_mesh: DeviceMesh | None = None
+        self.dense_mesh: DeviceMesh | None = None
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+        if experts is None or dense is None:
+            self.size = 1
+            self.ep, self.esp, self.mp, self.dp, self.edp, self.world = (
+                Group(axis, job=job) for axis in ("ep", "esp", "mp", "dp", "edp", "world")
+            )
+            return
+        self.size = experts.numel()
+        self.expert_mesh = DeviceMesh(device_type, experts, mesh_dim_names=("edp", "ep", "esp"))
+        self.dense_mesh = DeviceMesh(device_type, dense, mesh_dim_names=("dp", "mp"))
+        self.edp, self.ep, self.esp = (self._axis(self.expert_mesh, name) for name in ("edp", "ep", "esp"))
+        self.dp, self.mp = (self._axis(self.dense_mesh, name) for name in ("dp", "mp"))
+        self.world = Group("world", tuple(range(self.size)), self.rank, dist.group.WORLD, job)
+
+    def _axis(self, mesh: DeviceMesh, name: str) -> Group:
+        handle = mesh.get_group(name)
+        ranks = tuple(dist.get_process_group_ranks(handle))
+        return Group(name, ranks, ranks.index(self.rank), handle if len(ranks) > 1 else None, self.job)
+
+    def subgroup(self, axis: str, ranks: tuple[int, ...]) -> Group:
+        """A group of some ranks, this one among them; made on first use, by its members only."""
+        if ranks not in self._subgroups:
+            handle = None
+            if len(ranks) > 1:
+                handle = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._subgroups[ranks] = Group(axis, ranks, ranks.index(self.rank), handle, self.job)
+        return self._subgroups[ranks]
+
+    def agree(self, facts: dict[str, Any], what: str) -> None:
+        """Checks that all ranks of this rank's ep, esp and mp groups hold the same facts.
+
+        Raises:
+            RankError: some rank differs; the message names the fact, the ranks and their values.
+        """
+        for group in (self.ep, self.esp, self.mp):
+            for rank, other in zip(group.ranks, all_gather_object(group, facts, f"comparing {what}"), strict=True):
+                for name, value in facts.items():
+                    if other[name] != value:
+                        raise RankError(
+                            f"{what}: {name} is {value!r} on rank {self.rank} and {other[name]!r} on rank {rank}. "
+                            f"Build {what} from the same configuration on every rank."
+                        )
+
+    def fail(self, operation: str, message: str) -> None:
+        """Posts that this rank failed, so that the others end with an error that names it."""
+        if self.job.board is not None:
+            self.job.board.post(self.rank, operation, message)
+
+    @contextmanager
+    def guard(self, operation: str = "the guarded block") -> Iterator[None]:
+        """Posts any exception that leaves the block: other ranks, wherever they wait, end with it by name."""
+        try:
+            yield
+        except RankError:
+            raise  # posted already, by the rank at fault or by the first that saw it
+        except BaseException as error:
+            self.fail(operation, f"{type(error).__name__}: {error}")
+            raise
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={getattr(self, name).size}" for name in ("dp", "mp", "edp", "ep", "esp"))
+        return f"Topology(rank {self.rank} of {self.size}; {sizes}; {self.ranks_per_node} ranks a node)"

@@ -1,0 +1,120 @@
+"""Ranks for tests: processes that live as long as the test session and run functions as a Gloo world on loopback.
+
+Starting a process costs seconds (it imports torch), so the ranks are started once and each test borrows as many as it
+asks for. A run is bounded in time; ranks that fail or hang are ended, and fresh ones are started for the next test.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+RUN_TIMEOUT_S = 90.0
+
+
+class RankFailed(AssertionError):
+    """Some rank raised; `errors` maps ranks to (type name, message, traceback text)."""
+
+    def __init__(self, errors: dict[int, tuple[str, str, str]]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, (_, _, text) in errors.items()))
+
+
+class Cluster:
+    """A pool of ranks. `run(world, function, *args)` calls `function(rank, world, *args)` on each rank."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S) -> list[Any]:
+        """Returns the functions' results in rank order.
+
+        `function` must live at the top of a module. Raises RankFailed with every rank's error.
+        """
+        from torch.distributed import TCPStore
+
+        while len(self._workers) < world:
+            self._workers.append(self._start())
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        workers = self._workers[:world]
+        for rank, (_, pipe) in enumerate(workers):
+            pipe.send_bytes(pickle.dumps((sys.path, rank, world, store.port)))
+            pipe.send_bytes(pickle.dumps((function, args)))
+        deadline = time.monotonic() + timeout_s
+        results: list[Any] = [None] * world
+        errors: dict[int, tuple[str, str, str]] = {}
+        for rank, (process, pipe) in enumerate(workers):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                errors[rank] = ("TimeoutError", "", f"rank {rank} gave no answer within {timeout_s} s")
+                continue
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                process.join(5)
+                errors[rank] = ("ProcessDied", "", f"rank {rank} ended with exit code {process.exitcode}")
+                continue
+            if ok:
+                results[rank] = value
+            else:
+                errors[rank] = value
+        if errors:
+            self.close()
+            raise RankFailed(errors)
+        return results
+
+    def _start(self) -> tuple[Any, Connection]:
+        context = get_context("spawn")
+        ours, theirs = context.Pipe()
+        previous = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+        finally:
+            if previous is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = previous
+        theirs.close()
+        return process, ours
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join(10)
+        self._workers = []
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            path, rank, world, port = pickle.loads(pipe.recv_bytes())
+            sys.path[:] = path
+            function, args = pickle.loads(pipe.recv_bytes())
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+            torch.manual_seed(0)
+            value = (True, function(rank, world, *args))
+        except BaseException as error:
+            value = (False, (type(error).__name__, str(error), traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps(value))

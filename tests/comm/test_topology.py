@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from fusedmoe.comm.collectives import (
+    all_gather_object,
+    all_gather_rows,
+    all_reduce,
+    all_to_all_rows,
+    reduce_scatter_rows,
+)
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from tests.cluster import Cluster
+
+
+def axes(topology: Topology) -> dict[str, tuple[int, ...]]:
+    return {name: getattr(topology, name).ranks for name in ("ep", "esp", "mp", "dp", "edp", "world")}
+
+
+def from_sizes(rank: int, world: int, ep: int, esp: int, mp: int) -> dict[str, tuple[int, ...]]:
+    return axes(Topology.from_sizes(ep=ep, esp=esp, mp=mp))
+
+
+def from_mesh(rank: int, world: int) -> dict[str, tuple[int, ...]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    return axes(Topology.from_mesh(mesh, ep="node", esp="gpu", mp="gpu"))
+
+
+def test_world_of_one_needs_no_process_group() -> None:
+    topology = Topology()
+    assert topology.size == 1 and topology.rank == 0 and topology.expert_mesh is None
+    assert all(group.handle is None and group.size == 1 for group in (topology.ep, topology.esp, topology.world))
+    assert Topology.from_sizes().size == 1
+
+
+def test_sizes_that_do_not_fit_are_refused_without_a_process_group() -> None:
+    with pytest.raises(ConfigError, match="ep·esp = 2 does not divide the world of 1"):
+        Topology.from_sizes(ep=2)
+    with pytest.raises(ConfigError, match="mp = 3"):
+        Topology.from_sizes(mp=3)
+
+
+def test_grids(cluster: Cluster) -> None:
+    rows = cluster.run(4, from_sizes, 2, 2, 2)
+    assert rows[0]["ep"] == (0, 2) and rows[3]["ep"] == (1, 3)
+    assert rows[0]["esp"] == (0, 1) and rows[2]["esp"] == (2, 3)
+    assert rows[1]["mp"] == (0, 1) and rows[1]["dp"] == (1, 3) and rows[1]["edp"] == (1,)
+    assert cluster.run(4, from_mesh) == rows
+    rows = cluster.run(4, from_sizes, 2, 1, 4)
+    assert rows[0]["ep"] == (0, 1) and rows[0]["edp"] == (0, 2) and rows[0]["mp"] == (0, 1, 2, 3)
+
+
+def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
+    group = Topology.from_sizes(ep=world).ep
+    # Rank s sends (s + 2d) mod 4 rows to rank d, each row marked with its source, destination and number.
+    counts = [[(s + 2 * d) % 4 if s != 1 else 0 for d in range(world)] for s in range(world)]
+
+    def block(s: int, d: int) -> torch.Tensor:
+        return torch.tensor([[s, d, i] for i in range(counts[s][d])], dtype=torch.float64).view(-1, 3)
+
+    rows = torch.cat([block(rank, d) for d in range(world)]).to(dtype)
+    got = all_to_all_rows(group, rows, counts[rank], [counts[s][rank] for s in range(world)])
+    assert got.dtype == dtype and torch.equal(got.double(), torch.cat([block(s, rank) for s in range(world)]))
+
+    sizes = [3, 0, 2, 5][:world]
+    own = torch.full((sizes[rank], 2), rank + 1.0).to(dtype)
+    every = torch.cat([torch.full((size, 2), r + 1.0) for r, size in enumerate(sizes)])
+    assert torch.equal(all_gather_rows(group, own, sizes).float(), every)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        part = reduce_scatter_rows(group, (every * (rank + 1)).to(dtype), sizes)
+        expected = torch.full((sizes[rank], 2), (rank + 1.0) * world * (world + 1) / 2)
+        assert part.dtype == dtype and torch.equal(part.float(), expected)
+    assert all_gather_object(group, {"rank": rank, "text": "x" * rank}) == [
+        {"rank": r, "text": "x" * r} for r in range(world)
+    ]
+    assert all_reduce(group, torch.tensor([rank + 1.0])).item() == world * (world + 1) / 2
+    assert all_reduce(group, torch.tensor([rank]), "max").item() == world - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_rows_travel_ragged_and_empty(cluster: Cluster, world: int, dtype: torch.dtype) -> None:
+    cluster.run(world, ragged, dtype)
