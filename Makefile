@@ -1,0 +1,95 @@
+# `make` alone explains. Every target makes the environment first where it is missing, and reuses it afterwards.
+#
+# PYTHON on the command line (`make test PYTHON=python3`) means: this interpreter with its packages as they are,
+# no environment, no network.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help env train test lint bench clean
+
+VENV := .venv
+ARGS ?=
+
+# A machine has a GPU where nvidia-smi lists one. The pins, and so the environment, follow from it.
+DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
+CONSTRAINTS := constraints/$(DEVICE).txt
+STAMP := $(VENV)/.installed-$(DEVICE)
+
+ifeq ($(origin PYTHON),command line)
+PY := $(PYTHON)
+READY :=
+RUN_ENV := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+else
+PY := $(VENV)/bin/python
+READY := $(STAMP)
+RUN_ENV :=
+endif
+
+# Four ranks share the cores of a small machine, and so do the processes that tests start: one thread each,
+# unless the caller says otherwise.
+ONE_THREAD := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
+
+# Four CPU ranks stand for two nodes of two: experts across the nodes, tensors split inside each.
+CPU_RANKS := 4
+CPU_LAYOUT := --ranks-per-node 2 --ep 2 --esp 2 --mp 2
+
+help:
+	@echo 'fusedmoe: mixture-of-experts layers whose communication hides behind computation'
+	@echo
+	@echo '  make train    train the GPT-MoE: 4 ranks on this CPU as 2 nodes x 2, or up to 4 GPUs'
+	@echo '                make train ARGS="--steps 20 --run-dir runs/try"    make train ARGS=--help'
+	@echo '  make test     the tests, without the slow ones    make test ARGS="-k gates"    ARGS="-m slow"'
+	@echo '  make lint     ruff, mypy, and the floors of the design (import-linter)'
+	@echo '  make bench    the benchmarks'
+	@echo '  make env      only the environment, .venv (the others make it when needed)'
+	@echo '  make clean    remove the environment, caches and build output; runs/ stays'
+	@echo
+	@echo '  This machine: $(DEVICE), pins in $(CONSTRAINTS).'
+	@echo '  make test PYTHON=python3 takes that interpreter and its packages as they are: nothing is installed.'
+
+env: $(READY)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS) constraints/common.txt
+	@found=; for p in python3 python3.12 python3.11 python3.13 python3.14; do \
+	    if $$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        found=$$p; break; fi; done; \
+	if [ -z "$$found" ]; then \
+	    echo 'fusedmoe needs Python 3.11 or newer with its venv module (on Debian: python3-venv);' >&2; \
+	    echo "python3 here is: $$(python3 --version 2>&1)" >&2; exit 1; fi; \
+	echo "Making $(VENV) with $$found for $(DEVICE): about a minute and 2 GB (for CUDA several minutes and 8 GB)."; \
+	rm -f $(VENV)/.installed-*; \
+	$$found -m venv $(VENV)
+	@quiet=; [ -t 1 ] || quiet=--quiet; \
+	$(VENV)/bin/python -m pip --disable-pip-version-check install $$quiet -c $(CONSTRAINTS) -e '.[dev]'
+	@if [ $(DEVICE) = cpu ] && $(VENV)/bin/python -m pip list 2>/dev/null | grep -q '^nvidia-cublas'; then \
+	    echo 'Note: pip found only a CUDA build of torch: it works here, at several GB. For the small one give pip' >&2; \
+	    echo "PyTorch's index of CPU wheels (PIP_EXTRA_INDEX_URL=...) and start again: make clean train." >&2; fi
+	@touch $@
+
+# The launcher is torchrun (torch.distributed.run) itself. `exec` leaves no shell between make and it: Ctrl-C reaches
+# torchrun, which passes it on to the ranks and waits until they have saved; make waits for torchrun.
+train: $(READY)
+	@gpus=0; \
+	[ $(DEVICE) = cpu ] || gpus=$$($(PY) -c 'import torch; print(min(4, torch.cuda.device_count()))'); \
+	if [ "$$gpus" -gt 0 ]; then set -- --nproc-per-node $$gpus -m fusedmoe.cli train; \
+	else set -- --nproc-per-node $(CPU_RANKS) -m fusedmoe.cli train $(CPU_LAYOUT); fi; \
+	exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m torch.distributed.run --standalone "$$@" $(ARGS)
+
+test: $(READY)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m pytest $(ARGS)
+
+# All three report, also when an earlier one has found something.
+lint: $(READY)
+	@export $(RUN_ENV); bad=0; \
+	$(PY) -m ruff check . || bad=1; \
+	$(PY) -m mypy || bad=1; \
+	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' || bad=1; \
+	exit $$bad
+
+# A benchmark sets its threads itself, and may take longer than a test.
+bench: $(READY)
+	@exec env $(RUN_ENV) $(PY) -m pytest --timeout 1800 bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
