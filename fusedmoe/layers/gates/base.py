@@ -1,0 +1,213 @@
+"""What a gate is, and what it returns.
+
+A gate reads the tokens of one rank and says which experts see them. It decides nothing about placement:
+dropping and ordering follow later, from ``Routing``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.gates.linear import outside_autocast
+
+# Shortens the product before it is rounded up: 1.1 · 10 is 11 rows, though floats say 11.000000000000002.
+_ROUNDING = 1e-12
+INIT_STD = 0.02
+
+
+@dataclass
+class Routing:
+    """The choice of experts for S tokens, K slots each.
+
+    Attributes:
+        expert_SK: [S, K] int64 in [0, E), or -1 where a slot holds no expert.
+        weight_SK: [S, K] float32 (float64 for float64 input), differentiable: the factor on the expert's
+            output.
+        capacity: rows an expert accepts from this rank, None for no limit.
+        priority_S: [S] the token with the higher value is placed first; None for token order.
+        aux_loss: scalar, auxiliary losses already multiplied by their coefficients.
+        logits_SE: [S, E] detached router logits, for the check on non-finite values; None if there are none.
+    """
+
+    expert_SK: Tensor
+    weight_SK: Tensor
+    capacity: int | None
+    priority_S: Tensor | None
+    aux_loss: Tensor
+    logits_SE: Tensor | None
+
+
+@dataclass
+class SoftRouting:
+    """Mixing weights between S tokens and N = E·slots expert inputs; column n belongs to expert n // slots.
+
+    Attributes:
+        dispatch_SN: [S, N] each column sums to one (S > 0): slot n's input is Σ_s dispatch[s, n] · x[s].
+        combine_SN: [S, N] each row sums to one: token s's output is Σ_n combine[s, n] · out[n].
+        slots: slots per expert.
+        aux_loss: scalar, auxiliary losses already multiplied by their coefficients.
+        logits_SE: [S, N] detached logits, for the check on non-finite values.
+    """
+
+    dispatch_SN: Tensor
+    combine_SN: Tensor
+    slots: int
+    aux_loss: Tensor
+    logits_SE: Tensor | None
+
+
+class Gate(nn.Module):
+    """Base of all gates. A subclass names its parameters, fills them and routes.
+
+    A gate is made without the model dimension; ``MoELayer`` calls ``setup`` once. Weights are drawn on the
+    CPU in float32 from torch's default generator and then copied, so that a seed gives the same gate on every
+    device, in every dtype and in every world.
+
+    Args:
+        experts: E, number of experts in all.
+        k: experts per token, 1 ≤ k ≤ E.
+        capacity_factor: f > 0 gives each expert ceil(k·f·S/E) rows of this rank's tokens; None: no limit.
+        aux: name of an auxiliary loss -> coefficient, out of the class's ``losses``; None: the class's
+            default.
+
+    Raises:
+        ConfigError: an argument is out of range, or ``aux`` names a loss that this gate does not define.
+    """
+
+    needs_whole_batch: ClassVar[bool] = False
+    """Whether a token's route depends on the other tokens: a batch must then not be split before the gate."""
+    losses: ClassVar[tuple[str, ...]] = ()
+    """Names of the auxiliary losses that this gate defines: "balance", "importance_load", "z"."""
+    default_aux: ClassVar[Mapping[str, float]] = {}
+
+    def __init__(
+        self,
+        experts: int,
+        k: int = 1,
+        capacity_factor: float | None = None,
+        *,
+        aux: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__()
+        check_count(self, "experts", experts)
+        check_count(self, "k", k)
+        self.require(k <= experts, f"k = {k} is more than its {experts} experts")
+        self.require(
+            capacity_factor is None or (math.isfinite(capacity_factor) and capacity_factor > 0),
+            f"capacity_factor must be positive, or None for no capacity; got {capacity_factor}",
+        )
+        aux = self.default_aux if aux is None else aux
+        for name, coefficient in aux.items():
+            self.require(
+                name in self.losses,
+                f"auxiliary loss {name!r} is not defined here; defined: {', '.join(self.losses) or 'none'}",
+            )
+            self.require(math.isfinite(coefficient), f"coefficient of {name!r} must be finite, got {coefficient}")
+        self.experts = experts
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.aux = {name: float(coefficient) for name, coefficient in aux.items() if coefficient != 0}
+        self.model_dim: int | None = None
+
+    def setup(
+        self, model_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Creates the parameters. A second call with the same ``model_dim`` changes nothing.
+
+        Raises:
+            ConfigError: ``model_dim`` is not positive, or not that of the first call.
+        """
+        check_count(self, "model_dim", model_dim)
+        if self.model_dim is not None:
+            self.require(
+                model_dim == self.model_dim,
+                f"already set up for model_dim = {self.model_dim}, asked for {model_dim}: one gate a layer",
+            )
+            return
+        for name, shape in self.parameter_shapes(model_dim).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.model_dim = model_dim
+        self.reset_parameters()
+
+    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the parameters that ``setup`` makes."""
+        return {}
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew: normal, standard deviation 0.02, unless the class says otherwise."""
+        for parameter in self.parameters(recurse=False):
+            fill_normal(parameter, INIT_STD)
+
+    def forward(self, x_SM: Tensor) -> Routing | SoftRouting:
+        """Routes S ≥ 0 tokens [S, M] of any float dtype, in float32 (float64 for float64), never autocast.
+
+        Raises:
+            ConfigError: before ``setup``, or when the input is not [S, model_dim] floats.
+        """
+        self.require(
+            self.model_dim is not None,
+            "no parameters yet: call setup(model_dim), or hand the gate to MoELayer",
+        )
+        self.require(
+            x_SM.dim() == 2 and x_SM.shape[1] == self.model_dim and x_SM.is_floating_point(),
+            f"input must be floats [tokens, {self.model_dim}], got {x_SM.dtype} {list(x_SM.shape)}",
+        )
+        with outside_autocast(x_SM.device.type):
+            return self.route(x_SM)
+
+    def route(self, x_SM: Tensor) -> Routing | SoftRouting:
+        """What ``forward`` does after its checks, outside autocast."""
+        raise NotImplementedError(f"{type(self).__name__} defines no route()")
+
+    def row_capacity(self, tokens: int) -> int | None:
+        """Rows that one expert accepts from ``tokens`` tokens of a rank: ceil(k·f·tokens/E); None: no limit.
+
+        The product is taken with f as written: k = 1, f = 1.1, 10 tokens on 1 expert are 11 rows.
+        """
+        if self.capacity_factor is None:
+            return None
+        return share_of_rows(self.k, self.capacity_factor, tokens, self.experts)
+
+    def update(self, load_E: Tensor) -> None:
+        """Called after an optimizer step with the tokens of all ranks per expert; by default nothing."""
+
+    def weigh(self, like: Tensor, terms: Mapping[str, Callable[[], Tensor]]) -> Tensor:
+        """Σ coefficient · loss over ``aux``; a loss that is not asked for is not computed."""
+        total = like.new_zeros(())
+        for name, coefficient in self.aux.items():
+            total = total + coefficient * terms[name]()
+        return total
+
+    def require(self, condition: bool, text: str) -> None:
+        """Raises ConfigError with the gate's name unless ``condition`` holds."""
+        if not condition:
+            raise ConfigError(f"{type(self).__name__} gate: {text}")
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, k={self.k}, capacity_factor={self.capacity_factor}, aux={self.aux}"
+
+
+def check_count(gate: Gate, name: str, value: int) -> None:
+    """Raises ConfigError unless ``value`` is an integer of at least one."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    gate.require(is_integer and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def share_of_rows(k: int, factor: float, tokens: int, experts: int) -> int:
+    """ceil(k·f·S/E), with f meant as it is written."""
+    return math.ceil(k * factor * tokens / experts * (1 - _ROUNDING))
+
+
+def fill_normal(parameter: Tensor, std: float) -> None:
+    """Fills from torch's default CPU generator, whatever the device and the dtype; leaves meta tensors."""
+    if parameter.is_meta:
+        return
+    with torch.no_grad():
+        parameter.copy_(torch.randn(parameter.shape, dtype=torch.float32, device="cpu") * std)

@@ -1,0 +1,95 @@
+"""Hash routing: the experts follow from the token alone, nothing is learned."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fusedmoe.layers.gates.base import Gate, Routing
+from fusedmoe.layers.gates.linear import router_dtype
+from fusedmoe.layers.gates.select import top_experts
+
+
+def _wrap(value: int) -> int:
+    """``value`` modulo 2^64 as a signed 64-bit integer."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = _wrap(0xBF58476D1CE4E5B9)
+_SECOND = _wrap(0x94D049BB133111EB)
+
+
+class Hash(Gate):
+    """Experts from a fixed random hash (Roller et al. 2021, Hash Layers).
+
+    Every pair (token, expert) has a hash; the token goes to the k experts with the highest ones, which are
+    distinct and uniform over all k-subsets. The hash is the 64-bit finaliser of splitmix64, so that it is the
+    same on every device, in every process and in every version; ``seed`` gives another one (a different one
+    per layer, say).
+
+    What is hashed: the ids in the attribute ``token_ids`` when it is set (any integer tensor with S elements,
+    in the order of the tokens that this gate sees; it stays set until the caller replaces it), as in the
+    paper. Otherwise the token's row, rounded to bfloat16: equal rows go to equal experts and the result does
+    not depend on the batch, but any change of the row reshuffles it. Use ids in a model that trains.
+
+    weight = 1/k, a constant: the router has no parameters, no logits and no losses.
+    Random: nothing.
+
+    Raises (forward):
+        ConfigError: ``token_ids`` does not hold one id per token.
+    """
+
+    losses: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, experts: int, k: int = 1, capacity_factor: float | None = None, *, seed: int = 0) -> None:
+        super().__init__(experts, k, capacity_factor)
+        self.seed = seed
+        self.token_ids: Tensor | None = None
+
+    def route(self, x_SM: Tensor) -> Routing:
+        S = x_SM.shape[0]
+        with torch.no_grad():
+            key_S = self._row_keys(x_SM) if self.token_ids is None else self._id_keys(self.token_ids, x_SM)
+            salt_E = _mix(torch.arange(self.experts, device=x_SM.device) + _wrap((self.seed + 1) * _GOLDEN))
+            expert_SK = top_experts(_mix(_mix(key_S)[:, None] + salt_E), self.k)
+        return constant_routing(self, expert_SK, x_SM, self.row_capacity(S))
+
+    def _id_keys(self, token_ids: Tensor, x_SM: Tensor) -> Tensor:
+        self.require(
+            not token_ids.is_floating_point() and token_ids.numel() == x_SM.shape[0],
+            f"token_ids must be {x_SM.shape[0]} integers, one per token, got {token_ids.dtype} {list(token_ids.shape)}",
+        )
+        return token_ids.reshape(-1).to(device=x_SM.device, dtype=torch.int64)
+
+    def _row_keys(self, x_SM: Tensor) -> Tensor:
+        # + 0.0 makes the two zeros one. 32-bit integers wrap around, so that the order of the additions is free.
+        bits_SM = (x_SM.to(torch.bfloat16) + 0.0).view(torch.int16)
+        factor_M = _mix(torch.arange(1, x_SM.shape[1] + 1, device=x_SM.device)).to(torch.int32)
+        return (bits_SM * factor_M).sum(1, dtype=torch.int32).to(torch.int64)
+
+
+def constant_routing(gate: Gate, expert_SK: Tensor, x_SM: Tensor, capacity: int | None) -> Routing:
+    """Routing with the constant weight 1/k, without logits and losses."""
+    weight_SK = torch.full(expert_SK.shape, 1 / gate.k, dtype=router_dtype(x_SM), device=x_SM.device)
+    return Routing(
+        expert_SK=expert_SK,
+        weight_SK=weight_SK,
+        capacity=capacity,
+        priority_S=None,
+        aux_loss=weight_SK.new_zeros(()),
+        logits_SE=None,
+    )
+
+
+def _mix(value: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64, element by element; products wrap around."""
+    value = (value ^ _logical_shift(value, 30)) * _FIRST
+    value = (value ^ _logical_shift(value, 27)) * _SECOND
+    return value ^ _logical_shift(value, 31)
+
+
+def _logical_shift(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

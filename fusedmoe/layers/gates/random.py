@@ -1,0 +1,31 @@
+"""Random routing: a baseline with an even load and no router."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fusedmoe.layers.gates.base import Gate, Routing
+from fusedmoe.layers.gates.hash import constant_routing
+from fusedmoe.layers.gates.select import top_experts
+
+
+class Random(Gate):
+    """k distinct experts per token, uniformly at random (Zuo et al. 2022, THOR; Lancet's random gate).
+
+    weight = 1/k, a constant: the router has no parameters, no logits and no losses.
+    Random: the choice, in training and in evaluation, from the default generator of the input's device (S·E
+    uniform draws); ``torch.manual_seed`` repeats it.
+    """
+
+    losses: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, experts: int, k: int = 1, capacity_factor: float | None = None) -> None:
+        super().__init__(experts, k, capacity_factor)
+
+    def route(self, x_SM: Tensor) -> Routing:
+        S = x_SM.shape[0]
+        score_SE = torch.rand(S, self.experts, dtype=torch.float32, device=x_SM.device)
+        return constant_routing(self, top_experts(score_SE, self.k), x_SM, self.row_capacity(S))
