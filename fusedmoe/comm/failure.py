@@ -64,7 +64,7 @@ class Board:
     def gone(self, ranks: tuple[int, ...]) -> list[int]:
         """Those of `ranks` whose process on this host has ended (other hosts cannot be asked)."""
         host = socket.gethostname()
-        dead = []
+        dead: list[int] = []
         for rank in ranks:
             try:
                 if not self._store.check([f"alive/{rank}"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -35,6 +36,9 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # process groups cannot be copied
 
     def __str__(self) -> str:
         return f"{self.axis} group {list(self.ranks)}"

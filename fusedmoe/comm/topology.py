@@ -189,11 +189,13 @@ class Topology:
         """Posts any exception that leaves the block: other ranks, wherever they wait, end with it by name."""
         try:
             yield
-        except RankError:
-            raise  # posted already, by the rank at fault or by the first that saw it
         except BaseException as error:
+            # A verdict that stands already stays: an error that another rank caused keeps that rank's name.
             self.fail(operation, f"{type(error).__name__}: {error}")
             raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
+        return self  # process groups cannot be copied, and a copied layer stands on the same ranks
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={getattr(self, name).size}" for name in ("dp", "mp", "edp", "ep", "esp"))

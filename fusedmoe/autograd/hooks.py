@@ -1,0 +1,68 @@
+"""Hooks: user code at the six seams of a layer, FSMoE §3.1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass
+class HookContext:
+    """What a hook is told.
+
+    Attributes:
+        direction: "forward" with activations, "backward" with their gradients.
+        chunk, chunks: which part of the batch travels, of how many.
+        memory: a dict shared by the before_ and after_ hooks of one transfer, for what the one must tell the other.
+    """
+
+    direction: Direction
+    chunk: int = 0
+    chunks: int = 1
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+class Hooks:
+    """Override what you need. Each hook gets a tensor and returns another, or None to leave it as it is.
+
+    In forward the order is before_moe_start, before_dispatch, after_dispatch, before_combine, after_combine,
+    before_moe_end; in backward the gradients pass the same seams in the same order: a gradient's way to the experts is a
+    dispatch, its way home a combine.
+
+    - `before_moe_start` sees the layer's input [..., M] and `before_moe_end` its output (backward: the gradient of the
+      output, and that of the input). In forward autograd sees through them: what they compute is differentiated.
+    - The dispatch and combine hooks see rows [n, M], once per chunk, on the wire's two ends. They stand for lossless
+      or nearly lossless transport (compression): autograd takes each pair for the identity. A before_ hook may change
+      dtype and width, if the after_ hook undoes it, and if all ranks do the same.
+    """
+
+    def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:
+        return None
+
+    def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor | None:
+        return None
+
+    def after_dispatch(self, rows: Tensor, context: HookContext) -> Tensor | None:
+        return None
+
+    def before_combine(self, rows: Tensor, context: HookContext) -> Tensor | None:
+        return None
+
+    def after_combine(self, rows: Tensor, context: HookContext) -> Tensor | None:
+        return None
+
+    def before_moe_end(self, y: Tensor, context: HookContext) -> Tensor | None:
+        return None
+
+
+def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookContext) -> Tensor:
+    """Passes the tensor through every hook at a seam; after_ hooks in reverse, so that pairs nest."""
+    for hook in reversed(hooks) if seam.startswith("after") else hooks:
+        changed = getattr(hook, seam)(tensor, context)
+        tensor = tensor if changed is None else changed
+    return tensor

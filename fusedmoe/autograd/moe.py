@@ -1,0 +1,56 @@
+"""From routed tokens to their results: order, dispatch, all-gather, experts, reduce-scatter, combine, unorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.exchange import all_gather, combine, dispatch, reduce_scatter
+from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.kernels.order import Layout, build_layout
+from fusedmoe.runtime.recorder import Recorder, span
+
+# (rows, layout by local expert, weight of each sorted row or None) -> summed results, one for each of the rows given.
+Compute = Callable[[Tensor, Layout, "Tensor | None"], Tensor]
+
+
+def through_experts(
+    rows_NM: Tensor,
+    weight_N: Tensor | None,
+    exchange: Exchange,
+    compute: Compute,
+    hooks: Sequence[Hooks] = (),
+    recorder: Recorder | None = None,
+) -> Tensor:
+    """Sends rows to their experts' ranks, computes there and brings the results back in the rows' order.
+
+    Router weights travel with the rows: the experts' ranks apply them, so that no result has to be kept for their
+    gradient, which travels back the same way.
+
+    Args:
+        rows_NM: [N, M] rows sorted by global expert, as `exchange` was told.
+        weight_N: [N] router weights, or None for 1.
+        compute: the local experts.
+    Returns:
+        [N, M] weighted results.
+    """
+    rows_RM = all_gather(dispatch(rows_NM, exchange, hooks, recorder), exchange, recorder)
+    weight_R = None
+    if weight_N is not None:
+        weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[:, 0]
+    with span(recorder, "sort received rows", kind="order"):
+        layout = received_layout(exchange.counts_RE)
+        sorted_weight_R = None if weight_R is None else weight_R[layout.slot_N]
+    out_RM = compute(rows_RM, layout, sorted_weight_R)
+    return combine(reduce_scatter(out_RM, exchange, recorder), exchange, hooks, recorder)
+
+
+def received_layout(counts_RE: Tensor) -> Layout:
+    """Sorts received rows, which lie by (peer, local expert), by local expert."""
+    peers, experts = counts_RE.shape
+    expert_RE = torch.arange(experts, device=counts_RE.device).expand(peers, experts)
+    expert_R1 = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1)).view(-1, 1)
+    return build_layout(expert_R1, experts)

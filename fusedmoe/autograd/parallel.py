@@ -1,0 +1,99 @@
+"""Rows over a model-parallel group: the four moves between split, replicated and partial tensors.
+
+`counts[i]` is how many rows the i-th rank of the group owns when rows are split. A replicated tensor holds the same rows
+on every rank, and so does its gradient; a partial tensor is a summand.
+
+| function | from -> to | forward | backward |
+|---|---|---|---|
+| gather_rows | split -> all rows, used differently on every rank | all-gather | reduce-scatter |
+| reduce_scatter_rows | partial -> split | reduce-scatter | all-gather |
+| split_rows | replicated -> split | slice | all-gather |
+| join_rows | split -> replicated | all-gather | slice |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from fusedmoe.autograd.linear import Move, linear
+from fusedmoe.comm import collectives
+from fusedmoe.comm.group import Group
+from fusedmoe.runtime.recorder import Recorder, span
+
+
+def split_counts(rows: int, group: Group) -> list[int]:
+    """How `rows` rows are split over a group: as evenly as can be, like `torch.chunk`."""
+    size = -(-rows // group.size)
+    return [min(size, max(0, rows - i * size)) for i in range(group.size)]
+
+
+def gather_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
+    """Split -> all rows, for computations that differ between ranks (column-parallel products)."""
+    return _linear(x_SM, group, _all_gather, _reduce_scatter, counts, recorder)
+
+
+def reduce_scatter_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
+    """Partial sums of all rows -> this rank's rows of the sum (after row-parallel products)."""
+    return _linear(x_SM, group, _reduce_scatter, _all_gather, counts, recorder)
+
+
+def split_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
+    """Replicated -> this rank's rows."""
+    return _linear(x_SM, group, _slice, _all_gather, counts, recorder)
+
+
+def join_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
+    """Split -> replicated: every rank goes on to compute the same from all rows."""
+    return _linear(x_SM, group, _all_gather, _slice, counts, recorder)
+
+
+def mean_over(value: Tensor, group: Group) -> Tensor:
+    """The mean of a scalar over the group, the same on every rank; each rank's gradient is its share of it."""
+    if group.size == 1:
+        return value
+    return linear(
+        value,
+        lambda v: collectives.all_reduce(group, v.clone()) / group.size,
+        lambda grad: grad / group.size,
+    )
+
+
+def _linear(
+    x_SM: Tensor, group: Group, there: _Kind, back: _Kind, counts: Sequence[int], recorder: Recorder | None
+) -> Tensor:
+    if group.size == 1:
+        return x_SM
+    return linear(x_SM, there(group, counts, recorder, "forward"), back(group, counts, recorder, "backward"))
+
+
+def _all_gather(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:
+    return partial(_recorded, collectives.all_gather_rows, "all-gather", group, counts, recorder, phase)
+
+
+def _reduce_scatter(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:
+    return partial(_recorded, collectives.reduce_scatter_rows, "reduce-scatter", group, counts, recorder, phase)
+
+
+def _slice(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:
+    start = sum(counts[: group.index])
+    return lambda rows: rows[start : start + counts[group.index]].clone()
+
+
+def _recorded(
+    move: _Collective,
+    kind: str,
+    group: Group,
+    counts: Sequence[int],
+    recorder: Recorder | None,
+    phase: str,
+    rows: Tensor,
+) -> Tensor:
+    with span(recorder, f"{group.axis} {kind}", kind=kind, resource="intra", phase=phase):
+        return move(group, rows, counts)
+
+
+_Kind = Callable[[Group, Sequence[int], "Recorder | None", str], Move]
+_Collective = Callable[[Group, Tensor, Sequence[int]], Tensor]

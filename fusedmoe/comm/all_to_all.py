@@ -1,0 +1,176 @@
+"""All-to-all algorithms: direct, and two that send less across nodes in fewer, larger messages.
+
+All of them move the same rows to the same places, bit for bit; they differ in who carries them:
+
+- `direct`: every rank sends to every rank.
+- `1dh` (Hetu): the ranks of a node gather their rows at a leader, the leaders exchange, each leader scatters.
+- `2dh` (Tutel, DeepSpeed): ranks of a node first exchange rows by the destination's place in its node, then ranks of
+  equal place exchange across nodes. W ranks on nodes of L send messages L times as large, to W/L peers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, device_of
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+
+ALGORITHMS = ("direct", "1dh", "2dh")
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """How many rows travel: to and from each rank of the group, and (for two-level algorithms) between all pairs."""
+
+    send: list[int]
+    recv: list[int]
+    pairs_WW: np.ndarray | None = None
+
+    def back(self) -> Traffic:
+        """The same rows on their way home."""
+        return Traffic(self.recv, self.send, None if self.pairs_WW is None else self.pairs_WW.T)
+
+
+class AllToAll(Protocol):
+    """Moves rows between the ranks of one group."""
+
+    @property
+    def group(self) -> Group: ...
+
+    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
+        """Completes what each rank knows of the traffic with what the algorithm needs. Collective."""
+        ...
+
+    def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+        """[sum(send), ...] ordered by destination -> [sum(recv), ...] ordered by source. Collective."""
+        ...
+
+
+def make_all_to_all(name: str, topology: Topology) -> AllToAll:
+    """The algorithm of that name over the topology's expert-parallel group. Collective for two-level algorithms.
+
+    Raises:
+        ConfigError: unknown name, or a group that does not cover its nodes evenly.
+    """
+    if name not in ALGORITHMS:
+        raise ConfigError(f"unknown dispatch algorithm {name!r}; choose one of {', '.join(ALGORITHMS)}")
+    group = topology.ep
+    if name == "direct":
+        return Direct(group)
+    nodes: dict[int, list[int]] = {}
+    for rank in group.ranks:
+        nodes.setdefault(rank // topology.ranks_per_node, []).append(rank)
+    grid = list(nodes.values())
+    if len({len(ranks) for ranks in grid}) > 1 or [rank for ranks in grid for rank in ranks] != list(group.ranks):
+        raise ConfigError(
+            f"dispatch={name!r} needs the same number of ranks of the {group} on every node, in order, but nodes of "
+            f"{topology.ranks_per_node} ranks hold {grid}. Use dispatch='direct' or another ranks_per_node."
+        )
+    node, place = divmod(group.index, len(grid[0]))
+    inside = topology.subgroup("ep in node", tuple(grid[node]))
+    if name == "1dh":
+        leaders = topology.subgroup("ep leaders", tuple(ranks[0] for ranks in grid)) if place == 0 else None
+        return OneLeader(group, inside, leaders, len(grid))
+    return TwoLevel(group, inside, topology.subgroup("ep across nodes", tuple(ranks[place] for ranks in grid)))
+
+
+@dataclass(frozen=True, eq=False)
+class Direct:
+    """One collective over the whole group."""
+
+    group: Group
+
+    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
+        return Traffic(send, recv)
+
+    def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+        return all_to_all_rows(self.group, rows, traffic.send, traffic.recv, operation)
+
+
+def _with_pairs(group: Group, send: list[int], recv: list[int]) -> Traffic:
+    row = torch.tensor(send, device=device_of(group)).view(1, -1)
+    pairs_WW = all_gather_rows(group, row, [1] * group.size, "exchange of counts")
+    return Traffic(send, recv, pairs_WW.cpu().numpy())
+
+
+@dataclass(frozen=True, eq=False)
+class OneLeader:
+    """1DH: gather at the node's leader, exchange between leaders, scatter."""
+
+    group: Group
+    inside: Group
+    leaders: Group | None
+    nodes: int
+
+    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
+        return _with_pairs(self.group, send, recv)
+
+    def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+        assert traffic.pairs_WW is not None
+        places = self.inside.size
+        # Rows by source node n, source place p, destination node N, destination place P.
+        rows_npNP = traffic.pairs_WW.reshape(self.nodes, places, self.nodes, places)
+        node, place = divmod(self.group.index, places)
+        if self.leaders is None:
+            all_to_all_rows(self.inside, rows, _only(0, len(rows), places), [0] * places, operation)
+            rows = rows[:0]
+            scatter = [0] * places
+        else:
+            out_pNP, in_npP = rows_npNP[node], rows_npNP[:, :, node]
+            arrived = out_pNP.sum((1, 2)).tolist()
+            rows = all_to_all_rows(self.inside, rows, _only(0, len(rows), places), arrived, operation)
+            rows = regroup(rows, out_pNP, (1, 0, 2))
+            send, recv = out_pNP.sum((0, 2)).tolist(), in_npP.sum((1, 2)).tolist()
+            rows = all_to_all_rows(self.leaders, rows, send, recv, operation)
+            rows = regroup(rows, in_npP, (2, 0, 1))
+            scatter = in_npP.sum((0, 1)).tolist()
+        home = _only(0, int(rows_npNP[:, :, node, place].sum()), places)
+        return all_to_all_rows(self.inside, rows, scatter, home, operation)
+
+
+@dataclass(frozen=True, eq=False)
+class TwoLevel:
+    """2DH: exchange inside the node by the destination's place, then across nodes between ranks of equal place."""
+
+    group: Group
+    inside: Group
+    across: Group
+
+    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
+        return _with_pairs(self.group, send, recv)
+
+    def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+        assert traffic.pairs_WW is not None
+        nodes, places = self.across.size, self.inside.size
+        rows_npNP = traffic.pairs_WW.reshape(nodes, places, nodes, places)
+        node, place = divmod(self.group.index, places)
+        own_NP, held_pN = rows_npNP[node, place], rows_npNP[node, :, :, place]
+        rows = regroup(rows, own_NP, (1, 0))
+        rows = all_to_all_rows(self.inside, rows, own_NP.sum(0).tolist(), held_pN.sum(1).tolist(), operation)
+        rows = regroup(rows, held_pN, (1, 0))
+        send, recv = held_pN.sum(0).tolist(), rows_npNP[:, :, node, place].sum(1).tolist()
+        return all_to_all_rows(self.across, rows, send, recv, operation)
+
+
+def _only(index: int, count: int, size: int) -> list[int]:
+    return [count if i == index else 0 for i in range(size)]
+
+
+def regroup(rows: Tensor, sizes: np.ndarray, axes: tuple[int, ...]) -> Tensor:
+    """Reorders blocks of rows, as `transpose(axes)` reorders the entries of an array.
+
+    The rows lie in blocks, block (i, j, …) having sizes[i, j, …] rows, the last index fastest. With sizes
+    [[1, 2], [0, 1]] and axes (1, 0), rows a|bb||c become a||bb|c.
+    """
+    start = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
+    start, size = start.reshape(sizes.shape).transpose(axes).reshape(-1), sizes.transpose(axes).reshape(-1)
+    offset = np.cumsum(size) - size
+    index = np.repeat(start - offset, size) + np.arange(size.sum())
+    return rows.index_select(0, torch.from_numpy(index).to(rows.device))

@@ -1,0 +1,76 @@
+"""One layer's exchange of rows: sizes first, then data; no padding travels.
+
+Rows leave a rank sorted by expert. Dispatch takes them over the expert-parallel group to the ranks that hold the
+experts; the all-gather over the expert-sharding group then gives every shard of an expert all of its rows. They arrive
+ordered by (sharding peer, source rank, local expert). Combine and reduce-scatter take results the same way back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.all_to_all import AllToAll
+from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from fusedmoe.comm.group import Group
+from fusedmoe.errors import RankError
+
+
+class Exchange:
+    """The sizes of one exchange, agreed between the ranks, and the four moves that follow.
+
+    Making one is collective over the expert-parallel and the expert-sharding group. Each move takes and returns rows
+    [n, ...] of any dtype; every rank calls the same moves in the same order.
+
+    Args:
+        algorithm: how rows cross the expert-parallel group.
+        esp: the expert-sharding group.
+        counts_E: rows that this rank sends to each of the E experts.
+        refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
+    Attributes:
+        counts_RE: [sharding peer · source rank, local expert] rows that lie here after dispatch and all-gather.
+    Raises:
+        RankError: this or another rank refused.
+    """
+
+    def __init__(self, algorithm: AllToAll, esp: Group, counts_E: Tensor, refusal: str | None = None) -> None:
+        self._algorithm, self._esp = algorithm, esp
+        ep = algorithm.group
+        me = ep.job.rank
+        if refusal is not None and ep.job.board is not None:
+            ep.job.board.post(me, "the check of the layer's input", refusal)
+        # The last column tells a refusal: the rank that refuses, plus one.
+        refused = counts_E.new_full((ep.size, 1), 0 if refusal is None else me + 1)
+        ours_PE = torch.cat([counts_E.view(ep.size, -1), refused], 1)
+        ones = [1] * ep.size
+        theirs_PE = all_to_all_rows(ep, ours_PE, ones, ones, "exchange of counts")
+        all_QPE = all_gather_rows(esp, theirs_PE[None], [1] * esp.size, "exchange of counts")
+        host_QPE = all_QPE.tolist()
+        culprits = {row[-1] - 1 for rows in host_QPE for row in rows} - {-1}
+        if refusal is not None:
+            raise RankError(f"rank {me}: {refusal}")
+        if culprits:
+            board = ep.job.board
+            verdict = board.read(wait_s=2.0) if board is not None else None
+            raise RankError(f"rank {me}: ended because {verdict or f'ranks {sorted(culprits)} refused their input'}")
+        self.counts_RE = all_QPE[..., :-1].flatten(0, 1)
+        send = counts_E.view(ep.size, -1).sum(1).tolist()
+        recv = [sum(row[:-1]) for row in host_QPE[esp.index]]
+        self._traffic = algorithm.traffic(send, recv)
+        self._gathered = [sum(sum(row[:-1]) for row in rows) for rows in host_QPE]
+
+    def dispatch(self, rows: Tensor) -> Tensor:
+        """To the experts' ranks: [N, ...] sorted by expert -> [received, ...] by (source rank, local expert)."""
+        return self._algorithm.exchange(rows, self._traffic, "dispatch")
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Back to the tokens' ranks: the inverse of `dispatch`."""
+        return self._algorithm.exchange(rows, self._traffic.back(), "combine")
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """To all shards of the experts: [received, ...] -> [R, ...] by (sharding peer, source rank, local expert)."""
+        return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards")
+
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        """Sums the shards' results and returns each peer its own rows: the adjoint of `all_gather`."""
+        return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards")

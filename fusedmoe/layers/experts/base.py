@@ -1,0 +1,102 @@
+"""What the layer expects of experts: the local ones of a rank, applied to rows sorted by expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.autograd.order import permute, unpermute
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.order import Layout
+from fusedmoe.runtime.recorder import Recorder
+
+# In place of a dimension in `shardings`: the parameter is not a slice of a larger tensor along this axis, but has a name
+# of its own on each rank.
+NAMED = -1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which experts a rank holds, and which shard of them.
+
+    Attributes:
+        first, local: the rank holds experts first … first + local − 1, of all of them.
+        shard, shards: it holds part `shard` of `shards` of each one's hidden dimension.
+    """
+
+    first: int = 0
+    local: int = 1
+    shard: int = 0
+    shards: int = 1
+
+
+class Experts(nn.Module):
+    """Base of all experts. They are made without dimensions; the layer calls `setup` once.
+
+    Attributes:
+        shardings: own parameter name -> {axis: dimension}, for parameters that differ between ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place: Place | None = None
+        self.model_dim = 0
+        self.shardings: dict[str, dict[str, int]] = {}
+        self.recorder: Recorder | None = None
+
+    def setup(
+        self,
+        model_dim: int,
+        place: Place,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Makes the parameters of the experts at `place`.
+
+        What an expert is initialised to depends on the default generator's state and the expert's number only, not on
+        how experts are spread over ranks: ranks that were seeded alike hold the shards of one and the same model.
+
+        Raises:
+            ConfigError: set up before, or the experts cannot be split so.
+        """
+        if self.place is not None:
+            raise ConfigError(f"these experts belong to a layer already ({self}); give every layer experts of its own")
+        self.place, self.model_dim = place, model_dim
+        seed = int(torch.randint(2**62, ()))
+        self.make(model_dim, place, seed, device=device, dtype=dtype)
+
+    def make(
+        self,
+        model_dim: int,
+        place: Place,
+        seed: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Makes parameters: expert number n from `seed` + n."""
+        raise NotImplementedError
+
+    def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        """y_SM: for each row s of x_SM the sum over its sorted rows n of weight_N[n]·expert(x_SM[s]).
+
+        With shards, the result is this shard's summand.
+        """
+        raise NotImplementedError
+
+
+class RowExperts(Experts):
+    """Experts that are given their rows sorted and return rows; gathering and weighting is done here."""
+
+    def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        out_NM = self.compute(permute(x_SM, layout), layout.counts)
+        if weight_N is not None:
+            out_NM = out_NM * weight_N.to(out_NM.dtype)[:, None]
+        return unpermute(out_NM, layout)
+
+    def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
+        """Results of rows sorted by local expert; `counts[i]` rows belong to local expert i (any may be 0)."""
+        raise NotImplementedError

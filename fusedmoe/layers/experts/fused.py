@@ -1,0 +1,102 @@
+"""Feed-forward experts whose parameters are stacked and whose computation is one operation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.autograd.experts import experts
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.order import Layout
+from fusedmoe.layers.experts.base import Experts, Place
+
+
+class FeedForward(Experts):
+    """FFN(x) = act(x·W1ᵀ + b1)·W2ᵀ + b2: GPT's feed-forward network, two products.
+
+    Parameters (H is the shard's part of `hidden` when experts are sharded over ESP):
+        w1: [e, H, M], or [e, 2, H, M] for a gated activation (gate half, then value half).
+        w2: [e, M, H].
+        b1: [e, H] or [e, 2, H]; b2: [e, M], or the shard's slice of it. Absent without bias.
+    Each expert is initialised like `nn.Linear`: uniform in ±1/√fan_in.
+
+    Args:
+        hidden: hidden dimension of one expert, over all shards.
+        activation: "gelu", "gelu_tanh", "relu", "silu", or gated: "swiglu", "geglu".
+        bias: adds b1 and b2.
+
+    Saves for backward, for N rows on this rank: the rows' source x and the pre-activation H (N·H elements, 2·N·H gated).
+    """
+
+    def __init__(self, hidden: int, activation: str = "gelu", bias: bool = True) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        if hidden < 1:
+            raise ConfigError(f"hidden = {hidden}; an expert needs a positive hidden dimension")
+        self.hidden, self.activation, self.bias = hidden, activation, bias
+        self.register_parameter("b1", None)
+        self.register_parameter("b2", None)
+
+    def make(
+        self,
+        model_dim: int,
+        place: Place,
+        seed: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        if self.hidden % place.shards:
+            raise ConfigError(
+                f"hidden = {self.hidden} cannot be split over esp = {place.shards} shards; choose a multiple of it"
+            )
+        self.b2_start = min(model_dim, -(-model_dim // place.shards) * place.shard)
+        halves = (2,) if ACTIVATIONS[self.activation].gated else ()
+        shapes = {"w1": (*halves, self.hidden, model_dim), "w2": (model_dim, self.hidden)}
+        split = {"w1": len(halves), "w2": 1}
+        if self.bias:
+            shapes |= {"b1": (*halves, self.hidden), "b2": (model_dim,)}
+            split |= {"b1": len(halves), "b2": 0}
+        drawn: dict[str, list[Tensor]] = {name: [] for name in shapes}
+        meta = device is not None and torch.device(device).type == "meta"
+        for number in range(place.first, place.first + place.local):
+            generator = torch.Generator().manual_seed((seed + number) % 2**63)
+            for name, shape in shapes.items():
+                if meta:
+                    whole = torch.empty(shape, dtype=dtype, device="meta")
+                else:
+                    bound = (model_dim if name in ("w1", "b1") else self.hidden) ** -0.5
+                    whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+                parts = whole.chunk(place.shards, dim=split[name])
+                # torch.chunk may give fewer parts than shards when an output bias is tiny.
+                part = parts[place.shard] if place.shard < len(parts) else whole.narrow(split[name], 0, 0)
+                drawn[name].append(part.to(device=device, dtype=dtype or torch.get_default_dtype()))
+        for name, parts_e in drawn.items():
+            self.register_parameter(name, nn.Parameter(torch.stack(parts_e)))
+            self.shardings[name] = {"ep": 0, "esp": split[name] + 1}
+
+    def weights(self, dtype: torch.dtype) -> Weights:
+        """The parameters in the dtype of the computation."""
+        w1, w2, b1, b2 = (None if p is None else p.to(dtype) for p in (self.w1, self.w2, self.b1, self.b2))
+        assert w1 is not None and w2 is not None
+        return Weights(w1, w2, b1, b2, self.b2_start)
+
+    def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        kind = x_SM.device.type
+        cast = torch.is_autocast_enabled(kind)
+        weights = self.weights(torch.get_autocast_dtype(kind) if cast else self.w1.dtype)
+        x_SM = x_SM.to(weights.w1.dtype) if cast else x_SM
+        return experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
+
+    def extra_repr(self) -> str:
+        return f"hidden={self.hidden}, activation={self.activation!r}, bias={self.bias}, {self.place}"
+
+
+class SwiGLU(FeedForward):
+    """FFN(x) = (silu(x·W1gᵀ) ∘ x·W1uᵀ)·W2ᵀ: Mixtral's and LLaMA's network, three products, no bias unless asked for."""
+
+    def __init__(self, hidden: int, bias: bool = False) -> None:
+        super().__init__(hidden, "swiglu", bias)

@@ -1,0 +1,144 @@
+"""The names of the FSMoE paper (Listings 1 and 2) for this library's parts.
+
+    class MyExpert(ExpertBase):
+        def do_experts(self, args): ...
+
+    class MyCallback(CallbackBase):
+        def before_dispatch_hook(self, args): ...
+
+    moe_module = MOELayer(LinearGate(), SimpleOrder(), model_dim=512)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.hooks import HookContext, Hooks
+from fusedmoe.layers.experts import Experts, FeedForward, Place, RowExperts
+from fusedmoe.layers.gates import Gate, TopK
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.orders import Order, Sparse
+
+SimpleOrder = Sparse
+
+
+class LinearGate(TopK):
+    """A top-k gate over a linear map, with the paper's k = 2 and capacity factor 1.2."""
+
+    def __init__(self, experts: int = 8, k: int = 2, capacity_factor: float | None = 1.2, **more: Any) -> None:
+        super().__init__(experts=experts, k=k, capacity_factor=capacity_factor, **more)
+
+
+@dataclass
+class ExpertArgs:
+    """What `do_experts` is given: rows sorted by local expert, and how many belong to each (any may be 0)."""
+
+    rows_NM: Tensor
+    counts: list[int]
+
+
+class ExpertBase(RowExperts):
+    """Experts of one's own: override `do_experts`, which returns rows like `args.rows_NM`.
+
+    Override `make_parameters` too if the experts have parameters; `self.place` then tells which experts live here.
+    """
+
+    def do_experts(self, args: ExpertArgs) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define do_experts(self, args)")
+
+    def make_parameters(self, model_dim: int, place: Place) -> None:
+        """Makes the parameters of the local experts; called once, with the generator seeded alike on all ranks."""
+
+    def make(
+        self,
+        model_dim: int,
+        place: Place,
+        seed: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.make_parameters(model_dim, place)
+        self.to(device=device, dtype=dtype)
+
+    def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
+        return self.do_experts(ExpertArgs(rows_NM, counts))
+
+
+@dataclass
+class HookArgs:
+    """What a callback is given; it may put another tensor in place. `context` tells direction and chunk."""
+
+    tensor: Tensor
+    context: HookContext
+
+
+class CallbackBase(Hooks):
+    """Hooks in the paper's spelling: override any of the six `…_hook(self, args)`."""
+
+    def before_moe_start_hook(self, args: HookArgs) -> None: ...
+
+    def before_dispatch_hook(self, args: HookArgs) -> None: ...
+
+    def after_dispatch_hook(self, args: HookArgs) -> None: ...
+
+    def before_combine_hook(self, args: HookArgs) -> None: ...
+
+    def after_combine_hook(self, args: HookArgs) -> None: ...
+
+    def before_moe_end_hook(self, args: HookArgs) -> None: ...
+
+    def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor:
+        return self._call("before_moe_start_hook", x, context)
+
+    def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
+        return self._call("before_dispatch_hook", rows, context)
+
+    def after_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
+        return self._call("after_dispatch_hook", rows, context)
+
+    def before_combine(self, rows: Tensor, context: HookContext) -> Tensor:
+        return self._call("before_combine_hook", rows, context)
+
+    def after_combine(self, rows: Tensor, context: HookContext) -> Tensor:
+        return self._call("after_combine_hook", rows, context)
+
+    def before_moe_end(self, y: Tensor, context: HookContext) -> Tensor:
+        return self._call("before_moe_end_hook", y, context)
+
+    def _call(self, name: str, tensor: Tensor, context: HookContext) -> Tensor:
+        args = HookArgs(tensor, context)
+        getattr(self, name)(args)
+        return args.tensor
+
+
+class MOELayer(MoELayer):
+    """The layer in the paper's spelling: `MOELayer(gate, order, model_dim=…, …)`.
+
+    Args:
+        gate, order: as in `MoELayer`.
+        model_dim: M.
+        experts: by default GPT's feed-forward with hidden dimension 4·M.
+        callbacks: hooks.
+        more: further arguments of `MoELayer`.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        order: Order,
+        *,
+        model_dim: int,
+        experts: Experts | None = None,
+        callbacks: Iterable[Hooks] = (),
+        **more: Any,
+    ) -> None:
+        experts = FeedForward(4 * model_dim) if experts is None else experts
+        super().__init__(model_dim, gate, experts, order=order, hooks=callbacks, **more)

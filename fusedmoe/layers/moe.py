@@ -1,0 +1,253 @@
+"""The mixture-of-experts layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
+from fusedmoe.autograd.linear import linear
+from fusedmoe.autograd.moe import through_experts
+from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.kernels.order import contiguous_layout
+from fusedmoe.layers.experts import Experts, Place
+from fusedmoe.layers.gates import Gate
+from fusedmoe.layers.gates.base import Routing, SoftRouting
+from fusedmoe.layers.orders import Dropless, Einsum, Order, Sparse, slot_weights
+from fusedmoe.runtime.recorder import Recorder, span
+
+MpInput = Literal["replicated", "split", "partial"]
+
+
+class MoELayer(nn.Module):
+    """A mixture-of-experts layer over DP, MP, EP and ESP (FSMoE §2.2, Fig. 2).
+
+        y[s] = Σ over the chosen experts i of s that did not drop it of weight_i(s) · expert_i(x[s])  (+ shared(x[s]))
+
+    Every rank routes its own tokens, as many as it has, none included; capacity and auxiliary losses are decided on
+    them alone. Given each rank's tokens, results depend neither on where the experts are nor on the dispatch algorithm, nor
+    (to rounding) on whether the order is sparse or by products.
+
+    Args:
+        model_dim: M.
+        gate: decides which experts see a token; `gate.experts` experts in all, split evenly over EP.
+        experts: the experts' network; each rank makes the parameters of its own.
+        order: how rows are laid out; by default `Dropless` for a gate without capacity, else `Sparse`.
+        topology: where ranks stand; by default a world of one (data parallelism around it needs nothing else).
+        dispatch: all-to-all algorithm, "direct", "1dh" or "2dh".
+        hooks: user code at six seams, `Hooks`.
+        shared: an experts' network that sees every token (DeepSeek's shared expert), replicated on all ranks.
+        mp_input: what the model-parallel ranks pass in. "replicated": all the same x; each routes its slice of the
+            tokens and all return the same y. "partial": summands of x, summed on the way in (MP-ReduceScatter); y as
+            before. "split": slices already; y is the slice's.
+        device, dtype: of the parameters.
+
+    Attributes:
+        aux_loss: the gate's weighted auxiliary losses in the last forward, a scalar to add to the loss. Like the task's
+            loss, it is the same on every rank of an MP group, except with mp_input="split", where it is this rank's
+            summand of the group's mean.
+        load_E: how many slots chose each expert in the last forward, on this rank, drops included.
+        dropped: how many of them were dropped.
+        recorder: measures each part while set (see `fusedmoe.runtime.recorder`).
+
+    Saves for backward, in elements: x (S·M), the router's logits and probabilities (a small multiple of S·E), and for
+    feed-forward experts the pre-activation H of the R rows computed here: R·hidden/ESP, twice that for SwiGLU. With
+    EP·ESP > 1 also the R received rows (R·M). Integers for the routing come to a few for each row. The activation, the
+    experts' outputs and any padding are never saved.
+
+    Raises:
+        ConfigError: sizes that cannot work, found when the layer is made or called in a world of one.
+        RankError: in a larger world, on every rank alike, naming the rank at fault: input of a wrong shape, logits that
+            are not finite, ranks whose layers differ. Nothing has been sent by then.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        gate: Gate,
+        experts: Experts,
+        *,
+        order: Order | None = None,
+        topology: Topology | None = None,
+        dispatch: str = "direct",
+        hooks: Iterable[Hooks] = (),
+        shared: Experts | None = None,
+        mp_input: MpInput = "replicated",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if mp_input not in ("replicated", "split", "partial"):
+            raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
+        self.topology = Topology() if topology is None else topology
+        ep, esp = self.topology.ep, self.topology.esp
+        if gate.experts % ep.size:
+            raise ConfigError(
+                f"{gate.experts} experts cannot be split over ep = {ep.size} ranks; choose a multiple of {ep.size} "
+                "experts, or another topology"
+            )
+        self.model_dim, self.mp_input = model_dim, mp_input
+        self.hooks = tuple(hooks)
+        self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
+        self.dispatch = dispatch
+        self._all_to_all = make_all_to_all(dispatch, self.topology)
+        local = gate.experts // ep.size
+        self.gate, self.experts, self.shared = gate, experts, shared
+        gate.setup(model_dim, device=device, dtype=dtype)
+        experts.setup(model_dim, Place(ep.index * local, local, esp.index, esp.size), device=device, dtype=dtype)
+        if shared is not None:
+            shared.setup(model_dim, Place(), device=device, dtype=dtype)
+            shared.shardings = {}
+        self.recorder: Recorder | None = None
+        self.aux_loss = torch.zeros((), device=device)
+        self.load_E = torch.zeros(gate.experts, dtype=torch.long, device=device)
+        self.dropped = 0
+        self._load_since_update_E = torch.zeros_like(self.load_E)
+        self._agreed = False
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype."""
+        with self.topology.guard("MoELayer.forward"):
+            return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        if self.topology.size > 1 and not self._agreed:
+            self.topology.agree(self._facts(x), "MoELayer")
+            self._agreed = True
+        if self.hooks:
+            x = run_hooks(self.hooks, "before_moe_start", self._tap(x, "before_moe_end"), HookContext("forward"))
+        refusal = self._refuse_input(x)
+        x_SM = x.new_zeros(0, self.model_dim) if refusal else x.reshape(-1, self.model_dim)
+        counts = split_counts(len(x_SM), self.topology.mp)
+        mp, recorder = self.topology.mp, self.recorder
+        if self.mp_input == "partial":
+            x_SM = reduce_scatter_rows(x_SM, mp, counts, recorder)
+        elif self.mp_input == "replicated":
+            x_SM = split_rows(x_SM, mp, counts, recorder)
+        y_SM = self._route(x_SM, refusal)
+        if self.mp_input != "split":
+            y_SM = join_rows(y_SM, mp, counts, recorder)
+        y = y_SM.view(x.shape)
+        if self.hooks:
+            y = run_hooks(self.hooks, "before_moe_end", y, HookContext("forward"))
+            y = self._tap(y, "before_moe_start")
+        return y
+
+    def _route(self, x_SM: Tensor, refusal: str | None) -> Tensor:
+        recorder = self.recorder
+        self.experts.recorder = recorder
+        with span(recorder, "gate", kind="gate", phase="forward"):
+            routing = self.gate(x_SM)
+            self._count(routing)
+        refusal = refusal or _refuse_logits(routing)
+        ep, esp = self.topology.ep, self.topology.esp
+        if refusal and ep.size == esp.size == 1:
+            raise (ConfigError if self.topology.size == 1 else RankError)(f"rank {self.topology.rank}: {refusal}")
+        alone = ep.size == esp.size == 1 and not self.hooks
+        if alone and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
+            # Nothing travels: the experts gather from the tokens themselves.
+            with span(recorder, "order", kind="order", phase="forward"):
+                layout = self.order.layout(routing, self.gate.experts)
+                weight_N = slot_weights(routing, layout)
+            self._count_drops(layout.rows)
+            y_SM = self.experts(x_SM, layout, weight_N)
+        else:
+            with span(recorder, "order", kind="order", phase="forward"):
+                ordered = self.order.order(x_SM, routing, self.gate.experts)
+            self._count_drops(ordered.rows_NM.shape[0] if ordered.layout is None else ordered.layout.rows)
+            exchange = Exchange(self._all_to_all, esp, ordered.counts_E, refusal)
+            out_NM = through_experts(
+                ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, recorder
+            )
+            with span(recorder, "unorder", kind="unorder", phase="forward"):
+                y_SM = self.order.restore(out_NM, ordered)
+        if self.shared is not None:
+            self.shared.recorder = recorder
+            every = contiguous_layout(torch.tensor([len(x_SM)], device=x_SM.device), len(x_SM))
+            y_SM = y_SM + self.shared(x_SM, every, None)
+        mp = self.topology.mp
+        aux = routing.aux_loss
+        self.aux_loss = aux / mp.size if self.mp_input == "split" else mean_over(aux, mp)
+        return y_SM
+
+    def update_gate(self) -> None:
+        """Tells the gate the load of all ranks since the last call; call it after each optimizer step. Collective.
+
+        Only gates that balance without a loss (DeepSeek-V3) do anything with it.
+        """
+        if type(self.gate).update is Gate.update:
+            return
+        load_E = all_reduce(self.topology.world, self._load_since_update_E.clone(), operation="sum of expert loads")
+        self.gate.update(load_E)
+        self._load_since_update_E.zero_()
+
+    def _count(self, routing: Routing | SoftRouting) -> None:
+        experts = self.gate.experts
+        if isinstance(routing, SoftRouting):
+            self.load_E = torch.full_like(self.load_E, routing.slots)
+            return
+        chosen = routing.expert_SK.reshape(-1)
+        self.load_E = torch.bincount(torch.where(chosen < 0, experts, chosen), minlength=experts + 1)[:experts]
+        # Recomputation under activation checkpointing runs inside a backward and must not count twice.
+        if self.training and torch._C._current_graph_task_id() == -1:
+            self._load_since_update_E = self._load_since_update_E.to(self.load_E.device) + self.load_E
+
+    def _count_drops(self, kept: int) -> None:
+        self.dropped = int(self.load_E.sum()) - kept
+
+    def _tap(self, tensor: Tensor, seam: str) -> Tensor:
+        """The identity, whose backward passes the gradient through the hooks at `seam`."""
+        return linear(tensor, lambda t: t, lambda grad: run_hooks(self.hooks, seam, grad, HookContext("backward")))
+
+    def _facts(self, x: Tensor) -> dict[str, object]:
+        """What must be the same on all ranks of a layer."""
+        return {
+            "model_dim": self.model_dim,
+            "gate": type(self.gate).__name__,
+            "number of experts": self.gate.experts,
+            "experts": repr(type(self.experts).__name__),
+            "order": repr(self.order),
+            "dispatch": self.dispatch,
+            "hooks": [type(hook).__name__ for hook in self.hooks],
+            "input dtype": str(x.dtype),
+            "mp_input": self.mp_input,
+        }
+
+    def _refuse_input(self, x: Tensor) -> str | None:
+        if x.dim() < 1 or x.shape[-1] != self.model_dim:
+            return (
+                f"MoELayer got input of shape {list(x.shape)}; its last dimension must be model_dim = {self.model_dim}"
+            )
+        parameter = next(self.experts.parameters(), None)
+        if parameter is not None and x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
+            return (
+                f"MoELayer got input of {x.dtype} but its experts are {parameter.dtype}; convert one with .to(), or use "
+                "torch.autocast"
+            )
+        return None
+
+    def extra_repr(self) -> str:
+        return f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, {self.topology}"
+
+
+def _refuse_logits(routing: Routing | SoftRouting) -> str | None:
+    """Logits may be −inf (an expert ruled out), but not NaN or +inf."""
+    logits_SE = routing.logits_SE
+    if logits_SE is None:
+        return None
+    bad = int(logits_SE.numel() - (logits_SE < float("inf")).sum())
+    if bad == 0:
+        return None
+    return (
+        f"{bad} of {logits_SE.numel()} router logits are NaN or infinite. Look at the layer's input and at the gate's "
+        "weights: most often the learning rate is too high or a loss scale has overflowed"
+    )

@@ -1,0 +1,102 @@
+"""Orders: tokens into the experts' layout and back (FSMoE §3.1, Order and I-Order)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.order import permute, unpermute
+from fusedmoe.kernels.order import Layout, build_layout
+from fusedmoe.layers.gates.base import Routing, SoftRouting
+
+
+@dataclass(frozen=True, eq=False)
+class Ordered:
+    """Tokens in the experts' layout.
+
+    Attributes:
+        rows_NM: sorted by expert.
+        counts_E: rows of each expert.
+        weight_N: router weights that the experts' side applies; None if `restore` applies them.
+        layout: indices, or combine_SN: the matrix that restores tokens.
+    """
+
+    rows_NM: Tensor
+    counts_E: Tensor
+    weight_N: Tensor | None
+    layout: Layout | None = None
+    combine_SN: Tensor | None = None
+
+
+class Order:
+    """Base of the orders. `restore` is the exact inverse way: a token gets the weighted sum of its rows' results.
+
+    A gate that mixes tokens (SoftMoE) brings its own matrices; every order then multiplies by them.
+    """
+
+    def layout(self, routing: Routing, experts: int) -> Layout:
+        """Where every routing slot's row lies, and which are dropped."""
+        return build_layout(routing.expert_SK, experts, routing.capacity, routing.priority_S)
+
+    def order(self, x_SM: Tensor, routing: Routing | SoftRouting, experts: int) -> Ordered:
+        if isinstance(routing, SoftRouting):
+            rows_NM = routing.dispatch_SN.to(x_SM.dtype).t() @ x_SM
+            counts_E = torch.full((experts,), routing.slots, device=x_SM.device)
+            return Ordered(rows_NM, counts_E, None, combine_SN=routing.combine_SN)
+        return self._order(x_SM, routing, experts)
+
+    def restore(self, out_NM: Tensor, ordered: Ordered) -> Tensor:
+        if ordered.combine_SN is not None:
+            return ordered.combine_SN.to(out_NM.dtype) @ out_NM
+        assert ordered.layout is not None
+        return unpermute(out_NM, ordered.layout)
+
+    def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
+        layout = self.layout(routing, experts)
+        return Ordered(permute(x_SM, layout), layout.counts_E, slot_weights(routing, layout), layout)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def slot_weights(routing: Routing, layout: Layout) -> Tensor:
+    """The router weight of each sorted row, [N], differentiable."""
+    return routing.weight_SK.reshape(-1)[layout.slot_N]
+
+
+class Sparse(Order):
+    """Sorts and gathers rows (Tutel's order): only the rows that are kept, at most the capacity for each expert."""
+
+
+class Dropless(Order):
+    """Sorts and gathers rows and keeps all of them, whatever the gate's capacity."""
+
+    def layout(self, routing: Routing, experts: int) -> Layout:
+        return build_layout(routing.expert_SK, experts, None, routing.priority_S)
+
+
+class Einsum(Order):
+    """Products with one-hot matrices [S, E·C] (GShard's order): every expert gets exactly C rows, empty ones zero.
+
+    Same results as `Sparse` to rounding, at S·E·C·M work and memory S·E·C. For study, and for small sizes.
+    """
+
+    def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
+        layout = self.layout(routing, experts)
+        assert layout.source_N is not None
+        capacity = max(layout.counts, default=0) if routing.capacity is None else routing.capacity
+        start_E = layout.counts_E.cumsum(0) - layout.counts_E
+        expert_N = torch.arange(experts, device=x_SM.device).repeat_interleave(layout.counts_E)
+        place_N = torch.arange(layout.rows, device=x_SM.device) - start_E[expert_N] + expert_N * capacity
+        index = (layout.source_N, place_N)
+        weight_N = slot_weights(routing, layout)
+        blank_SN = weight_N.new_zeros(layout.tokens, experts * capacity)
+        dispatch_SN = blank_SN.index_put(index, torch.ones_like(weight_N)).to(x_SM.dtype)
+        combine_SN = blank_SN.index_put(index, weight_N)
+        counts_E = torch.full_like(layout.counts_E, capacity)
+        return Ordered(dispatch_SN.t() @ x_SM, counts_E, None, layout, combine_SN)
+
+
+ORDERS: dict[str, type[Order]] = {"sparse": Sparse, "dropless": Dropless, "einsum": Einsum}

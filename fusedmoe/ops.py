@@ -1,0 +1,41 @@
+"""The layer's operations as functions, for models that bring their own modules.
+
+`order` sorts routing decisions, `permute`/`unpermute` move rows by them, `experts` computes, `Exchange` with `dispatch`,
+`combine`, `all_gather` and `reduce_scatter` crosses ranks, and `through_experts` is the whole road between permute and
+unpermute. `gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts.
+"""
+
+from __future__ import annotations
+
+from fusedmoe.autograd.exchange import all_gather, combine, dispatch, reduce_scatter
+from fusedmoe.autograd.experts import experts
+from fusedmoe.autograd.moe import received_layout, through_experts
+from fusedmoe.autograd.order import permute, unpermute
+from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.kernels.experts import Weights
+from fusedmoe.kernels.order import Layout
+from fusedmoe.kernels.order import build_layout as order
+
+__all__ = [
+    "Exchange",
+    "Layout",
+    "Weights",
+    "all_gather",
+    "combine",
+    "dispatch",
+    "experts",
+    "gather_rows",
+    "join_rows",
+    "make_all_to_all",
+    "order",
+    "permute",
+    "received_layout",
+    "reduce_scatter",
+    "reduce_scatter_rows",
+    "split_counts",
+    "split_rows",
+    "through_experts",
+    "unpermute",
+]

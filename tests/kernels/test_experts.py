@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import Weights, define_experts, experts_backward, experts_forward, flops
+from fusedmoe.kernels.order import Layout, build_layout, contiguous_layout
+
+
+def make_weights(experts: int, dim: int, hidden: int, halves: int, bias: str, dtype: torch.dtype) -> Weights:
+    up = (experts, 2, hidden) if halves == 2 else (experts, hidden)
+    start, columns = (0, dim) if bias == "full" else (dim // 3, dim - dim // 3 - 1)
+    return Weights(
+        (torch.randn(*up, dim) / dim**0.5).to(dtype),
+        (torch.randn(experts, dim, hidden) / hidden**0.5).to(dtype),
+        torch.randn(*up).to(dtype) if bias else None,
+        torch.randn(experts, columns).to(dtype) if bias else None,
+        start if bias else 0,
+    )
+
+
+def compute(
+    x_SM: torch.Tensor, dy_SM: torch.Tensor, layout: Layout, weight_N: torch.Tensor | None, weights: Weights, name: str
+) -> dict[str, torch.Tensor | None]:
+    y_SM, h_NH = experts_forward(x_SM, layout, weight_N, weights, ACTIVATIONS[name])
+    grads = experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, ACTIVATIONS[name])
+    return {"y": y_SM, **{f"d{name}": value for name, value in vars(grads).items()}}
+
+
+def define(
+    x_SM: torch.Tensor, dy_SM: torch.Tensor, layout: Layout, weight_N: torch.Tensor | None, weights: Weights, name: str
+) -> dict[str, torch.Tensor | None]:
+    """The same in float64 through autograd of the definition."""
+
+    def leaf(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.detach().double().requires_grad_()
+
+    x, s = leaf(x_SM), leaf(weight_N)
+    assert x is not None
+    exact = Weights(*(leaf(w) for w in (weights.w1, weights.w2, weights.b1, weights.b2)), weights.b2_start)  # type: ignore[arg-type]
+    y = define_experts(x, layout, s, exact, name)
+    if y.requires_grad:  # false when no row was routed
+        (y * dy_SM.double()).sum().backward()
+    leaves = {"x_SM": x, "weight_N": s, "w1": exact.w1, "w2": exact.w2, "b1": exact.b1, "b2": exact.b2}
+    grads = {
+        f"d{key}": None if value is None else (torch.zeros_like(value) if value.grad is None else value.grad)
+        for key, value in leaves.items()
+    }
+    return {"y": y, **grads}
+
+
+def compare(got: dict[str, torch.Tensor | None], exact: dict[str, torch.Tensor | None], tolerance: float) -> None:
+    for name, expected in exact.items():
+        value = got[name]
+        if expected is None:
+            assert value is None, name
+            continue
+        assert value is not None and value.shape == expected.shape, name
+        error = (value.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+        assert not error.isnan() and error <= tolerance, (name, float(error))
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("bias", ["", "full", "slice"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_every_activation_with_and_without_bias_and_weight(name: str, bias: str, weighted: bool) -> None:
+    layout = build_layout(torch.stack([torch.randperm(4)[:2] for _ in range(21)]), 4, capacity=9)
+    x_SM, dy_SM = torch.randn(21, 10).double(), torch.randn(21, 10).double()
+    weight_N = torch.rand(layout.rows).double() if weighted else None
+    weights = make_weights(4, 10, 6, ACTIVATIONS[name].halves, bias, torch.float64)
+    case = (x_SM, dy_SM, layout, weight_N, weights, name)
+    compare(compute(*case), define(*case), 1e-13)
+
+
+@pytest.mark.parametrize(
+    "expert_SK",
+    [
+        torch.empty(0, 2, dtype=torch.long),
+        torch.tensor([[3]]),
+        torch.full((9, 1), 5),
+        torch.tensor([[0, 6], [6, 0], [0, 6]]),
+        torch.full((4, 2), -1),
+        torch.tensor([[1, -1], [-1, -1], [6, 1]]),
+    ],
+    ids=["no token", "one token", "all on one expert", "a run of empty experts", "nobody routed", "empty slots"],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ugly_routings(expert_SK: torch.Tensor, weighted: bool) -> None:
+    layout = build_layout(expert_SK, 7)
+    x_SM, dy_SM = torch.randn(len(expert_SK), 5).double(), torch.randn(len(expert_SK), 5).double()
+    weight_N = torch.rand(layout.rows).double() if weighted else None
+    case = (x_SM, dy_SM, layout, weight_N, make_weights(7, 5, 3, 2, "full", torch.float64), "swiglu")
+    compare(compute(*case), define(*case), 1e-13)
+
+
+def test_rows_in_order_need_no_gather() -> None:
+    layout = contiguous_layout(torch.tensor([2, 0, 5]), 7)
+    weights = make_weights(3, 5, 4, 1, "full", torch.float64)
+    case = (torch.randn(7, 5).double(), torch.randn(7, 5).double(), layout, torch.rand(7).double(), weights, "gelu")
+    compare(compute(*case), define(*case), 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_blocks_in_low_precision_and_non_contiguous_input(dtype: torch.dtype) -> None:
+    # More rows on one expert than a block holds, so that weight gradients are sums over blocks.
+    expert_SK = torch.stack([torch.randperm(3)[:2] for _ in range(1000)])
+    layout = build_layout(expert_SK, 3)
+    assert max(layout.counts) > 512
+    x_SM = torch.randn(16, 1000).to(dtype).t()
+    dy_SM = torch.randn(2000, 16).to(dtype)[::2]
+    weight_N = torch.rand(layout.rows)
+    weights = make_weights(3, 16, 24, 2, "full", dtype)
+    case = (x_SM, dy_SM, layout, weight_N, weights, "swiglu")
+    compare(compute(*case), define(*case), 2e-6 if dtype == torch.float32 else 8e-3)
+
+
+def test_flops() -> None:
+    weights = make_weights(2, 10, 6, 2, "", torch.float32)
+    assert flops(7, weights) == 7 * 2 * 3 * 10 * 6
+    assert flops(7, weights, backward=True) == 2 * flops(7, weights)
