@@ -1,0 +1,184 @@
+"""Measuring what runs: a `Recorder` collects spans and gives them as a `Timeline`.
+
+    recorder = Recorder(rank)                        # for the steps to be measured; None otherwise
+    with span(recorder, "dispatch", kind="dispatch", resource="inter", chunk=0, phase="forward"):
+        ...
+    timelines = all_gather_object(world, recorder.timeline())
+
+Whoever is measured holds a `Recorder | None` and calls the function `span`: with None it hands out one
+shared context that does nothing, which also passes through `torch.compile` without a graph break.
+
+On a CPU the clock is `time.perf_counter`. With a CUDA device, a span is a pair of events on the stream that
+is current where it opens and where it closes, so it shows when the device worked, and recording never waits
+for it; only `timeline()` does.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from fusedmoe.schedule.timeline import Span, Timeline, check_word
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def span(
+    recorder: Recorder | None,
+    name: str,
+    *,
+    kind: str,
+    resource: str = "compute",
+    chunk: int | None = None,
+    layer: int | None = None,
+    phase: str | None = None,
+) -> AbstractContextManager[None]:
+    """`recorder.span(...)`, or a shared context that does nothing when there is no recorder."""
+    if recorder is None:
+        return _NOTHING
+    return recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase)
+
+
+class Recorder:
+    """Collects the spans of one rank from its creation on. Spans may be opened on several threads.
+
+    `device`: a CUDA device makes it measure with events on the current streams of that device; anything
+    else, and None, with the host's clock. Events count from creation (or `clear`) in float32 milliseconds:
+    exact to a microsecond in the first ten seconds, so make a recorder for the steps to be measured, not
+    for a whole run.
+    """
+
+    def __init__(self, rank: int = 0, *, device: torch.device | str | None = None) -> None:
+        self.rank = rank
+        where = torch.device("cpu" if device is None else device)
+        self._clock: _Clock = _CudaClock(where) if where.type == "cuda" else _HostClock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all spans, open ones too, and start again at zero. Waits for the device, if any."""
+        self._records: list[_Record] = []
+        self._added: list[Span] = []
+        self._anchor_s = self._clock.restart()
+
+    def span(
+        self,
+        name: str,
+        *,
+        kind: str,
+        resource: str = "compute",
+        chunk: int | None = None,
+        layer: int | None = None,
+        phase: str | None = None,
+    ) -> AbstractContextManager[None]:
+        """A context whose body is one span. A body that raises leaves none behind.
+
+        Raises `ConfigError` for a kind, resource or phase that `fusedmoe.schedule.timeline` does not list.
+        """
+        check_word("kind", kind)
+        check_word("resource", resource)
+        check_word("phase", phase)
+        return _Record(self._clock, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase))
+
+    def now(self) -> float:
+        """Seconds since zero on the host's clock, for `add`."""
+        return time.perf_counter() - self._clock.zero_s
+
+    def add(self, span: Span) -> None:
+        """Add a span whose times are known: work that began on one thread and was seen to end on another."""
+        self._added.append(span)
+
+    def timeline(self) -> Timeline:
+        """All that was recorded so far. Waits for the device, if any; recording may go on afterwards."""
+        self._clock.wait()
+        seconds = self._clock.seconds
+        measured = [
+            record.what._replace(start_s=seconds(record.start), end_s=seconds(record.end))
+            for record in tuple(self._records)
+        ]
+        return Timeline(self.rank, (*measured, *self._added), "measured", self._anchor_s)
+
+
+class _Record:
+    """A span that is being recorded: the times are marks of the recorder's clock."""
+
+    __slots__ = ("_clock", "_records", "what", "start", "end")
+
+    def __init__(self, clock: _Clock, records: list[_Record], what: Span) -> None:
+        self._clock = clock
+        self._records = records
+        self.what = what
+
+    def __enter__(self) -> None:
+        self.start = self._clock.mark()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.end = self._clock.mark()
+            self._records.append(self)
+
+
+class _Clock(Protocol):
+    zero_s: float  # perf_counter at zero
+
+    def restart(self) -> float: ...  # now is zero; gives the wall-clock time of it
+    def mark(self) -> Any: ...
+    def wait(self) -> None: ...  # until all marks can be read
+    def seconds(self, mark: Any) -> float: ...  # from zero to the mark
+
+
+class _HostClock:
+    zero_s = 0.0
+    mark = staticmethod(time.perf_counter)
+
+    def restart(self) -> float:
+        self.zero_s, anchor_s = _wall_anchor()
+        return anchor_s
+
+    def wait(self) -> None:
+        pass
+
+    def seconds(self, mark: float) -> float:
+        return mark - self.zero_s
+
+
+class _CudaClock:
+    zero_s = 0.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def restart(self) -> float:
+        # An idle device passes the event at once, so host and device zero are a few microseconds apart.
+        torch.cuda.synchronize(self._device)
+        self._zero = self.mark()
+        torch.cuda.synchronize(self._device)
+        self.zero_s, anchor_s = _wall_anchor()
+        return anchor_s
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        return float(self._zero.elapsed_time(mark)) * 1e-3
+
+
+def _wall_anchor() -> tuple[float, float]:
+    """One instant on both clocks: (`time.perf_counter()`, `time.time()`); the tightest of a few readings."""
+    best = (float("inf"), 0.0, 0.0)
+    for _ in range(8):
+        before = time.perf_counter()
+        wall = time.time()
+        after = time.perf_counter()
+        best = min(best, (after - before, (before + after) / 2, wall))
+    return best[1], best[2]

@@ -1,0 +1,329 @@
+"""Timelines as a picture: a group of rows per rank, a row per resource, a bar per span.
+
+    draw(timelines, "step.png", title="Step 200")
+
+Colour is the kind of task. Kinds that share a row differ in lightness as well as in hue, so that they can be
+told apart with any colour vision; the legend gives the short names that narrow bars carry. A shaded ground
+marks the backward pass. At the right, each row says for how much of the time its resource was in use; at the
+left, each rank says how much communication was exposed, that is, had no computation beside it.
+
+matplotlib is imported where it draws, not with this module, and through its object interface: no window, no
+global state, any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.timeline import KINDS, RESOURCES, SYMBOLS, Span, Timeline, align, lanes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    "gate": "#35259a",
+    "order": "#8a77ee",
+    "dispatch": "#0a2f66",
+    "all-gather": "#1f7350",
+    "expert": "#f79a1c",
+    "reduce-scatter": "#80f2d8",
+    "combine": "#98b8f8",
+    "unorder": "#d9cbf8",
+    "attention": "#f5d878",
+    "weight-gradient": "#ad380c",
+    "gradient-all-reduce": "#bd559b",
+    "loss": "#121220",
+    "optimizer": "#5e4c47",
+    "other": "#a09c98",
+}
+
+MAX_TIMELINES = 64
+
+# Inches.
+_WIDTH = 15.0
+_LEFT = 1.75
+_RIGHT = 0.75
+_ROW = 0.34
+_ROW_GAP = 0.05
+_STRIP = 0.2
+_GROUP_GAP = 0.2
+_LANE_MIN = 0.17
+_DPI = 130
+
+_INK, _FAINT, _RULE, _ROW_GROUND, _BACKWARD = "#1a1a1a", "#5c5c5c", "#d8d8d8", "#f4f4f4", "#e2dfd6"
+
+
+def draw(timelines: Timeline | Sequence[Timeline], path: str | Path, *, title: str = "Timeline") -> None:
+    """Write the picture of the timelines to `path`; its ending chooses the format (.png, .svg, .pdf).
+
+    The timelines are aligned first (`timeline.align`). Several of one rank, say predicted and measured,
+    become groups of their own, in the order given. Raises `ConfigError` for more than `MAX_TIMELINES`.
+    """
+    figure(timelines, title=title).savefig(path, dpi=_DPI)
+
+
+def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline") -> Figure:
+    """The picture as a matplotlib figure, bound to no window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    aligned = align([timelines] if isinstance(timelines, Timeline) else timelines)
+    if len(aligned) > MAX_TIMELINES:
+        raise ConfigError(f"draw: {len(aligned)} timelines make no readable picture; choose at most {MAX_TIMELINES}")
+    groups, rows_height = _lay_out(aligned)
+    kinds = [kind for kind in KINDS if any(span.kind == kind for t in aligned for span in t.spans)]
+    has_backward = any(span.phase == "backward" for t in aligned for span in t.spans)
+    span_ms = max((t.end_s for t in aligned), default=0.0) * 1e3
+
+    result = Figure(dpi=_DPI, facecolor="white")
+    measure = _Measure(FigureCanvasAgg(result))
+    legend, legend_height = _flow(_legend_entries(kinds, has_backward), measure)
+    head, foot = 0.75 + legend_height, 0.55
+    height = head + rows_height + foot
+    result.set_size_inches(_WIDTH, height)
+
+    page = result.add_axes((0, 0, 1, 1), xlim=(0, _WIDTH), ylim=(height, 0))
+    page.set_axis_off()
+    plot_width = _WIDTH - _LEFT - _RIGHT
+    area = (_LEFT / _WIDTH, foot / height, plot_width / _WIDTH, rows_height / height)
+    chart = result.add_axes(area, xlim=(0, span_ms or 1.0), ylim=(rows_height, 0))
+    _draw_heading(page, title, _summary(aligned, span_ms), legend)
+    _style_chart(chart)
+    for group in groups:
+        _draw_group(page, chart, group, head, span_ms, plot_width / (span_ms or 1.0), measure)
+    if not kinds:
+        chart.text(0.5, 0.5, "no spans", transform=chart.transAxes, ha="center", va="center", color=_FAINT)
+    return result
+
+
+@dataclass(frozen=True)
+class _Row:
+    resource: str
+    top: float
+    height: float
+    lanes: list[list[Span]]
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class _Group:
+    label: str
+    note: str
+    top: float  # of the strip that names the passes
+    rows: list[_Row]
+    runs: list[tuple[float, float, str, int | None]]  # start_s, end_s, phase, layer
+
+    @property
+    def bottom(self) -> float:
+        return self.rows[-1].top + self.rows[-1].height
+
+
+def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
+    """Where each group and row goes, from the top; and the height of them all."""
+    used = {resource for timeline in timelines for resource in timeline.resources}
+    shown = [resource for resource in RESOURCES if resource in used or resource == "compute"]
+    several = len({(t.source, t.rank) for t in timelines}) > len({t.rank for t in timelines})
+    groups: list[_Group] = []
+    y = 0.0
+    for timeline in timelines:
+        top, runs = y, _runs(timeline)
+        y += _STRIP
+        rows = []
+        for resource in shown:
+            parts = lanes(timeline.on(resource))
+            height = max(_ROW, len(parts) * _LANE_MIN)
+            rows.append(_Row(resource, y, height, parts, timeline.busy_s(resource)))
+            y += height + _ROW_GAP
+        label = f"rank {timeline.rank}" + (f"\n{timeline.source}" if several else "")
+        note = f"{_ms(timeline.exposed_s())} exposed" if len(shown) > 1 else ""
+        groups.append(_Group(label, note, top, rows, runs))
+        y += _GROUP_GAP - _ROW_GAP
+    return groups, max(y - _GROUP_GAP, _ROW) + 0.06
+
+
+def _runs(timeline: Timeline) -> list[tuple[float, float, str, int | None]]:
+    """The stretches of one pass and layer, as the compute row goes through them (or all rows, without it)."""
+    spans = [span for span in timeline.on("compute") or timeline.spans if span.phase]
+    result: list[tuple[float, float, str, int | None]] = []
+    for span in spans:
+        assert span.phase is not None
+        if result and result[-1][2:] == (span.phase, span.layer):
+            result[-1] = (result[-1][0], max(result[-1][1], span.end_s), span.phase, span.layer)
+        else:
+            if result:  # a stretch ends at the latest where the next one starts
+                start_s, end_s, phase, layer = result[-1]
+                result[-1] = (start_s, min(end_s, span.start_s), phase, layer)
+            result.append((span.start_s, span.end_s, span.phase, span.layer))
+    return result
+
+
+def _summary(timelines: Sequence[Timeline], span_ms: float) -> str:
+    ranks = len({timeline.rank for timeline in timelines})
+    parts = [f"{ranks} rank{'s' if ranks != 1 else ''}", _ms(span_ms * 1e-3)]
+    sources = {timeline.source for timeline in timelines}
+    if len(sources) == 1:
+        parts.insert(0, sources.pop())
+        if any(resource != "compute" for timeline in timelines for resource in timeline.resources):
+            exposed_s = sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
+            parts.append(f"exposed communication: {_ms(exposed_s)} a rank")
+    return "   ·   ".join(parts)
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with three digits that count: 123 ms, 12.3 ms, 1.23 ms, 0.123 ms."""
+    value = seconds * 1e3
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
+    return f"{value:.{decimals}f} ms"
+
+
+class _Measure:
+    """Widths of text in inches, at a font size in points."""
+
+    def __init__(self, canvas: Any) -> None:
+        self._canvas = canvas
+        self._known: dict[tuple[str, float], float] = {}
+
+    def width(self, text: str, size: float) -> float:
+        key = (text, size)
+        if key not in self._known:
+            from matplotlib.font_manager import FontProperties
+
+            renderer = self._canvas.get_renderer()
+            wide, _, _ = renderer.get_text_width_height_descent(text, FontProperties(size=size), False)
+            self._known[key] = wide / self._canvas.figure.dpi
+        return self._known[key]
+
+
+def _legend_entries(kinds: Sequence[str], has_backward: bool) -> list[tuple[str, str]]:
+    entries = [(COLOURS[kind], f"{SYMBOLS[kind]}  {kind}".strip()) for kind in kinds]
+    return entries + ([(_BACKWARD, "backward pass")] if has_backward else [])
+
+
+def _flow(entries: list[tuple[str, str]], measure: _Measure) -> tuple[list[tuple[float, float, str, str]], float]:
+    """The legend set like text: (x, y, colour, label) for each entry, and the height."""
+    x, y, result = 0.15, 0.0, []
+    for colour, label in entries:
+        width = 0.22 + measure.width(label, 8.0) + 0.14
+        if x + width > _WIDTH:
+            x, y = 0.15, y + 0.21
+        result.append((x, y, colour, label))
+        x += width
+    return result, y + 0.21 if result else 0.0
+
+
+def _draw_heading(page: Axes, title: str, summary: str, legend: list[tuple[float, float, str, str]]) -> None:
+    from matplotlib.patches import Rectangle
+
+    page.text(0.15, 0.22, title, size=13, weight="bold", color=_INK, va="center", parse_math=False)
+    page.text(0.15, 0.46, summary, size=8.5, color=_FAINT, va="center")
+    for x, y, colour, label in legend:
+        page.add_patch(Rectangle((x, 0.625 + y), 0.17, 0.13, facecolor=colour, edgecolor=_FAINT, linewidth=0.4))
+        page.text(x + 0.22, 0.69 + y, label, size=8.0, color=_INK, va="center")
+
+
+def _style_chart(chart: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    chart.set_yticks([])
+    chart.xaxis.set_major_locator(MaxNLocator(12))
+    chart.tick_params(axis="x", labelsize=8.5, colors=_FAINT, length=3)
+    chart.set_xlabel("time, ms", size=8.5, color=_FAINT)
+    chart.grid(axis="x", color=_RULE, linewidth=0.6)
+    chart.set_axisbelow(True)
+    chart.patch.set_visible(False)
+    for side, spine in chart.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_FAINT)
+
+
+def _draw_group(
+    page: Axes,
+    chart: Axes,
+    group: _Group,
+    head: float,
+    span_ms: float,
+    inches_per_ms: float,
+    measure: _Measure,
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    middle = head + (group.rows[0].top + group.bottom) / 2
+    page.text(0.15, middle, group.label, size=10, weight="bold", color=_INK, va="center")
+    below = middle + 0.1 + 0.09 * group.label.count("\n")
+    page.text(0.15, below, group.note, size=7.5, color=_FAINT, va="top")
+    page.text(_WIDTH - 0.1, head + group.top + 0.1, "in use", size=7, color=_FAINT, ha="right", va="center")
+    for row in group.rows:
+        y = head + row.top + row.height / 2
+        page.text(_LEFT - 0.1, y, row.resource, size=9, color=_INK, ha="right", va="center")
+        share = f"{100 * row.busy_s / (span_ms * 1e-3):.0f}%" if span_ms else ""
+        page.text(_WIDTH - 0.1, y, share, size=8.5, color=_FAINT, ha="right", va="center")
+        chart.add_patch(Rectangle((0, row.top), span_ms or 1.0, row.height, facecolor=_ROW_GROUND, zorder=0.1))
+    for start_s, end_s, phase, layer in group.runs:
+        left, width = start_s * 1e3, (end_s - start_s) * 1e3
+        if phase == "backward":
+            height = group.bottom - group.rows[0].top
+            chart.add_patch(Rectangle((left, group.rows[0].top), width, height, facecolor=_BACKWARD, zorder=0.2))
+        brief = {"forward": "fwd", "backward": "bwd"}[phase]
+        names = [phase, brief]
+        if layer is not None:
+            names = [f"{phase}, layer {layer}", f"{brief} {layer}", str(layer)]
+        gap = min(0.02 / inches_per_ms, width / 4)
+        y = group.top + _STRIP - 0.025
+        chart.plot((left + gap, left + width - gap), (y, y), color=_FAINT, linewidth=0.7, zorder=1)
+        for name in names:
+            if measure.width(name, 7.5) < width * inches_per_ms - 0.06:
+                chart.text(left + width / 2, group.top + 0.08, name, size=7.5, color=_FAINT, ha="center", va="center")
+                break
+    _draw_bars(chart, group, inches_per_ms, measure)
+
+
+def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float, measure: _Measure) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners, colours, edges = [], [], []
+    for row in group.rows:
+        lane_height = row.height / max(1, len(row.lanes))
+        for index, lane in enumerate(row.lanes):
+            top = row.top + index * lane_height
+            bottom = top + lane_height - (0.015 if len(row.lanes) > 1 else 0.0)
+            for span in lane:
+                # A task too short for a pixel still shows, at the very end too.
+                width = max(span.duration_s * 1e3, 1.0 / _DPI / inches_per_ms)
+                left = min(span.start_s * 1e3, chart.get_xlim()[1] - width)
+                right = left + width
+                corners.append([(left, top), (right, top), (right, bottom), (left, bottom)])
+                colours.append(COLOURS[span.kind])
+                edges.append(0.5 if width * inches_per_ms > 0.03 else 0.0)
+                for dy, text, size in _label(span, width * inches_per_ms, bottom - top, measure):
+                    ink = "white" if _is_dark(COLOURS[span.kind]) else _INK
+                    y = (top + bottom) / 2 + dy
+                    where: dict[str, Any] = {"ha": "center", "va": "center_baseline", "parse_math": False}
+                    chart.text(left + width / 2, y, text, size=size, color=ink, **where)
+    bars = PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=edges or [0.0], zorder=2)
+    chart.add_collection(bars, autolim=False)
+
+
+def _label(span: Span, width: float, height: float, measure: _Measure) -> list[tuple[float, str, float]]:
+    """What fits into a bar of so many inches: lines of (offset from the middle, text, size in points)."""
+    room = width - 0.04
+    chunk = "" if span.chunk is None else str(span.chunk)
+    name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, _ms(span.duration_s)
+    if height >= 0.28 and measure.width(time, 6.5) <= room:
+        for text in filter(None, (name, short)):
+            if measure.width(text, 7.5) <= room:
+                return [(-0.065, text, 7.5), (0.075, time, 6.5)]
+    for text, size in ((f"{name} {time}", 7.0), (name, 7.0), (short, 7.0), (short, 5.5), (chunk, 5.5)):
+        if text and measure.width(text, size) <= room:
+            return [(0.0, text, size)]
+    return []
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    luminance: float = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+    return luminance < 0.3

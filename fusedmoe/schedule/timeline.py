@@ -1,0 +1,318 @@
+"""Timelines: which task ran when, on which resource of one rank; predicted and measured alike.
+
+A `Timeline` is a value: a rank, its `Span`s, and the wall-clock time of its zero. The runtime's `Recorder`
+makes measured ones; `draw.py` turns timelines into a picture, `trace.py` into a trace for Perfetto and
+chrome://tracing.
+
+Example, two chunks in a pipeline (times in seconds):
+
+    Timeline(rank=0, spans=(
+        Span("dispatch", "dispatch", "inter", 0.000, 0.002, chunk=0),
+        Span("expert", "expert", "compute", 0.002, 0.005, chunk=0),
+        Span("dispatch", "dispatch", "inter", 0.002, 0.004, chunk=1),
+        Span("expert", "expert", "compute", 0.005, 0.008, chunk=1),
+    ))
+
+    busy_s("compute") = 0.006, busy_s("inter") = 0.004,
+    exposed_s() = 0.002: nothing is computed during the first dispatch
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from fusedmoe.errors import ConfigError
+
+#: What a span may be doing: the kinds of tasks.
+KINDS = (
+    "gate",
+    "order",
+    "dispatch",
+    "all-gather",
+    "expert",
+    "reduce-scatter",
+    "combine",
+    "unorder",
+    "attention",
+    "weight-gradient",
+    "gradient-all-reduce",
+    "loss",
+    "optimizer",
+    "other",
+)
+
+#: What a span may occupy: the processor, the links inside a node, the links between nodes.
+RESOURCES = ("compute", "intra", "inter")
+
+#: The two passes of a training step.
+PHASES = ("forward", "backward")
+
+#: Short names of the kinds, as in the text form of a schedule: ``D0`` is the dispatch of chunk 0.
+SYMBOLS = {
+    "gate": "G",
+    "order": "O",
+    "dispatch": "D",
+    "all-gather": "AG",
+    "expert": "E",
+    "reduce-scatter": "RS",
+    "combine": "C",
+    "unorder": "U",
+    "attention": "A",
+    "weight-gradient": "WG",
+    "gradient-all-reduce": "AR",
+    "loss": "L",
+    "optimizer": "Opt",
+    "other": "",
+}
+
+SOURCES = ("measured", "predicted")
+
+_FORMAT = "fusedmoe-timeline"
+_VERSION = 1
+_KINDS, _RESOURCES, _PHASES = frozenset(KINDS), frozenset(RESOURCES), frozenset((None, *PHASES))
+
+
+class Span(NamedTuple):
+    """One task on one resource, from `start_s` to `end_s`, in seconds since the timeline's zero.
+
+    A named tuple, because a simulator makes a thousand in a few milliseconds; `Timeline` checks the values.
+    """
+
+    name: str
+    kind: str  # one of KINDS
+    resource: str  # one of RESOURCES
+    start_s: float
+    end_s: float
+    chunk: int | None = None  # which of the pieces of a pipelined task
+    layer: int | None = None
+    phase: str | None = None  # "forward", "backward", or None outside both (the optimizer)
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of one rank, sorted by start (of two that start together, the longer one first).
+
+    `anchor_s` is the wall-clock time (`time.time()`) of the timeline's zero: `align` uses it to put the
+    ranks on one clock. None says that the timelines at hand share their zero already, as predicted ones do.
+
+    Raises `ConfigError`, naming the rank and the span, for an unknown kind, resource or phase, a time that
+    is not finite, and a span that ends before it starts. Spans of one resource may overlap (`lanes` tells
+    them apart).
+    """
+
+    rank: int = 0
+    spans: tuple[Span, ...] = ()
+    source: str = "measured"  # or "predicted"
+    anchor_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.rank):
+            raise ConfigError(f"timeline: the rank must be an integer from 0, not {self.rank!r}")
+        if self.source not in SOURCES:
+            raise ConfigError(f"timeline of rank {self.rank}: source {self.source!r} is not one of {SOURCES}")
+        if self.anchor_s is not None and not _is_time(self.anchor_s):
+            raise ConfigError(f"timeline of rank {self.rank}: anchor_s must be finite, not {self.anchor_s!r}")
+        for span in self.spans:
+            fault = _fault(span)
+            if fault:
+                raise ConfigError(f"timeline of rank {self.rank}: {fault} in {span!r}")
+        ordered = sorted(self.spans, key=lambda span: (span.start_s, -span.end_s))
+        object.__setattr__(self, "spans", tuple(ordered))
+
+    @property
+    def start_s(self) -> float:
+        """When the first span starts; 0.0 without spans."""
+        return self.spans[0].start_s if self.spans else 0.0
+
+    @property
+    def end_s(self) -> float:
+        """When the last span ends; 0.0 without spans."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """The resources that occur, in the order of `RESOURCES`."""
+        found = {span.resource for span in self.spans}
+        return tuple(resource for resource in RESOURCES if resource in found)
+
+    def on(self, resource: str) -> tuple[Span, ...]:
+        """The spans of one resource, in order of start."""
+        check_word("resource", resource)
+        return tuple(span for span in self.spans if span.resource == resource)
+
+    def busy_s(self, resource: str) -> float:
+        """How long the resource was in use; where spans overlap, the time counts once."""
+        return sum(end - start for start, end in _union(self.on(resource)))
+
+    def exposed_s(self) -> float:
+        """How long a link was in use while `compute` was idle: the communication that nothing hides."""
+        compute = _union(self.on("compute"))
+        links = _union(span for span in self.spans if span.resource != "compute")
+        return sum(end - start for start, end in links) - _common_s(compute, links)
+
+    def totals_s(self) -> dict[str, float]:
+        """The summed durations of each kind that occurs, in the order of `KINDS`."""
+        totals = dict.fromkeys(KINDS, 0.0)
+        for span in self.spans:
+            totals[span.kind] += span.duration_s
+        found = {span.kind for span in self.spans}
+        return {kind: total for kind, total in totals.items() if kind in found}
+
+    def shifted(self, by_s: float) -> Timeline:
+        """The same spans, `by_s` later; the anchor stays. It corrects a clock that is known to be off."""
+        return _moved(self, by_s, 0.0)
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` gives an equal timeline back."""
+        return json.dumps(self.as_dict(), allow_nan=False, separators=(",", ":"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The timeline in plain types; a span has only the fields that are not None."""
+        spans = [{k: v for k, v in span._asdict().items() if v is not None} for span in self.spans]
+        head = {"format": _FORMAT, "version": _VERSION, "rank": self.rank, "source": self.source}
+        return {**head, "anchor_s": self.anchor_s, "spans": spans}
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """The timeline written by `to_json`. Raises `ConfigError` for anything else."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"timeline: not JSON ({error})") from error
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Timeline:
+        """The timeline written by `as_dict`. Raises `ConfigError` for anything else."""
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ConfigError(f'timeline: the JSON is not a timeline (no "format": "{_FORMAT}")')
+        if data.get("version") != _VERSION:
+            raise ConfigError(
+                f"timeline: version {data.get('version')!r} is not known, only {_VERSION}; "
+                "read it with the release that wrote it"
+            )
+        try:
+            spans = tuple(Span(**span) for span in data["spans"])
+            return cls(data["rank"], spans, data["source"], data["anchor_s"])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"timeline: a field is missing or not known: {error}") from error
+
+
+def align(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """The same timelines on one clock whose zero is the earliest start, in the same order.
+
+    Timelines with an anchor are placed by it; those without one are taken to share their zero. The two
+    groups each start at zero, so a prediction stands beside a measurement. Worked example: rank 0 with
+    anchor 100.0 and a first span at 0.5, rank 1 with anchor 100.2 and a first span at 0.4: they start at
+    0.0 and 0.1.
+
+    One machine has one wall clock. Between machines the anchors are as good as their time synchronisation;
+    where that is too coarse, correct with `Timeline.shifted` first.
+    """
+    first_anchor = min((t.anchor_s for t in timelines if t.anchor_s is not None), default=0.0)
+    delays = [0.0 if t.anchor_s is None else t.anchor_s - first_anchor for t in timelines]
+    starts: dict[bool, list[float]] = {True: [], False: []}  # by whether there is an anchor
+    for timeline, delay in zip(timelines, delays, strict=True):
+        if timeline.spans:
+            starts[timeline.anchor_s is not None].append(timeline.start_s + delay)
+    origins = {anchored: min(group, default=0.0) for anchored, group in starts.items()}
+    result = []
+    for timeline, delay in zip(timelines, delays, strict=True):
+        origin = origins[timeline.anchor_s is not None]
+        anchor_s = None if timeline.anchor_s is None else first_anchor + origin
+        result.append(replace(_moved(timeline, delay, origin), anchor_s=anchor_s))
+    return result
+
+
+def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """The spans in as few lists as possible such that no two of one list overlap; first come, first lane.
+
+    A resource that runs one task at a time has one lane. Asynchronous collectives timed on the host from
+    issue to completion, or spans inside spans, need more.
+    """
+    result: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        lane = next((lane for lane in result if lane[-1].end_s <= span.start_s), None)
+        if lane is None:
+            result.append([span])
+        else:
+            lane.append(span)
+    return result
+
+
+def check_word(field: str, word: str | None) -> None:
+    """Raises `ConfigError` unless `word` is a known kind, resource or phase (`field` says which)."""
+    if word not in {"kind": _KINDS, "resource": _RESOURCES, "phase": _PHASES}[field]:
+        known = {"kind": KINDS, "resource": RESOURCES, "phase": (None, *PHASES)}[field]
+        raise ConfigError(f"timeline: {field} {word!r} is not one of {', '.join(map(str, known))}")
+
+
+def _moved(timeline: Timeline, add_s: float, subtract_s: float) -> Timeline:
+    # Two steps, so that the span that defines the origin lands on exactly 0.0 and none before it.
+    spans = tuple(
+        span._replace(start_s=span.start_s + add_s - subtract_s, end_s=span.end_s + add_s - subtract_s)
+        for span in timeline.spans
+    )
+    return replace(timeline, spans=spans)
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The time covered by the spans (sorted by start), as disjoint intervals in order."""
+    result: list[tuple[float, float]] = []
+    for span in spans:
+        if result and span.start_s <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], span.end_s))
+        else:
+            result.append((span.start_s, span.end_s))
+    return result
+
+
+def _common_s(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
+    """The length of the intersection of two sets of disjoint intervals, each in order."""
+    total, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _fault(span: Span) -> str | None:
+    """What is wrong with a span, or None. Words may be of any type here: they can come from a file."""
+    if not isinstance(span.name, str) or not span.name:
+        return "a name that is empty or no text"
+    if not isinstance(span.kind, str) or span.kind not in _KINDS:
+        return f"kind {span.kind!r} (known: {', '.join(KINDS)})"
+    if not isinstance(span.resource, str) or span.resource not in _RESOURCES:
+        return f"resource {span.resource!r} (known: {', '.join(RESOURCES)})"
+    if span.phase is not None and (not isinstance(span.phase, str) or span.phase not in _PHASES):
+        return f"phase {span.phase!r} (known: {', '.join(PHASES)}, or None)"
+    if not _is_time(span.start_s) or not _is_time(span.end_s):
+        return "a time that is not a finite number"
+    if span.end_s < span.start_s:
+        return "an end before its start"
+    if not (span.chunk is None or _is_count(span.chunk)) or not (span.layer is None or _is_count(span.layer)):
+        return "a chunk or layer that is not an integer from 0"
+    return None

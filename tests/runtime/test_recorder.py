@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.timeline import Span, align
+
+
+def test_spans_have_the_times_of_their_bodies():
+    recorder = Recorder(rank=3)
+    before = recorder.now()
+    with recorder.span("D", kind="dispatch", resource="inter", chunk=1, layer=2, phase="backward"):
+        time.sleep(0.02)
+    between = recorder.now()
+    with recorder.span("E", kind="expert"):
+        pass
+    after = recorder.now()
+    timeline = recorder.timeline()
+    assert (timeline.rank, timeline.source) == (3, "measured")
+    first, second = timeline.spans
+    assert first[:3] == ("D", "dispatch", "inter") and first[5:] == (1, 2, "backward")
+    assert second[:3] == ("E", "expert", "compute") and second[5:] == (None, None, None)
+    assert 0 <= before <= first.start_s and first.end_s <= between <= second.start_s and second.end_s <= after
+    assert first.duration_s >= 0.02
+
+
+def test_without_a_recorder_there_is_one_shared_context():
+    contexts = {id(span(None, "x", kind="gate", chunk=i)) for i in range(3)}
+    assert len(contexts) == 1
+    with span(None, "x", kind="gate"), span(None, "y", kind="order"):
+        pass
+    with pytest.raises(ZeroDivisionError), span(None, "x", kind="gate"):
+        raise ZeroDivisionError
+
+
+def test_the_helper_passes_everything_to_the_recorder():
+    recorder = Recorder()
+    with span(recorder, "C", kind="combine", resource="inter", chunk=0, layer=1, phase="forward"):
+        pass
+    (found,) = recorder.timeline().spans
+    assert found._replace(start_s=0, end_s=0) == Span("C", "combine", "inter", 0, 0, 0, 1, "forward")
+
+
+@pytest.mark.parametrize(
+    "words", [{"kind": "sleep"}, {"kind": "gate", "resource": "gpu"}, {"kind": "gate", "phase": "up"}]
+)
+def test_an_unknown_word_is_refused_where_it_is_used(words):
+    with pytest.raises(ConfigError, match="is not one of"):
+        Recorder().span("x", **words)
+
+
+def test_a_body_that_raises_leaves_no_span():
+    recorder = Recorder()
+    with pytest.raises(ZeroDivisionError), recorder.span("x", kind="gate"):
+        raise ZeroDivisionError
+    with recorder.span("y", kind="gate"):
+        pass
+    assert [s.name for s in recorder.timeline().spans] == ["y"]
+
+
+def test_clear_starts_again_at_zero_and_forgets_open_spans():
+    recorder = Recorder()
+    with recorder.span("old", kind="gate"):
+        pass
+    recorder.add(Span("old", "combine", "inter", 0.0, 1.0))
+    with recorder.span("open", kind="gate"):
+        time.sleep(0.01)
+        old_anchor_s = recorder.timeline().anchor_s
+        recorder.clear()
+    with recorder.span("new", kind="gate"):
+        pass
+    timeline = recorder.timeline()
+    assert [s.name for s in timeline.spans] == ["new"]
+    assert 0 <= timeline.start_s < 0.01 + time.time() - timeline.anchor_s
+    assert timeline.anchor_s - old_anchor_s == pytest.approx(0.01, abs=0.5) and timeline.anchor_s > old_anchor_s
+
+
+def test_known_times_can_be_added():
+    recorder = Recorder()
+    start_s = recorder.now()
+    ended = threading.Event()
+    times = []
+
+    def finish() -> None:
+        time.sleep(0.01)
+        times.append(recorder.now())
+        ended.set()
+
+    threading.Thread(target=finish).start()
+    with recorder.span("E", kind="expert"):
+        ended.wait(10)
+    recorder.add(Span("D", "dispatch", "inter", start_s, times[0], chunk=0))
+    dispatch, expert = recorder.timeline().spans
+    assert dispatch.start_s <= expert.start_s and dispatch.end_s <= expert.end_s and dispatch.duration_s >= 0.01
+
+
+def test_threads_may_record_at_the_same_time():
+    recorder = Recorder()
+
+    def work(chunk: int) -> None:
+        for layer in range(200):
+            with recorder.span("g", kind="gate", chunk=chunk, layer=layer):
+                pass
+
+    threads = [threading.Thread(target=work, args=(chunk,)) for chunk in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = {(s.chunk, s.layer) for s in recorder.timeline().spans}
+    assert found == {(chunk, layer) for chunk in range(4) for layer in range(200)}
+
+
+def test_recorders_made_at_different_times_line_up():
+    one = Recorder(rank=0)
+    time.sleep(0.05)
+    two = Recorder(rank=1)
+    with one.span("a", kind="gate"), two.span("b", kind="gate"):
+        time.sleep(0.001)
+    raw = [recorder.timeline() for recorder in (one, two)]
+    assert raw[0].start_s - raw[1].start_s > 0.04
+    aligned = align(raw)
+    assert aligned[0].start_s == 0.0 and aligned[1].start_s == pytest.approx(0.0, abs=0.02)
+
+
+def test_a_compiled_function_keeps_its_graph_whole_without_a_recorder():
+    def double(x: torch.Tensor, recorder: Recorder | None) -> torch.Tensor:
+        with span(recorder, "E", kind="expert"):
+            return 2 * x
+
+    x = torch.rand(3)
+    compiled = torch.compile(double, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, None), 2 * x)
+
+
+class FakeDevice:
+    """torch.cuda as the recorder uses it: a device that does queued work late, and the events on its streams."""
+
+    def __init__(self, lag_s: float) -> None:
+        self.lag_s = lag_s
+        self.work_s = 0.0  # how long the work queued so far takes
+        self.synchronized = 0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+
+            def record(self, stream: object) -> None:
+                self.time_s = device.lag_s + device.work_s
+                self.count = device.synchronized
+
+            def elapsed_time(self, later: Event) -> float:
+                assert device.synchronized > later.count, "read before the device was done"
+                return (later.time_s - self.time_s) * 1e3
+
+        self.Event = Event
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def synchronize(device: torch.device) -> None:
+            self.synchronized += 1
+
+        monkeypatch.setattr(torch.cuda, "Event", self.Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace())
+
+
+def test_on_cuda_the_times_are_those_of_the_events(monkeypatch):
+    device = FakeDevice(lag_s=5.0)
+    device.install(monkeypatch)
+    recorder = Recorder(rank=1, device="cuda:0")
+    waits = device.synchronized
+    device.work_s += 0.5
+    with recorder.span("E", kind="expert", chunk=0):
+        device.work_s += 0.25
+    device.work_s += 0.125
+    with recorder.span("E", kind="expert", chunk=1):
+        device.work_s += 1.0
+    assert device.synchronized == waits  # recording does not wait
+    timeline = recorder.timeline()
+    times = [time_s for s in timeline.spans for time_s in (s.start_s, s.end_s)]
+    assert times == pytest.approx([0.5, 0.75, 0.875, 1.875])
+    assert timeline.rank == 1 and timeline.anchor_s == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_real_device_a_span_lasts_as_long_as_its_kernels():
+    recorder = Recorder(device="cuda")
+    x = torch.rand(2048, 2048, device="cuda")
+    for _ in range(3):  # the first ones load the kernels
+        recorder.clear()
+        with recorder.span("E", kind="expert"):
+            for _ in range(50):
+                x @ x
+        issued_s = recorder.now()
+        torch.cuda.synchronize()
+        done_s = recorder.now()
+    (found,) = recorder.timeline().spans
+    assert 0 <= found.start_s <= issued_s
+    assert found.end_s == pytest.approx(done_s, abs=2e-3) and found.duration_s > 1e-4

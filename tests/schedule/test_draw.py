@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.draw import COLOURS, MAX_TIMELINES, draw, figure
+from fusedmoe.schedule.timeline import KINDS, Span, Timeline, align
+from tests.schedule.timelines import training_step
+
+LINKS = ("dispatch", "all-gather", "reduce-scatter", "combine", "gradient-all-reduce")
+
+# Linear RGB to linear RGB as seen with full colour-vision deficiency.
+# Machado, Oliveira, Fernandes: A Physiologically-based Model for Simulation of Color Vision Deficiency, 2009.
+VISION = {
+    "full": np.eye(3),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "tritanopia": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+}
+
+
+def rgb(colour: str) -> np.ndarray:
+    return np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+
+
+def cielab(colour: str, vision: np.ndarray) -> np.ndarray:
+    value = rgb(colour) / 255
+    linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array(
+        [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    )
+    x, y, z = np.cbrt(to_xyz @ np.clip(vision @ linear, 0.009, 1) / np.array([0.95047, 1, 1.08883]))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def pixels(timelines: Timeline | list[Timeline]) -> np.ndarray:
+    picture = figure(timelines)
+    picture.canvas.draw()
+    return np.asarray(picture.canvas.buffer_rgba())[..., :3]
+
+
+def texts(timelines: Timeline | list[Timeline], **options: str) -> list[str]:
+    return [text.get_text() for axes in figure(timelines, **options).axes for text in axes.texts]
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_kinds_that_share_a_row_look_different(vision):
+    assert tuple(COLOURS) == KINDS
+    for row in (LINKS, tuple(kind for kind in KINDS if kind not in LINKS)):
+        for one, two in itertools.combinations(row, 2):
+            apart = np.linalg.norm(cielab(COLOURS[one], VISION[vision]) - cielab(COLOURS[two], VISION[vision]))
+            assert apart > 18, f"{one} and {two} are {apart:.1f} apart"  # about 2 is just visible
+
+
+def test_png_of_four_ranks(tmp_path):
+    rng = random.Random()
+    timelines = [training_step(rng, rank, layers=4, anchor_s=1.7e9 + rank * 1e-3) for rank in range(4)]
+    draw(timelines, tmp_path / "step.png", title="Step 12")
+    data = (tmp_path / "step.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
+    assert 1500 < width < 3000 and 700 < height < 1500
+
+
+def test_the_picture_says_what_is_in_it():
+    rng = random.Random()
+    timelines = [training_step(rng, rank, layers=1, degree=2) for rank in range(2)]
+    found = texts(timelines, title="Step $12$")
+    assert found.count("Step $12$") == 1
+    assert {"rank 0", "rank 1"} <= set(found)
+    for resource in ("compute", "intra", "inter"):
+        assert found.count(resource) == 2
+    for kind in {span.kind for timeline in timelines for span in timeline.spans}:
+        assert sum(text.endswith("  " + kind) for text in found) == 1
+    assert "backward pass" in found and found.count("forward, layer 0") == 2
+    assert not any(text.endswith("  other") for text in found)
+    for timeline in timelines:
+        attention = max((s for s in timeline.spans if s.kind == "attention"), key=lambda s: s.duration_s)
+        ms = attention.duration_s * 1e3
+        assert (f"{ms:.2f} ms" if ms < 9.995 else f"{ms:.1f} ms") in found
+
+
+def test_each_bar_has_its_colour_in_its_place():
+    timeline = training_step(random.Random(), layers=1, degree=2)
+    picture = figure(timeline)
+    picture.canvas.draw()
+    image = np.asarray(picture.canvas.buffer_rgba())[..., :3]
+    (aligned,) = align([timeline])
+    chart = picture.axes[1]
+    rows = {"compute": 0.37, "intra": 0.76, "inter": 1.15}  # inches from the top; near the middles of the rows
+    checked = 0
+    for span in aligned.spans:
+        column, _ = chart.transData.transform((span.start_s * 1e3, 0))
+        end, _ = chart.transData.transform((span.end_s * 1e3, 0))
+        if end - column < 12:
+            continue
+        _, y = chart.transData.transform((0, rows[span.resource] - 0.15))  # above the label
+        line = image[image.shape[0] - 1 - round(y)]
+        assert (line[round(column) + 3] == rgb(COLOURS[span.kind])).all(), span
+        assert (line[round(end) - 3] == rgb(COLOURS[span.kind])).all(), span
+        checked += 1
+    assert checked > 10
+
+
+def test_labels_stay_inside_their_bars():
+    rng = random.Random()
+    picture = figure([training_step(rng, rank, layers=3) for rank in range(2)])
+    picture.canvas.draw()
+    chart = picture.axes[1]
+    boxes = [path.get_extents(chart.transData) for bars in chart.collections for path in bars.get_paths()]
+    renderer = picture.canvas.get_renderer()
+    inside = [
+        any(box.x0 <= label.x0 and label.x1 <= box.x1 and box.y0 <= label.y1 and label.y0 <= box.y1 for box in boxes)
+        for label in (text.get_window_extent(renderer) for text in chart.texts if text.get_va() != "center")
+    ]
+    assert len(inside) > 20 and all(inside)
+
+
+def test_a_span_too_short_for_a_pixel_shows():
+    spans = (
+        Span("gate", "gate", "compute", 0.0, 1e-9),
+        Span("expert", "expert", "compute", 0.4, 0.6),
+        Span("loss", "loss", "compute", 1.0, 1.0),
+    )
+    image = pixels(Timeline(0, spans))[120:]  # below the legend
+    for span in spans:
+        assert (np.abs(image.astype(int) - rgb(COLOURS[span.kind])).sum(-1) < 200).any(), span.kind
+
+
+def test_overlapping_spans_make_the_row_higher():
+    spans = tuple(Span("dispatch", "dispatch", "inter", i * 1e-3, 1.0, chunk=i) for i in range(8))
+    high, low = figure(Timeline(0, spans)), figure(Timeline(0, spans[:1]))
+    assert high.get_figheight() > low.get_figheight() + 0.5
+    assert {f"dispatch {i}" for i in range(8)} == {
+        " ".join(t.split()[:2]) for t in texts(Timeline(0, spans)) if "dispatch " in t and t[-2:] == "ms"
+    }
+
+
+def test_measured_beside_predicted_are_told_apart():
+    rng = random.Random()
+    both = [training_step(rng), training_step(rng, source="predicted", anchor_s=None)]
+    assert {"rank 0\nmeasured", "rank 0\npredicted"} <= set(texts(both))
+    assert "rank 0" in texts(both[:1])
+
+
+def test_links_that_nothing_uses_have_no_row():
+    found = texts(Timeline(0, (Span("expert", "expert", "compute", 0.0, 1.0),)))
+    assert "compute" in found and "inter" not in found and "intra" not in found
+
+
+@pytest.mark.parametrize("timelines", [[], Timeline(), [Timeline(0), Timeline(1)]])
+def test_nothing_recorded_is_a_picture_that_says_so(timelines, tmp_path):
+    draw(timelines, tmp_path / "none.png")
+    assert "no spans" in texts(timelines)
+
+
+def test_too_many_timelines_are_refused():
+    with pytest.raises(ConfigError, match=str(MAX_TIMELINES)):
+        figure([Timeline(rank) for rank in range(MAX_TIMELINES + 1)])
+
+
+def test_pyplot_stays_out_of_it(tmp_path):
+    code = (
+        "import sys\n"
+        "from fusedmoe.schedule.draw import draw\n"
+        "from fusedmoe.schedule.timeline import Span, Timeline\n"
+        "draw(Timeline(0, (Span('a', 'other', 'compute', 0.0, 1.0),)), sys.argv[1])\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.png")], check=True, timeout=100)

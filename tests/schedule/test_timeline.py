@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.timeline import KINDS, RESOURCES, SYMBOLS, Span, Timeline, align, lanes
+from tests.schedule.timelines import training_step
+
+GOOD = Span("expert", "expert", "compute", 1.0, 2.0, chunk=0, layer=1, phase="forward")
+
+
+def random_spans(rng: random.Random, count: int) -> tuple[Span, ...]:
+    """Spans that overlap in any way, on a grid of milliseconds, so that ends and starts often meet."""
+    spans = []
+    for i in range(count):
+        start = rng.randrange(200)
+        end = start + rng.randrange(30)
+        spans.append(Span(f"s{i}", rng.choice(KINDS), rng.choice(RESOURCES), start / 1e3, end / 1e3))
+    return tuple(spans)
+
+
+def grid(spans: tuple[Span, ...], resource: str) -> np.ndarray:
+    """Which of the millisecond cells the resource is in use in: the naive reference."""
+    cells = np.zeros(300, dtype=bool)
+    for span in spans:
+        if span.resource == resource:
+            cells[round(span.start_s * 1e3) : round(span.end_s * 1e3)] = True
+    return cells
+
+
+def test_spans_are_sorted_by_start_the_longer_first():
+    timeline = training_step(random.Random())
+    keys = [(span.start_s, -span.end_s) for span in timeline.spans]
+    assert keys == sorted(keys)
+    assert timeline.start_s == min(span.start_s for span in timeline.spans)
+    assert timeline.end_s == max(span.end_s for span in timeline.spans)
+    assert timeline.duration_s == timeline.end_s - timeline.start_s
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, "name"),
+        ({"kind": "experts"}, "kind 'experts'"),
+        ({"kind": ["expert"]}, "kind"),
+        ({"resource": "network"}, "resource 'network'"),
+        ({"phase": "sideways"}, "phase 'sideways'"),
+        ({"start_s": float("nan")}, "finite"),
+        ({"end_s": float("inf")}, "finite"),
+        ({"start_s": "0"}, "finite"),
+        ({"end_s": 0.5}, "end before its start"),
+        ({"chunk": -1}, "chunk or layer"),
+        ({"layer": 1.0}, "chunk or layer"),
+        ({"chunk": True}, "chunk or layer"),
+    ],
+)
+def test_a_bad_span_is_refused_and_named(change, message):
+    bad = GOOD._replace(**change)
+    with pytest.raises(ConfigError, match=message) as caught:
+        Timeline(3, (GOOD, bad))
+    assert "rank 3" in str(caught.value) and repr(bad) in str(caught.value)
+
+
+@pytest.mark.parametrize("fields", [{"rank": -1}, {"rank": "0"}, {"source": "guessed"}, {"anchor_s": float("nan")}])
+def test_a_bad_timeline_is_refused(fields):
+    with pytest.raises(ConfigError, match="timeline"):
+        Timeline(**fields)
+
+
+def test_an_empty_timeline_is_fine():
+    timeline = Timeline()
+    assert (timeline.start_s, timeline.end_s, timeline.exposed_s()) == (0.0, 0.0, 0.0)
+    assert timeline.resources == () and timeline.totals_s() == {}
+    assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+@pytest.mark.parametrize("anchor_s", [None, 1.7e9 + 1 / 3])
+def test_json_gives_an_equal_timeline_back(anchor_s):
+    timeline = training_step(random.Random(), rank=2, anchor_s=anchor_s)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    assert pickle.loads(pickle.dumps(timeline)) == timeline
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a timeline"),
+        ("{}", "not a timeline"),
+        ('{"format":"fusedmoe-timeline","version":9}', "version 9"),
+        ('{"format":"fusedmoe-timeline","version":1,"rank":0}', "missing"),
+    ],
+)
+def test_other_json_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        Timeline.from_json(text)
+
+
+def test_a_spoilt_file_is_refused():
+    data = json.loads(training_step(random.Random()).to_json())
+    for spoil in (lambda s: s.pop("kind"), lambda s: s.update(color="red"), lambda s: s.update(end_s="1")):
+        copy = json.loads(json.dumps(data))
+        spoil(copy["spans"][5])
+        with pytest.raises(ConfigError):
+            Timeline.from_dict(copy)
+
+
+def test_busy_and_exposed_agree_with_a_grid():
+    rng = random.Random()
+    for _ in range(50):
+        timeline = Timeline(0, random_spans(rng, rng.randrange(60)))
+        cells = {resource: grid(timeline.spans, resource) for resource in RESOURCES}
+        for resource in RESOURCES:
+            assert timeline.busy_s(resource) == pytest.approx(cells[resource].sum() / 1e3, abs=1e-9)
+        exposed = (cells["intra"] | cells["inter"]) & ~cells["compute"]
+        assert timeline.exposed_s() == pytest.approx(exposed.sum() / 1e3, abs=1e-9)
+
+
+def test_totals_are_the_sums_of_each_kind():
+    timeline = training_step(random.Random())
+    totals = timeline.totals_s()
+    assert list(totals) == [kind for kind in KINDS if any(span.kind == kind for span in timeline.spans)]
+    for kind, total in totals.items():
+        assert total == pytest.approx(sum(s.end_s - s.start_s for s in timeline.spans if s.kind == kind))
+
+
+def test_lanes_hold_every_span_once_without_overlap_and_as_few_as_possible():
+    rng = random.Random()
+    for _ in range(50):
+        spans = [s for s in random_spans(rng, 60) if s.end_s > s.start_s]
+        found = lanes(spans)
+        assert sorted(span for lane in found for span in lane) == sorted(spans)
+        for lane in found:
+            assert all(a.end_s <= b.start_s for a, b in zip(lane, lane[1:], strict=False))
+        cells = np.zeros(300, dtype=int)
+        for span in spans:
+            cells[round(span.start_s * 1e3) : round(span.end_s * 1e3)] += 1
+        assert len(found) == cells.max()
+
+
+def test_a_resource_in_order_has_one_lane():
+    timeline = training_step(random.Random())
+    assert [len(lanes(timeline.on(resource))) for resource in RESOURCES] == [1, 1, 1]
+
+
+def test_shifted_moves_the_spans_and_keeps_the_anchor():
+    timeline = training_step(random.Random())
+    moved = timeline.shifted(0.25)
+    assert moved.anchor_s == timeline.anchor_s
+    for before, after in zip(timeline.spans, moved.spans, strict=True):
+        assert after == before._replace(start_s=before.start_s + 0.25, end_s=before.end_s + 0.25)
+
+
+def test_align_puts_anchored_timelines_on_one_clock():
+    rng = random.Random()
+    timelines = [
+        training_step(rng, rank, anchor_s=1.7e9 + rng.uniform(0, 5)).shifted(rng.random()) for rank in range(4)
+    ]
+    aligned = align(timelines)
+    assert min(timeline.start_s for timeline in aligned) == 0.0
+    assert len({timeline.anchor_s for timeline in aligned}) == 1
+    for before, after in zip(timelines, aligned, strict=True):
+        assert after.rank == before.rank and len(after.spans) == len(before.spans)
+        # The wall-clock time of each span stays; a time.time() has steps of 0.24 µs.
+        for old, new in zip(before.spans, after.spans, strict=True):
+            assert new.start_s + after.anchor_s == pytest.approx(old.start_s + before.anchor_s, abs=1e-6, rel=0)
+
+
+def test_align_as_in_its_docstring():
+    spans = (Span("gate", "gate", "compute", 0.5, 0.6), Span("gate", "gate", "compute", 0.4, 0.6))
+    aligned = align([Timeline(0, spans[:1], anchor_s=100.0), Timeline(1, spans[1:], anchor_s=100.2)])
+    assert [timeline.start_s for timeline in aligned] == [0.0, pytest.approx(0.1)]
+
+
+def test_align_starts_a_prediction_beside_the_measurement():
+    rng = random.Random()
+    measured = [training_step(rng, rank).shifted(7.0 + rank) for rank in range(2)]
+    predicted = [
+        training_step(rng, rank, source="predicted", anchor_s=None).shifted(3.0 + rank / 8) for rank in range(2)
+    ]
+    found = align([*measured, *predicted, Timeline(9)])
+    starts = [timeline.start_s for timeline in found]
+    assert starts == pytest.approx([0.0, 1.0, 0.0, 0.125, 0.0], abs=1e-9)
+    assert align([]) == []
+
+
+def test_timelines_are_values():
+    timeline = training_step(random.Random())
+    assert replace(timeline) == timeline and hash(replace(timeline)) == hash(timeline)
+    with pytest.raises(AttributeError):
+        timeline.rank = 1  # type: ignore[misc]
+
+
+def test_each_kind_has_a_symbol_of_its_own():
+    assert tuple(SYMBOLS) == KINDS
+    assert len(set(SYMBOLS.values())) == len(KINDS)
+    assert all(re.fullmatch(r"[A-Za-z]*", symbol) for symbol in SYMBOLS.values())
+
+
+def test_the_module_needs_neither_torch_nor_matplotlib():
+    code = (
+        "import sys, fusedmoe; before = set(sys.modules)\n"
+        "import fusedmoe.schedule.timeline, fusedmoe.schedule.draw, fusedmoe.schedule.trace\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert not new & {'torch', 'matplotlib'}, new"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
