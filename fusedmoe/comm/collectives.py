@@ -59,12 +59,10 @@ def _broken(group: Group, operation: str, reason: str) -> RankError:
         dead = board.gone(others)
         if dead:
             verdict = board.post(dead[0], operation, "its process ended (killed, or out of memory); see its log")
-    if verdict is not None:
-        return RankError(f"rank {me}: {operation} over the {group} ended because {verdict}")
-    return RankError(
-        f"rank {me}: {operation} over the {group} lost its connection to one of ranks {list(others)}: {reason}. "
-        "Look at the logs of those ranks; the first error there is the cause."
-    )
+        else:
+            lost = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error"
+            verdict = board.post(me, operation, f"{lost} ({reason})")
+    return RankError(f"rank {me}: {operation} over the {group} ended because {verdict}")
 
 
 def _late(group: Group, operation: str) -> RankError:

@@ -189,8 +189,9 @@ class Topology:
         """Posts any exception that leaves the block: other ranks, wherever they wait, end with it by name."""
         try:
             yield
+        except RankError:
+            raise  # posted already, by the rank at fault or by the first that noticed
         except BaseException as error:
-            # A verdict that stands already stays: an error that another rank caused keeps that rank's name.
             self.fail(operation, f"{type(error).__name__}: {error}")
             raise
 

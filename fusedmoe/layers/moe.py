@@ -151,6 +151,7 @@ class MoELayer(nn.Module):
         refusal = refusal or _refuse_logits(routing)
         ep, esp = self.topology.ep, self.topology.esp
         if refusal and ep.size == esp.size == 1:
+            self.topology.fail("the check of the layer's input", refusal)
             raise (ConfigError if self.topology.size == 1 else RankError)(f"rank {self.topology.rank}: {refusal}")
         alone = ep.size == esp.size == 1 and not self.hooks
         if alone and isinstance(routing, Routing) and not isinstance(self.order, Einsum):

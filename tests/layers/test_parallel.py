@@ -157,7 +157,7 @@ def compare(rank: int, topology: Topology, layer: MoELayer, whole: MoELayer, cas
             expected = dense_grads[name]
             for axis, dim in (shard or {}).items():
                 group = getattr(topology, axis)
-                expected = expected.chunk(group.size, dim)[group.index]
+                expected = expected.split(_chunk(expected.shape[dim], group.size), dim)[group.index]
         close(f"{case} gradient of {name}", grad, expected)
 
 
