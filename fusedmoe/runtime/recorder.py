@@ -93,13 +93,13 @@ class Recorder:
 
     def timeline(self) -> Timeline:
         """All that was recorded so far. Waits for the device, if any; recording may go on afterwards."""
+        records, added = tuple(self._records), tuple(self._added)  # before the wait: others may go on recording
         self._clock.wait()
         seconds = self._clock.seconds
         measured = [
-            record.what._replace(start_s=seconds(record.start), end_s=seconds(record.end))
-            for record in tuple(self._records)
+            record.what._replace(start_s=seconds(record.start), end_s=seconds(record.end)) for record in records
         ]
-        return Timeline(self.rank, (*measured, *self._added), "measured", self._anchor_s)
+        return Timeline(self.rank, (*measured, *added), "measured", self._anchor_s)
 
 
 class _Record:
