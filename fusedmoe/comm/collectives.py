@@ -32,6 +32,11 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
     """
     if work is None:
         return
+    if device_of(group).type == "cuda":
+        # NCCL's wait only orders streams; given a time-out it would block the host and abort the communicator when that
+        # passes. Its own watchdog bounds the operation, by the process group's time-out.
+        work.wait()
+        return
     deadline = time.monotonic() + group.job.timeout_s
     while True:
         try:
