@@ -1,0 +1,22 @@
+"""`make bench`: one layer on a CPU beside the dense products of the same FLOP, on 1 and on 2 threads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from bench.layer_cost import Shape, layer_step, make_layer, measure
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_layer_beside_dense_products(benchmark, threads: int) -> None:  # type: ignore[no-untyped-def]
+    shape = Shape()
+    cost = measure(shape, threads, rounds=5)
+    layer = make_layer(shape)
+    x_SM = torch.randn(shape.S, shape.M).requires_grad_()
+    dy_SM = torch.randn(shape.S, shape.M)
+    benchmark.extra_info.update(shape=asdict(shape), **asdict(cost))
+    benchmark.pedantic(layer_step, args=(layer, x_SM, dy_SM), rounds=5, warmup_rounds=1)
+    print(f"\n{threads} threads: layer / dense products = {cost.ratio:.3f}, gate + order + combine = {cost.routing:.1%}")

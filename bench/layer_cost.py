@@ -1,0 +1,129 @@
+"""One layer's forward and backward beside the same FLOP in dense products: the limit of what routing may cost.
+
+The reference multiplies, for each expert, as many rows as were really routed to it (padding does not count) in the seven
+dense products that a SwiGLU expert needs: up, down; dA, dW2, dX, dW1. Layer and reference take turns, so that a change in
+the machine's speed hits both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import fusedmoe
+from fusedmoe.kernels.order import build_layout, gather_sum
+from fusedmoe.runtime.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Shape:
+    """S tokens, model dim M, expert hidden H, E experts, K of them for each token."""
+
+    S: int = 8192
+    M: int = 512
+    H: int = 2048
+    E: int = 8
+    K: int = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Medians over the rounds. `ratio`: layer / reference. `routing`: gate, order and combine (gathers and weighted sums
+    included, which run inside the experts' operation and are timed by themselves) as a part of the layer."""
+
+    threads: int
+    layer_s: float
+    reference_s: float
+    ratio: float
+    routing: float
+
+
+def make_layer(shape: Shape) -> fusedmoe.MoELayer:
+    gate = fusedmoe.gates.TopK(experts=shape.E, k=shape.K)
+    return fusedmoe.MoELayer(shape.M, gate, fusedmoe.experts.SwiGLU(shape.H))
+
+
+def layer_step(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> None:
+    x_SM.grad = None
+    layer.zero_grad(set_to_none=True)
+    torch.autograd.backward([layer(x_SM), layer.aux_loss], [dy_SM, torch.ones(())])
+
+
+def reference_step(shape: Shape, counts: list[int]) -> Callable[[], None]:
+    """The dense products of all experts, forward and backward, by `torch.matmul`."""
+    w1, w2 = torch.randn(2 * shape.H, shape.M), torch.randn(shape.M, shape.H)
+    most = max(counts)
+    x, a, dy, dh = (torch.randn(most, n) for n in (shape.M, shape.H, shape.M, 2 * shape.H))
+
+    def step() -> None:
+        for rows in counts:
+            torch.matmul(x[:rows], w1.t())
+            torch.matmul(a[:rows], w2.t())
+        for rows in counts:
+            torch.matmul(dy[:rows], w2)
+            torch.matmul(dy[:rows].t(), a[:rows])
+            torch.matmul(dh[:rows], w1)
+            torch.matmul(dh[:rows].t(), x[:rows])
+
+    return step
+
+
+def measure(shape: Shape, threads: int, rounds: int) -> Cost:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    layer = make_layer(shape)
+    x_SM = torch.randn(shape.S, shape.M).requires_grad_()
+    dy_SM = torch.randn(shape.S, shape.M)
+    layer_step(layer, x_SM, dy_SM)
+    reference = reference_step(shape, layer.load_E.tolist())
+    reference()
+    layers, references, routing = [], [], []
+    sums = combine_step(shape, layer.load_E.tolist())
+    for _ in range(rounds):
+        layers.append(seconds(lambda: layer_step(layer, x_SM, dy_SM)))
+        references.append(seconds(reference))
+        outside_s = outside_experts(layer, x_SM, dy_SM)
+        routing.append((outside_s + seconds(sums)) / layers[-1])
+    layer_s, reference_s = statistics.median(layers), statistics.median(references)
+    ratio = statistics.median(ours / theirs for ours, theirs in zip(layers, references, strict=True))
+    return Cost(threads, layer_s, reference_s, ratio, statistics.median(routing))
+
+
+def outside_experts(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> float:
+    """Seconds of a step outside the experts' operation: gate, order and weights, forward and backward."""
+    layer.recorder = Recorder()
+    whole = seconds(lambda: layer_step(layer, x_SM, dy_SM))
+    spans = layer.recorder.timeline().spans
+    layer.recorder = None
+    return whole - sum(span.end_s - span.start_s for span in spans if span.kind == "expert")
+
+
+def combine_step(shape: Shape, counts: list[int]) -> Callable[[], None]:
+    """What the experts' operation does to rows besides products and activations: gathers and weighted sums."""
+    expert_SK = torch.repeat_interleave(torch.arange(shape.E), torch.tensor(counts)).view(shape.K, shape.S).t()
+    layout = build_layout(expert_SK, shape.E)
+    rows_NM, x_SM, weight_N = torch.randn(layout.rows, shape.M), torch.randn(shape.S, shape.M), torch.rand(layout.rows)
+
+    def step() -> None:
+        gather_sum(rows_NM, layout, weight_N)  # forward: the sum over a token's experts
+        gather_sum(rows_NM, layout, weight_N)  # backward: the same for dx
+        for _ in range(3):  # x in forward; x and dy in backward
+            torch.index_select(x_SM, 0, layout.source_N, out=rows_NM)
+        rows_NM.mul_(weight_N[:, None]).mul_(weight_N[:, None])
+
+    return step
+
+
+def seconds(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    for threads in (1, 2):
+        print(measure(Shape(), threads, rounds=5))
