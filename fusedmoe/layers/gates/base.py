@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates.linear import outside_autocast
 
-# Shortens the product before it is rounded up: 1.1 · 10 is 11 rows, though floats say 11.000000000000002.
+# Shortens the product before it is rounded up: 1.1 · 100 / 2 is 55 rows, though floats say 55.00000000000001.
 _ROUNDING = 1e-12
 INIT_STD = 0.02
 
@@ -169,7 +169,7 @@ class Gate(nn.Module):
     def row_capacity(self, tokens: int) -> int | None:
         """Rows that one expert accepts from ``tokens`` tokens of a rank: ceil(k·f·tokens/E); None: no limit.
 
-        The product is taken with f as written: k = 1, f = 1.1, 10 tokens on 1 expert are 11 rows.
+        The product is taken with f as written: k = 1, f = 1.1, 100 tokens on 2 experts are 55 rows, not 56.
         """
         if self.capacity_factor is None:
             return None

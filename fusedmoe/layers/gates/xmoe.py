@@ -70,5 +70,5 @@ class XMoE(TopK):
         token_SP = nn.functional.normalize(router_logits(x_SM, self.proj_PM), dim=1)
         expert_EP = nn.functional.normalize(self.expert_EP.to(token_SP.dtype), dim=1)
         scale = self.log_scale.to(token_SP.dtype).clamp(max=_MAX_LOG_SCALE).exp()
-        logits_SE = (token_SP @ expert_EP.t()) * scale
+        logits_SE = router_logits(token_SP, expert_EP) * scale
         return self.routing(logits_SE, logits_SE, top_experts(logits_SE, self.k))
