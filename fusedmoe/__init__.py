@@ -1,5 +1,7 @@
 """Mixture-of-experts layers for PyTorch whose communication hides behind computation."""
 
+import sys
+
 from fusedmoe import ops
 from fusedmoe.autograd.hooks import HookContext, Hooks
 from fusedmoe.comm.topology import Topology
@@ -9,6 +11,10 @@ from fusedmoe.layers.fsmoe import CallbackBase, ExpertBase, LinearGate, MOELayer
 from fusedmoe.layers.moe import MoELayer
 
 __version__ = "0.1.0"
+
+# The parts of the layers are public without the floor they live on: `from fusedmoe.gates import TopK` works, too.
+for _part in (experts, gates, hooks, losses, orders):
+    sys.modules[f"fusedmoe.{_part.__name__.rpartition('.')[2]}"] = _part
 
 __all__ = [
     "CallbackBase",

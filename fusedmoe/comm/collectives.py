@@ -23,6 +23,9 @@ from fusedmoe.errors import RankError
 # Between two looks at the failure board. Short enough that a failure is known at once, long enough to cost nothing.
 _SLICE_S = 0.25
 
+# PyTorch 2.13 renamed it and warns at the old name.
+_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def wait(work: dist.Work | None, group: Group, operation: str) -> None:
     """Waits for `work`, looking at the failure board between short waits.
@@ -112,7 +115,7 @@ def all_gather_rows(group: Group, rows: Tensor, counts: Sequence[int], operation
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
         return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation)
     out = rows.new_empty((sum(counts), *rows.shape[1:]))
-    wait(dist.all_gather_into_tensor(out, rows, group=group.handle, async_op=True), group, operation)
+    wait(_all_gather_tensor(out, rows, group=group.handle, async_op=True), group, operation)
     return out
 
 

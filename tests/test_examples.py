@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name: str) -> dict[str, object]:
+    return runpy.run_path(str(EXAMPLES / name), run_name="example")
+
+
+def test_layer_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    main = load("layer.py")["main"]
+    last = main(steps=120)  # type: ignore[operator]
+    first = float(capsys.readouterr().out.split("loss")[1].split()[0])
+    assert last < 0.7 * first
+
+
+def test_own_parts() -> None:
+    count = load("own_parts.py")["main"]()  # type: ignore[operator]
+    assert count.rows == {"forward": 200, "backward": 200}
+
+
+def test_functions() -> None:
+    assert load("functions.py")["main"]().shape == (64, 16)  # type: ignore[operator]
+
+
+def test_parallel() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "examples/parallel.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("gradient norm") == 5 and "(4, 2, 32, 32)" in done.stdout
