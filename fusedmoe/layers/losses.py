@@ -18,7 +18,7 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
     """E · Σ_e mean_S(prob_e) · share_e: one when balanced, E when a single expert takes everything.
 
     ``share_e`` is the fraction of **all S·K choices** that went to expert e. With K = 1 this is the loss of
-    Switch (Fedus et al. 2022, eq. 4); with K > 1 that of DeepSeek-V3 and Mixtral. GShard's (Lepikhin et al.
+    Switch (Fedus et al. 2022, eq. 4); with K > 1 that of DeepSeek-V3. GShard's (Lepikhin et al.
     2021, algorithm 1, also Tutel's) counts first choices only: pass ``expert_SK[:, :1]`` for it.
 
     Args:
@@ -47,9 +47,7 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
     return E * (mean_BE * share_BE).sum() / B
 
 
-def load_importance_loss(
-    gate_SE: Tensor, clean_SE: Tensor, threshold: Tensor, noise_std: Tensor | float
-) -> Tensor:
+def load_importance_loss(gate_SE: Tensor, clean_SE: Tensor, threshold: Tensor, noise_std: Tensor | float) -> Tensor:
     """(cv²(importance) + cv²(load)) / 2 of a noisy top-k gate (Shazeer et al. 2017, appendix A).
 
     importance_e = Σ_S gate_e, and load_e = Σ_S Φ((clean_e − threshold) / noise_std) is the smooth count of
