@@ -19,4 +19,4 @@ def test_layer_beside_dense_products(benchmark, threads: int) -> None:  # type: 
     dy_SM = torch.randn(shape.S, shape.M)
     benchmark.extra_info.update(shape=asdict(shape), **asdict(cost))
     benchmark.pedantic(layer_step, args=(layer, x_SM, dy_SM), rounds=5, warmup_rounds=1)
-    print(f"\n{threads} threads: layer / dense products = {cost.ratio:.3f}, gate + order + combine = {cost.routing:.1%}")
+    print(f"\n{threads} threads: layer / products = {cost.ratio:.3f}, gate + order + combine = {cost.routing:.1%}")

@@ -1,8 +1,8 @@
 """One layer's forward and backward beside the same FLOP in dense products: the limit of what routing may cost.
 
-The reference multiplies, for each expert, as many rows as were really routed to it (padding does not count) in the seven
-dense products that a SwiGLU expert needs: up, down; dA, dW2, dX, dW1. Layer and reference take turns, so that a change in
-the machine's speed hits both.
+The reference multiplies, for each expert, as many rows as were really routed to it (padding does not count) in the
+dense products that a SwiGLU expert needs: up, down; dA, dW2, dX, dW1. Layer and reference take turns, so that a change
+in the machine's speed hits both.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians over the rounds. `ratio`: layer / reference. `routing`: gate, order and combine (gathers and weighted sums
-    included, which run inside the experts' operation and are timed by themselves) as a part of the layer."""
+    """Medians over the rounds.
+
+    `ratio`: layer / reference. `routing`: gate, order and combine as a part of the layer; gathers and weighted sums
+    included, which run inside the experts' operation and are timed by themselves.
+    """
 
     threads: int
     layer_s: float

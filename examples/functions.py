@@ -30,7 +30,7 @@ def main() -> torch.Tensor:
     y_SM.square().mean().backward()
     print("rows of each expert:", layout.counts, " dropped:", S * K - layout.rows)
     assert router_EM.grad is not None and weights.w1.grad is not None
-    print("gradient norms: router", round(router_EM.grad.norm().item(), 4), " w1", round(weights.w1.grad.norm().item(), 4))
+    print(f"gradient norms: router {router_EM.grad.norm().item():.4f}  w1 {weights.w1.grad.norm().item():.4f}")
     return y_SM
 
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.gates import Gate, Routing
+from fusedmoe import gates
 
 
-class SignGate(Gate):
+class SignGate(gates.Gate):
     """Routes by the sign pattern of the first components: nothing to learn, perfectly repeatable."""
 
-    def route(self, x_SM: Tensor) -> Routing:
+    def route(self, x_SM: Tensor) -> gates.Routing:
         bits = self.experts.bit_length() - 1
         place = 2 ** torch.arange(bits, device=x_SM.device)
         expert_S1 = ((x_SM[:, :bits] > 0) * place).sum(1, keepdim=True)
         weight_S1 = torch.ones_like(expert_S1, dtype=x_SM.dtype)
         capacity = self.row_capacity(len(x_SM))
-        return Routing(expert_S1, weight_S1, capacity, None, weight_S1.new_zeros(()), None)
+        return gates.Routing(expert_S1, weight_S1, capacity, None, weight_S1.new_zeros(()), None)
 
 
 def expert(model_dim: int) -> nn.Module:

@@ -1,8 +1,8 @@
 """The layer's operations as functions, for models that bring their own modules.
 
-`order` sorts routing decisions, `permute`/`unpermute` move rows by them, `experts` computes, `Exchange` with `dispatch`,
-`combine`, `all_gather` and `reduce_scatter` crosses ranks, and `through_experts` is the whole road between permute and
-unpermute. `gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts.
+`order` sorts routing decisions, `permute`/`unpermute` move rows by them, `experts` computes, `Exchange` with
+`dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses ranks, and `through_experts` is the whole road between
+permute and unpermute. `gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts.
 """
 
 from __future__ import annotations

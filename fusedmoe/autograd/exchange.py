@@ -24,7 +24,7 @@ def dispatch(
 def combine(
     rows_NM: Tensor, exchange: Exchange, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
 ) -> Tensor:
-    """Results of the rows received -> results of the rows sent, in the order they were sent. Its backward dispatches."""
+    """Results of the rows received -> results of the rows sent, in their order. The backward dispatches."""
     there, back = _wire("combine", exchange.combine), _wire("dispatch", exchange.dispatch)
     return _both_ways(rows_NM, there, back, hooks, recorder)
 

@@ -76,7 +76,7 @@ def experts(
         raise ConfigError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     if x_SM.dtype != weights.w1.dtype:
         raise ConfigError(
-            f"the rows are {x_SM.dtype} and the experts {weights.w1.dtype}; convert one with .to(), or use torch.autocast"
+            f"the rows are {x_SM.dtype} and the experts {weights.w1.dtype}; convert one with .to(), or use autocast"
         )
     w = weights
     return _Experts.apply(

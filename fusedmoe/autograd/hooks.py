@@ -31,8 +31,8 @@ class Hooks:
     """Override what you need. Each hook gets a tensor and returns another, or None to leave it as it is.
 
     In forward the order is before_moe_start, before_dispatch, after_dispatch, before_combine, after_combine,
-    before_moe_end; in backward the gradients pass the same seams in the same order: a gradient's way to the experts is a
-    dispatch, its way home a combine.
+    before_moe_end; in backward the gradients pass the same seams in the same order: a gradient's way to the experts is
+    a dispatch, its way home a combine.
 
     - `before_moe_start` sees the layer's input [..., M] and `before_moe_end` its output (backward: the gradient of the
       output, and that of the input). In forward autograd sees through them: what they compute is differentiated.

@@ -1,7 +1,7 @@
 """Rows over a model-parallel group: the four moves between split, replicated and partial tensors.
 
-`counts[i]` is how many rows the i-th rank of the group owns when rows are split. A replicated tensor holds the same rows
-on every rank, and so does its gradient; a partial tensor is a summand.
+`counts[i]` is how many rows the i-th rank of the group owns when rows are split. A replicated tensor holds the same
+rows on every rank, and so does its gradient; a partial tensor is a summand.
 
 | function | from -> to | forward | backward |
 |---|---|---|---|

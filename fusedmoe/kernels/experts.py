@@ -1,8 +1,9 @@
-"""Expert networks over rows grouped by expert: y_SM[s] = Σ over the kept rows n of token s of weight_N[n]·FFN_e(x_SM[s]).
+"""Expert networks over rows grouped by expert: y_SM[s] = Σ over the kept rows n of s of weight_N[n]·FFN_e(x_SM[s]).
 
 FFN_e(x) = act(x·W1_eᵀ + b1_e)·W2_eᵀ + b2_e. Gather, both products, activation, router weight and gather-and-sum are one
 operation, so that nothing of the size of the routed rows has to be kept but the pre-activation H: the backward
-recomputes A = act(H), and the router weight's gradient is ⟨dA', A⟩ (SonicMoE), which spares the down projection's output.
+recomputes A = act(H), and the router weight's gradient is ⟨dA', A⟩ (SonicMoE), which spares the down projection's
+output.
 
 The rows of an expert are worked through in blocks, so that activations are applied while a block is in the cache and no
 tensor of the size of H besides H itself is ever made.
@@ -117,7 +118,7 @@ def experts_backward(
     zero gradients.
     """
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
-    hidden, dim = weights.w2.shape[2], weights.w2.shape[1]
+    hidden = weights.w2.shape[2]
     dw1, dw2 = torch.empty_like(weights.w1), torch.empty_like(weights.w2)
     db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
     db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)

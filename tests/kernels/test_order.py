@@ -17,8 +17,7 @@ from fusedmoe.kernels.order import (
 
 def choose(tokens: int, slots: int, experts: int, empty: float) -> torch.Tensor:
     """Random distinct experts for each token, some slots empty."""
-    expert_SK = torch.stack([torch.randperm(experts)[:slots] for _ in range(tokens)]) if tokens else torch.empty(0, slots)
-    expert_SK = expert_SK.long()
+    expert_SK = torch.rand(tokens, experts).argsort(1)[:, :slots]
     expert_SK[torch.rand(expert_SK.shape) < empty] = -1
     return expert_SK
 

@@ -34,7 +34,9 @@ def run_expert(experts: Experts, number: int, row_M: Tensor) -> Tensor:
         result: Tensor = experts.experts[str(number)](row_M[None])[0]
         return result
     assert isinstance(experts, FeedForward)
-    one = Weights(*(None if p is None else p[number : number + 1] for p in (experts.w1, experts.w2, experts.b1, experts.b2)))  # type: ignore[arg-type]
+    own = slice(number, number + 1)
+    b1, b2 = (None if bias is None else bias[own] for bias in (experts.b1, experts.b2))
+    one = Weights(experts.w1[own], experts.w2[own], b1, b2)
     layout = define_layout(torch.zeros(1, 1, dtype=torch.long), 1)
     return define_experts(row_M[None], layout, None, one, experts.activation)[0]
 

@@ -57,8 +57,17 @@ SHAPES = [
 ]
 
 
+def shape_name(shape: tuple[int, int, int, int]) -> str:
+    return "world{}-ep{}-esp{}-mp{}".format(*shape)
+
+
 def build(
-    gate: str, order: str, experts: str, topology: Topology | None, dispatch: str = "direct", mp_input: MpInput = "split"
+    gate: str,
+    order: str,
+    experts: str,
+    topology: Topology | None,
+    dispatch: str = "direct",
+    mp_input: MpInput = "split",
 ) -> MoELayer:
     torch.manual_seed(7)
     layer = MoELayer(
@@ -162,7 +171,14 @@ def compare(rank: int, topology: Topology, layer: MoELayer, whole: MoELayer, cas
 
 
 def equals_dense(
-    rank: int, world: int, ep: int, esp: int, mp: int, dispatch: str, mp_input: MpInput, cases: list[tuple[str, str, str]]
+    rank: int,
+    world: int,
+    ep: int,
+    esp: int,
+    mp: int,
+    dispatch: str,
+    mp_input: MpInput,
+    cases: list[tuple[str, str, str]],
 ) -> None:
     topology = Topology.from_sizes(ep, esp, mp, ranks_per_node=2)
     for case in cases:
@@ -193,26 +209,26 @@ def test_world_of_one() -> None:
     equals_dense(0, 1, 1, 1, 1, "direct", "replicated", ALL_CASES)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "world%d-ep%d-esp%d-mp%d" % s)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_name)
 def test_parallel(cluster: Cluster, shape: tuple[int, int, int, int]) -> None:
     cluster.run(*shape[:1], equals_dense, *shape[1:], "direct", "split", FEW_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["direct", "1dh", "2dh"])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "world%d-ep%d-esp%d-mp%d" % s)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_name)
 def test_parallel_every_combination(cluster: Cluster, shape: tuple[int, int, int, int], dispatch: str) -> None:
     cluster.run(*shape[:1], equals_dense, *shape[1:], dispatch, "split", ALL_CASES)
 
 
 @pytest.mark.parametrize("dispatch", ["1dh", "2dh"])
-@pytest.mark.parametrize("shape", [(4, 4, 1, 1), (4, 2, 2, 2), (2, 2, 1, 1)], ids=lambda s: "world%d-ep%d-esp%d-mp%d" % s)
+@pytest.mark.parametrize("shape", [(4, 4, 1, 1), (4, 2, 2, 2), (2, 2, 1, 1)], ids=shape_name)
 def test_hierarchical_dispatch(cluster: Cluster, shape: tuple[int, int, int, int], dispatch: str) -> None:
     cluster.run(*shape[:1], equals_dense, *shape[1:], dispatch, "split", FEW_CASES[::3])
 
 
 @pytest.mark.parametrize("mp_input", ["replicated", "partial"])
-@pytest.mark.parametrize("shape", [(2, 1, 1, 2), (4, 2, 2, 2), (4, 2, 1, 4)], ids=lambda s: "world%d-ep%d-esp%d-mp%d" % s)
+@pytest.mark.parametrize("shape", [(2, 1, 1, 2), (4, 2, 2, 2), (4, 2, 1, 4)], ids=shape_name)
 def test_model_parallel_inputs(cluster: Cluster, shape: tuple[int, int, int, int], mp_input: MpInput) -> None:
     cluster.run(*shape[:1], equals_dense, *shape[1:], "direct", mp_input, FEW_CASES[::2])
 

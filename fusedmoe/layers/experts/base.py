@@ -12,8 +12,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.order import Layout
 from fusedmoe.runtime.recorder import Recorder
 
-# In place of a dimension in `shardings`: the parameter is not a slice of a larger tensor along this axis, but has a name
-# of its own on each rank.
+# In place of a dimension in `shardings`: the parameter is not a slice of a larger tensor along this axis, but has a
+# name of its own on each rank.
 NAMED = -1
 
 
@@ -80,6 +80,10 @@ class Experts(nn.Module):
         """Makes parameters: expert number n from `seed` + n."""
         raise NotImplementedError
 
+    def describe(self) -> str:
+        """What must be the same on all ranks of a layer, as text."""
+        return type(self).__name__
+
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         """y_SM: for each row s of x_SM the sum over its sorted rows n of weight_N[n]·expert(x_SM[s]).
 
@@ -92,7 +96,11 @@ class RowExperts(Experts):
     """Experts that are given their rows sorted and return rows; gathering and weighting is done here."""
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-        out_NM = self.compute(permute(x_SM, layout), layout.counts)
+        rows_NM = permute(x_SM, layout)
+        out_NM = self.compute(rows_NM, layout.counts)
+        if not isinstance(out_NM, Tensor) or out_NM.shape != rows_NM.shape:
+            got = list(out_NM.shape) if isinstance(out_NM, Tensor) else repr(out_NM)
+            raise ConfigError(f"{type(self).__name__} was given rows of shape {list(rows_NM.shape)} and returned {got}")
         if weight_N is not None:
             out_NM = out_NM * weight_N.to(out_NM.dtype)[:, None]
         return unpermute(out_NM, layout)

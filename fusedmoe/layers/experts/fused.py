@@ -27,7 +27,7 @@ class FeedForward(Experts):
         activation: "gelu", "gelu_tanh", "relu", "silu", or gated: "swiglu", "geglu".
         bias: adds b1 and b2.
 
-    Saves for backward, for N rows on this rank: the rows' source x and the pre-activation H (N·H elements, 2·N·H gated).
+    Saves for backward, for N rows on this rank: the rows' source x and the pre-activation H, N·H elements (gated: 2·N·H).
     """
 
     def __init__(self, hidden: int, activation: str = "gelu", bias: bool = True) -> None:
@@ -37,6 +37,10 @@ class FeedForward(Experts):
         if hidden < 1:
             raise ConfigError(f"hidden = {hidden}; an expert needs a positive hidden dimension")
         self.hidden, self.activation, self.bias = hidden, activation, bias
+        self.w1: nn.Parameter
+        self.w2: nn.Parameter
+        self.b1: nn.Parameter | None
+        self.b2: nn.Parameter | None
         self.register_parameter("b1", None)
         self.register_parameter("b2", None)
 
@@ -80,9 +84,8 @@ class FeedForward(Experts):
 
     def weights(self, dtype: torch.dtype) -> Weights:
         """The parameters in the dtype of the computation."""
-        w1, w2, b1, b2 = (None if p is None else p.to(dtype) for p in (self.w1, self.w2, self.b1, self.b2))
-        assert w1 is not None and w2 is not None
-        return Weights(w1, w2, b1, b2, self.b2_start)
+        b1, b2 = (None if bias is None else bias.to(dtype) for bias in (self.b1, self.b2))
+        return Weights(self.w1.to(dtype), self.w2.to(dtype), b1, b2, self.b2_start)
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         kind = x_SM.device.type
@@ -90,6 +93,9 @@ class FeedForward(Experts):
         weights = self.weights(torch.get_autocast_dtype(kind) if cast else self.w1.dtype)
         x_SM = x_SM.to(weights.w1.dtype) if cast else x_SM
         return experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}(hidden={self.hidden}, activation={self.activation!r}, bias={self.bias})"
 
     def extra_repr(self) -> str:
         return f"hidden={self.hidden}, activation={self.activation!r}, bias={self.bias}, {self.place}"
