@@ -1,0 +1,97 @@
+"""Self-attention whose heads are split over the MP group (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+Between the attentions every MP rank holds a slice of the tokens (sequence parallelism, Korthikanti et al. 2022,
+section 4.2): an all-gather brings the tokens together in front of the heads of this rank, a reduce-scatter adds the
+heads up behind them. Backward, the two change places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedmoe.autograd.parallel import gather_rows, reduce_scatter_rows
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.parameters import normal_parameter, zero_parameter
+from fusedmoe.models.recorded import recorded
+from fusedmoe.models.rotary import rotary_angles, rotate
+from fusedmoe.models.sequence import TokenSplit
+from fusedmoe.runtime.recorder import Recorder
+
+
+class Attention(nn.Module):
+    """Multi-head or grouped-query attention, causal or over the whole sequence.
+
+    The rows of `qkv_weight` come key head by key head: the query heads that share it, the key, the value, D rows each.
+    So a chunk of the rows is a set of whole heads, and one product makes all three.
+
+    Attributes:
+        qkv_weight: [(heads + 2·kv_heads)·D / MP, M].   out_weight: [M, heads·D / MP].   out_bias: [M] or None.
+    Raises:
+        ConfigError: the key heads do not split over the MP group.
+    """
+
+    qkv_bias: nn.Parameter | None
+    out_bias: nn.Parameter | None
+    shardings = {"qkv_weight": {"mp": 0}, "qkv_bias": {"mp": 0}, "out_weight": {"mp": 1}}
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        topology: Topology,
+        layer: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        mp = topology.mp
+        if config.key_heads % mp.size:
+            raise ConfigError(
+                f"{config.key_heads} heads (of keys) do not split over mp = {mp.size} ranks; "
+                "choose an mp that divides them, or other heads"
+            )
+        self.config, self.topology, self.layer = config, topology, layer
+        self.recorder: Recorder | None = None
+        dim, head = config.model_dim, config.head_dim
+        rows = (config.heads + 2 * config.key_heads) * head
+        make: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv_weight = normal_parameter(rows, dim, std=dim**-0.5, group=mp, **make)
+        self.register_parameter("qkv_bias", zero_parameter(rows, group=mp, **make) if config.bias else None)
+        # Two residual branches a block: together they keep the variance of the stream (GPT-2).
+        std = dim**-0.5 * (2 * config.layers) ** -0.5
+        self.out_weight = normal_parameter(dim, config.heads * head, std=std, group=mp, dim=1, **make)
+        self.register_parameter("out_bias", zero_parameter(dim, **make) if config.bias else None)
+
+    def forward(self, x_SM: Tensor, split: TokenSplit) -> Tensor:
+        """The attention of this rank's tokens, [S, M]; collective over the MP group."""
+        mp, recorder = self.topology.mp, self.recorder
+        if torch.is_autocast_enabled(x_SM.device.type):  # what the product would be cast to, cast before it travels
+            x_SM = x_SM.to(torch.get_autocast_dtype(x_SM.device.type))
+        x_TM = gather_rows(x_SM, mp, split.counts, recorder)
+        y_TM = recorded(recorder, lambda x: self._heads(x, split), x_TM, kind="attention", layer=self.layer)
+        y_SM = reduce_scatter_rows(y_TM, mp, split.counts, recorder)
+        return y_SM if self.out_bias is None else y_SM + self.out_bias
+
+    def _heads(self, x_TM: Tensor, split: TokenSplit) -> Tensor:
+        """This rank's heads over all tokens of the replica: [B·L, M] -> [B·L, M], its part of the sum."""
+        config, mp = self.config, self.topology.mp.size
+        keys, sharing = config.key_heads // mp, config.heads // config.key_heads
+        qkv = F.linear(x_TM, self.qkv_weight, self.qkv_bias)
+        qkv = qkv.view(split.batch, split.length, keys, sharing + 2, config.head_dim)
+        q_BHLD = qkv[:, :, :, :sharing].flatten(2, 3).transpose(1, 2)
+        k_BHLD, v_BHLD = (qkv[:, :, :, sharing + i].transpose(1, 2) for i in (0, 1))
+        if config.positions == "rope":
+            # In the dtype of the products under autocast, in float64 throughout a float64 model.
+            angles = rotary_angles(split.length, config.head_dim, q_BHLD.device, q_BHLD.dtype)
+            q_BHLD, k_BHLD = rotate(q_BHLD, *angles), rotate(k_BHLD, *angles)
+        y_BHLD = F.scaled_dot_product_attention(
+            q_BHLD, k_BHLD, v_BHLD, is_causal=config.objective == "causal", enable_gqa=sharing > 1
+        )
+        y_TD = y_BHLD.transpose(1, 2).reshape(x_TM.shape[0], keys * sharing * config.head_dim)
+        return F.linear(y_TD, self.out_weight)

@@ -1,0 +1,129 @@
+"""What a model is: its dimensions and the kinds of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.activation import ACTIVATIONS
+
+OBJECTIVES = ("causal", "masked")
+NORMS = ("layer", "rms")
+POSITIONS = ("learned", "rope")
+EXPERTS = ("ffn", "swiglu")
+
+#: Values of a byte; a masked model has one symbol more, the mask.
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A transformer over bytes with mixture-of-experts layers.
+
+    Attributes:
+        objective: "causal" predicts the next byte; "masked" predicts hidden bytes from both sides (BERT).
+        layers, model_dim, heads: blocks, model dim M, attention heads.
+        kv_heads: heads of keys and values (grouped-query attention); None: as many as heads.
+        seq_len: bytes of one sequence, L.
+        batch: sequences of one step on one data-parallel replica, B.
+        norm, positions: "layer" or "rms"; "learned" or "rope" (rotary, RoFormer).
+        bias: biases in attention, experts and feed-forwards.
+        expert: "ffn" (two matrices and an activation, GPT) or "swiglu" (three matrices, Mixtral).
+        activation: of "ffn" experts: a name from `fusedmoe.kernels.activation.ACTIVATIONS`.
+        hidden: an expert's hidden dim H.
+        experts: E, over all ranks; None: `experts_per_rank` times the ranks (see `with_experts`).
+        k, capacity_factor: experts of a token; room over the even share, None: no token is ever dropped.
+        gate, gate_options: a name from `fusedmoe.layers.gates.GATES` and further arguments of it.
+        order: "einsum", "sparse" or "dropless"; None: sparse with a capacity, else dropless.
+        shared_hidden: hidden dim of an expert that every token visits (DeepSeekMoE); 0: none.
+        moe_every: every n-th block has experts, the others one dense feed-forward of the same kind and hidden dim.
+    Raises:
+        ConfigError: dimensions that do not fit each other, or an unknown word.
+    """
+
+    name: str = "bytes-small"
+    objective: str = "causal"
+    layers: int = 4
+    model_dim: int = 128
+    heads: int = 4
+    kv_heads: int | None = None
+    seq_len: int = 128
+    batch: int = 16
+    norm: str = "rms"
+    positions: str = "rope"
+    bias: bool = False
+    expert: str = "swiglu"
+    activation: str = "gelu"
+    hidden: int = 256
+    experts: int | None = 8
+    experts_per_rank: int = 1
+    k: int = 2
+    capacity_factor: float | None = 1.25
+    gate: str = "topk"
+    gate_options: Mapping[str, Any] = field(default_factory=dict)
+    order: str | None = None
+    shared_hidden: int = 0
+    moe_every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("layers", "model_dim", "heads", "seq_len", "batch", "hidden", "experts_per_rank", "k", "moe_every"),
+            *(name for name in ("kv_heads", "experts") if getattr(self, name) is not None),
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.shared_hidden < 0:
+            raise ConfigError(f"shared_hidden = {self.shared_hidden} must be 0 (no shared expert) or more")
+        for name, known in (
+            ("objective", OBJECTIVES),
+            ("norm", NORMS),
+            ("positions", POSITIONS),
+            ("expert", EXPERTS),
+            ("activation", ACTIVATIONS),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
+        if self.model_dim % self.heads:
+            raise ConfigError(f"model_dim = {self.model_dim} does not split into heads = {self.heads} equal parts")
+        if self.heads % self.key_heads:
+            raise ConfigError(f"heads = {self.heads} is no multiple of kv_heads = {self.key_heads}")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ConfigError(
+                f"rotary positions need an even head dim, and model_dim / heads is {self.head_dim}; "
+                "choose other heads or learned positions"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def nonlinearity(self) -> str:
+        """The activation of experts and dense feed-forwards; "swiglu" is one, of three matrices."""
+        return "swiglu" if self.expert == "swiglu" else self.activation
+
+    @property
+    def vocabulary(self) -> int:
+        return BYTES + (self.objective == "masked")
+
+    @property
+    def mask(self) -> int:
+        """The symbol that hides a byte from a masked model."""
+        return BYTES
+
+    def with_experts(self, ranks: int, ep: int = 1) -> ModelConfig:
+        """The same model with its number of experts settled for a job of `ranks` ranks.
+
+        A number that was given stays. Otherwise `experts_per_rank` times the ranks, but never fewer than k, and a
+        multiple of `ep`: a model of a big cluster stays a model on a small one.
+        """
+        if self.experts is not None:
+            return self
+        least = max(self.experts_per_rank * ranks, self.k)
+        return replace(self, experts=-(-least // ep) * ep)

@@ -1,0 +1,164 @@
+"""The transformer over bytes: embedding, blocks, head and loss, the tokens split over the MP group throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.gates import Hash
+from fusedmoe.layers.hooks import Hooks
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.models.attention import Attention
+from fusedmoe.models.block import Block, make_norm
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.feedforward import DenseFeedForward
+from fusedmoe.models.parameters import normal_parameter
+from fusedmoe.models.recorded import recorded
+from fusedmoe.models.sequence import TokenSplit
+from fusedmoe.runtime.recorder import Recorder
+
+#: Target of a position that does not count.
+IGNORE = -100  # cross_entropy's own
+
+
+@dataclass(frozen=True)
+class Loss:
+    """This rank's part of the loss of its replica's batch: the parts of the ranks of an MP group add up to it.
+
+    Attributes:
+        nats: scalar, this rank's tokens' cross-entropy over the number of targets of the *whole* batch: the sum over
+            the MP group is the mean over the batch.
+        aux: scalar, the same for the gates' auxiliary losses, summed over the layers.
+        targets: how many targets the whole batch has.
+    """
+
+    nats: Tensor
+    aux: Tensor
+    targets: int
+
+
+class Transformer(nn.Module):
+    """A causal (GPT, LLaMA, Mixtral) or masked (BERT) transformer with mixture-of-experts layers.
+
+    Every rank of an MP group passes the same batch; each embeds, normalises, routes and judges its own slice of the
+    tokens (`TokenSplit`), attention and dense feed-forwards bring them together. The ranks of a DP group pass
+    different batches.
+
+    Args:
+        config: `config.experts` must be settled (`with_experts`).
+        dispatch, hooks: of every `MoELayer`.
+        recompute: keep only the blocks' inputs for the backward pass and compute the rest again there.
+    Raises:
+        ConfigError: a dimension does not split over the topology, or experts are not settled.
+    """
+
+    position_weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        topology: Topology | None = None,
+        *,
+        dispatch: str = "direct",
+        hooks: Sequence[Hooks] = (),
+        recompute: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.topology = Topology() if topology is None else topology
+        self.recompute = recompute
+        self.recorder: Recorder | None = None
+        dim = config.model_dim
+        make: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.symbol_weight = normal_parameter(config.vocabulary, dim, std=0.02, **make)
+        learned = config.positions == "learned"
+        self.register_parameter(
+            "position_weight", normal_parameter(config.seq_len, dim, std=0.02, **make) if learned else None
+        )
+        self.blocks = nn.ModuleList(
+            Block(config, self.topology, layer, dispatch=dispatch, hooks=hooks, **make)
+            for layer in range(config.layers)
+        )
+        self.norm = make_norm(config, **make)
+        self.head_weight = normal_parameter(config.vocabulary, dim, std=0.02, **make)
+
+    def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Loss:
+        """The loss of a batch; collective over all ranks.
+
+        Args:
+            tokens_BL, targets_BL: [B, L] int64, the same on every rank of the MP group; `IGNORE` asks for nothing.
+        Raises:
+            ConfigError: sequences longer than learned positions, or tensors of different shapes.
+        """
+        if tokens_BL.shape != targets_BL.shape:
+            raise ConfigError(f"tokens are {list(tokens_BL.shape)}, targets {list(targets_BL.shape)}: they must agree")
+        y_SM, aux, split = self._hidden(tokens_BL)
+        targets_S = targets_BL.flatten()[split.start : split.stop]
+        targets = int((targets_BL != IGNORE).sum())
+
+        def judge(y_SM: Tensor) -> Tensor:
+            logits_SV = F.linear(self.norm(y_SM), self.head_weight)
+            # At least float32: under autocast the head's product is bfloat16.
+            logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
+            nats = F.cross_entropy(logits_SV, targets_S, ignore_index=IGNORE, reduction="sum")
+            return nats / max(1, targets)
+
+        return Loss(recorded(self.recorder, judge, y_SM, kind="loss"), aux, targets)
+
+    def logits(self, tokens_BL: Tensor) -> Tensor:
+        """The logits of this rank's slice of the tokens, [S, vocabulary]; collective over all ranks."""
+        y_SM, _, _ = self._hidden(tokens_BL)
+        return F.linear(self.norm(y_SM), self.head_weight)
+
+    def moe_layers(self) -> Iterator[MoELayer]:
+        """The layers with experts, from the first block to the last."""
+        for block in self.blocks:
+            if isinstance(block.experts, MoELayer):
+                yield block.experts
+
+    def update_gates(self) -> None:
+        """To be called after each optimizer step: gates that learn outside the gradient do it here."""
+        for layer in self.moe_layers():
+            layer.update_gate()
+
+    def record(self, recorder: Recorder | None) -> None:
+        """From now on, what the model does becomes spans of `recorder`; None ends it."""
+        self.recorder = recorder
+        for module in self.modules():
+            if isinstance(module, (Attention, DenseFeedForward, MoELayer)):
+                module.recorder = recorder
+
+    def _hidden(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor, TokenSplit]:
+        """What the last block gives for this rank's tokens, [S, M], its share of the auxiliary loss, and the split."""
+        batch, length = tokens_BL.shape
+        split = TokenSplit.of(batch, length, self.topology)
+        tokens_S = tokens_BL.flatten()[split.start : split.stop]
+        x_SM = F.embedding(tokens_S, self.symbol_weight)
+        if self.position_weight is not None:
+            if length > self.config.seq_len:
+                raise ConfigError(f"sequences of {length} tokens, but the model learns {self.config.seq_len} positions")
+            places_S = torch.arange(split.start, split.stop, device=x_SM.device) % length
+            x_SM = x_SM + F.embedding(places_S, self.position_weight)
+        for layer in self.moe_layers():
+            if isinstance(layer.gate, Hash):  # hash layers route by what a token is, not by where it came to
+                layer.gate.token_ids = tokens_S
+        aux = x_SM.new_zeros(())
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                # To the end of the block: where recomputation stops must not differ between ranks, it communicates.
+                with set_checkpoint_early_stop(False):
+                    x_SM, own = checkpoint(block, x_SM, split, use_reentrant=False)
+            else:
+                x_SM, own = block(x_SM, split)
+            aux = aux + own
+        return x_SM, aux, split

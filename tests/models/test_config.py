@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.named import MODELS, named_model
+from fusedmoe.models.transformer import Transformer
+
+# FlowMoE, Table 2, and FSMoE, section 6.4: layers, batch, sequence, M, H, k, f.
+PAPERS = {
+    "GPT2-Tiny-MoE": (12, 4, 256, 256, 512, 2, 1.0),
+    "BERT-Large-MoE": (24, 4, 512, 512, 1024, 1, 1.0),
+    "LLaMA2-MoE": (32, 4, 512, 1024, 4096, 1, 1.0),
+    "DeepSeek-V2-S": (4, 4, 256, 5120, 1536, 8, 1.0),
+    "GPT2-XL-MoE": (48, 1, 1024, 1600, 6400, 2, 1.2),
+    "Mixtral-7B": (32, 1, 1024, 4096, 14336, 2, 1.2),
+}
+
+
+def test_the_papers_models_have_the_papers_sizes() -> None:
+    assert {"bytes-small", *PAPERS} == set(MODELS)
+    for name, sizes in PAPERS.items():
+        m = named_model(name.lower())
+        assert (m.layers, m.batch, m.seq_len, m.model_dim, m.hidden, m.k, m.capacity_factor) == sizes
+    assert named_model("BERT-Large-MoE").objective == "masked"
+    assert named_model("Mixtral-7B").key_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "ep", "experts"),
+    [
+        ("GPT2-Tiny-MoE", 4, 2, 4),  # E/P = 1
+        ("GPT2-Tiny-MoE", 1, 1, 2),  # k = 2 needs two
+        ("BERT-Large-MoE", 4, 4, 8),  # E/P = 2
+        ("DeepSeek-V2-S", 6, 6, 12),
+        ("DeepSeek-V2-S", 3, 3, 9),  # k = 8, and a multiple of 3
+        ("Mixtral-7B", 4, 2, 8),  # a number of its own
+    ],
+)
+def test_experts_follow_the_ranks(name: str, ranks: int, ep: int, experts: int) -> None:
+    assert named_model(name).with_experts(ranks, ep).experts == experts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_named_model_can_be_made(name: str) -> None:
+    config = named_model(name).with_experts(1)
+    model = Transformer(config, device="meta")
+    assert len(list(model.moe_layers())) == config.layers
+    assert model.symbol_weight.shape == (256 + (config.objective == "masked"), config.model_dim)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="GPT2-Tiny-MoE"):
+        named_model("GPT5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 3}, "heads"),
+        ({"kv_heads": 3}, "kv_heads"),
+        ({"layers": 0}, "layers"),
+        ({"norm": "batch"}, "layer, rms"),
+        ({"heads": 128}, "rotary"),
+        ({"activation": "tanh"}, "gelu"),
+        ({"shared_hidden": -1}, "shared_hidden"),
+    ],
+)
+def test_dimensions_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate": "best"}, "deepseek_v3"),
+        ({"order": "random"}, "sparse"),
+        ({"gate_options": {"volume": 11}}, "volume"),
+        ({"experts": None}, "with_experts"),
+        ({"k": 9}, "9"),
+    ],
+)
+def test_parts_that_do_not_exist_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Transformer(ModelConfig(**changes), device="meta")
+
+
+def test_experts_of_another_kind_are_made_as_described() -> None:
+    config = ModelConfig(
+        gate="deepseek_v3", gate_options={"groups": 2, "groups_kept": 1}, order="einsum", shared_hidden=8, expert="ffn"
+    )
+    layer = next(Transformer(config, device="meta").moe_layers())
+    assert (type(layer.gate).__name__, type(layer.order).__name__) == ("DeepSeekV3", "Einsum")
+    assert layer.shared is not None and torch.Size([8, 128]) in {p.shape[1:] for p in layer.shared.parameters()}

@@ -1,0 +1,146 @@
+"""A model split over ranks is the model on one rank: parameters, loss and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.sharding import parameter_shardings
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import IGNORE, Transformer
+from fusedmoe.training import sync_gradients
+from tests.cluster import Cluster
+
+TOLERANCE = 1e-10
+AUX = 0.3
+BATCH, LENGTH = 3, 5  # 15 tokens: they split unevenly over two ranks and over four
+
+GPT: dict[str, Any] = dict(
+    layers=2,
+    model_dim=16,
+    heads=8,
+    kv_heads=4,
+    hidden=12,
+    experts=4,
+    k=2,
+    capacity_factor=1.0,
+    norm="rms",
+    positions="rope",
+    seq_len=LENGTH,
+)
+BERT: dict[str, Any] = dict(
+    objective="masked",
+    layers=2,
+    model_dim=12,
+    heads=4,
+    hidden=8,
+    experts=8,
+    k=3,
+    capacity_factor=None,
+    norm="layer",
+    positions="learned",
+    bias=True,
+    expert="ffn",
+    moe_every=2,
+    shared_hidden=4,
+    seq_len=LENGTH,
+)
+LAYOUTS = [dict(ep=2, esp=2, mp=2), dict(ep=4, esp=1, mp=1), dict(ep=1, esp=4, mp=4), dict(ep=2, esp=1, mp=4)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
+@pytest.mark.parametrize("model", [GPT, BERT], ids=["gpt", "bert"])
+def test_four_ranks_equal_one(cluster: Cluster, model: dict[str, Any], layout: dict[str, int]) -> None:
+    seed = int(torch.randint(2**31, ()))
+    cluster.run(4, compare_with_one_rank, seed, model, layout, {})
+
+
+@pytest.mark.parametrize(
+    "options", [{"recompute": True}, {"dispatch": "2dh"}, {"dispatch": "1dh"}], ids=["recompute", "2dh", "1dh"]
+)
+def test_options_do_not_change_results(cluster: Cluster, options: dict[str, Any]) -> None:
+    seed = int(torch.randint(2**31, ()))
+    cluster.run(4, compare_with_one_rank, seed, GPT, dict(ep=4, esp=1, mp=2), options)
+
+
+def compare_with_one_rank(
+    rank: int, world: int, seed: int, model: dict[str, Any], layout: dict[str, int], options: dict[str, Any]
+) -> None:
+    topology = Topology.from_sizes(**layout, ranks_per_node=2)
+    config = ModelConfig(**model)
+    torch.manual_seed(seed)
+    split = Transformer(config, topology, dtype=torch.float64, **options)
+    torch.manual_seed(seed)
+    whole = Transformer(config, dtype=torch.float64)
+    batches = [batch_of(config, seed, replica) for replica in range(topology.dp.size)]
+
+    mine = split(*batches[topology.dp.index])
+    (mine.nats + AUX * mine.aux).backward()
+    sync_gradients(split, topology)
+
+    for layer in whole.moe_layers():
+        route_slice_by_slice(layer, topology.mp.size)
+    theirs = [whole(*batch) for batch in batches]
+    loss = sum(each.nats + AUX * each.aux for each in theirs) / len(theirs)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+
+    expected = theirs[topology.dp.index]
+    parts = torch.stack([mine.nats, mine.aux]).detach()
+    if topology.mp.handle is not None:
+        torch.distributed.all_reduce(parts, group=topology.mp.handle)
+    close("loss", parts, torch.stack([expected.nats, expected.aux]).detach())
+    assert mine.targets == expected.targets
+    shardings = parameter_shardings(split)
+    others = dict(whole.named_parameters())
+    assert others.keys() == dict(split.named_parameters()).keys()
+    for name, parameter in split.named_parameters():
+        other = others[name]
+        assert parameter.grad is not None and other.grad is not None, name
+        axes = shardings.get(name, {})
+        torch.testing.assert_close(parameter, piece(other, axes, topology), rtol=0, atol=0)
+        close(f"gradient of {name}", parameter.grad, piece(other.grad, axes, topology))
+
+
+def batch_of(config: ModelConfig, seed: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed + replica + 1)
+    tokens, targets = torch.randint(256, (2, BATCH, LENGTH), generator=generator)
+    if config.objective == "masked":  # replicas with a different number of targets
+        targets[torch.rand(BATCH, LENGTH, generator=generator) < 0.3 * (replica + 1)] = IGNORE
+        targets[0, 0] = 7
+    return tokens, targets
+
+
+def route_slice_by_slice(layer: MoELayer, slices: int) -> None:
+    """Makes a layer route as `slices` ranks do: each on its own tokens, with a capacity of its own."""
+    whole = layer.forward
+
+    def forward(x_SM: Tensor) -> Tensor:
+        parts, aux = [], torch.zeros((), dtype=x_SM.dtype)
+        for part in x_SM.chunk(slices):
+            parts.append(whole(part))
+            aux = aux + layer.aux_loss / slices
+        layer.aux_loss = aux
+        return torch.cat(parts)
+
+    layer.forward = forward  # type: ignore[method-assign]
+
+
+def piece(tensor: Tensor, axes: dict[str, int], topology: Topology) -> Tensor:
+    for axis, dim in axes.items():
+        group = getattr(topology, axis)
+        size = -(-tensor.shape[dim] // group.size)
+        parts = tensor.split(size, dim)
+        tensor = parts[group.index] if group.index < len(parts) else tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+def close(what: str, actual: Tensor, expected: Tensor) -> None:
+    scale = max(1e-3, float(expected.abs().max()) if expected.numel() else 1.0)
+    error = float((actual - expected).abs().max()) if expected.numel() else 0.0
+    assert error <= TOLERANCE * scale, f"{what}: off by {error:.2e} where values reach {scale:.2e}"
