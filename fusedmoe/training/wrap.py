@@ -1,0 +1,129 @@
+"""Models with experts inside PyTorch's wrappers, DistributedDataParallel and FSDP2."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import fully_shard as _fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
+from fusedmoe.training.buckets import reduce_gradients
+from fusedmoe.training.replicas import active, broadcast, replicas
+
+
+def expert_parameter_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that are split over ep or esp: those no wrapper may treat as replicated."""
+    shardings = parameter_shardings(model)
+    names = {name for name, axes in shardings.items() if not axes.keys().isdisjoint(EXPERT_AXES)}
+    return names & {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def distributed_data_parallel(model: nn.Module, topology: Topology, **options: Any) -> DataParallel | SingleRank:
+    """Wraps a model such that each backward leaves the gradients of the true loss. Collective over all ranks.
+
+    Replicated parameters are PyTorch's DistributedDataParallel's, reduced while backward runs. It never sees those that
+    ep, esp or mp split: they are summed over the ranks that hold a copy at the end of the same backward. No call is
+    left to forget, `no_sync()` holds for both, and gradients may be accumulated with it or without.
+
+    Copies start equal: rank 0's value for replicated parameters, the first holder's for the others. As everywhere in
+    the library, the losses of an MP group sum up to the replica's mean loss.
+
+    Args:
+        options: for DistributedDataParallel.
+    Returns:
+        The wrapper; the model is its attribute `module`. In a world of one it needs no process group.
+    """
+    return DataParallel(model, topology, **options) if topology.size > 1 else SingleRank(model)
+
+
+class SingleRank(nn.Module):
+    """What `distributed_data_parallel` returns in a world of one: the same interface, nothing to do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+
+class DataParallel(DistributedDataParallel):
+    """DistributedDataParallel for models with split parameters; made by `distributed_data_parallel`."""
+
+    def __init__(self, model: nn.Module, topology: Topology, **options: Any) -> None:
+        copies = replicas(model, topology)
+        split = [replica for replica in copies if replica.sharding]
+        shardings = parameter_shardings(model)
+        hidden = [name for name, axes in shardings.items() if active(axes, topology)]
+        # It writes the names of the root module's own parameters with a dot in front.
+        hidden += [f".{name}" for name in hidden if "." not in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, hidden)
+        super().__init__(model, process_group=topology.world.handle, **options)
+        if options.get("init_sync", True):
+            for replica in split:
+                broadcast(replica.parameter, replica.group)
+        self._topology, self._split = topology, split
+        self._synced_backward = -1
+        own = weakref.ref(self)
+        for replica in copies:
+            if replica.parameter.requires_grad:
+                # Means over the copies leave what was accumulated in earlier backwards as it is. The sums divided by DP
+                # that are wanted are means of gradients scaled like this.
+                scale = replica.group.size / topology.dp.size
+                replica.parameter.register_hook(lambda gradient, scale=scale: _arrived(own(), gradient, scale))
+
+    def _finish_backward(self) -> None:
+        reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
+
+
+def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Tensor | None:
+    """A gradient of this backward, on its way to be accumulated: the first one has the sync done at the end."""
+    if wrapper is None:  # the model lives on without its wrapper
+        return None
+    backward = torch._C._current_graph_task_id()
+    # DistributedDataParallel decides in forward; `require_forward_param_sync` is what it decided.
+    syncs = wrapper.require_backward_grad_sync or wrapper.require_forward_param_sync
+    if syncs and backward != wrapper._synced_backward:
+        wrapper._synced_backward = backward
+        Variable._execution_engine.queue_callback(wrapper._finish_backward)
+    return gradient if scale == 1.0 else gradient * scale
+
+
+def fully_shard(module: nn.Module, topology: Topology, **options: Any) -> nn.Module:
+    """PyTorch's FSDP2 for a model, or one part of it after another, with experts left to expert parallelism.
+
+    The dense parameters are sharded over the dp group. Those split over ep or esp stay as they are: they are spread
+    over ranks already. The loop stays that of a model without FSDP: `sync_gradients`, then `clip_grad_norm`, then the
+    step, once for each optimizer step. Ranks must hold equal parameters beforehand (`broadcast_parameters` makes them
+    equal). With a dp group of one rank there is nothing to shard, and the module is returned as it is.
+
+        for block in model.blocks:
+            fully_shard(block, topology)
+        fully_shard(model, topology)
+
+    Args:
+        options: for `torch.distributed.fsdp.fully_shard`, without `mesh` and `ignored_params`.
+    """
+    if topology.dp.size == 1:
+        return module
+    assert topology.dense_mesh is not None
+    shardings = parameter_shardings(module)
+    ignored = {
+        parameter
+        for name, parameter in module.named_parameters()
+        if not active(shardings.get(name, {}), topology).keys().isdisjoint(EXPERT_AXES)
+    }
+    _fully_shard(module, mesh=topology.dense_mesh["dp"], ignored_params=ignored, **options)
+    return module
