@@ -1,0 +1,221 @@
+"""Checkpoints that any number of ranks saves and any other number loads.
+
+A checkpoint is a folder in the format of torch.distributed.checkpoint. Every tensor is in it once, whole, under the
+name it has in a model on one rank, in pieces that the ranks write side by side; PyTorch's own tools read it, too.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.training.layout import Layouts, lay_out, plain_name, writes
+from fusedmoe.training.optimizer_state import GROUPS, STATE, OptimizerState
+from fusedmoe.training.storage import open_folder, read_folder, write_folder
+from fusedmoe.training.together import together
+from fusedmoe.training.wrap import SingleRank
+
+_MODEL, _EXTRA, _ABOUT = "model.", "extra", "fusedmoe"
+
+
+@torch.no_grad()
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    topology: Topology,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Writes a folder from which `load_checkpoint` goes on, on any topology. Collective over all ranks.
+
+    The folder is written beside `path` under another name and renamed once it is complete: an interrupted save leaves
+    the checkpoint that stood there as it was. A checkpoint at `path` is replaced whole. Nothing is gathered: each part
+    is written by one of the ranks that hold it.
+
+    Args:
+        path: on a file system that all ranks see.
+        model: its parameters and persistent buffers are saved. Wrappers (DistributedDataParallel, FSDP2, torch.compile,
+            activation checkpointing) leave no trace in the checkpoint.
+        optimizer: any whose state is tensors shaped like the parameters, and plain values (AdamW, SGD, …).
+        extra: whatever else the run needs: step, scheduler, generators; anything that `torch.save` stores. Rank 0's is
+            kept: gather into it what differs between ranks.
+    Raises:
+        ConfigError: `path` is something else than a checkpoint, or the state cannot be split over other ranks.
+        RankError: saving failed on some rank; the message names it and says why.
+    """
+    path, operation = Path(path), f"saving checkpoint {path}"
+    state = _State(model, optimizer, topology, operation)
+    entries: dict[str, Any] = {}
+
+    def collect() -> None:
+        entries.update(state.entries())
+        if topology.rank == 0:
+            entries.update({_EXTRA: extra or {}, _ABOUT: state.about()})
+
+    together(topology, operation, collect)
+    write_folder(path, entries, _place, topology, operation)
+
+
+@torch.no_grad()
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None, topology: Topology
+) -> dict[str, Any]:
+    """Loads model and optimizer in place and returns the `extra` of the save. Collective over all ranks.
+
+    The number of ranks and their layout may differ from those of the save. Each rank reads what it holds. All is
+    compared first: of a checkpoint that does not fit, nothing is loaded. Dtypes may differ; numbers are converted.
+
+    Like any PyTorch checkpoint it may run code when it is read: load none from a source you do not trust.
+
+    Args:
+        optimizer: None leaves the optimizer's part of the checkpoint unread.
+    Raises:
+        ConfigError: there is no checkpoint at `path`, it is damaged, or it is of another model or optimizer; the
+            message names the first tensors that differ.
+        RankError: loading failed on some ranks only; the message names the first and says why.
+    """
+    path, operation = Path(path), f"loading checkpoint {path}"
+    state = _State(model, optimizer, topology, operation)
+    small: dict[str, Any] = {}
+    targets: dict[str, Any] = {}
+    opened: list[tuple[Path, Metadata]] = []
+
+    def compare() -> None:
+        folder, metadata = open_folder(path)
+        opened.append((folder, metadata))
+        _refuse(path, state.difference(metadata))
+        keys = (_EXTRA, _ABOUT) if optimizer is None else (_EXTRA, _ABOUT, GROUPS)
+        small.update(dict.fromkeys(key for key in keys if key in metadata.state_dict_metadata))
+        read_folder(folder, metadata, small)
+        _refuse(path, state.optimizer_difference(small))
+        targets.update(state.targets(metadata))
+
+    together(topology, operation, compare)
+    together(topology, operation, lambda: read_folder(*opened[0], targets))
+    state.install(targets, small)
+    return small[_EXTRA]
+
+
+class _State:
+    """The state of a model and its optimizer on this rank, by plain names. Making it is collective."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, topology: Topology, operation: str) -> None:
+        while isinstance(model, (DistributedDataParallel, SingleRank)):
+            model = model.module
+        self._model, self._topology = model, topology
+        self._own_names: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
+        for own_name, value in model.state_dict().items():
+            name = plain_name(own_name)
+            self._own_names[name], self._values[name] = own_name, value
+        tensors = {name: value for name, value in self._values.items() if isinstance(value, Tensor)}
+        self._layouts: Layouts = lay_out(model, tensors, topology, operation)
+        self._optimizer: OptimizerState | None = None
+
+        def name_parameters() -> list[list[str]]:
+            for name, tensor in tensors.items():
+                if tensor.is_meta:
+                    raise ConfigError(
+                        f"rank {topology.rank}: {operation}: {name} is on the meta device. Give the model memory "
+                        "first: model.to_empty(device=…)."
+                    )
+            if optimizer is None:
+                return []
+            self._optimizer = OptimizerState(optimizer, model, self._layouts, topology)
+            return self._optimizer.names_of_some()
+
+        self._scattered = together(topology, operation, name_parameters)
+
+    def entries(self) -> dict[str, Any]:
+        """What this rank has to write."""
+        entries: dict[str, Any] = {}
+        for name, value in self._values.items():
+            layout = self._layouts.own.get(name)
+            if writes(_MODEL + name, self._topology.world if layout is None else layout.group):
+                entries[_MODEL + name] = value if layout is None else layout.spread(value)
+        return entries if self._optimizer is None else entries | self._optimizer.entries(self._scattered)
+
+    def about(self) -> dict[str, Any]:
+        return {"format": 1, "optimizer": None if self._optimizer is None else self._optimizer.about()}
+
+    def difference(self, metadata: Metadata) -> str | None:
+        """Names the first tensors in which the checkpoint differs from this model, None if it fits."""
+        saved = {
+            key.removeprefix(_MODEL): tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
+            for key, value in metadata.state_dict_metadata.items()
+            if key.startswith(_MODEL)
+        }
+        own = {name: layout.shape if (layout := self._layouts.own.get(name)) else None for name in self._values}
+        shapes = [
+            f"{name} is {_told(saved[name])} in the checkpoint and {_told(own[name])} here"
+            for name in own
+            if name in saved and saved[name] != own[name]
+        ]
+        missing = [f"{name} is not in the checkpoint" for name in own if name not in saved]
+        unknown = [
+            f"{name} is in the checkpoint only"
+            for name in saved
+            if name not in own and name not in self._layouts.elsewhere
+        ]
+        found = [*shapes[:2], *missing[:2], *unknown[:2]]
+        if not found:
+            return None
+        more = len(shapes) + len(missing) + len(unknown) - len(found)
+        found += [f"and {more} more"] if more else []
+        return f"it is of another model: {'; '.join(found)}. Build the model as it was when it was saved."
+
+    def optimizer_difference(self, small: dict[str, Any]) -> str | None:
+        if self._optimizer is None:
+            return None
+        about = small[_ABOUT]["optimizer"]
+        if about is None:
+            return "it was saved without an optimizer. Pass optimizer=None."
+        found = self._optimizer.compare(about, small[GROUPS], self._scattered)
+        return found and f"{found}. Make the optimizer as it was made for the save, or pass optimizer=None."
+
+    def targets(self, metadata: Metadata) -> dict[str, Any]:
+        """For everything that this rank has to read, the tensor to read it into; None for plain values."""
+        targets: dict[str, Any] = {}
+        for name, value in self._values.items():
+            layout = self._layouts.own.get(name)
+            targets[_MODEL + name] = None if layout is None else layout.spread(value)
+        return targets if self._optimizer is None else targets | self._optimizer.targets(metadata)
+
+    def install(self, targets: dict[str, Any], small: dict[str, Any]) -> None:
+        """Completes what reading in place has begun."""
+        # The tensors are the model's own; this hands over other state and runs the modules' hooks.
+        state = {
+            own_name: self._values[name] if name in self._layouts.own else targets[_MODEL + name]
+            for name, own_name in self._own_names.items()
+        }
+        self._model.load_state_dict(state)
+        if self._optimizer is not None:
+            self._optimizer.install(targets, small[GROUPS])
+
+
+def _refuse(path: Path, difference: str | None) -> None:
+    if difference is not None:
+        raise ConfigError(f"checkpoint {path} was not loaded: {difference}")
+
+
+def _told(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else f"of shape {list(shape)}"
+
+
+def _place(key: str) -> tuple[str, ...]:
+    """Where PyTorch's tools put an entry in the nested dictionary they make of a checkpoint."""
+    if key.startswith(_MODEL):
+        return "model", key.removeprefix(_MODEL)
+    if key.startswith(STATE):
+        name, _, value = key.removeprefix(STATE).rpartition(".")
+        return "optimizer", "state", name, value
+    return tuple(key.split("."))

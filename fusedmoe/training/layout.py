@@ -1,0 +1,169 @@
+"""Where this rank's part of each tensor of a model lies in the whole tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.experts.base import NAMED
+from fusedmoe.layers.sharding import parameter_shardings
+from fusedmoe.training.replicas import active, holders, local_part
+from fusedmoe.training.together import together
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a tensor is spread over ranks.
+
+    Attributes:
+        shape: of the whole tensor.
+        group: the ranks that hold the same part as this one.
+        split: some axis splits the tensor, or gives each rank one of its own.
+        everywhere: all ranks hold (a part of) a tensor of this name.
+        mesh, placements: of the DTensor that this rank's part belongs to; mesh None: the tensor is used as it is.
+    """
+
+    shape: tuple[int, ...]
+    group: Group
+    split: bool = False
+    everywhere: bool = True
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        """The DTensor whose part on this rank is `tensor`, in the same memory."""
+        if self.mesh is None:
+            return tensor
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            local_part(tensor), self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
+        )
+
+
+@dataclass(eq=False)
+class Layouts:
+    """The layouts of this rank's tensors by name, and the names of those tensors that only other ranks have."""
+
+    own: dict[str, Layout]
+    elsewhere: set[str]
+
+
+def lay_out(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology, operation: str) -> Layouts:
+    """Lays out `tensors`, those of the model's state by plain name. Collective over all ranks.
+
+    Raises:
+        ConfigError, RankError: ranks hold different tensors, or a shard that torch.chunk would not have made; the
+            message names the first tensor.
+    """
+    found = parameter_shardings(model)
+    shardings = {plain_name(name): active(sharding, topology) for name, sharding in found.items()}
+    split = {name: tuple(tensor.shape) for name, tensor in tensors.items() if shardings.get(name)}
+    whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
+    shapes = _exchange_shapes(split, whole, topology, operation)
+    result = Layouts({}, {name for on_rank in shapes for name in on_rank} - split.keys())
+
+    def build() -> None:
+        for name, tensor in tensors.items():
+            result.own[name] = _layout(name, tensor, shardings.get(name, {}), shapes, topology)
+
+    together(topology, operation, build)
+    return result
+
+
+def writes(key: str, group: Group) -> bool:
+    """Whether this rank, of those that hold `key`, is the one that writes it: by chance, but the same on all."""
+    return zlib.crc32(key.encode()) % group.size == group.index
+
+
+def _exchange_shapes(split: Shapes, whole: Shapes, topology: Topology, operation: str) -> list[Shapes]:
+    """Every rank's split tensors; checks that the others are the same everywhere."""
+    digest = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()
+    facts = all_gather_object(topology.world, (digest, split), operation)
+    if any(other != digest for other, _ in facts):
+        for rank, others in enumerate(all_gather_object(topology.world, whole, operation)):
+            for name in sorted(whole.keys() | others.keys()):
+                if whole.get(name) != others.get(name):
+                    raise RankError(
+                        f"{operation}: {name} is {_told(whole.get(name))} on rank {topology.rank} and "
+                        f"{_told(others.get(name))} on rank {rank}. Build the same model on every rank; what is split "
+                        "has to be in its module's `shardings`."
+                    )
+    return [on_rank for _, on_rank in facts]
+
+
+def _told(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def _layout(name: str, tensor: Tensor, sharding: dict[str, int], shapes: list[Shapes], topology: Topology) -> Layout:
+    managed = isinstance(tensor, DTensor)
+    if not sharding:
+        return Layout(tuple(tensor.shape), topology.mp if managed else topology.world)
+    shape = list(tensor.shape)
+    for dim in set(sharding.values()) - {NAMED}:
+        shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
+    _check_chunk(name, tensor, shape, sharding, topology)
+    everywhere, group = NAMED not in sharding.values(), holders(sharding, topology)
+    if "mp" not in sharding:
+        placements = tuple(_placement(sharding.get(axis, NAMED)) for axis in ("edp", "ep", "esp"))
+        return Layout(tuple(shape), group, True, everywhere, topology.expert_mesh, placements)
+    by_mp, mesh = _placement(sharding["mp"]), topology.dense_mesh
+    if not isinstance(tensor, DTensor):
+        return Layout(tuple(shape), group, True, everywhere, mesh, (Replicate(), by_mp))
+    assert mesh is not None
+    # FSDP has split what mp had split before: a mesh whose dimensions stand in that order says so. It serves only to
+    # find places, so it needs no process groups.
+    mesh = DeviceMesh(mesh.device_type, mesh.mesh.T, mesh_dim_names=("mp", "dp"), _init_backend=False)
+    alone = topology.subgroup("own", (topology.rank,))
+    return Layout(tuple(shape), alone, True, everywhere, mesh, (by_mp, *tensor.placements))
+
+
+def _placement(dim: int) -> Placement:
+    return Replicate() if dim == NAMED else Shard(dim)
+
+
+def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list[int]:
+    """Ranks whose parts, joined along `dim`, give its whole size."""
+    if "mp" in sharding:
+        assert topology.dense_mesh is not None
+        return topology.dense_mesh.mesh[0].tolist()
+    assert topology.expert_mesh is not None
+    ranks = topology.expert_mesh.mesh[0]
+    for place, axis in enumerate(("ep", "esp")):
+        if sharding.get(axis) != dim:
+            index = getattr(topology, axis).index if sharding.get(axis) == NAMED else 0
+            ranks = ranks.narrow(place, index, 1)
+    return ranks.flatten().tolist()
+
+
+def _check_chunk(name: str, tensor: Tensor, shape: list[int], sharding: dict[str, int], topology: Topology) -> None:
+    expected = list(shape)
+    for axis in ("ep", "esp", "mp"):
+        dim = sharding.get(axis, NAMED)
+        if dim != NAMED:
+            group: Group = getattr(topology, axis)
+            chunk = -(-expected[dim] // group.size)
+            expected[dim] = max(0, min(chunk, expected[dim] - chunk * group.index))
+    if list(tensor.shape) != expected:
+        raise ConfigError(
+            f"rank {topology.rank}: {name} has shape {list(tensor.shape)} here and {shape} over all ranks; split as "
+            f"{sharding}, torch.chunk would put {expected} here. Split it that way, or pad it."
+        )
