@@ -1,0 +1,19 @@
+"""Which implementation serves a tensor: Triton on CUDA, plain torch on a CPU.
+
+Under TRITON_INTERPRET=1, set before Python starts, Triton's kernels serve CPU tensors too: that is how they are tested
+without a GPU. Nothing here imports Triton, which a machine without a GPU need not have.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+# Kernels take it as a constexpr: the interpreter knows bf16 as storage only, and no inline assembly.
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """True where the tensor's operations run as Triton kernels."""
+    return tensor.is_cuda or INTERPRET
