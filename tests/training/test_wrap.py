@@ -1,0 +1,228 @@
+"""PyTorch's wrappers around a real model: the gradients of the loop without them, which equal those of one process."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import Transformer
+from fusedmoe.training import (
+    clip_grad_norm,
+    distributed_data_parallel,
+    expert_parameter_names,
+    fully_shard,
+    load_checkpoint,
+    save_checkpoint,
+    sync_gradients,
+)
+from tests.cluster import Cluster
+from tests.training.toy import ONE, Sizes
+
+CONFIG = ModelConfig(
+    layers=2, model_dim=8, heads=4, hidden=6, experts=4, k=2, capacity_factor=1.0, seq_len=5, bias=True, moe_every=2
+)
+WORLDS = [Sizes(2, ep=2), Sizes(2, mp=2), Sizes(4, ep=2, esp=2, mp=2), Sizes(4, ep=2), Sizes(4, ep=4, mp=2)]
+
+
+def _model(topology: Topology, seed: int = 5) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(CONFIG, topology, dtype=torch.float64)
+
+
+def _batch(topology: Topology, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * number + topology.dp.index)
+    tokens, targets = torch.randint(256, (2, 3, 5), generator=generator)
+    return tokens, targets
+
+
+def _backward(model: nn.Module, topology: Topology, number: int) -> None:
+    loss = model(*_batch(topology, number))
+    (loss.nats + 0.3 * loss.aux).backward()
+
+
+def _plain(topology: Topology, batches: range) -> Transformer:
+    model = _model(topology)
+    for number in batches:
+        _backward(model, topology, number)
+    sync_gradients(model, topology)
+    return model
+
+
+def _compare(model: nn.Module, plain: nn.Module) -> None:
+    """Gradients of the two; those of FSDP put together."""
+    others = dict(plain.named_parameters())
+    assert others.keys() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        gradient, other = parameter.grad, others[name].grad
+        assert gradient is not None and other is not None, name
+        gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _data_parallel(rank: int, world: int, sizes: Sizes) -> None:
+    topology = sizes.topology()
+    # Ranks that hold copies must agree on the start, however they were seeded.
+    wrapped = distributed_data_parallel(_model(topology, seed=rank), topology)
+    start = _model(topology)
+    with torch.no_grad():
+        for ours, theirs in zip(wrapped.module.parameters(), start.parameters(), strict=True):
+            ours.copy_(theirs)
+    _backward(wrapped, topology, 0)
+    _compare(wrapped.module, _plain(topology, range(1)))
+    sync_gradients(wrapped, topology)  # done already: nothing happens
+    _compare(wrapped.module, _plain(topology, range(1)))
+    # Accumulation with a sync each time, then without one until the end.
+    _backward(wrapped, topology, 1)
+    _compare(wrapped.module, _plain(topology, range(2)))
+    with wrapped.no_sync():
+        _backward(wrapped, topology, 2)
+    _backward(wrapped, topology, 3)
+    _compare(wrapped.module, _plain(topology, range(4)))
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        _backward(wrapped, topology, 0)
+    with torch.no_grad():
+        wrapped(*_batch(topology, 7))
+    _backward(wrapped, topology, 1)
+    _compare(wrapped.module, _plain(topology, range(2)))
+
+
+@pytest.mark.parametrize("sizes", WORLDS, ids=str)
+def test_data_parallel_leaves_the_gradients_of_the_true_loss(cluster: Cluster, sizes: Sizes) -> None:
+    cluster.run(sizes.world, _data_parallel, sizes)
+
+
+def test_data_parallel_in_a_world_of_one() -> None:
+    topology = Topology()
+    wrapped = distributed_data_parallel(_model(topology), topology)
+    with wrapped.no_sync():
+        _backward(wrapped, topology, 0)
+    _backward(wrapped, topology, 1)
+    _compare(wrapped.module, _plain(topology, range(2)))
+    assert fully_shard(wrapped.module, topology) is wrapped.module
+
+
+class _Root(nn.Module):
+    """Owns what it splits itself, and may leave it out of a forward."""
+
+    shardings = {"own": {"ep": 0}}
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.own, self.dense = nn.Parameter(torch.full((2,), value)), nn.Parameter(torch.full((2,), value))
+        self.register_buffer("state", torch.full((2,), value))
+
+    def forward(self, x: Tensor, with_own: bool) -> Tensor:
+        y = (x * self.dense).sum()
+        return y + (x * self.own).sum() if with_own else y
+
+
+def _edges(rank: int, world: int) -> None:
+    topology = Sizes(4, ep=2).topology()
+    model = _Root(float(rank))
+    assert expert_parameter_names(model) == {"own"}
+    wrapped = distributed_data_parallel(model, topology)
+    assert model.own.tolist() == [rank % 2] * 2, "the first holder's"
+    assert model.dense.tolist() == [0.0, 0.0] and model.state.tolist() == [0.0, 0.0]
+    # No rank but the first uses its experts: its copy on rank 2 counts as zero, the other shard as no gradient but 0.
+    wrapped(torch.ones(2), rank == 0).backward()
+    assert model.dense.grad.tolist() == [1.0, 1.0]
+    assert model.own.grad.tolist() == ([0.25] * 2 if rank % 2 == 0 else [0.0] * 2)
+    # A backward that fails leaves nothing behind that would keep the next one from its sync.
+    model.zero_grad()
+    y = wrapped(torch.ones(2), True)
+    bad = y * 1.0
+    bad.register_hook(lambda _: (_ for _ in ()).throw(ValueError("from a hook")))
+    with pytest.raises(ValueError, match="from a hook"):
+        bad.backward()
+    y.backward()
+    assert model.own.grad.tolist() == [0.5, 0.5]
+    # The model without its wrapper is an ordinary one again.
+    del wrapped, y, bad
+    gc.collect()
+    model.zero_grad()
+    model(torch.full((2,), 3.0), True).backward()
+    assert model.own.grad.tolist() == [3.0, 3.0]
+
+
+def test_edges_of_data_parallel(cluster: Cluster) -> None:
+    cluster.run(4, _edges)
+
+
+def _sharded(rank: int, world: int, sizes: Sizes, path: str) -> None:
+    topology = sizes.topology()
+    model = _model(topology)
+    for block in model.blocks:
+        fully_shard(block, topology)
+    fully_shard(model, topology)
+    experts = {name for name in expert_parameter_names(model) if sizes.ep * sizes.esp > 1}
+    assert experts or sizes.ep * sizes.esp == 1
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) == (topology.dp.size > 1 and name not in experts), name
+    for number in range(2):
+        _backward(model, topology, number)
+    sync_gradients(model, topology)
+    plain = _plain(topology, range(2))
+    _compare(model, plain)
+    for each in (model, plain):
+        norm = clip_grad_norm(each, topology, 0.01)
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        optimizer.step()
+        if each is model:
+            first = norm
+            save_checkpoint(path, model, optimizer, topology)
+    torch.testing.assert_close(first, norm, rtol=1e-10, atol=0)
+    # Sharded to sharded, and sharded to plain.
+    again = torch.optim.AdamW(model.parameters(), lr=0.3)
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_checkpoint(path, model, again, topology)
+    for parameter, value in zip(model.parameters(), kept, strict=True):
+        assert torch.equal(_whole(parameter), _whole(value))
+    fresh = _model(topology, seed=9)
+    load_checkpoint(path, fresh, torch.optim.AdamW(fresh.parameters()), topology)
+    for (name, ours), theirs in zip(fresh.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("sizes", WORLDS, ids=str)
+def test_fully_sharded(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
+    path = str(tmp_path / "checkpoint")
+    cluster.run(sizes.world, _sharded, sizes, path)
+    # What four sharded ranks saved is a checkpoint of the model on one rank, its optimizer's state included.
+    alone, model = Topology(), _model(Topology(), seed=9)
+    optimizer = torch.optim.AdamW(model.parameters())
+    load_checkpoint(path, model, optimizer, alone)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+    assert ONE.topology().size == 1
+
+
+def _wrapped_checkpoint(rank: int, world: int, path: str) -> None:
+    topology = Sizes(2, ep=2).topology()
+    wrapped = distributed_data_parallel(_model(topology), topology)
+    save_checkpoint(path, wrapped, torch.optim.AdamW(wrapped.parameters()), topology)
+
+
+def test_wrappers_leave_no_trace_in_checkpoints(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(2, _wrapped_checkpoint, str(tmp_path / "c"))
+    reference, alone = _model(Topology()), Topology()
+    wrapped: Any = distributed_data_parallel(_model(alone, seed=9), alone)
+    load_checkpoint(tmp_path / "c", wrapped, torch.optim.AdamW(wrapped.parameters()), alone)
+    for ours, theirs in zip(wrapped.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
