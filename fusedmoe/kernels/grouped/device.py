@@ -1,0 +1,62 @@
+"""Device functions that the grouped kernels share: tile order, activations and their derivatives, row products."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The activation of a kernel, a constexpr. Gated ones apply it to the first half.
+ACT_CODES = {"silu": 0, "swiglu": 0, "gelu": 1, "geglu": 1, "gelu_tanh": 2, "relu": 3}
+
+
+@triton.jit
+def swizzle(pid, n_row_tiles, n_col_tiles, GROUP: tl.constexpr):
+    """Row and column tile of a program: bands of GROUP row tiles, so that a band's operands stay in the L2 cache."""
+    band = GROUP * n_col_tiles
+    first = (pid // band) * GROUP
+    height = tl.minimum(n_row_tiles - first, GROUP)
+    return first + (pid % band) % height, (pid % band) // height
+
+
+@triton.jit
+def act_forward(x, ACT: tl.constexpr):
+    """act(x) in float32 (float64)."""
+    if ACT == 0:
+        return x * tl.sigmoid(x)
+    elif ACT == 1:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == 2:
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def act_both(x, ACT: tl.constexpr):
+    """act(x) and act'(x)."""
+    if ACT == 0:
+        s = tl.sigmoid(x)
+        return x * s, s * (1.0 + x * (1.0 - s))
+    elif ACT == 1:
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif ACT == 2:
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        return tl.maximum(x, 0.0), tl.where(x > 0, 1.0, 0.0)
+
+
+@triton.jit
+def mac(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
+    """acc + a·b. The interpreter multiplies raw bits of bf16, so there operands are widened first."""
+    if INTERPRET:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM, BN] -> its left and its right half, without leaving registers."""
+    return x.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()

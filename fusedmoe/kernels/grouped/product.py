@@ -1,0 +1,102 @@
+"""A product of rows with their expert's matrix: out[n] = a[n]·B_e (+ bias). The down projection and the rows' gradient.
+
+B_e is stored [K, N] (`dX = dH·W1`) or transposed, [N, K] (`Y = A·W2ᵀ`). Definition: `define_product`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.grouped.device import mac, swizzle
+
+
+@triton.jit
+def product_kernel(
+    a,
+    b,
+    bias_ptr,
+    out_ptr,
+    tiles_ptr,
+    ends_ptr,
+    n_row_tiles,
+    rows,
+    K,
+    N,
+    bias_start,
+    bias_columns,
+    TRANSPOSED: tl.constexpr,
+    BIAS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(N, BN), GROUP)
+    expert = tl.load(tiles_ptr + 2 * row_tile)
+    if expert < 0:
+        return
+    start = tl.load(tiles_ptr + 2 * row_tile + 1)
+    end = tl.load(ends_ptr + expert)
+    n0 = col_tile * BN
+
+    row = start + tl.arange(0, BM)
+    inside = row < end
+    row = tl.minimum(row, end - 1).to(tl.int64)
+    n = n0 + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    if not DESCRIPTORS:
+        a_ptrs = a + row[:, None] * K + k[None, :]
+        first = b + expert.to(tl.int64) * K * N
+        if TRANSPOSED:
+            b_ptrs = first + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
+        else:
+            b_ptrs = first + k[:, None].to(tl.int64) * N + n[None, :]
+
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k0 in range(0, K, BK):
+        if DESCRIPTORS:
+            # A tile's box may run into the next expert's rows, whose results are not stored.
+            a_tile = a.load([start, k0])
+            if TRANSPOSED:
+                b_tile = b.load([expert, n0, k0]).reshape(BN, BK).T
+            else:
+                b_tile = b.load([expert, k0, n0]).reshape(BK, BN)
+        else:
+            if EVEN_K:
+                a_tile = tl.load(a_ptrs)
+            else:
+                a_tile = tl.load(a_ptrs, mask=k[None, :] < K - k0, other=0.0)
+            if TRANSPOSED:
+                if EVEN_K:
+                    b_tile = tl.load(b_ptrs).T
+                else:
+                    b_tile = tl.load(b_ptrs, mask=k[None, :] < K - k0, other=0.0).T
+                b_ptrs += BK
+            else:
+                # Masked along the contiguous dimension, not clamped: a clamp would hide that addresses are contiguous.
+                if EVEN_K:
+                    b_tile = tl.load(b_ptrs, mask=(n < N)[None, :], other=0.0)
+                else:
+                    b_tile = tl.load(b_ptrs, mask=(k[:, None] < K - k0) & (n < N)[None, :], other=0.0)
+                b_ptrs += BK * N
+            a_ptrs += BK
+        acc = mac(a_tile, b_tile, acc, PRECISION, INTERPRET)
+
+    if BIAS:
+        of_bias = (n >= bias_start) & (n < bias_start + bias_columns)
+        bias = tl.load(bias_ptr + expert * bias_columns + n - bias_start, mask=of_bias, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    out_ptrs = out_ptr + row[:, None] * N + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
+
+
+def define_product(a_NK: Tensor, expert_N: Tensor, b: Tensor, transposed: bool) -> Tensor:
+    """out, in plain torch; `b` is [E, N, K] if transposed, else [E, K, N]."""
+    return torch.einsum("nk,nmk->nm" if transposed else "nk,nkm->nm", a_NK, b[expert_N])

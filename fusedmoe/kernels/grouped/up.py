@@ -1,0 +1,114 @@
+"""Up projection: h = x[source]·W1_eᵀ + b1_e and a = act(h), rows gathered on the way in, the activation on the way out.
+
+Replaces a copy of the routed rows, a product for each expert and a pass over H. Definition: `define_up`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.activation import define_activation
+from fusedmoe.kernels.grouped.device import act_forward, halves, mac, swizzle
+
+
+@triton.jit
+def up_kernel(
+    x_ptr,
+    source_ptr,
+    w1,
+    b1_ptr,
+    h_ptr,
+    a_ptr,
+    tiles_ptr,
+    ends_ptr,
+    n_row_tiles,
+    M,
+    H,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    GATHER: tl.constexpr,
+    BIAS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    # BH columns of the hidden dimension make BN columns of the product: both halves of a gated activation side by side.
+    HALVES: tl.constexpr = 2 if GATED else 1
+    BH: tl.constexpr = BN // HALVES
+    row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BH), GROUP)
+    expert = tl.load(tiles_ptr + 2 * row_tile)
+    if expert < 0:
+        return
+    start = tl.load(tiles_ptr + 2 * row_tile + 1)
+    end = tl.load(ends_ptr + expert)
+    h0 = col_tile * BH
+
+    row = start + tl.arange(0, BM)
+    inside = row < end
+    # Rows past the end are clamped, not masked: a masked operand could not go from memory to the tensor cores directly.
+    row = tl.minimum(row, end - 1).to(tl.int64)
+    source = tl.load(source_ptr + row) if GATHER else row
+    k = tl.arange(0, BK)
+    x_ptrs = x_ptr + source[:, None] * M + k[None, :]
+    if not DESCRIPTORS:
+        n = tl.arange(0, BN)
+        column = h0 + n % BH
+        weight_row = (expert.to(tl.int64) * HALVES + n // BH) * H + tl.minimum(column, H - 1)
+        w_ptrs = w1 + weight_row[:, None] * M + k[None, :]
+
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k0 in range(0, M, BK):
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=k[None, :] < M - k0, other=0.0)
+        if DESCRIPTORS:
+            if GATED:
+                w = w1.load([expert * 2, h0, k0]).reshape(BN, BK)
+            else:
+                w = w1.load([expert, h0, k0]).reshape(BN, BK)
+        else:
+            if EVEN_K:
+                w = tl.load(w_ptrs)
+            else:
+                w = tl.load(w_ptrs, mask=k[None, :] < M - k0, other=0.0)
+            w_ptrs += BK
+        x_ptrs += BK
+        acc = mac(x, w.T, acc, PRECISION, INTERPRET)
+
+    h_col = h0 + tl.arange(0, BH)
+    mask = inside[:, None] & (h_col < H)[None, :]
+    if GATED:
+        g, u = halves(acc, BM, BN)
+        if BIAS:
+            bias_ptrs = b1_ptr + expert * 2 * H + h_col
+            g += tl.load(bias_ptrs, mask=h_col < H, other=0.0).to(tl.float32)[None, :]
+            u += tl.load(bias_ptrs + H, mask=h_col < H, other=0.0).to(tl.float32)[None, :]
+        h_ptrs = h_ptr + row[:, None] * (2 * H) + h_col[None, :]
+        tl.store(h_ptrs, g.to(h_ptr.dtype.element_ty), mask=mask)
+        tl.store(h_ptrs + H, u.to(h_ptr.dtype.element_ty), mask=mask)
+        a = act_forward(g, ACT) * u
+    else:
+        if BIAS:
+            acc += tl.load(b1_ptr + expert * H + h_col, mask=h_col < H, other=0.0).to(tl.float32)[None, :]
+        tl.store(h_ptr + row[:, None] * H + h_col[None, :], acc.to(h_ptr.dtype.element_ty), mask=mask)
+        a = act_forward(acc, ACT)
+    tl.store(a_ptr + row[:, None] * H + h_col[None, :], a.to(a_ptr.dtype.element_ty), mask=mask)
+
+
+def define_up(
+    x_SM: Tensor, source_N: Tensor, expert_N: Tensor, w1: Tensor, b1: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    """h and a, in plain torch."""
+    h = torch.einsum("nm,n...m->n...", x_SM[source_N], w1[expert_N])
+    if b1 is not None:
+        h = h + b1[expert_N]
+    return h, define_activation(activation, h)
