@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import Weights, define_experts, experts_backward, experts_forward, flops
+from fusedmoe.kernels.experts import define_experts, experts_backward, experts_forward, flops
 from fusedmoe.kernels.order import Layout, build_layout, contiguous_layout
+from fusedmoe.kernels.weights import Weights
 
 
 def make_weights(experts: int, dim: int, hidden: int, halves: int, bias: str, dtype: torch.dtype) -> Weights:

@@ -22,7 +22,6 @@ def product_kernel(
     tiles_ptr,
     ends_ptr,
     n_row_tiles,
-    rows,
     K,
     N,
     bias_start,

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from fusedmoe.autograd.experts import experts
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import Weights
 from fusedmoe.kernels.order import Layout
+from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.experts.base import Experts, Place
 
 
@@ -27,7 +27,7 @@ class FeedForward(Experts):
         activation: "gelu", "gelu_tanh", "relu", "silu", or gated: "swiglu", "geglu".
         bias: adds b1 and b2.
 
-    Saves for backward, for N rows on this rank: the rows' source x and the pre-activation H, N·H elements (gated: 2·N·H).
+    Saves for backward, for N rows on this rank: the rows' source x and the pre-activation, N·H elements (gated: 2·N·H).
     """
 
     def __init__(self, hidden: int, activation: str = "gelu", bias: bool = True) -> None:

@@ -1,0 +1,46 @@
+"""The parameters of feed-forward experts, and their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The parameters of the local experts.
+
+    Attributes:
+        w1: [e, 2, H, M] for a gated activation (first half g, second u), else [e, H, M].
+        w2: [e, M, H].
+        b1: [e, 2, H] or [e, H], or None.
+        b2: [e, m] or None; it is added to the m columns of the output from `b2_start` on (a shard of the experts
+            owns a slice of the output bias, so that the sum over shards adds each column once).
+    """
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    b2_start: int = 0
+
+    def up(self, expert: int) -> Tensor:
+        """[(2·)H, M]"""
+        return self.w1[expert].view(-1, self.w1.shape[-1])
+
+    def b2_columns(self) -> slice:
+        assert self.b2 is not None
+        return slice(self.b2_start, self.b2_start + self.b2.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """What `experts_backward` returns: like the inputs, None where there was none."""
+
+    x_SM: Tensor
+    weight_N: Tensor | None
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
