@@ -10,6 +10,7 @@ All of them move the same rows to the same places, bit for bit; they differ in w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,21 +65,29 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
     group = topology.ep
     if name == "direct":
         return Direct(group)
-    nodes: dict[int, list[int]] = {}
-    for rank in group.ranks:
-        nodes.setdefault(rank // topology.ranks_per_node, []).append(rank)
-    grid = list(nodes.values())
-    if len({len(ranks) for ranks in grid}) > 1 or [rank for ranks in grid for rank in ranks] != list(group.ranks):
-        raise ConfigError(
-            f"dispatch={name!r} needs the same number of ranks of the {group} on every node, in order, but nodes of "
-            f"{topology.ranks_per_node} ranks hold {grid}. Use dispatch='direct' or another ranks_per_node."
-        )
+    # All groups are looked at, so that every rank refuses if one must.
+    groups = [group.ranks] if topology.expert_mesh is None else topology.expert_mesh.mesh.transpose(1, 2).flatten(0, 1)
+    for ranks in (tuple(int(rank) for rank in each) for each in groups):
+        nodes = _by_node(ranks, topology.ranks_per_node)
+        if len({len(node) for node in nodes}) > 1 or [rank for node in nodes for rank in node] != list(ranks):
+            raise ConfigError(
+                f"dispatch={name!r} needs the same number of ranks of each ep group on every node, in order, but nodes "
+                f"of {topology.ranks_per_node} ranks hold {nodes}. Use dispatch='direct' or another ranks_per_node."
+            )
+    grid = _by_node(group.ranks, topology.ranks_per_node)
     node, place = divmod(group.index, len(grid[0]))
     inside = topology.subgroup("ep in node", tuple(grid[node]))
     if name == "1dh":
         leaders = topology.subgroup("ep leaders", tuple(ranks[0] for ranks in grid)) if place == 0 else None
         return OneLeader(group, inside, leaders, len(grid))
     return TwoLevel(group, inside, topology.subgroup("ep across nodes", tuple(ranks[place] for ranks in grid)))
+
+
+def _by_node(ranks: Sequence[int], ranks_per_node: int) -> list[list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // ranks_per_node, []).append(rank)
+    return list(nodes.values())
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedmoe.comm.failure import LOOK_S
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
-
-# Between two looks at the failure board. Short enough that a failure is known at once, long enough to cost nothing.
-_SLICE_S = 0.25
 
 # PyTorch 2.13 renamed it and warns at the old name.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,27 +38,29 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
         # passes. Its own watchdog bounds the operation, by the process group's time-out.
         work.wait()
         return
-    deadline = time.monotonic() + group.job.timeout_s
+    board, deadline, noted = group.board, time.monotonic() + group.job.timeout_s, False
     while True:
         try:
-            work.wait(timedelta(seconds=_SLICE_S))
-            return
+            work.wait(timedelta(seconds=LOOK_S))
+            break
         except RuntimeError as error:
             if work.is_completed():
                 raise _broken(group, operation, str(error)) from error
-        board = group.job.board
-        verdict = board.read() if board is not None else None
+        verdict = board.read()
         if verdict is not None:
             raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
+        if not noted:
+            board.waits(f"{operation} over the {group}")
+            noted = True
         if time.monotonic() > deadline:
             raise _late(group, operation)
+    if noted:
+        board.waits("")
 
 
 def _broken(group: Group, operation: str, reason: str) -> RankError:
     """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
-    me, board = group.job.rank, group.job.board
-    if board is None:
-        return RankError(f"rank {me}: {operation} over the {group} failed: {reason}")
+    me, board = group.job.rank, group.board
     others = tuple(rank for rank in group.ranks if rank != me)
     verdict = board.read(wait_s=1.0)
     if verdict is None:
@@ -74,15 +74,19 @@ def _broken(group: Group, operation: str, reason: str) -> RankError:
 
 
 def _late(group: Group, operation: str) -> RankError:
-    me, board = group.job.rank, group.job.board
-    others = [rank for rank in group.ranks if rank != me]
+    """The error for a wait that lasted too long, with what the others do instead of answering."""
+    me, here, board = group.job.rank, f"{operation} over the {group}", group.board
+    others = board.waiting(rank for rank in group.ranks if rank != me)
+    absent = [rank for rank, what in others.items() if not what]
+    elsewhere = {rank: what for rank, what in others.items() if what not in ("", here)}
+    places = [f"rank {rank} is not there" for rank in absent]
+    places += [f"rank {rank} waits for {what}" for rank, what in elsewhere.items()]
     message = (
-        f"no answer within {group.job.timeout_s:.0f} s from some of ranks {others}. Every rank of the group must call "
-        "the same collectives in the same order; if a rank is only slow, give Topology a larger timeout_s."
+        f"not all ranks came within {group.job.timeout_s:.0f} s: {'; '.join(places) or 'no data arrived'}. Every rank "
+        "of a group must call the same collectives in the same order; if one is slow, give Topology a larger timeout_s."
     )
-    if board is not None:
-        board.post(me, operation, message)
-    return RankError(f"rank {me}: {operation} over the {group}: {message}")
+    culprits = [*absent, *elsewhere, me]
+    return RankError(f"rank {me}: {here} ended because {board.post(culprits[0], operation, message)}")
 
 
 def all_to_all_rows(

@@ -2,7 +2,8 @@
 
 A rank that fails writes one verdict to the board (the first writer wins). A rank that waits reads the board between
 short waits, so that it ends with an error that names the rank at fault instead of waiting for a peer that will never
-come. Nothing here sends data: the board works when the data path does not.
+come. It also notes there what it waits for, so that a rank whose patience ends can tell who is missing. Nothing here
+sends data: the board works when the data path does not.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
+from fusedmoe.errors import RankError
+
 _PREFIX = "fusedmoe"
+# Between two looks at the board. Short enough that a failure is known at once, long enough to cost nothing.
+LOOK_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,34 @@ class Board:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = dist.PrefixStore(_PREFIX, store)
         self._rank = rank
-        self._store.set(f"alive/{rank}", f"{socket.gethostname()} {os.getpid()}")
+        # Asked for when the ranks meet: the store may be gone when it is needed.
+        self._processes: dict[int, tuple[str, int]] = {}
+
+    def meet(self, size: int, facts: str, timeout_s: float) -> list[str]:
+        """Waits until all `size` ranks are here, as often as each comes; returns what each of them brought.
+
+        Raises:
+            RankError: some rank failed, or did not come in time.
+        """
+        number = self._store.add(f"meetings/{self._rank}", 1)
+        keys = [f"meeting/{number}/{rank}" for rank in range(size)]
+        self._store.set(keys[self._rank], json.dumps([socket.gethostname(), os.getpid(), facts]))
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._store.wait(keys, timedelta(seconds=LOOK_S))
+                break
+            except dist.DistStoreError:
+                verdict = self.read()
+            if verdict is None and time.monotonic() > deadline:
+                missing = [rank for rank in range(size) if not self._store.check([keys[rank]])]
+                text = f"did not come within {timeout_s:.0f} s; see its log, or give Topology a larger timeout_s"
+                verdict = self.post((missing or [self._rank])[0], "making the topology", text)
+            if verdict is not None:
+                raise RankError(f"rank {self._rank}: making the topology ended because {verdict}")
+        brought = [json.loads(entry) for entry in self._store.multi_get(keys)]
+        self._processes = {rank: (host, pid) for rank, (host, pid, _) in enumerate(brought)}
+        return [own for _, _, own in brought]
 
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""
@@ -63,18 +98,23 @@ class Board:
 
     def gone(self, ranks: tuple[int, ...]) -> list[int]:
         """Those of `ranks` whose process on this host has ended (other hosts cannot be asked)."""
-        host = socket.gethostname()
-        dead: list[int] = []
-        for rank in ranks:
-            try:
-                if not self._store.check([f"alive/{rank}"]):
-                    continue
-                name, pid = self._store.get(f"alive/{rank}").decode().rsplit(" ", 1)
-            except (RuntimeError, ValueError):
-                return dead
-            if name == host and not _runs(int(pid)):
-                dead.append(rank)
-        return dead
+        here = socket.gethostname()
+        known = [(rank, *self._processes[rank]) for rank in ranks if rank in self._processes]
+        return [rank for rank, host, pid in known if host == here and not _runs(pid)]
+
+    def waits(self, what: str) -> None:
+        """Notes what this rank waits for; "" when it goes on."""
+        with suppress(RuntimeError):
+            self._store.set(f"waits/{self._rank}", what)
+
+    def waiting(self, ranks: Iterable[int]) -> dict[int, str]:
+        """What each of `ranks` waits for, "" for one that does not wait."""
+        found = dict.fromkeys(ranks, "")
+        with suppress(RuntimeError):
+            for rank in found:
+                if self._store.check([f"waits/{rank}"]):
+                    found[rank] = self._store.get(f"waits/{rank}").decode()
+        return found
 
 
 def _runs(pid: int) -> bool:

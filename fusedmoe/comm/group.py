@@ -12,7 +12,10 @@ from fusedmoe.comm.failure import Board
 
 @dataclass(frozen=True)
 class Job:
-    """What every group of a job shares: this rank, how long a wait may last, where failures are posted."""
+    """What every group of a job shares: this rank, how long a wait may last, where failures are posted.
+
+    The board is None exactly in a world of one.
+    """
 
     rank: int = 0
     timeout_s: float = 300.0
@@ -36,6 +39,12 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def board(self) -> Board:
+        """The job's board, of a group that communicates."""
+        assert self.job.board is not None
+        return self.job.board
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # process groups cannot be copied

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import _StopRecomputationError
 
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.failure import Board
@@ -60,8 +61,11 @@ class Topology:
             timeout_s: how long any wait for other ranks may last, in seconds.
         Raises:
             ConfigError: the sizes do not divide the world.
+            RankError: the ranks pass different arguments, or one of them does not come.
         """
-        size = dist.get_world_size() if dist.is_initialized() else 1
+        size = _world_size()
+        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        job = _meet(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}")
         for name, need in (("ep·esp", ep * esp), ("mp", mp)):
             if need < 1 or size % need:
                 raise ConfigError(
@@ -69,7 +73,7 @@ class Topology:
                     "Start as many ranks as a multiple of both ep·esp and mp, or choose smaller sizes."
                 )
         ranks = torch.arange(size)
-        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), ranks_per_node, timeout_s)
+        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, job)
 
     @classmethod
     def from_mesh(
@@ -88,14 +92,17 @@ class Topology:
 
         Raises:
             ConfigError: a name is not a dimension of the mesh, ep and esp are the same, or the mesh lacks ranks.
+            RankError: the ranks pass different arguments, or one of them does not come.
         """
+        world = _world_size()
+        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        job = _meet(timeout_s, f"{mesh}, ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}")
         names = mesh.mesh_dim_names or ()
         for axis, name in (("ep", ep), ("esp", esp), ("mp", mp)):
             if name is not None and name not in names:
                 raise ConfigError(f"{axis}={name!r} is not a dimension of the mesh, which has {list(names)}")
         if ep is not None and ep == esp:
             raise ConfigError(f"ep and esp name the same mesh dimension {ep!r}; they need one each")
-        world = dist.get_world_size() if dist.is_initialized() else 1
         if mesh.mesh.numel() != world:
             raise ConfigError(f"the mesh holds {mesh.mesh.numel()} ranks of a world of {world}; pass the whole mesh")
 
@@ -105,21 +112,16 @@ class Topology:
             sizes = [1 if name is None else mesh.mesh.shape[names.index(name)] for name in last]
             return mesh.mesh.permute(*outer, *inner).reshape(-1, *sizes).cpu()
 
-        return cls._from_grids(grid(ep, esp), grid(mp), ranks_per_node, timeout_s)
+        return cls._from_grids(grid(ep, esp), grid(mp), per_node, job)
 
     @classmethod
-    def _from_grids(
-        cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int | None, timeout_s: float
-    ) -> Topology:
+    def _from_grids(cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int, job: Job) -> Topology:
         topology = cls.__new__(cls)
         if experts.numel() == 1:
-            topology._lay_out(None, None, job=Job(timeout_s=timeout_s), ranks_per_node=1, device_type="cpu")
+            topology._lay_out(None, None, job=job, ranks_per_node=1, device_type="cpu")
             return topology
-        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", experts.numel()))
         device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        store = dist.distributed_c10d._get_default_store()
-        job = Job(dist.get_rank(), timeout_s, Board(store, dist.get_rank()))
-        topology._lay_out(experts, dense, job=job, ranks_per_node=per_node, device_type=device_type)
+        topology._lay_out(experts, dense, job=job, ranks_per_node=ranks_per_node, device_type=device_type)
         return topology
 
     def _lay_out(
@@ -174,10 +176,12 @@ class Topology:
             for rank, other in zip(group.ranks, all_gather_object(group, facts, f"comparing {what}"), strict=True):
                 for name, value in facts.items():
                     if other[name] != value:
-                        raise RankError(
-                            f"{what}: {name} is {value!r} on rank {self.rank} and {other[name]!r} on rank {rank}. "
+                        difference = (
+                            f"{name} is {value!r} on rank {self.rank} and {other[name]!r} on rank {rank}. "
                             f"Build {what} from the same configuration on every rank."
                         )
+                        self.fail(f"comparing {what}", difference)  # ranks of other groups wait for this one
+                        raise RankError(f"{what}: {difference}")
 
     def fail(self, operation: str, message: str) -> None:
         """Posts that this rank failed, so that the others end with an error that names it."""
@@ -189,8 +193,10 @@ class Topology:
         """Posts any exception that leaves the block: other ranks, wherever they wait, end with it by name."""
         try:
             yield
-        except RankError:
-            raise  # posted already, by the rank at fault or by the first that noticed
+        except (RankError, _StopRecomputationError):
+            # The first is posted already, by the rank at fault or by the first that noticed. The second is no failure:
+            # activation checkpointing ends a recomputation with it.
+            raise
         except BaseException as error:
             self.fail(operation, f"{type(error).__name__}: {error}")
             raise
@@ -201,3 +207,23 @@ class Topology:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={getattr(self, name).size}" for name in ("dp", "mp", "edp", "ep", "esp"))
         return f"Topology(rank {self.rank} of {self.size}; {sizes}; {self.ranks_per_node} ranks a node)"
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _meet(timeout_s: float, arguments: str) -> Job:
+    """The job of this process group, once all ranks are here with the same arguments."""
+    size = _world_size()
+    if size == 1:
+        return Job(timeout_s=timeout_s)
+    rank = dist.get_rank()
+    board = Board(dist.distributed_c10d._get_default_store(), rank)
+    for other, theirs in enumerate(board.meet(size, arguments, timeout_s)):
+        if theirs != arguments:
+            raise RankError(
+                f"topology: rank {rank} has {arguments}, rank {other} has {theirs}. Pass the same on every rank; "
+                "ranks_per_node is the launcher's LOCAL_WORLD_SIZE unless given."
+            )
+    return Job(rank, timeout_s, board)
