@@ -15,6 +15,10 @@ from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, reduce_s
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
 
+# The operation that verdicts on bad input name.
+CHECK = "the check of the layer's input"
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 
 class Exchange:
     """The sizes of one exchange, agreed between the ranks, and the four moves that follow.
@@ -26,33 +30,40 @@ class Exchange:
         algorithm: how rows cross the expert-parallel group.
         esp: the expert-sharding group.
         counts_E: rows that this rank sends to each of the E experts.
+        dtype: of the rows that will travel.
         refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
     Attributes:
         counts_RE: [sharding peer · source rank, local expert] rows that lie here after dispatch and all-gather.
     Raises:
-        RankError: this or another rank refused.
+        RankError: this or another rank refused, or the ranks' dtypes differ.
     """
 
-    def __init__(self, algorithm: AllToAll, esp: Group, counts_E: Tensor, refusal: str | None = None) -> None:
+    def __init__(
+        self, algorithm: AllToAll, esp: Group, counts_E: Tensor, dtype: torch.dtype, refusal: str | None = None
+    ) -> None:
         self._algorithm, self._esp = algorithm, esp
         ep = algorithm.group
         me = ep.job.rank
-        if refusal is not None and ep.job.board is not None:
-            ep.job.board.post(me, "the check of the layer's input", refusal)
-        # The last column tells a refusal: the rank that refuses, plus one.
-        refused = counts_E.new_full((ep.size, 1), 0 if refusal is None else me + 1)
-        ours_PE = torch.cat([counts_E.view(ep.size, -1), refused], 1)
+        if refusal is not None:
+            ep.board.post(me, CHECK, refusal)
+        # The last column tells every rank of every other one: its number, whether it refuses, its dtype.
+        note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
+        ours_PE = torch.cat([counts_E.view(ep.size, -1), counts_E.new_full((ep.size, 1), note)], 1)
         ones = [1] * ep.size
         theirs_PE = all_to_all_rows(ep, ours_PE, ones, ones, "exchange of counts")
         all_QPE = all_gather_rows(esp, theirs_PE[None], [1] * esp.size, "exchange of counts")
         host_QPE = all_QPE.tolist()
-        culprits = {row[-1] - 1 for rows in host_QPE for row in rows} - {-1}
+        notes = sorted(row[-1] for rows in host_QPE for row in rows)
+        culprits = [note // len(_DTYPES) // 2 for note in notes if note // len(_DTYPES) % 2]
         if refusal is not None:
             raise RankError(f"rank {me}: {refusal}")
         if culprits:
-            board = ep.job.board
-            verdict = board.read(wait_s=2.0) if board is not None else None
-            raise RankError(f"rank {me}: ended because {verdict or f'ranks {sorted(culprits)} refused their input'}")
+            raise RankError(f"rank {me}: ended because {ep.board.read(wait_s=2.0) or f'ranks {culprits} refused'}")
+        dtypes = {note // len(_DTYPES) // 2: _DTYPES[note % len(_DTYPES)] for note in notes}
+        if len(set(dtypes.values())) > 1:
+            found = ", ".join(f"{dtype} on rank {rank}" for rank, dtype in dtypes.items())
+            verdict = ep.board.post(me, CHECK, f"rows of different dtypes cannot travel together: {found}")
+            raise RankError(f"rank {me}: ended because {verdict}")
         self.counts_RE = all_QPE[..., :-1].flatten(0, 1)
         send = counts_E.view(ep.size, -1).sum(1).tolist()
         recv = [sum(row[:-1]) for row in host_QPE[esp.index]]

@@ -45,14 +45,16 @@ class ExpertArgs:
 class ExpertBase(RowExperts):
     """Experts of one's own: override `do_experts`, which returns rows like `args.rows_NM`.
 
-    Override `make_parameters` too if the experts have parameters; `self.place` then tells which experts live here.
+    Override `make_parameters` too if the experts have parameters; `self.place` then tells which experts live here. Over
+    more than one rank, `self.shardings` must say of each how it is split: `{"ep": 0}` if its first dimension counts the
+    local experts.
     """
 
     def do_experts(self, args: ExpertArgs) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define do_experts(self, args)")
 
     def make_parameters(self, model_dim: int, place: Place) -> None:
-        """Makes the parameters of the local experts; called once, with the generator seeded alike on all ranks."""
+        """Makes the parameters of the local experts; called once, with a generator seeded by the first one's number."""
 
     def make(
         self,
@@ -64,7 +66,7 @@ class ExpertBase(RowExperts):
         dtype: torch.dtype | None,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed((seed + place.first) % 2**63)
             self.make_parameters(model_dim, place)
         self.to(device=device, dtype=dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from fusedmoe.autograd.linear import linear
 from fusedmoe.autograd.moe import through_experts
 from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.collectives import all_reduce
-from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
+from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.order import contiguous_layout
@@ -33,8 +33,8 @@ class MoELayer(nn.Module):
         y[s] = Σ over the chosen experts i of s that did not drop it of weight_i(s) · expert_i(x[s])  (+ shared(x[s]))
 
     Every rank routes its own tokens, as many as it has, none included; capacity and auxiliary losses are decided on
-    them alone. Given each rank's tokens, results depend neither on where the experts are nor on the dispatch algorithm, nor
-    (to rounding) on whether the order is sparse or by products.
+    them alone. Given each rank's tokens, results depend neither on where the experts are nor on the dispatch algorithm,
+    nor (to rounding) on whether the order is sparse or by products.
 
     Args:
         model_dim: M.
@@ -106,12 +106,15 @@ class MoELayer(nn.Module):
         if shared is not None:
             shared.setup(model_dim, Place(), device=device, dtype=dtype)
             shared.shardings = {}
+        if self.topology.ep.size * self.topology.esp.size > 1:
+            _require_shardings(experts)
         self.recorder: Recorder | None = None
-        self.aux_loss = torch.zeros((), device=device)
-        self.load_E = torch.zeros(gate.experts, dtype=torch.long, device=device)
+        self.aux_loss = torch.zeros(())
+        self.load_E = torch.zeros(gate.experts, dtype=torch.long)
         self.dropped = 0
-        self._load_since_update_E = torch.zeros_like(self.load_E)
+        self._load_since_update_E: Tensor | None = None
         self._agreed = False
+        self._ran_without_graph = False
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
@@ -125,10 +128,15 @@ class MoELayer(nn.Module):
             self._agreed = True
         if self.hooks:
             x = run_hooks(self.hooks, "before_moe_start", self._tap(x, "before_moe_end"), HookContext("forward"))
-        refusal = self._refuse_input(x)
-        x_SM = x.new_zeros(0, self.model_dim) if refusal else x.reshape(-1, self.model_dim)
-        counts = split_counts(len(x_SM), self.topology.mp)
         mp, recorder = self.topology.mp, self.recorder
+        refusal = self._refuse_input(x)
+        if refusal is None:
+            x_SM = x.reshape(-1, self.model_dim)
+        else:
+            x_SM = torch.zeros(0, self.model_dim, dtype=self._dtype(), device=x.device)
+        if mp.size > 1 and self.mp_input != "split":
+            self._agree_on_tokens(len(x_SM), refusal)
+        counts = split_counts(len(x_SM), mp)
         if self.mp_input == "partial":
             x_SM = reduce_scatter_rows(x_SM, mp, counts, recorder)
         elif self.mp_input == "replicated":
@@ -151,8 +159,7 @@ class MoELayer(nn.Module):
         refusal = refusal or _refuse_logits(routing)
         ep, esp = self.topology.ep, self.topology.esp
         if refusal and ep.size == esp.size == 1:
-            self.topology.fail("the check of the layer's input", refusal)
-            raise (ConfigError if self.topology.size == 1 else RankError)(f"rank {self.topology.rank}: {refusal}")
+            self._refuse(refusal)
         alone = ep.size == esp.size == 1 and not self.hooks
         if alone and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
             # Nothing travels: the experts gather from the tokens themselves.
@@ -165,7 +172,7 @@ class MoELayer(nn.Module):
             with span(recorder, "order", kind="order", phase="forward"):
                 ordered = self.order.order(x_SM, routing, self.gate.experts)
             self._count_drops(ordered.rows_NM.shape[0] if ordered.layout is None else ordered.layout.rows)
-            exchange = Exchange(self._all_to_all, esp, ordered.counts_E, refusal)
+            exchange = Exchange(self._all_to_all, esp, ordered.counts_E, ordered.rows_NM.dtype, refusal)
             out_NM = through_experts(
                 ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, recorder
             )
@@ -175,9 +182,7 @@ class MoELayer(nn.Module):
             self.shared.recorder = recorder
             every = contiguous_layout(torch.tensor([len(x_SM)], device=x_SM.device), len(x_SM))
             y_SM = y_SM + self.shared(x_SM, every, None)
-        mp = self.topology.mp
-        aux = routing.aux_loss
-        self.aux_loss = aux / mp.size if self.mp_input == "split" else mean_over(aux, mp)
+        self._keep_aux(routing.aux_loss)
         return y_SM
 
     def update_gate(self) -> None:
@@ -187,20 +192,39 @@ class MoELayer(nn.Module):
         """
         if type(self.gate).update is Gate.update:
             return
-        load_E = all_reduce(self.topology.world, self._load_since_update_E.clone(), operation="sum of expert loads")
-        self.gate.update(load_E)
-        self._load_since_update_E.zero_()
+        load_E, self._load_since_update_E = self._load_since_update_E, None
+        if load_E is None:
+            load_E = torch.zeros_like(self.load_E)
+        if self.topology.size > 1:
+            load_E = load_E.to(device_of(self.topology.world))
+        self.gate.update(all_reduce(self.topology.world, load_E, operation="sum of expert loads"))
 
     def _count(self, routing: Routing | SoftRouting) -> None:
         experts = self.gate.experts
         if isinstance(routing, SoftRouting):
-            self.load_E = torch.full_like(self.load_E, routing.slots)
+            self.load_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         chosen = routing.expert_SK.reshape(-1)
         self.load_E = torch.bincount(torch.where(chosen < 0, experts, chosen), minlength=experts + 1)[:experts]
-        # Recomputation under activation checkpointing runs inside a backward and must not count twice.
-        if self.training and torch._C._current_graph_task_id() == -1:
-            self._load_since_update_E = self._load_since_update_E.to(self.load_E.device) + self.load_E
+        if self.training and not _recomputing():
+            before_E = self._load_since_update_E
+            # A new tensor in either case: `load_E` is the user's to change.
+            self._load_since_update_E = self.load_E.clone() if before_E is None else before_E + self.load_E
+
+    def _keep_aux(self, aux: Tensor) -> None:
+        mp = self.topology.mp
+        aux = aux / mp.size if self.mp_input == "split" else mean_over(aux, mp)
+        if not _recomputing():
+            self._ran_without_graph |= self.training and not torch.is_grad_enabled()
+        elif aux.requires_grad and not self._ran_without_graph:
+            # Non-reentrant checkpointing: gradients go through the first forward's graph. The graph made here, held by
+            # this attribute, would keep every activation that led to it until the next forward.
+            aux = aux.detach().requires_grad_()
+        self.aux_loss = aux
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles are not part of a graph.
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
 
     def _count_drops(self, kept: int) -> None:
         self.dropped = int(self.load_E.sum()) - kept
@@ -213,9 +237,9 @@ class MoELayer(nn.Module):
         """What must be the same on all ranks of a layer."""
         return {
             "model_dim": self.model_dim,
-            "gate": type(self.gate).__name__,
-            "number of experts": self.gate.experts,
-            "experts": repr(type(self.experts).__name__),
+            "gate": f"{type(self.gate).__name__}({self.gate.extra_repr()})",
+            "experts": self.experts.describe(),
+            "shared experts": "none" if self.shared is None else self.shared.describe(),
             "order": repr(self.order),
             "dispatch": self.dispatch,
             "hooks": [type(hook).__name__ for hook in self.hooks],
@@ -223,21 +247,62 @@ class MoELayer(nn.Module):
             "mp_input": self.mp_input,
         }
 
+    def _agree_on_tokens(self, tokens: int, refusal: str | None) -> None:
+        """MP ranks that pass in the same tokens, or summands of them, have the same number of them."""
+        mp = self.topology.mp
+        own = torch.tensor([tokens if refusal is None else -1], device=device_of(mp))
+        if refusal is not None:
+            self.topology.fail(CHECK, refusal)
+        found = all_gather_rows(mp, own, [1] * mp.size, "exchange of counts").tolist()
+        if refusal is None and -1 in found:
+            raise RankError(f"rank {self.topology.rank}: ended because {mp.board.read(wait_s=2.0)}")
+        if refusal is None and len(set(found)) > 1:
+            held = ", ".join(f"{count} on rank {rank}" for rank, count in zip(mp.ranks, found, strict=True))
+            refusal = f"mp_input={self.mp_input!r} needs as many tokens on all ranks of the {mp}, but there are {held}"
+        if refusal is not None:
+            self._refuse(refusal)
+
+    def _refuse(self, refusal: str) -> NoReturn:
+        self.topology.fail(CHECK, refusal)
+        raise (ConfigError if self.topology.size == 1 else RankError)(f"rank {self.topology.rank}: {refusal}")
+
+    def _dtype(self) -> torch.dtype | None:
+        """The experts' parameters'; None without any."""
+        return next((parameter.dtype for parameter in self.experts.parameters()), None)
+
     def _refuse_input(self, x: Tensor) -> str | None:
         if x.dim() < 1 or x.shape[-1] != self.model_dim:
             return (
                 f"MoELayer got input of shape {list(x.shape)}; its last dimension must be model_dim = {self.model_dim}"
             )
-        parameter = next(self.experts.parameters(), None)
-        if parameter is not None and x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
+        dtype = self._dtype()
+        if not x.is_floating_point():
+            return f"MoELayer got input of {x.dtype}; it takes floating-point numbers"
+        if dtype is not None and x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             return (
-                f"MoELayer got input of {x.dtype} but its experts are {parameter.dtype}; convert one with .to(), or use "
+                f"MoELayer got input of {x.dtype} but its experts are {dtype}; convert one with .to(), or use "
                 "torch.autocast"
             )
         return None
 
     def extra_repr(self) -> str:
         return f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, {self.topology}"
+
+
+def _require_shardings(experts: Experts) -> None:
+    """Experts that live on some ranks only must say so, or their gradients would be summed with other experts'."""
+    unknown = [name for name, _ in experts.named_parameters() if name not in experts.shardings]
+    if unknown:
+        raise ConfigError(
+            f"{type(experts).__name__} does not say how {', '.join(unknown)} is split over ep and esp. Set, say, "
+            f"self.shardings[{unknown[0]!r}] = {{'ep': 0}} where it is made, if its first dimension counts the local "
+            "experts, or {} if all ranks hold the same."
+        )
+
+
+def _recomputing() -> bool:
+    """Whether this forward runs inside a backward, for activation checkpointing: nothing may then count twice."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _refuse_logits(routing: Routing | SoftRouting) -> str | None:

@@ -1,0 +1,178 @@
+"""The layer inside what PyTorch puts around models: activation checkpointing, torch.compile, DistributedDataParallel."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fusedmoe
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.experts import SwiGLU
+from fusedmoe.layers.moe import MoELayer
+from tests.cluster import Cluster
+
+M, H, E = 8, 12, 4
+
+
+class Held:
+    """Something that a graph holds; alive while the graph is."""
+
+
+class Watched(torch.autograd.Function):
+    """x², and a note of what its node keeps alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[weakref.ref[Held]]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.held = Held()
+        seen.append(weakref.ref(ctx.held))
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad, None
+
+
+class Gate(fusedmoe.gates.DeepSeekV3):
+    """Remembers the load it was told."""
+
+    def update(self, load_E: Tensor) -> None:
+        self.told_E = load_E.clone()
+        super().update(load_E)
+
+
+class Block(nn.Module):
+    """Something before the layer, and after it something that keeps tensors."""
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        super().__init__()
+        gate = Gate(experts=E, k=2, aux={"balance": 0.1, "z": 0.1})
+        self.before = nn.Linear(M, M)
+        self.moe = MoELayer(M, gate, SwiGLU(H), topology=topology)
+        self.after = nn.Linear(M, M)
+        self.seen: list[weakref.ref[Held]] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.moe(Watched.apply(self.before(x), self.seen))
+        return x + self.after(y).tanh(), self.moe.aux_loss
+
+
+class Model(nn.Module):
+    def __init__(self, topology: Topology | None = None, checkpointed: str = "no") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(topology) for _ in range(2))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for block in self.blocks:
+            if self.checkpointed == "no":
+                x, aux = block(x)
+            else:
+                x, aux = checkpoint(block, x, use_reentrant=self.checkpointed == "reentrant")
+            total = total + aux
+        return x.square().mean() + total
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def checkpointing(rank: int, world: int, mode: str) -> None:
+    topology = Topology.from_sizes(world)
+    usual, thrifty = Model(topology), Model(topology, mode)
+    x = torch.randn(10 + rank, M, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    for _ in range(2):
+        for ours, theirs in zip(gradients(thrifty, x), gradients(usual, x), strict=True):
+            assert torch.equal(ours, theirs)
+        for one, other in zip(thrifty.blocks, usual.blocks, strict=True):
+            assert torch.equal(one.moe.load_E, other.moe.load_E)
+            one.moe.update_gate()
+            other.moe.update_gate()
+            assert one.moe.gate.told_E.sum() == 2 * (10 * world + sum(range(world)))  # once for each token and slot
+            assert torch.equal(one.moe.gate.told_E, other.moe.gate.told_E)
+
+
+def ending_early(rank: int, world: int) -> None:
+    """A recomputation ends inside the layer, with an exception, when no tensor is missing any more."""
+    topology = Topology.from_sizes(world)
+    layer = Model(topology).blocks[0].moe
+    x = torch.randn(10, M, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    assert topology.world.board.read() is None
+
+
+@pytest.mark.parametrize("mode", ["non-reentrant", "reentrant"])
+def test_activation_checkpointing(mode: str) -> None:
+    checkpointing(0, 1, mode)
+
+
+def test_activation_checkpointing_over_ranks(cluster: Cluster) -> None:
+    cluster.run(2, checkpointing, "non-reentrant")
+
+
+def test_recomputation_that_ends_early_is_no_failure(cluster: Cluster) -> None:
+    cluster.run(2, ending_early)
+
+
+def test_recomputed_activations_are_let_go() -> None:
+    model = Model(checkpointed="non-reentrant")
+    model(torch.randn(9, M, requires_grad=True)).backward()
+    seen = [ref for block in model.blocks for ref in block.seen]
+    gc.collect()
+    assert len(seen) == 4  # two forwards and two recomputations
+    assert not [ref for ref in seen if ref() is not None]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_model(backend: str) -> None:
+    torch._dynamo.reset()
+    model = Model()
+    compiled = torch.compile(model, backend=backend)
+    try:
+        for tokens in (12, 12, 5, 0):
+            x = torch.randn(tokens, M)
+            expected = gradients(model, x)
+            for ours, theirs in zip(gradients(compiled, x), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, equal_nan=tokens == 0)
+    finally:
+        torch._dynamo.reset()
+
+
+def replicas(rank: int, world: int) -> None:
+    model = Model()  # every rank holds all experts
+    wrapped = DistributedDataParallel(Model())
+    x = [torch.randn(6 + r, M, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    expected = [torch.stack(each).mean(0) for each in zip(*(gradients(model, part)[1:] for part in x), strict=True)]
+    for _ in range(2):
+        for ours, theirs in zip(gradients(wrapped, x[rank])[1:], expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_distributed_data_parallel(cluster: Cluster) -> None:
+    cluster.run(2, replicas)
+
+
+def test_functional_call_and_hooks_of_modules() -> None:
+    model = Model()
+    x = torch.randn(4, M)
+    doubled = {name: 2 * p for name, p in model.named_parameters()}
+    assert not torch.equal(torch.func.functional_call(model, doubled, (x,)), model(x))
+    calls: list[str] = []
+    model.blocks[0].moe.register_forward_hook(partial(lambda name, *_: calls.append(name), "forward"))
+    model.blocks[0].moe.register_full_backward_hook(partial(lambda name, *_: calls.append(name), "backward"))
+    model(x).backward()
+    assert calls == ["forward", "backward"]

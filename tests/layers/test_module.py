@@ -1,0 +1,185 @@
+"""MoELayer is an ordinary nn.Module."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe.layers.experts import Custom, Experts, FeedForward, SwiGLU
+from fusedmoe.layers.moe import MoELayer
+from tests.layers.dense import ShardedExpert
+
+M, H, E = 8, 12, 4
+
+
+def build(seed: int = 0, experts: Experts | None = None, device: str | None = None) -> MoELayer:
+    torch.manual_seed(seed)
+    gate = fusedmoe.gates.DeepSeekV3(experts=E, k=2, aux={"balance": 1.0})
+    layer = MoELayer(M, gate, experts or SwiGLU(H), shared=FeedForward(6), device=device, dtype=torch.float64)
+    with torch.no_grad():
+        gate.weight_EM.normal_()
+        gate.bias_E.normal_(std=0.1)
+    return layer
+
+
+def results(layer: MoELayer, x: Tensor) -> list[Tensor]:
+    """y, aux, dx and the parameters' gradients."""
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    (y.square().sum() + layer.aux_loss).backward()
+    assert x.grad is not None
+    gradients = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    return [y.detach(), layer.aux_loss.detach(), x.grad, *gradients]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs) > 3
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [lambda: SwiGLU(H), lambda: FeedForward(H), lambda: Custom(ShardedExpert)])
+def test_state_dict_round_trip(make: object) -> None:
+    first, second = build(1, make()), build(2, make())  # type: ignore[operator]
+    x = torch.randn(7, M, dtype=torch.float64)
+    expected = results(first, x)
+    assert not torch.equal(results(second, x)[0], expected[0])
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    same(results(second, x), expected)
+
+
+def test_made_on_meta_then_loaded() -> None:
+    layer = build(1)
+    x = torch.randn(5, M, dtype=torch.float64)
+    blank = build(device="meta")
+    assert all(p.is_meta for p in blank.parameters())
+    blank.to_empty(device="cpu")
+    blank.load_state_dict(layer.state_dict())
+    same(results(blank, x), results(layer, x))
+    blank.update_gate()
+
+
+def test_deepcopy_after_a_step_is_independent() -> None:
+    layer = build()
+    x = torch.randn(5, M, dtype=torch.float64)
+    y = layer(x)
+    twin = copy.deepcopy(layer)  # aux_loss is part of a graph by now
+    assert not twin.aux_loss.requires_grad and layer.aux_loss.requires_grad
+    (y.sum() + layer.aux_loss).backward()
+    same(results(twin, x), results(layer, x))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert layer(x).abs().sum() > 0 and twin(x).abs().sum() == 0
+
+
+def test_pickles_whole() -> None:
+    layer = build()
+    x = torch.randn(5, M, dtype=torch.float64)
+    expected = results(layer, x)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    same(results(torch.load(file, weights_only=False), x), expected)
+
+
+def test_to_dtype_casts_parameters_and_keeps_the_gates_bias() -> None:
+    layer = build().to(torch.bfloat16)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert layer.gate.bias_E.dtype == torch.float32
+    y = layer(torch.randn(5, M, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    wide = layer.double()
+    assert wide(torch.randn(5, M, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_eval_counts_no_load() -> None:
+    layer = build()
+    before = layer.gate.bias_E.clone()
+    layer.eval()(torch.randn(9, M, dtype=torch.float64))
+    layer.update_gate()
+    assert torch.equal(layer.gate.bias_E, before)
+    layer.train()(torch.randn(9, M, dtype=torch.float64))
+    assert layer.load_E.sum() == 18
+    layer.update_gate()
+    assert torch.equal((layer.gate.bias_E - before).sign(), (layer.load_E.double().mean() - layer.load_E).sign())
+
+
+def test_eval_is_without_noise() -> None:
+    layer = MoELayer(M, fusedmoe.gates.GShard(experts=E, k=2), SwiGLU(H)).eval()
+    x = torch.randn(50, M)
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("shape", [(M,), (1, M), (3, M), (2, 3, M), (2, 1, 2, M), (0, M), (2, 0, M)], ids=str)
+def test_any_leading_shape(shape: tuple[int, ...]) -> None:
+    layer = build()
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    assert y.shape == x.shape
+    assert torch.equal(y.reshape(-1, M), layer(x.reshape(-1, M)))
+    (y.sum() + layer.aux_loss).backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_strides_do_not_matter() -> None:
+    layer = build()
+    x = torch.randn(6, 10, M, dtype=torch.float64)
+    variants = [x.transpose(0, 1), x[:, ::3], x.flip(-1), x[:1, :1].expand(4, 5, M), torch.randn(M, 7).double().t()]
+    for variant in variants:
+        same(results(layer, variant), results(layer, variant.contiguous()))
+    y = layer(x[:, 0])
+    dy = torch.randn(M, 6, dtype=torch.float64).t()
+    of_w1 = [torch.autograd.grad(y, layer.experts.w1, g, retain_graph=True)[0] for g in (dy, dy.contiguous())]
+    assert torch.equal(*of_w1)
+    torch.autograd.grad(layer(x).sum(), layer.experts.w1)  # the gradient of a sum is an expanded scalar
+
+
+def test_input_without_gradient() -> None:
+    layer = build()
+    layer(torch.randn(5, M, dtype=torch.float64)).sum().backward()
+    assert all(p.grad is not None for p in layer.experts.parameters())
+
+
+def test_frozen_experts() -> None:
+    layer = build()
+    layer.experts.requires_grad_(False)
+    x = torch.randn(5, M, dtype=torch.float64, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None and layer.experts.w1.grad is None and layer.gate.weight_EM.grad is not None
+
+
+def test_accumulates_gradients() -> None:
+    layer = build()
+    x = torch.randn(6, M, dtype=torch.float64)
+    once = results(layer, x)[3:]
+    layer.zero_grad()
+    for _ in range(2):
+        (layer(x).square().sum() + layer.aux_loss).backward()
+    for a, p in zip(once, (p for p in layer.parameters()), strict=True):
+        torch.testing.assert_close(p.grad, 2 * a)
+
+
+def test_learns() -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(M, fusedmoe.gates.TopK(experts=E, k=2), SwiGLU(H))
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    x, target = torch.randn(64, M), torch.randn(64, M)
+    losses = []
+    for _ in range(60):
+        loss = nn.functional.mse_loss(layer(x), target) + 0.01 * layer.aux_loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
