@@ -1,0 +1,154 @@
+"""Text as bytes: which files train, which are held out, and which windows make up a batch.
+
+Everything here is a pure function of its arguments: the split of the files' relative paths and contents, a batch of the
+seed, the step and the data-parallel rank. So a job that is stopped and resumed sees the batches it would have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.models.transformer import IGNORE
+
+# Folders of the standard library that hold other people's packages, or tests with made-up text.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two strings of bytes (uint8 tensors), one to train on and one held out, and what they were made of.
+
+    Attributes:
+        source: the folder or file.   train_files, held_out_files: how many.   fingerprint: of all bytes and the split.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    source: str
+    train_files: int
+    held_out_files: int
+    fingerprint: str
+
+
+def mix(*parts: int | str) -> int:
+    """A 63-bit number that depends on all parts, for seeding a generator."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def is_held_out(path: str, fraction: float) -> bool:
+    """Whether the file of this relative path (with forward slashes) is held out: a hash of the path decides."""
+    return mix("held out", path) < fraction * 2**63
+
+
+def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
+    """Reads all text files of a folder into memory and splits them.
+
+    Args:
+        source: a folder (read with everything below it) or one file; None: the Python standard library's source.
+        pattern: which files of the folder, as `Path.rglob` understands it. Files that hold a zero byte are no text.
+        held_out: the share of the files to hold out, between 0 and 1. The choice of a file depends on its relative
+            path alone. At least one file is held out; of a single file, its end is.
+    Raises:
+        ConfigError: nothing there to read, too little of it, or a fraction that leaves nothing on one side.
+    """
+    if not 0 < held_out < 1:
+        raise ConfigError(f"held-out fraction {held_out} must lie between 0 and 1")
+    root = Path(sysconfig.get_path("stdlib")) if source is None else source
+    if not root.exists():
+        raise ConfigError(f"data: {root} does not exist")
+    texts = {path: text for path, text in _read(root, pattern, library=source is None) if text and b"\0" not in text}
+    if not texts:
+        raise ConfigError(f"data: no text in {root} (files that match {pattern!r}); see --data and --pattern")
+    out = {path for path in texts if is_held_out(path, held_out)}
+    if len(texts) == 1:
+        ((path, text),) = texts.items()
+        cut = len(text) - max(1, round(held_out * len(text)))
+        texts, out = {path: text[:cut], path + " (end)": text[cut:]}, {path + " (end)"}
+    elif not out:  # so few files that the hash took none: the nearest to it
+        out = {min(texts, key=lambda path: mix("held out", path))}
+    elif len(out) == len(texts):
+        out.remove(max(out, key=lambda path: mix("held out", path)))
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(texts):
+        digest.update(f"{path}\0{path in out}\0{len(texts[path])}\0".encode())
+        digest.update(texts[path])
+    # A zero byte ends every file, so that the model can know where one stops.
+    sides = [b"".join(texts[path] + b"\0" for path in sorted(texts) if (path in out) == side) for side in (False, True)]
+    train, rest = (torch.frombuffer(bytearray(side), dtype=torch.uint8) for side in sides)
+    return Corpus(train, rest, str(root), len(texts) - len(out), len(out), digest.hexdigest())
+
+
+def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]]:
+    if root.is_file():
+        yield root.name, root.read_bytes()
+        return
+    for path in sorted(root.rglob("*.py" if library else pattern)):
+        relative = path.relative_to(root)
+        if library and not _NOT_LIBRARY.isdisjoint(relative.parts):
+            continue
+        if path.is_file():
+            try:
+                yield relative.as_posix(), path.read_bytes()
+            except PermissionError:  # as if it were not there: a folder of someone else's text
+                continue
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model reads and what it should say: both [B, L] int64; targets are `IGNORE` where nothing is asked."""
+
+    tokens_BL: Tensor
+    targets_BL: Tensor
+
+
+class Batches:
+    """Cuts batches out of a string of bytes.
+
+    Args:
+        batch, length: B sequences of L bytes.
+        mask: the symbol that hides a byte, for a masked model; None: a causal one, whose targets are the next bytes.
+    Raises:
+        ConfigError: the text is shorter than one sequence.
+    """
+
+    def __init__(self, text: Tensor, batch: int, length: int, *, mask: int | None) -> None:
+        self._text, self._batch, self._length, self._mask = text, batch, length, mask
+        self._span = length if mask is not None else length + 1
+        if len(text) < self._span:
+            raise ConfigError(
+                f"data: {len(text)} bytes of text are less than one sequence of {self._span}; "
+                "give more text or a shorter sequence"
+            )
+
+    def training(self, seed: int, step: int, replica: int) -> Batch:
+        """The batch of this step and replica: windows at random places."""
+        generator = torch.Generator().manual_seed(mix("batch", seed, step, replica))
+        starts = torch.randint(len(self._text) - self._span + 1, (self._batch,), generator=generator)
+        return self._cut(starts, generator)
+
+    def held_out(self, index: int, of: int) -> Batch:
+        """Batch `index` of `of`: together they are the same windows every time, spread evenly over the text."""
+        places = torch.arange(index * self._batch, (index + 1) * self._batch)
+        last = len(self._text) - self._span
+        starts = places * last // max(1, of * self._batch - 1)
+        return self._cut(starts, torch.Generator().manual_seed(mix("held out", index, of)))
+
+    def _cut(self, starts: Tensor, generator: torch.Generator) -> Batch:
+        windows = self._text[starts[:, None] + torch.arange(self._span)].long()
+        if self._mask is None:
+            return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+        # BERT (Devlin et al. 2019, section 3.1): 15% are asked for; of those 80% are hidden, 10% are another byte.
+        chance = torch.rand(windows.shape, generator=generator)
+        asked = chance < 0.15
+        other = torch.randint(256, windows.shape, generator=generator)
+        tokens = torch.where(chance < 0.12, self._mask, torch.where(chance < 0.135, other, windows))
+        return Batch(tokens, torch.where(asked, windows, IGNORE))

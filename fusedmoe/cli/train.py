@@ -1,0 +1,302 @@
+"""`fusedmoe train`: trains a mixture-of-experts language model on bytes, on one rank or under torchrun on many."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedmoe.cli.data import Corpus, load_corpus
+from fusedmoe.cli.flags import add_flags, changes_of, describe
+from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.progress import Display, make_display
+from fusedmoe.cli.rundir import RunDir
+from fusedmoe.cli.settings import Settings, read_settings
+from fusedmoe.cli.stop import StopRequest
+from fusedmoe.cli.trainer import StepReport, Trainer
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.schedule.draw import MAX_TIMELINES, draw
+from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.schedule.trace import save_trace
+from fusedmoe.training import load_checkpoint, save_checkpoint
+from fusedmoe.training.replicas import replicas
+
+SUMMARY = "train a mixture-of-experts language model"
+
+DESCRIPTION = """\
+Trains a mixture-of-experts transformer on bytes of text and prints its held-out loss.
+
+Started by torchrun, its ranks form the layout of the paper: experts spread over the nodes
+(EP), each expert and the attention split inside a node (ESP, MP), data parallel over the
+rest. Started alone, it is one process that does all of it.
+
+Everything lies in one run folder, runs/<date-time>: config.json (every setting, and what
+was chosen), metrics.jsonl (a line a step), checkpoint/, and the timeline of one step on
+every rank as timeline.png and as trace.json, for ui.perfetto.dev and chrome://tracing.
+
+Ctrl-C finishes the step, saves and ends; --resume goes on to the same losses.
+"""
+
+EXAMPLES = """\
+examples:
+  one process:
+    fusedmoe train
+  4 ranks of this machine as 2 nodes of 2:
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2
+  go on where a job stopped (its settings come with it; flags that are given override):
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --resume runs/2026-01-31_12-00-00
+  a paper's model, fewer layers, another gate, experts in 16 bits on the wire:
+    fusedmoe train --model GPT2-Tiny-MoE --layers 4 --gate gshard --wire-dtype bf16 --steps 50
+  your own text:
+    fusedmoe train --data ~/notes --pattern '*.md' --seq-len 256
+"""
+
+#: Of a job that was asked to stop, saved and did: what a shell reports for Ctrl-C.
+STOPPED = 130
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `train` to the commands of `fusedmoe`."""
+    parser = commands.add_parser(
+        "train",
+        help=SUMMARY,
+        usage="fusedmoe train [FLAG ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    where = parser.add_argument_group("run folder")
+    where.add_argument("--run-dir", type=Path, metavar="DIR", help="a new folder (default: runs/<date-time>)")
+    where.add_argument("--resume", type=Path, metavar="DIR", help="the run folder of a job to go on with")
+    where.add_argument(
+        "--stop-at",
+        type=int,
+        metavar="N",
+        help="save and stop after this many of the steps, as if by Ctrl-C: for machines lent by the hour",
+    )
+    add_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains; returns the exit code. Errors that every rank finds alike are raised as `ConfigError`."""
+    launch = Launch.from_environment()
+    changes = changes_of(arguments)
+    if arguments.resume is not None and arguments.run_dir is not None:
+        raise ConfigError("--resume goes on in the folder of its run: leave out --run-dir")
+    if arguments.stop_at is not None and arguments.stop_at < 1:
+        raise ConfigError(f"--stop-at {arguments.stop_at} must be at least 1")
+    settings = (Settings() if arguments.resume is None else read_settings(arguments.resume)).changed(changes)
+    sizes = choose_sizes(settings, launch)
+    settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
+    device = choose_device(settings, launch)
+    with StopRequest() as stop, process_group(launch, device, settings.timeout_s):
+        topology = make_topology(sizes, settings.timeout_s)
+        with topology.guard("fusedmoe train"):
+            job = Job(settings, launch, sizes, topology, device, stop)
+            verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
+    if launch.rank == 0:
+        print(verdict.last_line, flush=True)
+    return verdict.code
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a job ended: the last line it prints and its exit code."""
+
+    last_line: str
+    code: int
+
+
+class Job:
+    """One job on this rank, from its data to its last checkpoint."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        launch: Launch,
+        sizes: Sizes,
+        topology: Topology,
+        device: torch.device,
+        stop: StopRequest,
+    ) -> None:
+        self.settings, self.launch, self.sizes = settings, launch, sizes
+        self.topology, self.device, self.stop = topology, device, stop
+
+    def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> Verdict:
+        """Trains up to the last step, or to `stop_at`, or until asked to stop; then the held-out loss."""
+        settings, topology = self.settings, self.topology
+        corpus = self._corpus()
+        trainer = Trainer(settings, topology, self.device, corpus, self.stop)
+        done = 0
+        if resume is not None:
+            self.folder = RunDir(resume)
+            done = self._load(trainer, corpus)
+        else:
+            made = self._on_rank_0(lambda: RunDir.make(run_dir))
+            self.folder = RunDir(Path(made.path))
+        if topology.rank == 0:
+            self._open(trainer, corpus, done)
+        last = settings.steps if stop_at is None else min(stop_at, settings.steps)
+        with make_display(topology.rank, settings.steps, done) as display:
+            done, stopped = self._train(trainer, corpus, display, done, last)
+        if stopped or done < settings.steps:
+            return self._stopped(done)
+        loss = trainer.held_out_loss()
+        if loss is None:
+            return self._stopped(done)
+        if topology.rank == 0:
+            self.folder.note({"step": done, "held_out_loss": loss})
+            print(f"run folder: {self.folder.path}")
+        return Verdict(f"held-out loss: {loss:.4f} nats per byte", 0)
+
+    def _train(self, trainer: Trainer, corpus: Corpus, display: Display, done: int, last: int) -> tuple[int, bool]:
+        """Steps `done` to `last`; returns how many are done, all of them saved, and whether some rank was to stop."""
+        settings = self.settings
+        drawn = min(settings.timeline_step, settings.steps - 1)
+        saved, stop, speed = done, False, 0.0
+        while done < last and not stop:
+            if done == drawn:
+                report, timeline = trainer.recorded_step(done)
+                self._draw(timeline, done)
+            else:
+                report = trainer.step(done)
+            done, stop = done + 1, report.stop
+            if self.topology.rank == 0:
+                self.folder.note(_metrics(settings, done, report))
+                now = report.tokens / report.seconds
+                speed = 0.9 * speed + 0.1 * now if speed else now
+                display.step(done, report.loss, speed)
+            if settings.checkpoint_every and done % settings.checkpoint_every == 0:
+                self._save(trainer, corpus, done)
+                saved = done
+        if saved != done:
+            self._save(trainer, corpus, done)
+        return done, stop
+
+    def _corpus(self) -> Corpus:
+        """The text, the same on every rank."""
+        settings = self.settings
+        source = None if settings.data is None else Path(settings.data).expanduser()
+        corpus = load_corpus(source, settings.pattern, settings.held_out)
+        prints = all_gather_object(self.topology.world, corpus.fingerprint, "comparing the text")
+        for rank, fingerprint in enumerate(prints):
+            if fingerprint != prints[0]:
+                raise RankError(
+                    f"rank {rank} reads another text in {corpus.source} than rank 0: give all of them the same files "
+                    "with --data (and the same Python, whose library is the default)"
+                )
+        return corpus
+
+    def _save(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
+        extra = {"step": done, "text": corpus.fingerprint}
+        save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
+
+    def _load(self, trainer: Trainer, corpus: Corpus) -> int:
+        """Loads the checkpoint and returns how many steps it has seen."""
+        if not self.folder.checkpoint.exists():
+            raise ConfigError(f"{self.folder.path} has no checkpoint: the job ended before its first; start it anew")
+        extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
+        if extra["text"] != corpus.fingerprint and self.topology.rank == 0:
+            print(f"Note: the text in {corpus.source} is not what the checkpoint was trained on.")
+        return int(extra["step"])
+
+    def _open(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
+        """Says what is about to happen, and writes it down. On rank 0."""
+        settings, sizes, topology = self.settings, self.sizes, self.topology
+        parameters, active = count_parameters(trainer)
+        text = {
+            "source": corpus.source,
+            "train_files": corpus.train_files,
+            "train_bytes": len(corpus.train),
+            "held_out_files": corpus.held_out_files,
+            "held_out_bytes": len(corpus.held_out),
+            "fingerprint": corpus.fingerprint,
+        }
+        facts = {
+            "parameters": parameters,
+            "active_parameters": active,
+            "text": text,
+            "device": str(self.device),
+            "torch": torch.__version__,
+        }
+        self.folder.write_config(settings, self.launch, sizes, facts)
+        self.folder.forget_after(done)
+        nodes = topology.size // sizes.ranks_per_node
+        print(describe(settings.model))
+        print(f"{parameters:,} parameters, {active:,} of them active for a token")
+        print(
+            f"{topology.size} ranks ({nodes} nodes × {sizes.ranks_per_node}) on {self.device.type}: "
+            f"ep {topology.ep.size}, esp {topology.esp.size}, mp {topology.mp.size}, dp {topology.dp.size}"
+        )
+        print(
+            f"text: {corpus.source}, {corpus.train_files} files ({len(corpus.train) / 1e6:.1f} MB) to train on, "
+            f"{corpus.held_out_files} ({len(corpus.held_out) / 1e6:.1f} MB) held out"
+        )
+        print(f"run folder: {self.folder.path}")
+        print(f"steps {done + 1} to {settings.steps}" if done else f"{settings.steps} steps", flush=True)
+
+    def _draw(self, timeline: Timeline, step: int) -> None:
+        """Writes the timelines of all ranks: rank 0 does, the others go on."""
+        timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
+        if self.topology.rank == 0:
+            title = f"{self.settings.model.name}, step {step}, {self.topology.size} ranks"
+            save_trace(timelines, self.folder.trace)
+            draw(timelines[:MAX_TIMELINES], self.folder.picture, title=title)
+
+    def _stopped(self, done: int) -> Verdict:
+        return Verdict(
+            f"stopped after step {done} of {self.settings.steps}, saved. "
+            f"Start again the same way with: --resume {self.folder.path}",
+            STOPPED if self.stop.wanted else 0,
+        )
+
+    def _on_rank_0(self, make: Callable[[], RunDir]) -> RunDir:
+        """What rank 0 makes, on every rank; an error there is one everywhere."""
+        made: RunDir | str = ""
+        if self.topology.rank == 0:
+            try:
+                made = make()
+            except (ConfigError, OSError) as error:
+                made = str(error)
+        made = all_gather_object(self.topology.world, made, "naming the run folder")[0]
+        if isinstance(made, str):
+            raise ConfigError(made)
+        return made
+
+
+def _metrics(settings: Settings, done: int, report: StepReport) -> dict[str, Any]:
+    return {
+        "step": done,
+        "loss": report.loss,
+        "aux_loss": report.aux_loss,
+        "lr": settings.learning_rate(done - 1),
+        "grad_norm": report.grad_norm,
+        "dropped": report.dropped,
+        "tokens": report.tokens,
+        "seconds": report.seconds,
+        "time": time.time(),
+    }
+
+
+def count_parameters(trainer: Trainer) -> tuple[int, int]:
+    """Parameters of the whole model, and those that one token meets. Without communication."""
+    model, topology = trainer.model, trainer.model.topology
+    routed = {id(p) for layer in model.moe_layers() for p in layer.experts.parameters()}
+    share = min(1.0, model.config.k / (model.config.experts or 1))
+    whole = active = 0.0
+    for replica in replicas(model, topology):
+        ranks = 1
+        for axis in replica.sharding:
+            ranks *= getattr(topology, axis).size
+        size = replica.parameter.numel() * ranks
+        whole += size
+        active += size * (share if id(replica.parameter) in routed else 1.0)
+    return round(whole), round(active)

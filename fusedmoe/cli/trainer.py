@@ -1,0 +1,198 @@
+"""The training loop: steps that can be stopped and repeated, and the held-out loss at their end."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.cli.data import Batch, Batches, Corpus, mix
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.stop import StopRequest
+from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import RankError
+from fusedmoe.layers.hooks import Hooks, WireCast
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import Loss, Transformer
+from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.training import clip_grad_norm, sync_gradients
+
+_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What all ranks know after a step.
+
+    Attributes:
+        loss, aux_loss: means over the replicas, nats per target and the gates' losses summed over layers, unweighted.
+        grad_norm: of the whole gradient, before clipping.
+        dropped: the share of routed rows that found no room.
+        tokens: of all replicas.   seconds: the step took on this rank.
+        stop: some rank was asked to stop.
+    """
+
+    loss: float
+    aux_loss: float
+    grad_norm: float
+    dropped: float
+    tokens: int
+    seconds: float
+    stop: bool
+
+
+class Trainer:
+    """A model, its optimizer and its data on one rank, and what a step does with them.
+
+    A step is a function of the parameters, the optimizer's state, the settings and the step's number: batches and the
+    gates' noise are drawn from generators seeded by them. So a resumed job goes on as if it had not been stopped.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        topology: Topology,
+        device: torch.device,
+        corpus: Corpus,
+        stop: StopRequest,
+    ) -> None:
+        model = settings.model
+        mask = model.mask if model.objective == "masked" else None
+        self._settings, self._topology, self._device, self._stop = settings, topology, device, stop
+        self._training = Batches(corpus.train, model.batch, model.seq_len, mask=mask)
+        self._held_out = Batches(corpus.held_out, model.batch, model.seq_len, mask=mask)
+        self.model = make_model(settings, model, topology, device)
+        self.optimizer = make_optimizer(self.model, settings)
+
+    def step(self, step: int) -> StepReport:
+        """One step (from 0); collective over all ranks."""
+        return self._step(step, None)
+
+    def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
+        """The same, with this rank's timeline of it."""
+        recorder = Recorder(self._topology.rank, device=self._device)
+        self.model.record(recorder)
+        try:
+            return self._step(step, recorder), recorder.timeline()
+        finally:
+            self.model.record(None)
+
+    def held_out_loss(self) -> float | None:
+        """Nats per byte (of a masked model: per hidden byte) over the held-out windows; None: asked to stop.
+
+        The model is evaluated without noise; the windows are the same every time.
+        """
+        settings, topology = self._settings, self._topology
+        self._seed("held out", 0)
+        self.model.eval()
+        nats = targets = 0.0
+        for index in range(settings.eval_batches):
+            place = index * topology.dp.size + topology.dp.index
+            batch = self._held_out.held_out(place, settings.eval_batches * topology.dp.size)
+            with torch.no_grad():
+                loss = self._loss(batch)
+            count = loss.targets / topology.mp.size
+            part, number, stop = self._sum(loss.nats * loss.targets, count, float(self._stop.wanted))
+            if stop:
+                return None
+            nats, targets = nats + part, targets + number
+        self.model.train()
+        return nats / targets
+
+    def _step(self, step: int, recorder: Recorder | None) -> StepReport:
+        settings, topology = self._settings, self._topology
+        began = time.perf_counter()
+        self._seed("step", step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate(step)
+        loss = self._loss(self._training.training(settings.seed, step, topology.dp.index))
+        (loss.nats + settings.aux_weight * loss.aux).backward()
+        with span(recorder, "gradient sync", kind="gradient-all-reduce", resource="inter"):
+            sync_gradients(self.model, topology)
+        with span(recorder, "optimizer", kind="optimizer"):
+            norm = float(clip_grad_norm(self.model, topology, settings.clip or math.inf))
+            if not math.isfinite(norm):  # on every rank alike
+                raise RankError(
+                    f"rank {topology.rank}: the gradient of step {step} is not finite (norm {norm}); "
+                    "lower --lr, or go on from the last checkpoint with another --seed"
+                )
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.model.update_gates()
+        layers = list(self.model.moe_layers())
+        dropped, slots = sum(layer.dropped for layer in layers), sum(int(layer.load_E.sum()) for layer in layers)
+        nats, aux, lost, routed, stop = self._sum(
+            loss.nats, loss.aux, float(dropped), float(slots), float(self._stop.wanted)
+        )
+        return StepReport(
+            loss=nats / topology.dp.size,
+            aux_loss=aux / topology.dp.size,
+            grad_norm=norm,
+            dropped=lost / max(1.0, routed),
+            tokens=settings.model.batch * settings.model.seq_len * topology.dp.size,
+            seconds=time.perf_counter() - began,
+            stop=stop > 0,
+        )
+
+    def _loss(self, batch: Batch) -> Loss:
+        with self._autocast():
+            return self.model(batch.tokens_BL.to(self._device), batch.targets_BL.to(self._device))
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._settings.dtype == "bf16":
+            return torch.autocast(self._device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _seed(self, *what: str | int) -> None:
+        torch.manual_seed(mix(self._settings.seed, *what, self._topology.rank))
+
+    def _sum(self, *values: Tensor | float) -> list[float]:
+        """Sums over all ranks, in float64."""
+        row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device).detach() for v in values])
+        return all_reduce(self._topology.world, row, operation="sum of losses").tolist()
+
+
+def make_model(settings: Settings, model: ModelConfig, topology: Topology, device: torch.device) -> Transformer:
+    """The model with its parameters drawn from the seed: the same ones in every world."""
+    hooks: tuple[Hooks, ...] = (WireCast(_WIRE[settings.wire_dtype]),) if settings.wire_dtype in _WIRE else ()
+    torch.manual_seed(mix("parameters", settings.seed))
+    dtype = torch.float64 if settings.dtype == "fp64" else torch.float32
+    return Transformer(
+        model,
+        topology,
+        dispatch=settings.dispatch,
+        hooks=hooks,
+        recompute=settings.recompute,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """AdamW; biases and norms do not decay."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.dim() > 1 and _is_weight(name)
+        groups[is_matrix].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": settings.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        lr=settings.peak_lr,
+        betas=_BETAS,
+        fused=True,
+    )
+
+
+def _is_weight(name: str) -> bool:
+    """Experts stack their biases to matrices: the name tells them apart."""
+    last = name.rpartition(".")[2]
+    return "bias" not in last and last not in ("b1", "b2")

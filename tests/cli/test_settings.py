@@ -1,0 +1,181 @@
+"""Settings, their flags, and the layout that is chosen from them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from fusedmoe.cli.flags import GROUPS, changes_of
+from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes
+from fusedmoe.cli.main import main, make_parser
+from fusedmoe.cli.settings import Settings
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.gates import GATES
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.named import MODELS, named_model
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return make_parser().parse_args(["train", *arguments])
+
+
+def test_settings_survive_json() -> None:
+    settings = Settings(
+        model=ModelConfig(gate="deepseek_v3", gate_options={"groups": 2}, capacity_factor=None), ep=2, data="x"
+    )
+    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
+def test_settings_of_another_version_are_refused() -> None:
+    data = Settings().to_json()
+    data["model"]["flavour"] = data["colour"] = 1
+    with pytest.raises(ConfigError, match=r"colour, model\.flavour"):
+        Settings.from_json(data)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"lr": -1.0}, {"dtype": "fp8"}, {"timeout_s": 0.0}, {"clip": float("nan")}]
+)
+def test_values_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Settings(**wrong)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    settings = Settings(steps=100, warmup=10, lr=1.0)
+    rates = [settings.learning_rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[10] == pytest.approx(1.0)
+    assert sorted(rates[:10]) == rates[:10] and sorted(rates[10:], reverse=True) == rates[10:]
+    assert 0.1 < rates[-1] < 0.11
+    assert Settings(steps=1, warmup=0).learning_rate(0) == Settings().peak_lr
+
+
+def test_every_setting_has_a_flag_with_a_help() -> None:
+    flags = {flag.setting: flag for group in GROUPS.values() for flag in group}
+    settings = {f.name for f in fields(Settings)} - {"model"}
+    model = {f"model.{f.name}" for f in fields(ModelConfig)} - {"model.name", "model.gate_options"}
+    assert set(flags) == settings | model
+    assert all(flag.help for flag in flags.values())
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for word in (*MODELS, *GATES, "--resume", "torchrun --standalone", "held-out loss", "(default: 400)", "perfetto"):
+        assert word in text
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "train" in capsys.readouterr().out
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert capsys.readouterr().out == ""
+
+
+def test_flags_change_the_named_model() -> None:
+    arguments = parse(
+        *("--model", "mixtral-7b", "--layers", "2", "--capacity-factor", "none", "--gate-option", "noise=1.5"),
+        *("--gate-option", 'aux={"z": 1}', "--no-bias", "--ep", "2", "--lr", "0.5", "--data", "/x"),
+    )
+    settings = Settings().changed(changes_of(arguments))
+    expected = replace(
+        named_model("Mixtral-7B"),
+        layers=2,
+        capacity_factor=None,
+        gate_options={"noise": 1.5, "aux": {"z": 1}},
+        bias=False,
+    )
+    assert settings == Settings(model=expected, ep=2, lr=0.5, data="/x")
+
+
+def test_flags_that_are_not_given_change_nothing() -> None:
+    assert changes_of(parse()) == {}
+    saved = Settings(model=named_model("LLaMA2-MoE"), steps=7, dtype="bf16")
+    assert saved.changed(changes_of(parse("--steps", "9"))) == replace(saved, steps=9)
+
+
+def test_a_gate_option_needs_a_value() -> None:
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        changes_of(parse("--gate-option", "noise"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "0"], "layers = 0"),
+        (["--model", "gpt9"], "gpt9"),
+        (["--resume", "/nowhere"], "config.json"),
+        (["--resume", "a", "--run-dir", "b"], "leave out"),
+        (["--stop-at", "0"], "stop-at"),
+        (["--mp", "3"], "does not divide"),
+    ],
+)
+def test_a_wrong_flag_ends_with_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
+
+
+def launch(ranks: int, local: int) -> Launch:
+    return Launch(rank=0, ranks=ranks, local_rank=0, local_ranks=local)
+
+
+@pytest.mark.parametrize(
+    ("changes", "start", "sizes"),
+    [
+        ({}, launch(1, 1), Sizes(1, 1, 1, 1)),
+        ({}, launch(4, 4), Sizes(4, 1, 4, 4)),
+        ({"ranks_per_node": 2}, launch(4, 4), Sizes(2, 2, 2, 2)),
+        ({}, launch(16, 4), Sizes(4, 4, 4, 4)),
+        ({}, launch(3, 3), Sizes(3, 1, 1, 1)),  # 4 heads do not split in three
+        ({}, launch(48, 8), Sizes(8, 2, 4, 4)),  # 8 experts over 6 nodes, 4 heads over 8 ranks
+        ({"ep": 4}, launch(4, 4), Sizes(4, 4, 1, 4)),
+        ({"ep": 2, "esp": 1, "mp": 1}, launch(4, 4), Sizes(4, 2, 1, 1)),
+        ({"mp": 1}, launch(4, 2), Sizes(2, 2, 2, 1)),
+        ({"model": named_model("GPT2-XL-MoE")}, launch(8, 4), Sizes(4, 2, 1, 1)),  # 25 heads
+        ({"model": named_model("GPT2-Tiny-MoE")}, launch(6, 2), Sizes(2, 3, 2, 2)),  # experts follow the ranks
+    ],
+)
+def test_the_layout_is_the_papers_as_far_as_the_model_allows(
+    changes: dict[str, Any], start: Launch, sizes: Sizes
+) -> None:
+    settings = Settings(**changes)
+    assert choose_sizes(settings, start) == sizes
+    experts = settings.model.with_experts(start.ranks, sizes.ep).experts
+    assert experts is not None and experts % sizes.ep == 0
+    assert start.ranks % (sizes.ep * sizes.esp) == start.ranks % sizes.mp == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"ranks_per_node": 3}, "nodes of 3"), ({"ep": 3}, "ep · esp"), ({"mp": 8}, "mp = 8")]
+)
+def test_a_layout_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_sizes(Settings(**changes), launch(4, 4))
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    start = Launch(rank=3, ranks=4, local_rank=1, local_ranks=2)
+    assert str(choose_device(Settings(), start)) == "cuda:1"
+    assert str(choose_device(Settings(device="cpu"), launch(4, 4))) == "cpu"
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match="--device cpu"):
+            choose_device(Settings(device=device), launch(4, 4))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert str(choose_device(Settings(), start)) == "cpu"
+    with pytest.raises(ConfigError, match="0 GPUs"):
+        choose_device(Settings(device="cuda"), start)

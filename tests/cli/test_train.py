@@ -1,0 +1,238 @@
+"""The command as a user runs it: what it leaves behind, stopping, and going on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedmoe.cli.layout import Launch, choose_sizes, make_topology
+from fusedmoe.cli.main import main
+from fusedmoe.cli.settings import Settings, read_settings
+from fusedmoe.cli.stop import StopRequest
+from fusedmoe.cli.train import Job
+from fusedmoe.models.config import ModelConfig
+from tests.cluster import Cluster
+
+# The gate draws noise, so that going on has to restore its generator.
+MODEL: dict[str, Any] = dict(
+    layers=2, model_dim=16, heads=4, hidden=8, experts=4, gate="gshard", seq_len=16, batch=2, capacity_factor=1.0
+)
+TINY = ["--layers", "1", "--model-dim", "16", "--hidden", "8", "--experts", "4", "--seq-len", "16", "--batch", "2"]
+TINY += ["--gate", "gshard", "--eval-batches", "2", "--checkpoint-every", "0"]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(10):
+        (folder / f"{i}.txt").write_text(f"Text number {i} has {i * 17} words, or so it says. " * 20)
+    return folder
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[tuple[Any, ...]]:
+    keys = ("step", "loss", "aux_loss", "grad_norm", "dropped", "held_out_loss")
+    return [tuple(record.get(key) for key in keys) for record in metrics(run)]
+
+
+def test_one_process_trains_and_leaves_a_run_folder(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *TINY, "--steps", "4", "--data", str(text), "--timeline-step", "1"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (run,) = (tmp_path / "runs").iterdir()
+    assert any(line.endswith(f"runs/{run.name}") for line in printed)
+    assert {path.name for path in run.iterdir()} == {
+        *("config.json", "metrics.jsonl", "checkpoint", "timeline.png", "trace.json")
+    }
+    records = metrics(run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 4]
+    assert printed[-1] == f"held-out loss: {records[-1]['held_out_loss']:.4f} nats per byte"
+    assert 4 < records[-1]["held_out_loss"] < 7
+    config = json.loads((run / "config.json").read_text())
+    assert read_settings(run).model.layers == 1
+    assert config["layout"] == {"ranks": 1, "ranks_per_node": 1, "ep": 1, "esp": 1, "mp": 1}
+    assert config["parameters"] > config["active_parameters"] > 0
+    trace = json.loads((run / "trace.json").read_text())
+    found = {event["args"].get("kind") for event in trace["traceEvents"]}
+    assert {"attention", "gate", "expert", "loss", "optimizer"} <= found
+    assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+    assert main(["train", *TINY, "--run-dir", str(run)]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_a_resumed_job_goes_on_to_the_same_losses(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*TINY, "--steps", "6", "--data", str(text)]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(["train", *flags, "--run-dir", str(whole)]) == 0
+    assert main(["train", *flags, "--run-dir", str(parts), "--stop-at", "3"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"--resume {parts}")
+    with (parts / "metrics.jsonl").open("a") as file:  # as if it had been killed later, in the middle of a line
+        file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')
+    assert main(["train", "--resume", str(parts)]) == 0
+    assert losses(parts) == losses(whole)
+    assert main(["train", "--resume", str(parts)]) == 0  # of a finished job: the held-out loss again
+    assert losses(parts) == losses(whole)
+
+
+def test_a_masked_model_trains_in_every_precision(tmp_path: Path, text: Path) -> None:
+    held_out = []
+    for dtype in ("fp32", "bf16", "fp64"):
+        flags = ["--model", "BERT-Large-MoE", *TINY, "--heads", "4", "--steps", "2", "--data", str(text)]
+        flags += ["--gate", "topk"]  # noise is another in another precision
+        run = tmp_path / dtype
+        assert main(["train", *flags, "--dtype", dtype, "--recompute", "--run-dir", str(run)]) == 0
+        held_out.append(metrics(run)[-1]["held_out_loss"])
+    assert held_out[0] == pytest.approx(held_out[2], rel=1e-5)
+    assert held_out[1] == pytest.approx(held_out[2], rel=0.02)
+    assert len(set(held_out)) == 3
+
+
+def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    flags = [*TINY, "--steps", "9", "--lr", "1e30", "--warmup", "0", "--clip", "0", "--data", str(text)]
+    assert main(["train", *flags, "--run-dir", str(run)]) != 0
+    error = capsys.readouterr().err
+    assert "rank 0" in error and "finite" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks_per_node": 2},
+        {"ep": 4, "esp": 1, "mp": 1, "dispatch": "2dh", "ranks_per_node": 2, "wire_dtype": "bf16"},
+    ],
+    ids=["papers-layout", "ep4-bf16-wire"],
+)
+def test_four_ranks_stop_and_go_on_to_the_same_losses(
+    cluster: Cluster, tmp_path: Path, text: Path, changes: dict[str, Any]
+) -> None:
+    settings = Settings(
+        model=ModelConfig(**MODEL), steps=4, data=str(text), eval_batches=2, checkpoint_every=0, timeline_step=1
+    )
+    settings = settings.changed(changes)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ends = cluster.run(4, train, settings, whole, None, None)
+    assert len(set(ends)) == 1 and ends[0].startswith("held-out loss: ")
+    cluster.run(4, train, settings, parts, None, 2)
+    cluster.run(4, train, settings, None, parts, None)
+    assert losses(parts) == losses(whole)
+    trace = json.loads((whole / "trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
+
+
+def test_ranks_that_read_different_text_are_told(cluster: Cluster, tmp_path: Path, text: Path) -> None:
+    settings = Settings(model=ModelConfig(**MODEL), steps=1, data=str(text), pattern="*.txt")
+    for message in cluster.run(2, train_on_different_text, settings, tmp_path / "run"):
+        assert "rank 1 reads another text" in message
+
+
+def train(rank: int, world: int, settings: Settings, run: Path | None, resume: Path | None, stop: int | None) -> str:
+    launch = Launch(rank, world, rank, world)
+    sizes = choose_sizes(settings, launch)
+    topology = make_topology(sizes, 60.0)
+    job = Job(settings, launch, sizes, topology, torch.device("cpu"), StopRequest())
+    return job.run(run, resume, stop).last_line
+
+
+def train_on_different_text(rank: int, world: int, settings: Settings, run: Path) -> str:
+    try:
+        train(rank, world, replace(settings, pattern=f"*[{rank}-9].txt"), run, None, None)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not (run / "metrics.jsonl").exists():
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline, "no step within 60 s"
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below `pid`, from /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    found: set[int] = set()
+    rest = [pid]
+    while rest:
+        rest += (new := set(children.get(rest.pop(), [])) - found)
+        found |= new
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["sigint", "sigterm"])
+def test_one_process_that_is_asked_to_stop_saves(tmp_path: Path, text: Path, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    flags = [*TINY, "--steps", "1000000", "--data", str(text), "--run-dir", str(run)]
+    process = start("fusedmoe.cli", "train", *flags, cwd=tmp_path)
+    try:
+        wait_for_steps(process, run)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130, out
+    assert out.splitlines()[-1].endswith(f"saved. Start again the same way with: --resume {run}")
+    steps = metrics(run)[-1]["step"]
+    assert main(["train", "--resume", str(run), "--stop-at", str(steps + 1)]) == 0
+    assert [record["step"] for record in metrics(run)] == list(range(1, steps + 2))
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes through /proc")
+def test_ctrl_c_under_torchrun_saves_and_leaves_no_process(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = [*TINY, "--steps", "1000000", "--data", str(text), "--run-dir", str(run)]
+    process = start(*launcher, "-m", "fusedmoe.cli", "train", *flags, cwd=tmp_path)
+    below: set[int] = set()
+    try:
+        wait_for_steps(process, run)
+        below = descendants(process.pid)
+        assert len(below) >= 2
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert "saved. Start again the same way" in out, out
+    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+    assert (run / "checkpoint").is_dir()
