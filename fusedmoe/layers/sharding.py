@@ -36,12 +36,10 @@ def parameter_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
             if known != axes:
                 raise ConfigError(f"{first} and {name} are one tensor, but split as {known} and as {axes}")
             shardings[name] = dict(axes)
-    if seen:
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        for name, tensor in named:
-            if name not in shardings and id(tensor) in seen:
-                first, axes = seen[id(tensor)]
-                raise ConfigError(f"{first} is split as {axes}, but {name}, the same tensor, is not; list it there too")
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named if seen else ():
+        if id(tensor) in seen:
+            shardings.setdefault(name, dict(seen[id(tensor)][1]))
     return shardings
 
 

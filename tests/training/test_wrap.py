@@ -82,9 +82,14 @@ def _data_parallel(rank: int, world: int, sizes: Sizes) -> None:
     # Accumulation with a sync each time, then without one until the end.
     _backward(wrapped, topology, 1)
     _compare(wrapped.module, _plain(topology, range(2)))
+    syncs: list[None] = []
+    finish = wrapped._finish_backward
+    wrapped._finish_backward = lambda: finish() or syncs.append(None)
     with wrapped.no_sync():
         _backward(wrapped, topology, 2)
+    assert not syncs
     _backward(wrapped, topology, 3)
+    assert len(syncs) == 1
     _compare(wrapped.module, _plain(topology, range(4)))
     wrapped.zero_grad()
     with wrapped.no_sync():
