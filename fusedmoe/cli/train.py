@@ -145,10 +145,17 @@ class Job:
         if topology.rank == 0:
             self._open(trainer, corpus, done)
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
-        with make_display(topology.rank, settings.steps, done) as display:
-            done, stopped = self._train(trainer, corpus, display, done, last)
+        try:
+            with make_display(topology.rank, settings.steps, done) as display:
+                done, stopped = self._train(trainer, corpus, display, done, last)
+        except RankError as error:
+            if not self.folder.checkpoint.exists():
+                raise
+            raise RankError(f"{error}\nThe last checkpoint stands: --resume {self.folder.path}") from error
         if stopped or done < settings.steps:
             return self._stopped(done)
+        if topology.rank == 0:
+            print(f"held-out text: {settings.eval_batches * topology.dp.size} batches", flush=True)
         loss = trainer.held_out_loss()
         if loss is None:
             return self._stopped(done)
@@ -232,8 +239,9 @@ class Job:
         nodes = topology.size // sizes.ranks_per_node
         print(describe(settings.model))
         print(f"{parameters:,} parameters, {active:,} of them active for a token")
+        ranks = f"{topology.size} ranks ({nodes} × {sizes.ranks_per_node})" if topology.size > 1 else "1 rank"
         print(
-            f"{topology.size} ranks ({nodes} nodes × {sizes.ranks_per_node}) on {self.device.type}: "
+            f"{ranks} on {self.device.type}: "
             f"ep {topology.ep.size}, esp {topology.esp.size}, mp {topology.mp.size}, dp {topology.dp.size}"
         )
         print(
