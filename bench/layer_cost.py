@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 import fusedmoe
-from fusedmoe.kernels.order import build_layout, gather_sum
+from fusedmoe.kernels.gather_sum import gather_sum
+from fusedmoe.kernels.order import build_layout
 from fusedmoe.runtime.recorder import Recorder
 
 

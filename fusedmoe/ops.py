@@ -14,7 +14,7 @@ from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.kernels.order import Layout
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.order import build_layout as order
 from fusedmoe.kernels.weights import Weights
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import experts_backward, experts_forward
-from fusedmoe.kernels.order import Layout
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.runtime.recorder import Recorder, span
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from fusedmoe.autograd.exchange import all_gather, combine, dispatch, reduce_scatter
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.kernels.order import Layout, build_layout
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.order import build_layout
 from fusedmoe.runtime.recorder import Recorder, span
 
 # (rows, layout by local expert, weight of each sorted row or None) -> summed results, one for each of the rows given.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.order import permute, unpermute
-from fusedmoe.kernels.order import Layout, build_layout
+from fusedmoe.autograd.order import permute, take_slots, unpermute
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.order import build_layout
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 
 
@@ -63,7 +64,7 @@ class Order:
 
 def slot_weights(routing: Routing, layout: Layout) -> Tensor:
     """The router weight of each sorted row, [N], differentiable."""
-    return routing.weight_SK.reshape(-1)[layout.slot_N]
+    return take_slots(routing.weight_SK, layout)
 
 
 class Sparse(Order):

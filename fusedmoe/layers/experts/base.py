@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.order import Layout
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import Recorder
 
 # In place of a dimension in `shardings`: the parameter is not a slice of a larger tensor along this axis, but has a

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.experts import experts
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.order import Layout
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.experts.base import Experts, Place
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +23,18 @@ _INTERPRETER = pytest.StashKey[Interpreter]()
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cpu" if INTERPRET or not torch.cuda.is_available() else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Memory that nobody has written holds NaN, and the greatest integers."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(1).isnan() and torch.ones(1).new_empty(1, dtype=torch.int32) == 2**31 - 1
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 @pytest.hookimpl(tryfirst=True)

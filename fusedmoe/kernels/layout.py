@@ -1,0 +1,81 @@
+"""Layout: where every routed row lies once the rows are sorted by expert.
+
+Worked example, two experts, K = 2, capacity 2: with expert_SK = [[0, 1], [0, 1], [0, -1]] the rows sorted by expert
+are expert 0: tokens 0, 1 (token 2 is dropped: the expert is full), expert 1: tokens 0, 1. So counts_E = [2, 2],
+offsets_E1 = [0, 2, 4], source_N = [0, 1, 0, 1], slot_N = [0, 2, 1, 3] and row_SK = [[0, 2], [1, 3], [-1, -1]].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Sorted rows, their tokens and their slots.
+
+    On a CPU there are as many rows as are kept. On CUDA nobody waits for the device to learn that number: N is a bound
+    on it, S·K or with a capacity min(S·K, E·C), and the rows from offsets_E1[E] on are slack. Slack has valid indices
+    (token 0, slot 0), so that kernels may read through them; no result is ever read from a slack row.
+
+    Attributes:
+        counts_E: rows kept for each expert, int64.
+        offsets_E1: first row of each expert and, last, the number of rows kept, int32.
+        source_N: the token (row of x_SM) that each sorted row copies, int64; None when row n is simply x[n].
+        slot_N: flat index s·K + k of the routing slot that each sorted row serves, int64.
+        row_SK: the sorted row of every slot, -1 for a slot that is empty or was dropped, int64.
+    """
+
+    counts_E: Tensor
+    offsets_E1: Tensor
+    source_N: Tensor | None
+    slot_N: Tensor
+    row_SK: Tensor
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """`counts_E` on the host (on CUDA this waits for the device once)."""
+        return [int(count) for count in self.counts_E.tolist()]
+
+    @property
+    def experts(self) -> int:
+        return self.counts_E.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.row_SK.shape[0]
+
+    @property
+    def slots(self) -> int:
+        """K."""
+        return self.row_SK.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """N: the rows kept, or a bound on their number."""
+        return self.slot_N.shape[0]
+
+    @cached_property
+    def bags(self) -> tuple[Tensor, Tensor]:
+        """The kept rows in token order, [N], and where each token's rows start, [S] (on CUDA this waits)."""
+        flat = self.row_SK.reshape(-1)
+        if self.rows == flat.numel():
+            return flat, torch.arange(0, flat.numel(), max(self.slots, 1), device=flat.device)[: self.tokens]
+        kept = self.row_SK >= 0
+        per_token = kept.sum(1)
+        return flat[kept.reshape(-1)], per_token.cumsum(0) - per_token
+
+
+def offsets(counts_E: Tensor) -> Tensor:
+    """[E + 1], int32: the sums of the counts before each expert, and of all."""
+    return torch.nn.functional.pad(counts_E.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def contiguous_layout(counts_E: Tensor, rows: int) -> Layout:
+    """The layout of rows that lie sorted by expert already: row n is token n."""
+    index = torch.arange(rows, device=counts_E.device)
+    return Layout(counts_E, offsets(counts_E), None, index, index.view(-1, 1))

@@ -1,0 +1,134 @@
+"""Copies of rows by index, and sums of rows by index: a program makes a block of columns of one row of the result."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.aot import AotCase
+
+# Columns of a program: four warps move 16 bytes a thread and row in half precision.
+_MOST_COLUMNS = 1024
+
+
+@triton.jit
+def gather_rows_kernel(x_ptr, source_ptr, rows_ptr, M, stride, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(source_ptr + n)
+    x = tl.load(x_ptr + source * stride + column, mask=column < M)
+    tl.store(rows_ptr + n * M + column, x, mask=column < M)
+
+
+@triton.jit
+def sum_rows_kernel(
+    rows_ptr,
+    row_ptr,
+    weight_ptr,
+    y_ptr,
+    M,
+    stride,
+    K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TOTAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    s = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=TOTAL)
+    # Unrolled, so that the loads of all slots are under way at once; summed in the slots' order all the same.
+    for k in tl.static_range(K):
+        row = tl.load(row_ptr + s * K + k)
+        kept = row >= 0
+        value = tl.load(rows_ptr + row * stride + column, mask=(column < M) & kept, other=0).to(TOTAL)
+        if WEIGHTED:
+            value *= tl.load(weight_ptr + row, mask=kept, other=0).to(TOTAL)
+        total += value
+    tl.store(y_ptr + s * M + column, total.to(y_ptr.dtype.element_ty), mask=column < M)
+
+
+def gather_rows(x_SM: Tensor, source_N: Tensor) -> Tensor:
+    """rows_NM[n] = x_SM[source_N[n]]; any dtype."""
+    x_SM = _rows_of_contiguous_columns(x_SM)
+    rows, dim = source_N.numel(), x_SM.shape[1]
+    rows_NM = x_SM.new_empty((rows, dim))
+    if rows_NM.numel():
+        block, warps = _columns(dim)
+        grid = (rows, triton.cdiv(dim, block))
+        gather_rows_kernel[grid](x_SM, source_N, rows_NM, dim, x_SM.stride(0), BLOCK=block, num_warps=warps)
+    return rows_NM
+
+
+def sum_rows(rows_NM: Tensor, row_SK: Tensor, weight_N: Tensor | None) -> Tensor:
+    """y_SM[s] = Σ_k weight_N[row_SK[s, k]]·rows_NM[row_SK[s, k]], without the rows that are -1."""
+    rows_NM = _rows_of_contiguous_columns(rows_NM)
+    tokens, slots = row_SK.shape
+    dim = rows_NM.shape[1]
+    y_SM = rows_NM.new_empty((tokens, dim))
+    if y_SM.numel():
+        block, warps = _columns(dim)
+        sum_rows_kernel[(tokens, triton.cdiv(dim, block))](
+            rows_NM,
+            row_SK.contiguous(),
+            weight_N if weight_N is None else weight_N.contiguous(),
+            y_SM,
+            dim,
+            rows_NM.stride(0),
+            K=slots,
+            WEIGHTED=weight_N is not None,
+            TOTAL=_total(rows_NM.dtype),
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return y_SM
+
+
+def _rows_of_contiguous_columns(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _columns(dim: int) -> tuple[int, int]:
+    """Columns of a program, and its warps."""
+    block = min(_MOST_COLUMNS, max(128, triton.next_power_of_2(dim)))
+    return block, max(1, block // 256)
+
+
+def _total(dtype: torch.dtype) -> tl.dtype:
+    """What rows are summed in."""
+    if dtype.is_floating_point:
+        return tl.float64 if dtype == torch.float64 else tl.float32
+    return tl.int64
+
+
+def aot_cases() -> list[AotCase]:
+    half, single, double, long = torch.bfloat16, torch.float32, torch.float64, torch.int64
+    cases = []
+    for dtype in (half, single, double):
+        for dim in (100, 256, 4096):
+            block, warps = _columns(dim)
+            arguments = {"x_ptr": dtype, "source_ptr": long, "rows_ptr": dtype, "M": dim, "stride": dim, "BLOCK": block}
+            name = f"permute {str(dtype)[6:]} M={dim}"
+            cases.append(AotCase(name, gather_rows_kernel, arguments, {"num_warps": warps}, quick=dtype == half))
+    for dtype in (half, torch.float16, single, double):
+        for dim, slots in ((100, 1), (100, 3), (256, 8), (512, 2), (4096, 1), (4096, 2), (4096, 8), (4096, 16)):
+            for weight in (None, half, single) if dtype == half else (None, single):
+                block, warps = _columns(dim)
+                arguments: dict[str, object] = {
+                    "rows_ptr": dtype,
+                    "row_ptr": long,
+                    "weight_ptr": weight,
+                    "y_ptr": dtype,
+                    "M": dim,
+                    "stride": dim,
+                    "K": slots,
+                    "WEIGHTED": weight is not None,
+                    "TOTAL": _total(dtype),
+                    "BLOCK": block,
+                }
+                name = f"gather_sum {str(dtype)[6:]} M={dim} K={slots}"
+                name += "" if weight is None else f" weights {str(weight)[6:]}"
+                quick = (dtype, dim, slots, weight) == (half, 4096, 8, single)
+                cases.append(AotCase(name, sum_rows_kernel, arguments, {"num_warps": warps}, quick=quick))
+    return cases
