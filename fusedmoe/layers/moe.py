@@ -58,10 +58,14 @@ class MoELayer(nn.Module):
         dropped: how many of them were dropped.
         recorder: measures each part while set (see `fusedmoe.runtime.recorder`).
 
-    Saves for backward, in elements: x (S·M), the router's logits and probabilities (a small multiple of S·E), and for
-    feed-forward experts the pre-activation H of the R rows computed here: R·hidden/ESP, twice that for SwiGLU. With
-    EP·ESP > 1 also the R received rows (R·M). Integers for the routing come to a few for each row. The activation, the
-    experts' outputs and any padding are never saved.
+    Saves for backward, parameters aside, for S tokens of this rank, N of whose S·K rows are kept, and R rows that the
+    experts here compute (R = N where nothing travels), with a `TopK` gate, a `Sparse` or `Dropless` order, feed-forward
+    experts (H is their `hidden`, g = 2 for a gated activation, else 1), in elements:
+    - in x's dtype: S·M for x, R·g·H/ESP for the pre-activation, and with EP·ESP > 1 or hooks R·M for the rows received;
+    - in float32 (float64 for float64): S·K + R router weights, and E·(S + 1) for the balance loss, if it is on;
+    - integers, of 8 bytes at most: 2·S·K + 4·N + 2·S + 4·E or less, and 5·R + 4·E more with EP·ESP > 1 or hooks.
+    The activation, the experts' outputs and any padding are never saved. Other gates save as much, or say so; `Einsum`
+    saves its matrices, S·E·C twice; under autocast x and the experts' parameters are also saved in the lower precision.
 
     Raises:
         ConfigError: sizes that cannot work, found when the layer is made or called in a world of one.

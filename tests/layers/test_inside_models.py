@@ -1,4 +1,4 @@
-"""The layer inside what PyTorch puts around models: activation checkpointing, torch.compile, DistributedDataParallel."""
+"""The layer inside what PyTorch puts around models: activation checkpointing, torch.compile, data parallelism."""
 
 from __future__ import annotations
 

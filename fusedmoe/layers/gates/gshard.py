@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusedmoe.layers.gates.base import INIT_STD, Gate, Routing, fill_normal
 from fusedmoe.layers.gates.linear import router_logits
-from fusedmoe.layers.gates.select import top_experts
+from fusedmoe.layers.gates.select import pick, top_experts
 from fusedmoe.layers.gates.topk import noisy_load_importance
 from fusedmoe.layers.losses import balance_loss, z_loss
 
@@ -66,7 +66,7 @@ class GShard(Gate):
         if self.training and noise_std_SE is not None:
             noisy_SE = clean_SE + torch.randn_like(noise_std_SE) * noise_std_SE
         expert_SK = top_experts(noisy_SE, self.k)
-        weight_SK = noisy_SE.gather(1, expert_SK).softmax(1)
+        weight_SK = pick(noisy_SE, expert_SK).softmax(1)
 
         def importance_load() -> Tensor:
             assert noise_std_SE is not None

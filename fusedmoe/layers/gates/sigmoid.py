@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import router_logits
-from fusedmoe.layers.gates.select import top_experts
+from fusedmoe.layers.gates.select import pick, top_experts
 from fusedmoe.layers.losses import balance_loss, z_loss
 
 
@@ -52,7 +52,7 @@ class Sigmoid(Gate):
         }
         return Routing(
             expert_SK=expert_SK,
-            weight_SK=logits_SE.gather(1, expert_SK).sigmoid(),
+            weight_SK=pick(logits_SE, expert_SK).sigmoid(),
             capacity=self.row_capacity(x_SM.shape[0]),
             priority_S=None,
             aux_loss=self.weigh(logits_SE, terms),

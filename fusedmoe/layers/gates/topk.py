@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import router_dtype, router_logits
-from fusedmoe.layers.gates.select import top_experts
+from fusedmoe.layers.gates.select import pick, top_experts
 from fusedmoe.layers.losses import balance_loss, load_importance_loss, z_loss
 
 
@@ -71,7 +71,7 @@ class TopK(Gate):
         prob_SE = None
         if self.normalize and self.k > 1:
             # softmax over the chosen logits is p / Σp of the chosen, without the underflow of p
-            weight_SK = logits_SE.gather(1, expert_SK).softmax(1)
+            weight_SK = pick(logits_SE, expert_SK).softmax(1)
         else:
             prob_SE = logits_SE.softmax(1)
             weight_SK = prob_SE.gather(1, expert_SK)

@@ -1,0 +1,104 @@
+"""What the layer saves for backward is what its docstring says."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedmoe
+from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.comm.topology import Topology
+from fusedmoe.kernels.order import Layout
+from fusedmoe.layers.experts import FeedForward, SwiGLU
+from fusedmoe.layers.moe import MoELayer
+from tests.cluster import Cluster
+
+
+def saved_elements(layer: MoELayer, x: Tensor) -> dict[torch.dtype, int]:
+    """How many elements of each dtype a forward saves: those that autograd knows of, and the layouts' integers.
+
+    A storage counts once and in full, however little of it a saved tensor uses.
+    """
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    storages: dict[int, tuple[torch.dtype, int]] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = (tensor.dtype, storage.nbytes() // tensor.itemsize)
+        return tensor
+
+    gc.collect()
+    before = [thing for thing in gc.get_objects() if type(thing) is Layout]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = layer(x)
+    for layout in [thing for thing in gc.get_objects() if type(thing) is Layout]:
+        if not any(layout is old for old in before):
+            torch.utils._pytree.tree_map_only(Tensor, note, vars(layout))
+    assert y.requires_grad
+    total: dict[torch.dtype, int] = {}
+    for dtype, size in storages.values():
+        total[dtype] = total.get(dtype, 0) + size
+    return total
+
+
+def check(
+    layer: MoELayer, S: int, M: int, H: int, K: int, dtype: torch.dtype, topology: Topology | None = None
+) -> None:
+    saved = saved_elements(layer, torch.randn(S, M, dtype=dtype, requires_grad=True))
+    E, g = layer.gate.experts, 2 if isinstance(layer.experts, SwiGLU) else 1
+    N = R = int(layer.load_E.sum()) - layer.dropped
+    travels, ep, esp = bool(layer.hooks), 1, 1
+    if topology is not None:
+        travels, ep, esp = True, topology.ep.size, topology.esp.size
+        load_E = all_reduce(topology.world, layer.load_E.clone())  # nothing is dropped here
+        R = int(load_E.view(ep, -1)[topology.ep.index].sum())
+    # pick() holds the chosen experts where autograd does not show them.
+    integers = S * K + sum(saved.pop(dtype) for dtype in list(saved) if not dtype.is_floating_point)
+    assert 0 < integers <= 2 * S * K + 4 * N + 2 * S + 4 * E + (5 * R + 4 * E if travels else 0)
+    expected = {dtype: S * M + R * g * H // esp + (R * M if travels else 0)}
+    router = torch.promote_types(dtype, torch.float32)
+    expected[router] = expected.get(router, 0) + S * K + R + (E * (S + 1) if layer.gate.aux else 0)
+    assert saved == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("experts", [SwiGLU, FeedForward])
+@pytest.mark.parametrize("S, M, H, E, K", [(40, 16, 24, 4, 2), (33, 8, 40, 6, 3), (64, 24, 8, 16, 5)])
+def test_saved(experts: type[FeedForward], dtype: torch.dtype, S: int, M: int, H: int, E: int, K: int) -> None:
+    check(MoELayer(M, fusedmoe.gates.TopK(experts=E, k=K), experts(H), dtype=dtype), S, M, H, K, dtype)
+
+
+@pytest.mark.parametrize("aux", [{}, {"balance": 1.0}], ids=str)
+def test_saved_with_drops(aux: dict[str, float]) -> None:
+    layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2, capacity_factor=0.5, aux=aux), SwiGLU(24))
+    check(layer, 50, 16, 24, 2, torch.float32)
+    assert layer.dropped > 0
+
+
+def test_saved_with_hooks() -> None:
+    layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2), FeedForward(24), hooks=[fusedmoe.Hooks()])
+    check(layer, 50, 16, 24, 2, torch.float32)
+
+
+def test_an_eval_forward_saves_nothing() -> None:
+    layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2), SwiGLU(24))
+    saved: list[Tensor] = []
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+        assert not layer(torch.randn(50, 16)).requires_grad
+    assert not saved
+
+
+def in_parallel(rank: int, world: int, ep: int, esp: int, experts: type[FeedForward], dtype: torch.dtype) -> None:
+    topology = Topology.from_sizes(ep, esp)
+    layer = MoELayer(16, fusedmoe.gates.TopK(experts=4, k=2), experts(24), topology=topology, dtype=dtype)
+    check(layer, 30 + 20 * rank, 16, 24, 2, dtype, topology)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ep, esp", [(2, 1), (1, 2), (2, 2)])
+def test_saved_in_parallel(cluster: Cluster, ep: int, esp: int, dtype: torch.dtype) -> None:
+    cluster.run(ep * esp, in_parallel, ep, esp, SwiGLU if ep == 2 else FeedForward, dtype)
