@@ -18,13 +18,14 @@ class HookContext:
     Attributes:
         direction: "forward" with activations, "backward" with their gradients.
         chunk, chunks: which part of the batch travels, of how many.
-        memory: a dict shared by the before_ and after_ hooks of one transfer, for what the one must tell the other.
+        memory: a dict shared by the before_ and after_ hooks of one transfer, for what the one must tell the other. Of
+            several hooks, each keeps to a key of its own, best itself.
     """
 
     direction: Direction
     chunk: int = 0
     chunks: int = 1
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory: dict[Any, Any] = field(default_factory=dict)
 
 
 class Hooks:

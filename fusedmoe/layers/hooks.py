@@ -11,10 +11,10 @@ __all__ = ["HookContext", "Hooks", "WireCast"]
 
 
 class WireCast(Hooks):
-    """Compression: rows travel between ranks in a narrower dtype and are widened on arrival.
+    """Compression: rows are dispatched and combined in a narrower dtype and widened on arrival.
 
-    Halves the bytes of dispatch and combine for float32 rows, in forward and in backward; rounds every element that
-    travels. The experts compute in the wide dtype.
+    Halves these bytes for float32 rows, in forward and in backward; rounds every element that travels. What ESP moves
+    inside a node stays wide, and so does what the experts compute in.
 
     Args:
         dtype: on the wire, e.g. torch.bfloat16.
@@ -24,11 +24,11 @@ class WireCast(Hooks):
         self.dtype = dtype
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        context.memory["dtype"] = rows.dtype
+        context.memory[self] = rows.dtype
         return rows.to(self.dtype)
 
     def after_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        return rows.to(context.memory["dtype"])
+        return rows.to(context.memory[self])
 
     before_combine = before_dispatch
     after_combine = after_dispatch

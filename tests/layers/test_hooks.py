@@ -1,0 +1,227 @@
+"""Six hooks, in order, with the direction; and two uses of them: compression and another layout of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedmoe
+from fusedmoe.comm import all_to_all
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.experts import SwiGLU
+from fusedmoe.layers.gates import Gate
+from fusedmoe.layers.hooks import HookContext, Hooks, WireCast
+from fusedmoe.layers.moe import MoELayer
+from tests.cluster import Cluster
+
+M, H, E = 16, 24, 4
+SEAMS = ["before_moe_start", "before_dispatch", "after_dispatch", "before_combine", "after_combine", "before_moe_end"]
+
+
+class Note(Hooks):
+    """Writes down each call: seam, direction, chunk, and the tensor."""
+
+    def __init__(self, log: list[tuple[str, Any, HookContext, Tensor]], name: str = "") -> None:
+        self.log, self.name = log, name
+
+    def __getattribute__(self, seam: str) -> Any:
+        if seam not in SEAMS:
+            return super().__getattribute__(seam)
+
+        def call(tensor: Tensor, context: HookContext) -> None:
+            self.log.append((seam, self.name, context, tensor.detach().clone()))
+
+        return call
+
+
+def build(hooks: list[Hooks], topology: Topology | None = None, gate: Gate | None = None, **more: Any) -> MoELayer:
+    torch.manual_seed(0)
+    gate = gate or fusedmoe.gates.TopK(experts=E, k=2)
+    layer = MoELayer(M, gate, SwiGLU(H), topology=topology, hooks=hooks, **more)
+    with torch.no_grad():
+        for parameter in gate.parameters():
+            parameter.normal_()
+    return layer
+
+
+def fire(rank: int, world: int, ep: int, esp: int) -> None:
+    log: list[tuple[str, Any, HookContext, Tensor]] = []
+    layer = build([Note(log)], Topology.from_sizes(ep, esp))
+    x = torch.randn(5 + 6 * rank, M).requires_grad_()
+    y = layer(x)
+    assert [seam for seam, *_ in log] == SEAMS
+    assert all((c.direction, c.chunk, c.chunks) == ("forward", 0, 1) for _, _, c, _ in log)
+    dy = torch.randn(y.shape)
+    forward = [tensor for *_, tensor in log]
+    log.clear()
+    y.backward(dy)
+    assert [seam for seam, *_ in log] == SEAMS
+    assert all((c.direction, c.chunk, c.chunks) == ("backward", 0, 1) for _, _, c, _ in log)
+    backward = [tensor for *_, tensor in log]
+    for ours, theirs in zip((forward[0], forward[5], backward[0], backward[5]), (x, y, dy, x.grad), strict=True):
+        assert theirs is not None and torch.equal(ours, theirs)
+    sent, received = 2 * len(x), len(forward[2])
+    for tensors in (forward, backward):  # a gradient's way to the experts is a dispatch
+        assert [len(tensor) for tensor in tensors[1:5]] == [sent, received, received, sent]
+    # What is dispatched in backward is dy of each row; what is dispatched in forward is x of each row.
+    token_N = [int((row == x).all(1).nonzero()) for row in forward[1]]
+    assert torch.equal(backward[1], dy[token_N])
+    # dx is the sum of its rows that came back, besides the gate's part.
+    assert {c.direction for _, _, c, _ in log} == {"backward"}
+    assert log[1][2] is log[2][2] and log[3][2] is log[4][2] and log[2][2] is not log[3][2]
+
+
+def test_order_and_direction() -> None:
+    fire(0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("ep, esp", [(2, 1), (1, 2)])
+def test_order_and_direction_over_ranks(cluster: Cluster, ep: int, esp: int) -> None:
+    cluster.run(2, fire, ep, esp)
+
+
+@pytest.mark.parametrize("gate", [fusedmoe.gates.SoftMoE(experts=E), fusedmoe.gates.TopK(experts=E, capacity_factor=1)])
+@pytest.mark.parametrize("order", list(fusedmoe.orders.ORDERS.values()))
+def test_every_order_fires_them(gate: Gate, order: type[fusedmoe.orders.Order]) -> None:
+    log: list[tuple[str, Any, HookContext, Tensor]] = []
+    layer = build([Note(log)], gate=gate if gate.model_dim is None else type(gate)(experts=E), order=order())
+    layer(torch.randn(9, M).requires_grad_()).sum().backward()
+    assert [seam for seam, *_ in log] == SEAMS * 2
+
+
+def test_pairs_nest() -> None:
+    log: list[tuple[str, Any, HookContext, Tensor]] = []
+    layer = build([Note(log, "outer"), Note(log, "inner")])
+    layer(torch.randn(3, M))
+    names = [name for _, name, *_ in log]
+    into, out = ["outer", "inner"], ["inner", "outer"]
+    assert names == into + into + out + into + out + into
+
+
+class Scale(Hooks):
+    def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:
+        return 3 * x if context.direction == "forward" else None
+
+    def before_moe_end(self, y: Tensor, context: HookContext) -> Tensor | None:
+        return y.tanh() if context.direction == "forward" else None
+
+
+def run(layer: MoELayer, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """y, dx and the gradients of the parameters."""
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    (torch.sum(y * dy) + layer.aux_loss).backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+
+def test_what_the_outer_hooks_compute_is_differentiated() -> None:
+    bare = build([])
+
+    class Plain(torch.nn.Module):
+        aux_loss: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = bare
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(3 * x).tanh()
+            self.aux_loss = self.layer.aux_loss
+            return y
+
+    x, dy = torch.randn(7, M), torch.randn(7, M)
+    for ours, theirs in zip(run(build([Scale()]), x, dy), run(Plain(), x, dy), strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(ours, theirs)
+
+
+class Images(Hooks):
+    """Images [B, M, h, w] as tokens [B, h·w, M], and back."""
+
+    def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:
+        if context.direction == "backward":
+            assert x.shape[1] == M and x.dim() == 4  # the gradient of what the layer returned
+            return None
+        self.size = x.shape[2:]
+        return x.flatten(2).transpose(1, 2)
+
+    def before_moe_end(self, y: Tensor, context: HookContext) -> Tensor | None:
+        if context.direction == "backward":
+            assert y.shape[1] == M and y.dim() == 4
+            return None
+        return y.transpose(1, 2).unflatten(2, self.size)
+
+
+class Flatten(Hooks):
+    """[B, L, M] -> [B·L, M] for good: the layer returns tokens."""
+
+    def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:
+        return x.flatten(0, 1) if context.direction == "forward" else None
+
+
+def test_other_layouts_of_tokens() -> None:
+    x, dy = torch.randn(2, M, 3, 5), torch.randn(2, M, 3, 5)
+    tokens, dtokens = (t.permute(0, 2, 3, 1).reshape(-1, M) for t in (x, dy))
+    expected = run(build([]), tokens, dtokens)
+    ours = run(build([Images()]), x, dy)
+    for i in (0, 1):
+        assert ours[i].shape == x.shape
+        torch.testing.assert_close(ours[i].permute(0, 2, 3, 1).reshape(-1, M), expected[i])
+    for ours_p, theirs in zip(ours[2:], expected[2:], strict=True):
+        torch.testing.assert_close(ours_p, theirs)
+    flat = run(build([Flatten()]), tokens.view(2, 15, M), dtokens)
+    assert flat[0].shape == (30, M) and flat[1].shape == (2, 15, M)
+    torch.testing.assert_close(flat[1].view(-1, M), expected[1])
+
+
+def compressed(rank: int, world: int, ep: int, esp: int, dtype: torch.dtype) -> None:
+    topology = Topology.from_sizes(ep, esp)
+    generator = torch.Generator().manual_seed(rank)
+    x, dy = (torch.randn(40, M, generator=generator) for _ in range(2))
+    sent: list[tuple[str, torch.dtype, int]] = []
+    move = all_to_all.all_to_all_rows
+
+    def spy(group: Any, rows: Tensor, send: Any, recv: Any, operation: str) -> Tensor:
+        if rows.shape[1:] == (M,):
+            sent.append((operation, rows.dtype, rows.numel() * rows.itemsize))
+        return move(group, rows, send, recv, operation)
+
+    exact = run(build([], topology), x, dy)
+    with patch.object(all_to_all, "all_to_all_rows", spy):
+        run(build([], topology), x, dy)
+        usual, sent[:] = list(sent), []
+        ours = run(build([WireCast(dtype)], topology), x, dy)
+    assert [name for name, *_ in sent] == ["dispatch", "combine", "dispatch", "combine"] == [name for name, *_ in usual]
+    for (_, on_wire, size), (_, wide, full) in zip(sent, usual, strict=True):
+        assert on_wire == dtype and wide == torch.float32 and size * 4 // dtype.itemsize == full > 0
+    unit = torch.finfo(dtype).eps / 2
+    for got, want in zip(ours, exact, strict=True):
+        assert got.dtype == torch.float32
+        error = float((got - want).norm() / want.norm())
+        assert unit / 100 < error < 4 * unit, (error, unit)
+    if esp == 1:
+        # Nothing else is rounded: one process that rounds where rows would travel gets the same, save a few elements
+        # that another order of sums takes to the other side of a rounding.
+        alone = run(build([WireCast(dtype)]), x, dy)
+        assert all((ours[i] - alone[i]).norm() < unit / 5 * alone[i].norm() for i in (0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_wire_cast(cluster: Cluster, dtype: torch.dtype) -> None:
+    cluster.run(2, compressed, 2, 1, dtype)
+
+
+def test_wire_cast_with_expert_shards(cluster: Cluster) -> None:
+    cluster.run(4, compressed, 2, 2, torch.bfloat16)
+
+
+def test_wire_casts_stack() -> None:
+    x, dy = torch.randn(9, M), torch.randn(9, M)
+    both, one = (run(build(hooks), x, dy) for hooks in ([WireCast(), WireCast(torch.float8_e4m3fn)], [Hooks()]))
+    assert both[0].dtype == torch.float32
+    assert 0.001 < (both[0] - one[0]).norm() / one[0].norm() < 0.2
