@@ -30,12 +30,14 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
     A token without a kept slot gets exact zeros. Sums in float32, of float64 in float64, of integers in integers (those
     without weights); any strides.
     """
-    if layout.source_N is None:
-        return rows_NM if weight_N is None else rows_NM * weight_N.to(rows_NM.dtype)[:, None]
+    if layout.source_N is None and weight_N is None:
+        return rows_NM
     if uses_triton(rows_NM):
         from fusedmoe.kernels.rows.gather import sum_rows
 
         return sum_rows(rows_NM, layout.row_SK, weight_N)
+    if layout.source_N is None and weight_N is not None:
+        return rows_NM * weight_N.to(rows_NM.dtype)[:, None]
     if layout.rows == 0 or rows_NM.shape[1] == 0:
         return rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
     row_N, start_S = layout.bags

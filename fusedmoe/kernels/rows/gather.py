@@ -115,7 +115,7 @@ def aot_cases() -> list[AotCase]:
         for dim, slots in ((100, 1), (100, 3), (256, 8), (512, 2), (4096, 1), (4096, 2), (4096, 8), (4096, 16)):
             for weight in (None, half, single) if dtype == half else (None, single):
                 block, warps = _columns(dim)
-                arguments: dict[str, object] = {
+                summands = {
                     "rows_ptr": dtype,
                     "row_ptr": long,
                     "weight_ptr": weight,
@@ -130,5 +130,5 @@ def aot_cases() -> list[AotCase]:
                 name = f"gather_sum {str(dtype)[6:]} M={dim} K={slots}"
                 name += "" if weight is None else f" weights {str(weight)[6:]}"
                 quick = (dtype, dim, slots, weight) == (half, 4096, 8, single)
-                cases.append(AotCase(name, sum_rows_kernel, arguments, {"num_warps": warps}, quick=quick))
+                cases.append(AotCase(name, sum_rows_kernel, summands, {"num_warps": warps}, quick=quick))
     return cases

@@ -1,0 +1,66 @@
+"""Rows that a wire format may get wrong, and what is asked of packing them. For the plain path and for the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.wire import (
+    define_pack_fp8,
+    define_unpack_fp8,
+    pack_bf16,
+    pack_fp8,
+    unpack_bf16,
+    unpack_fp8,
+)
+
+SHAPES = [(0, 8), (1, 1), (37, 100), (5, 512), (3, 5000), (3, 0)]
+
+
+def rows_of_many_kinds(dtype: torch.dtype) -> Tensor:
+    """[n, 131]"""
+    rows = torch.randn(12, 131)
+    rows[1] = 0
+    rows[2] *= torch.logspace(-30, 30, 131, 2)  # more than the range of e4m3
+    rows[3] *= 2.0**-130  # the smallest numbers there are
+    rows[4] *= 1e37
+    rows[5, 7] = math.nan
+    rows[6, 3], rows[6, 9] = math.inf, -math.inf
+    rows[7] = math.nan
+    rows[8] = -0.0
+    # Every midpoint between two neighbours of e4m3, at scale 1, of either sign, and every number itself.
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    rows[9:12] = 448
+    rows[9, :126] = (numbers[1:] + numbers[:-1]) / 2
+    rows[10] = -rows[9]
+    rows[11, :127] = numbers
+    return rows.to(dtype)
+
+
+def check_fp8(rows_NM: Tensor) -> None:
+    """Bits as defined, both ways, and errors as promised."""
+    packed = pack_fp8(rows_NM)
+    assert packed.dtype == torch.uint8 and packed.shape == (rows_NM.shape[0], rows_NM.shape[1] + 4)
+    assert torch.equal(packed, define_pack_fp8(rows_NM))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        got, expected = unpack_fp8(packed, dtype), define_unpack_fp8(packed, dtype)
+        assert got.dtype == dtype and got.shape == rows_NM.shape
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+    x, y = rows_NM.float().double(), unpack_fp8(packed, torch.float32).double()
+    finite = x.isfinite()
+    assert torch.equal(y.isnan(), ~finite)
+    scale_N1 = x.where(finite, 0).abs().amax(1, keepdim=True) / 448 if x.shape[1] else x[:, :0]
+    bound = torch.maximum(x.abs() * 2.0**-4, scale_N1 * 2.0**-10).clamp(min=2.0**-135) * (1 + 1e-6)
+    assert ((y - x).abs() <= bound)[finite].all()
+
+
+def check_bf16(rows_NM: Tensor) -> None:
+    packed = pack_bf16(rows_NM)
+    expected = rows_NM.to(torch.bfloat16)
+    assert packed.dtype == torch.bfloat16 and torch.equal(packed.isnan(), expected.isnan())
+    known = ~expected.isnan()
+    assert torch.equal(packed.view(torch.int16)[known], expected.view(torch.int16)[known])
+    assert torch.equal(unpack_bf16(packed, rows_NM.dtype)[known], expected.to(rows_NM.dtype)[known])
