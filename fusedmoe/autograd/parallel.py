@@ -61,6 +61,13 @@ def mean_over(value: Tensor, group: Group) -> Tensor:
     )
 
 
+def sum_gradient(value: Tensor, group: Group) -> Tensor:
+    """The same value; its gradient is summed over the group: for parameters that every rank applies to other rows."""
+    if group.size == 1:
+        return value
+    return linear(value, lambda v: v, lambda grad: collectives.all_reduce(group, grad.clone()))
+
+
 def _linear(
     x_SM: Tensor, group: Group, there: _Kind, back: _Kind, counts: Sequence[int], recorder: Recorder | None
 ) -> Tensor:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
 from fusedmoe.autograd.linear import linear
 from fusedmoe.autograd.moe import through_experts
-from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows
+from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows, sum_gradient
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
 from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.order import contiguous_layout
-from fusedmoe.layers.experts import Experts, Place
+from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Sparse, slot_weights
@@ -47,7 +47,9 @@ class MoELayer(nn.Module):
         shared: an experts' network that sees every token (DeepSeek's shared expert), replicated on all ranks.
         mp_input: what the model-parallel ranks pass in. "replicated": all the same x; each routes its slice of the
             tokens and all return the same y. "partial": summands of x, summed on the way in (MP-ReduceScatter); y as
-            before. "split": slices already; y is the slice's.
+            before. "split": slices already; y is the slice's. With the first two, the loss is the same on all MP ranks,
+            and gradients of x and of replicated parameters are whole on each: `sync_gradients(…, mp_loss="replicated")`.
+            With "split", they are summands.
         device, dtype: of the parameters.
 
     Attributes:
@@ -112,6 +114,8 @@ class MoELayer(nn.Module):
             shared.shardings = {}
         if self.topology.ep.size * self.topology.esp.size > 1:
             _require_shardings(experts)
+        for name, _ in experts.named_parameters():
+            experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
         self.recorder: Recorder | None = None
         self.aux_loss = torch.zeros(())
         self.load_E = torch.zeros(gate.experts, dtype=torch.long)
@@ -158,7 +162,7 @@ class MoELayer(nn.Module):
         recorder = self.recorder
         self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
-            routing = self.gate(x_SM)
+            routing = self._replicated(self.gate, x_SM)
             self._count(routing)
         refusal = refusal or _refuse_logits(routing)
         ep, esp = self.topology.ep, self.topology.esp
@@ -185,9 +189,20 @@ class MoELayer(nn.Module):
         if self.shared is not None:
             self.shared.recorder = recorder
             every = contiguous_layout(torch.tensor([len(x_SM)], device=x_SM.device), len(x_SM))
-            y_SM = y_SM + self.shared(x_SM, every, None)
+            y_SM = y_SM + self._replicated(self.shared, x_SM, every, None)
         self._keep_aux(routing.aux_loss)
         return y_SM
+
+    def _replicated(self, module: nn.Module, *inputs: Any) -> Any:
+        """Calls a module whose parameters are replicated.
+
+        Where MP ranks join their slices again, each must get the whole gradient, as for all that is replicated there.
+        """
+        mp = self.topology.mp
+        if mp.size == 1 or self.mp_input == "split":
+            return module(*inputs)
+        parameters = {name: sum_gradient(parameter, mp) for name, parameter in module.named_parameters()}
+        return torch.func.functional_call(module, parameters, inputs)
 
     def update_gate(self) -> None:
         """Tells the gate the load of all ranks since the last call; call it after each optimizer step. Collective.

@@ -3,6 +3,9 @@
 Each rank's loss is such that the losses of an MP group sum up to the mean loss of one replica, and the true loss is the
 mean over the DP replicas. So the gradient of a parameter is 1/DP times the sum over the ranks that hold a copy of it:
 all ranks for replicated parameters, the edp group for experts, the dp group for what MP splits.
+
+In a model whose activations between layers are the same on all MP ranks, so is the loss, and the gradient of a
+replicated parameter is whole on each of them: it is the mean over all ranks. That is `mp_loss="replicated"`.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.buckets import reduce_gradients
-from fusedmoe.training.replicas import local_part, replicas
+from fusedmoe.training.replicas import MpLoss, divisor, local_part, replicas
 from fusedmoe.training.wrap import DataParallel
 
 
-def sync_gradients(model: nn.Module, topology: Topology) -> None:
+def sync_gradients(model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands") -> None:
     """Turns each rank's gradients into those of the true loss, in place. Collective over all ranks.
 
     Call it once for each optimizer step, after the last backward and before `clip_grad_norm`. In a world of one, and
@@ -30,6 +33,9 @@ def sync_gradients(model: nn.Module, topology: Topology) -> None:
     stays without. Memory: one buffer of at most 32 MiB. What FSDP has averaged already is summed over what remains, the
     mp group.
 
+    Args:
+        mp_loss: what the losses of an MP group are, "summands" of its mean loss (each rank has tokens of its own, as in
+            `fusedmoe.models`) or "replicated", the same loss on every rank (`MoELayer(mp_input="replicated")`).
     Raises:
         ConfigError: a sparse gradient, or a model wrapped in PyTorch's own DistributedDataParallel.
         RankError: another rank failed or did not come.
@@ -44,7 +50,7 @@ def sync_gradients(model: nn.Module, topology: Topology) -> None:
     if topology.size == 1:
         return
     copies = replicas(model, topology)
-    reduce_gradients(copies, [1 if replica.managed else topology.dp.size for replica in copies], topology)
+    reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology)
 
 
 @torch.no_grad()

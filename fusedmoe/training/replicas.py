@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,10 @@ from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
 _PIECE_BYTES = 32 * 2**20
 
 
+# What the losses of an MP group are: see fusedmoe.training.gradients.
+MpLoss = Literal["summands", "replicated"]
+
+
 @dataclass(frozen=True, eq=False)
 class Replica:
     """A parameter of this rank and the ranks that hold a copy of it.
@@ -27,6 +32,7 @@ class Replica:
         sharding: {axis: dimension} over the axes that have more than one rank; empty for a replicated parameter.
         group: the ranks with a copy; each has a gradient of its own until they are summed. For a parameter that FSDP
             manages: the ranks with a copy of this rank's part, whose gradients FSDP has not joined.
+        expert: an expert's, split over ranks or not: its gradient is a summand on every rank that holds a copy.
         managed: FSDP shards the parameter over the dp group and averages its gradient there.
     """
 
@@ -34,6 +40,7 @@ class Replica:
     parameter: nn.Parameter
     sharding: dict[str, int]
     group: Group
+    expert: bool = False
     managed: bool = False
 
     @property
@@ -51,12 +58,26 @@ def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
     shardings = parameter_shardings(model)
     found = []
     for name, parameter in model.named_parameters():
-        sharding = active(shardings.get(name, {}), topology)
+        declared = shardings.get(name, {})
+        sharding, expert = active(declared, topology), not declared.keys().isdisjoint(EXPERT_AXES)
         group, managed = holders(sharding, topology), isinstance(parameter, DTensor)
         if managed:
             group = _unmanaged_holders(name, parameter, sharding, topology)
-        found.append(Replica(name, parameter, sharding, group, managed))
+        found.append(Replica(name, parameter, sharding, group, expert, managed))
     return found
+
+
+def divisor(replica: Replica, topology: Topology, mp_loss: MpLoss) -> int:
+    """What the sum of a parameter's gradients over `replica.group` is divided by.
+
+    Raises:
+        ConfigError: unknown `mp_loss`.
+    """
+    if mp_loss not in ("summands", "replicated"):
+        raise ConfigError(f"mp_loss = {mp_loss!r}; choose summands or replicated")
+    ranks = 1 if replica.managed else topology.dp.size
+    whole = mp_loss == "replicated" and not replica.sharding and not replica.expert
+    return ranks * topology.mp.size if whole else ranks
 
 
 def active(sharding: dict[str, int], topology: Topology) -> dict[str, int]:

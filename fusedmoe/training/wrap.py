@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
 from fusedmoe.training.buckets import reduce_gradients
-from fusedmoe.training.replicas import active, broadcast, replicas
+from fusedmoe.training.replicas import MpLoss, active, broadcast, divisor, replicas
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
@@ -26,22 +26,24 @@ def expert_parameter_names(model: nn.Module) -> set[str]:
     return names & {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def distributed_data_parallel(model: nn.Module, topology: Topology, **options: Any) -> DataParallel | SingleRank:
+def distributed_data_parallel(
+    model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands", **options: Any
+) -> DataParallel | SingleRank:
     """Wraps a model such that each backward leaves the gradients of the true loss. Collective over all ranks.
 
     Replicated parameters are PyTorch's DistributedDataParallel's, reduced while backward runs. It never sees those that
     ep, esp or mp split: they are summed over the ranks that hold a copy at the end of the same backward. No call is
     left to forget, `no_sync()` holds for both, and gradients may be accumulated with it or without.
 
-    Copies start equal: rank 0's value for replicated parameters, the first holder's for the others. As everywhere in
-    the library, the losses of an MP group sum up to the replica's mean loss.
+    Copies start equal: rank 0's value for replicated parameters, the first holder's for the others.
 
     Args:
+        mp_loss: what the losses of an MP group are, as in `sync_gradients`.
         options: for DistributedDataParallel.
     Returns:
         The wrapper; the model is its attribute `module`. In a world of one it needs no process group.
     """
-    return DataParallel(model, topology, **options) if topology.size > 1 else SingleRank(model)
+    return DataParallel(model, topology, mp_loss, **options) if topology.size > 1 else SingleRank(model)
 
 
 class SingleRank(nn.Module):
@@ -62,7 +64,7 @@ class SingleRank(nn.Module):
 class DataParallel(DistributedDataParallel):
     """DistributedDataParallel for models with split parameters; made by `distributed_data_parallel`."""
 
-    def __init__(self, model: nn.Module, topology: Topology, **options: Any) -> None:
+    def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
         copies = replicas(model, topology)
         split = [replica for replica in copies if replica.sharding]
         shardings = parameter_shardings(model)
@@ -79,9 +81,9 @@ class DataParallel(DistributedDataParallel):
         own = weakref.ref(self)
         for replica in copies:
             if replica.parameter.requires_grad:
-                # Means over the copies leave what was accumulated in earlier backwards as it is. The sums divided by DP
-                # that are wanted are means of gradients scaled like this.
-                scale = replica.group.size / topology.dp.size
+                # Means over the copies leave what was accumulated in earlier backwards as it is. The divided
+                # sums that are wanted are means of gradients scaled like this.
+                scale = replica.group.size / divisor(replica, topology, mp_loss)
                 replica.parameter.register_hook(lambda gradient, scale=scale: _arrived(own(), gradient, scale))
 
     def _finish_backward(self) -> None:

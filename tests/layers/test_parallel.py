@@ -157,7 +157,8 @@ def compare(rank: int, topology: Topology, layer: MoELayer, whole: MoELayer, cas
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         owner, _, own = name.partition(".")
         shard = layer.experts.shardings.get(own) if owner == "experts" else None
-        all_reduce(topology.world if shard is None else topology.edp, grad)
+        whole_on_each = topology.dp if layer.mp_input != "split" else topology.world
+        all_reduce(whole_on_each if shard is None else topology.edp, grad)
         if shard is not None and NAMED in shard.values():
             split = own.endswith(".b")  # ShardedExpert divides A by columns and B by rows
             full = dense_grads[name.split("_shard")[0] + name[name.rindex(".") :] if "_shard" in name else name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -54,7 +55,7 @@ class Custom(RowExperts):
                 module = self._factory(model_dim, **arguments).to(device=device, dtype=dtype)
             name = str(number) if place.shards == 1 else f"{number}_shard{place.shard}of{place.shards}"
             self.experts[name] = module
-            for key, _ in module.named_parameters():
+            for key, _ in itertools.chain(module.named_parameters(), module.named_buffers()):
                 self.shardings[f"experts.{name}.{key}"] = {"ep": NAMED, "esp": NAMED}
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
