@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from torch import Tensor
 
+from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots, take_slots
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.order import build_layout, define_layout
 from fusedmoe.kernels.rows import sort
@@ -83,3 +87,20 @@ def test_numbers_that_are_no_experts_are_empty_slots(device: torch.device) -> No
 def test_too_many_rows_for_32_bits() -> None:
     with pytest.raises(ValueError, match="split the batch"):
         sort.sort_slots(torch.empty(1, 1, dtype=torch.long).expand(2**30, 2), 8, None, None)
+
+
+@pytest.mark.parametrize(("tokens", "capacity"), [(0, 3), (50, None), (50, 7)])
+def test_nobody_waits_for_the_device(
+    tokens: int, capacity: int | None, no_sync: Callable[[], AbstractContextManager[None]], device: torch.device
+) -> None:
+    expert_SK, priority_S = choose(tokens, 2, 9, 0.2).to(device), torch.rand(tokens, device=device)
+    value_SK, x_SM = torch.rand(tokens, 2, device=device), torch.rand(tokens, 20, device=device)
+    for _ in range(2):  # compiled at first
+        with no_sync():
+            layout = build_layout(expert_SK, 9, capacity, priority_S)
+            gather_sum(permute(x_SM, layout), layout, take_slots(value_SK, layout))
+            put_slots(take_slots(value_SK, layout), layout)
+    with pytest.raises(RuntimeError), no_sync():
+        layout.counts  # noqa: B018
+    with pytest.raises(RuntimeError), no_sync():
+        layout.offsets_E1[-1].item()
