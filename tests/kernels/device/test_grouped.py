@@ -1,0 +1,161 @@
+"""The grouped products against float64, through the experts' operation and each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import experts_backward, experts_forward
+from fusedmoe.kernels.experts_plain import experts_backward as plain_backward
+from fusedmoe.kernels.experts_plain import experts_forward as plain_forward
+from fusedmoe.kernels.grouped.tiles import make_tiles, tile_bound
+from fusedmoe.kernels.layout import Layout, contiguous_layout
+from fusedmoe.kernels.order import build_layout, define_layout
+from fusedmoe.kernels.weights import Weights
+from tests.kernels.routings import choose
+
+NoSync = Callable[[], AbstractContextManager[None]]
+
+
+def make_weights(experts: int, dim: int, hidden: int, name: str, bias: str, device: torch.device) -> Weights:
+    up = (experts, 2, hidden) if ACTIVATIONS[name].gated else (experts, hidden)
+    start, columns = (0, dim) if bias == "full" else (dim // 3, dim - dim // 3 - 1)
+    weights = (
+        torch.randn(*up, dim, device=device) / dim**0.5,
+        torch.randn(experts, dim, hidden, device=device) / hidden**0.5,
+        torch.randn(*up, device=device) if bias else None,
+        torch.randn(experts, columns, device=device) if bias else None,
+    )
+    return Weights(*weights, start if bias else 0)
+
+
+def double(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().double().cpu()
+
+
+def check(
+    x_SM: Tensor, dy_SM: Tensor, expert_SK: Tensor, capacity: int | None, weights: Weights, name: str, no_sync: NoSync
+) -> None:
+    """Outputs and all gradients, with router weights, beside plain torch in float64."""
+    activation, experts = ACTIVATIONS[name], weights.w1.shape[0]
+    layout = build_layout(expert_SK, experts, capacity)
+    exact = define_layout(expert_SK, experts, capacity)
+    weight_N = torch.rand(layout.rows, device=x_SM.device)
+    with no_sync():
+        y_SM, h = experts_forward(x_SM, layout, weight_N, weights, activation)
+        grads = experts_backward(dy_SM, x_SM, h, layout, weight_N, weights, activation)
+    whole = Weights(*(double(w) for w in (weights.w1, weights.w2, weights.b1, weights.b2)), weights.b2_start)  # type: ignore[arg-type]
+    case = (double(x_SM), exact, double(weight_N[: exact.rows]), whole, activation)
+    right_y, right_h = plain_forward(*case)  # type: ignore[arg-type]
+    right = plain_backward(double(dy_SM), case[0], right_h, *case[1:])  # type: ignore[arg-type]
+    found: dict[str, tuple[Tensor | None, Tensor | None]] = {"y": (y_SM, right_y), "h": (h[: exact.rows], right_h)}
+    for key, value in vars(grads).items():
+        value = value[: exact.rows] if key == "weight_N" else value
+        found[key] = (value, getattr(right, key))
+    for key, (got, expected) in found.items():
+        assert (got is None) == (expected is None), key
+        if got is None or expected is None:
+            continue
+        assert got.shape == expected.shape, key
+        error = float((got.cpu().double() - expected).norm() / expected.norm().clamp(min=1e-20))
+        assert error <= 1e-5, (key, error)  # not so for NaN either
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "experts", "dim", "hidden", "capacity", "name", "bias"),
+    [
+        (37, 2, 7, 64, 96, None, "swiglu", ""),
+        (37, 3, 7, 100, 44, 9, "swiglu", "full"),
+        (61, 2, 4, 36, 30, None, "gelu", "slice"),
+        (33, 1, 3, 128, 64, None, "relu", ""),
+        (40, 8, 64, 32, 16, None, "geglu", ""),
+        (12, 10, 128, 32, 32, None, "gelu_tanh", "full"),
+        (1, 1, 1, 100, 60, None, "silu", "full"),
+        (90, 2, 5, 70, 600, 20, "swiglu", ""),
+    ],
+)
+def test_experts(
+    tokens: int,
+    slots: int,
+    experts: int,
+    dim: int,
+    hidden: int,
+    capacity: int | None,
+    name: str,
+    bias: str,
+    device: torch.device,
+    no_sync: NoSync,
+) -> None:
+    weights = make_weights(experts, dim, hidden, name, bias, device)
+    x_SM, dy_SM = torch.randn(tokens, dim, device=device), torch.randn(tokens, dim, device=device)
+    check(x_SM, dy_SM, choose(tokens, slots, experts, 0.0).to(device), capacity, weights, name, no_sync)
+
+
+@pytest.mark.parametrize(
+    "expert_SK",
+    [
+        torch.full((70, 1), 5),
+        torch.tensor([[0, 6], [6, 0], [0, 6]]),
+        torch.full((4, 2), -1),
+        torch.tensor([[1, -1], [-1, -1], [6, 1]]),
+    ],
+    ids=["all on one expert", "a run of empty experts", "nobody routed", "empty slots"],
+)
+def test_ugly_routings(expert_SK: Tensor, device: torch.device, no_sync: NoSync) -> None:
+    weights = make_weights(7, 32, 24, "swiglu", "full", device)
+    # Columns of wider tensors: neither side is contiguous.
+    x_SM = torch.randn(len(expert_SK), 64, device=device)[:, ::2]
+    dy_SM = torch.randn(32, len(expert_SK), device=device).t()
+    check(x_SM, dy_SM, expert_SK.to(device), None, weights, "swiglu", no_sync)
+
+
+def test_rows_in_order_without_weights(device: torch.device) -> None:
+    layout = contiguous_layout(torch.tensor([2, 0, 45], device=device), 47)
+    weights = make_weights(3, 48, 32, "gelu", "full", device)
+    x_SM, dy_SM = torch.randn(47, 48, device=device), torch.randn(47, 48, device=device)
+    y_SM, h = experts_forward(x_SM, layout, None, weights, ACTIVATIONS["gelu"])
+    grads = experts_backward(dy_SM, x_SM, h, layout, None, weights, ACTIVATIONS["gelu"])
+    right_y, right_h = plain_forward(x_SM, layout, None, weights, ACTIVATIONS["gelu"])
+    right = plain_backward(dy_SM, x_SM, right_h, layout, None, weights, ACTIVATIONS["gelu"])
+    assert grads.weight_N is None
+    for got, expected in [(y_SM, right_y), *((getattr(grads, n), getattr(right, n)) for n in ("x_SM", "w1", "b1", "b2"))]:
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 3], [0, 0, 0], [4, 4], [1] * 9, [0, 0, 17, 0]])
+@pytest.mark.parametrize("block", [4, 8])
+def test_tiles_cover_every_row_once(counts: list[int], block: int, device: torch.device, no_sync: NoSync) -> None:
+    bound = sum(counts) + 3
+    with no_sync():
+        tiles = make_tiles(torch.tensor(counts, device=device), bound, block)
+    assert len(tiles) == tile_bound(bound, len(counts), block)
+    covered = []
+    for expert, start in tiles.tolist():
+        end = sum(counts[: expert + 1])
+        covered += [(expert, row) for row in range(start, min(start + block, end))] if expert >= 0 else []
+    assert covered == [(e, sum(counts[:e]) + i) for e, count in enumerate(counts) for i in range(count)]
+
+
+def test_slack_is_never_read(device: torch.device) -> None:
+    """A layout whose arrays are longer than the rows it holds, as on CUDA, gives the same bits as one that fits."""
+    exact = build_layout(choose(20, 2, 4, 0.0).to(device), 4)
+    assert exact.source_N is not None
+    pad = torch.zeros(9, dtype=torch.long, device=device)
+    loose = Layout(
+        exact.counts_E, exact.offsets_E1, torch.cat([exact.source_N, pad]), torch.cat([exact.slot_N, pad]), exact.row_SK
+    )
+    weights = make_weights(4, 32, 16, "swiglu", "", device)
+    x_SM, dy_SM = torch.randn(20, 32, device=device), torch.randn(20, 32, device=device)
+    weight_N = torch.rand(exact.rows, device=device)
+    loose_weight_N = torch.cat([weight_N, torch.full((9,), float("nan"), device=device)])
+    results = []
+    for layout, s in ((exact, weight_N), (loose, loose_weight_N)):
+        y_SM, h = experts_forward(x_SM, layout, s, weights, ACTIVATIONS["swiglu"])
+        grads = experts_backward(dy_SM, x_SM, h, layout, s, weights, ACTIVATIONS["swiglu"])
+        results.append([y_SM, grads.x_SM, grads.w1, grads.w2])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
