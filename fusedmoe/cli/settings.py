@@ -48,7 +48,7 @@ class Settings:
     dtype: str = "fp32"
     device: str = "auto"
     recompute: bool = False
-    steps: int = 400
+    steps: int = 320
     lr: float | None = None
     warmup: int | None = None
     weight_decay: float = 0.1

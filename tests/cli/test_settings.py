@@ -68,7 +68,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         main(["train", "--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    for word in (*MODELS, *GATES, "--resume", "torchrun --standalone", "held-out loss", "(default: 400)", "perfetto"):
+    for word in (*MODELS, *GATES, "--resume", "torchrun --standalone", "held-out loss", "(default: 320)", "perfetto"):
         assert word in text
     with pytest.raises(SystemExit):
         main(["--help"])
