@@ -7,7 +7,7 @@ import torch
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_cost, pack_fp8, unpack_fp8
-from tests.kernels.wire_cases import SHAPES, check_bf16, check_fp8, rows_of_many_kinds
+from tests.kernels.wire_cases import SHAPES, check_bf16, check_fp8, rows_of_many_kinds, rows_of_shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -18,8 +18,8 @@ def test_rows_of_many_kinds(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape: tuple[int, int]) -> None:
-    check_fp8(torch.randn(shape))
-    check_bf16(torch.randn(shape))
+    check_fp8(rows_of_shape(shape))
+    check_bf16(rows_of_shape(shape))
 
 
 def test_strides() -> None:

@@ -19,6 +19,12 @@ from fusedmoe.kernels.wire import (
 SHAPES = [(0, 8), (1, 1), (37, 100), (5, 512), (3, 5000), (3, 0)]
 
 
+def rows_of_shape(shape: tuple[int, int]) -> Tensor:
+    rows = torch.randn(shape)
+    rows[:, -1:] *= 100
+    return rows
+
+
 def rows_of_many_kinds(dtype: torch.dtype) -> Tensor:
     """[n, 131]"""
     rows = torch.randn(12, 131)
@@ -29,6 +35,7 @@ def rows_of_many_kinds(dtype: torch.dtype) -> Tensor:
     rows[5, 7] = math.nan
     rows[6, 3], rows[6, 9] = math.inf, -math.inf
     rows[7] = math.nan
+    rows[7, ::2] = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)  # NaN with all bits set
     rows[8] = -0.0
     # Every midpoint between two neighbours of e4m3, at scale 1, of either sign, and every number itself.
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

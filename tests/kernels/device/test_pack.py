@@ -5,7 +5,7 @@ import torch
 
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.wire import pack_fp8, unpack_fp8
-from tests.kernels.wire_cases import SHAPES, check_bf16, check_fp8, rows_of_many_kinds
+from tests.kernels.wire_cases import SHAPES, check_bf16, check_fp8, rows_of_many_kinds, rows_of_shape
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of float64 to float32, in the interpreter
@@ -20,8 +20,8 @@ def test_rows_of_many_kinds(dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape: tuple[int, int], device: torch.device) -> None:
-    check_fp8(torch.randn(shape, device=device))
-    check_bf16(torch.randn(shape, device=device))
+    check_fp8(rows_of_shape(shape).to(device))
+    check_bf16(rows_of_shape(shape).to(device))
 
 
 def test_strides(device: torch.device) -> None:
