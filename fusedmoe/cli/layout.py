@@ -15,7 +15,6 @@ import torch.distributed as dist
 from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,9 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
             f"{ranks} ranks do not fill nodes of {per_node}; choose --ranks-per-node among the divisors of {ranks}"
         )
     ep = settings.ep or gcd(ranks // per_node, model.experts or ranks)
-    esp = settings.esp or gcd(per_node, ranks // min(ep, ranks), model.hidden, *_heads(model, settings.mp))
-    mp = settings.mp or gcd(per_node, model.hidden, *_heads(model, None))
+    esp = settings.esp or gcd(per_node, ranks // min(ep, ranks), model.hidden)
+    dense = model.hidden if model.moe_every > 1 else 0  # gcd(n, 0) = n
+    mp = settings.mp or gcd(per_node, model.key_heads, dense)
     for what, need in (("ep · esp", ep * esp), ("mp", mp)):
         if ranks % need:
             raise ConfigError(
@@ -68,11 +68,6 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
                 "start a multiple of both, or choose --ep, --esp and --mp to fit"
             )
     return Sizes(per_node, ep, esp, mp)
-
-
-def _heads(model: ModelConfig, mp: int | None) -> tuple[int, ...]:
-    """What ESP should divide besides: the heads, so that it comes out as MP does; nothing if MP was given."""
-    return (model.key_heads,) if mp is None else ()
 
 
 def choose_device(settings: Settings, launch: Launch) -> torch.device:

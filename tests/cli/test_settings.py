@@ -140,11 +140,12 @@ def launch(ranks: int, local: int) -> Launch:
         ({"ranks_per_node": 2}, launch(4, 4), Sizes(2, 2, 2, 2)),
         ({}, launch(16, 4), Sizes(4, 4, 4, 4)),
         ({}, launch(3, 3), Sizes(3, 1, 1, 1)),  # 4 heads do not split in three
-        ({}, launch(48, 8), Sizes(8, 2, 4, 4)),  # 8 experts over 6 nodes, 4 heads over 8 ranks
+        ({}, launch(48, 8), Sizes(8, 2, 8, 4)),  # 8 experts over 6 nodes, 4 heads over 8 ranks
         ({"ep": 4}, launch(4, 4), Sizes(4, 4, 1, 4)),
         ({"ep": 2, "esp": 1, "mp": 1}, launch(4, 4), Sizes(4, 2, 1, 1)),
         ({"mp": 1}, launch(4, 2), Sizes(2, 2, 2, 1)),
-        ({"model": named_model("GPT2-XL-MoE")}, launch(8, 4), Sizes(4, 2, 1, 1)),  # 25 heads
+        ({"model": named_model("GPT2-XL-MoE")}, launch(8, 4), Sizes(4, 2, 4, 1)),  # 25 heads
+        ({"model": ModelConfig(hidden=6, moe_every=2)}, launch(4, 4), Sizes(4, 1, 2, 2)),
         ({"model": named_model("GPT2-Tiny-MoE")}, launch(6, 2), Sizes(2, 3, 2, 2)),  # experts follow the ranks
     ],
 )
