@@ -15,6 +15,36 @@ from fusedmoe.kernels.grouped.device import act_forward, halves, mac, swizzle
 
 
 @triton.jit
+def _finish_gated(
+    g, u, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr
+):
+    """Adds the bias to some columns of a tile and stores both halves of H, and A."""
+    mask = inside[:, None] & (column < H)[None, :]
+    if BIAS:
+        bias_ptrs = b1_ptr + expert * 2 * H + column
+        g += tl.load(bias_ptrs, mask=column < H, other=0.0).to(tl.float32)[None, :]
+        u += tl.load(bias_ptrs + H, mask=column < H, other=0.0).to(tl.float32)[None, :]
+    h_ptrs = h_ptr + row[:, None] * (2 * H) + column[None, :]
+    tl.store(h_ptrs, g.to(h_ptr.dtype.element_ty), mask=mask)
+    tl.store(h_ptrs + H, u.to(h_ptr.dtype.element_ty), mask=mask)
+    a = act_forward(g, ACT) * u
+    tl.store(a_ptr + row[:, None] * H + column[None, :], a.to(a_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finish_plain(
+    h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr
+):
+    """The same for an activation that is not gated."""
+    mask = inside[:, None] & (column < H)[None, :]
+    if BIAS:
+        h += tl.load(b1_ptr + expert * H + column, mask=column < H, other=0.0).to(tl.float32)[None, :]
+    offset = row[:, None] * H + column[None, :]
+    tl.store(h_ptr + offset, h.to(h_ptr.dtype.element_ty), mask=mask)
+    tl.store(a_ptr + offset, act_forward(h, ACT).to(a_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def up_kernel(
     x_ptr,
     source_ptr,
@@ -84,24 +114,18 @@ def up_kernel(
         x_ptrs += BK
         acc = mac(x, w.T, acc, PRECISION, INTERPRET)
 
-    h_col = h0 + tl.arange(0, BH)
-    mask = inside[:, None] & (h_col < H)[None, :]
+    # Half the columns at a time: all at once would not fit the registers.
+    column = h0 + tl.arange(0, BH // 2)
     if GATED:
         g, u = halves(acc, BM, BN)
-        if BIAS:
-            bias_ptrs = b1_ptr + expert * 2 * H + h_col
-            g += tl.load(bias_ptrs, mask=h_col < H, other=0.0).to(tl.float32)[None, :]
-            u += tl.load(bias_ptrs + H, mask=h_col < H, other=0.0).to(tl.float32)[None, :]
-        h_ptrs = h_ptr + row[:, None] * (2 * H) + h_col[None, :]
-        tl.store(h_ptrs, g.to(h_ptr.dtype.element_ty), mask=mask)
-        tl.store(h_ptrs + H, u.to(h_ptr.dtype.element_ty), mask=mask)
-        a = act_forward(g, ACT) * u
+        g_left, g_right = halves(g, BM, BH)
+        u_left, u_right = halves(u, BM, BH)
+        _finish_gated(g_left, u_left, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT, BIAS)
+        _finish_gated(g_right, u_right, b1_ptr, h_ptr, a_ptr, expert, row, inside, column + BH // 2, H, ACT, BIAS)
     else:
-        if BIAS:
-            acc += tl.load(b1_ptr + expert * H + h_col, mask=h_col < H, other=0.0).to(tl.float32)[None, :]
-        tl.store(h_ptr + row[:, None] * H + h_col[None, :], acc.to(h_ptr.dtype.element_ty), mask=mask)
-        a = act_forward(acc, ACT)
-    tl.store(a_ptr + row[:, None] * H + h_col[None, :], a.to(a_ptr.dtype.element_ty), mask=mask)
+        left, right = halves(acc, BM, BN)
+        _finish_plain(left, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT, BIAS)
+        _finish_plain(right, b1_ptr, h_ptr, a_ptr, expert, row, inside, column + BH // 2, H, ACT, BIAS)
 
 
 def define_up(
