@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -54,25 +53,31 @@ class Board:
         Raises:
             RankError: some rank failed, or did not come in time.
         """
+        try:
+            brought = [json.loads(entry) for entry in self._meet(size, facts, timeout_s)]
+        except dist.DistError as error:
+            reason = f"the job's store does not answer ({error}); see the log of the rank or agent that hosts it"
+            raise RankError(f"rank {self._rank}: making the topology: {reason}") from error
+        self._processes = {rank: (host, pid) for rank, (host, pid, _) in enumerate(brought)}
+        return [own for _, _, own in brought]
+
+    def _meet(self, size: int, facts: str, timeout_s: float) -> list[bytes]:
         number = self._store.add(f"meetings/{self._rank}", 1)
         keys = [f"meeting/{number}/{rank}" for rank in range(size)]
         self._store.set(keys[self._rank], json.dumps([socket.gethostname(), os.getpid(), facts]))
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                self._store.wait(keys, timedelta(seconds=LOOK_S))
-                break
-            except dist.DistStoreError:
-                verdict = self.read()
+        deadline, pause = time.monotonic() + timeout_s, 0.005
+        while not self._store.check(keys):  # its own wait would warn at each time-out
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK_S)
+            verdict = self.read()
             if verdict is None and time.monotonic() > deadline:
                 missing = [rank for rank in range(size) if not self._store.check([keys[rank]])]
                 text = f"did not come within {timeout_s:.0f} s; see its log, or give Topology a larger timeout_s"
                 verdict = self.post((missing or [self._rank])[0], "making the topology", text)
             if verdict is not None:
                 raise RankError(f"rank {self._rank}: making the topology ended because {verdict}")
-        brought = [json.loads(entry) for entry in self._store.multi_get(keys)]
-        self._processes = {rank: (host, pid) for rank, (host, pid, _) in enumerate(brought)}
-        return [own for _, _, own in brought]
+        entries: list[bytes] = self._store.multi_get(keys)
+        return entries
 
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""

@@ -167,21 +167,19 @@ class Topology:
         return self._subgroups[ranks]
 
     def agree(self, facts: dict[str, Any], what: str) -> None:
-        """Checks that all ranks of this rank's ep, esp and mp groups hold the same facts.
+        """Checks that all ranks hold the same facts. Collective over all ranks.
 
         Raises:
-            RankError: some rank differs; the message names the fact, the ranks and their values.
+            RankError: they do not; the message, the same everywhere, names a fact and who holds which value.
         """
-        for group in (self.ep, self.esp, self.mp):
-            for rank, other in zip(group.ranks, all_gather_object(group, facts, f"comparing {what}"), strict=True):
-                for name, value in facts.items():
-                    if other[name] != value:
-                        difference = (
-                            f"{name} is {value!r} on rank {self.rank} and {other[name]!r} on rank {rank}. "
-                            f"Build {what} from the same configuration on every rank."
-                        )
-                        self.fail(f"comparing {what}", difference)  # ranks of other groups wait for this one
-                        raise RankError(f"{what}: {difference}")
+        every = all_gather_object(self.world, facts, f"comparing {what}")
+        for name in facts:
+            holders: dict[str, list[int]] = {}
+            for rank, others in enumerate(every):
+                holders.setdefault(repr(others.get(name)), []).append(rank)
+            if len(holders) > 1:
+                found = " and ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
+                raise RankError(f"{what}: {name} is {found}. Build {what} from the same configuration on every rank.")
 
     def fail(self, operation: str, message: str) -> None:
         """Posts that this rank failed, so that the others end with an error that names it."""

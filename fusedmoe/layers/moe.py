@@ -48,8 +48,8 @@ class MoELayer(nn.Module):
         mp_input: what the model-parallel ranks pass in. "replicated": all the same x; each routes its slice of the
             tokens and all return the same y. "partial": summands of x, summed on the way in (MP-ReduceScatter); y as
             before. "split": slices already; y is the slice's. With the first two, the loss is the same on all MP ranks,
-            and gradients of x and of replicated parameters are whole on each: `sync_gradients(…, mp_loss="replicated")`.
-            With "split", they are summands.
+            and gradients of x and of replicated parameters are whole on each, `sync_gradients(…,
+            mp_loss="replicated")`; with "split" they are summands.
         device, dtype: of the parameters.
 
     Attributes:
@@ -71,8 +71,9 @@ class MoELayer(nn.Module):
 
     Raises:
         ConfigError: sizes that cannot work, found when the layer is made or called in a world of one.
-        RankError: in a larger world, on every rank alike, naming the rank at fault: input of a wrong shape, logits that
-            are not finite, ranks whose layers differ. Nothing has been sent by then.
+        RankError: in a larger world, on every rank alike, naming the rank at fault: layers that differ (found when
+            they are made, which is collective), input of a wrong shape or dtype, logits that are not finite. Nothing
+            has been sent by then.
     """
 
     def __init__(
@@ -95,15 +96,29 @@ class MoELayer(nn.Module):
             raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
         self.topology = Topology() if topology is None else topology
         ep, esp = self.topology.ep, self.topology.esp
+        self.model_dim, self.mp_input = model_dim, mp_input
+        self.hooks = tuple(hooks)
+        self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
+        self.dispatch = dispatch
+        self.topology.agree(
+            {
+                "model_dim": model_dim,
+                "gate": f"{type(gate).__name__}({gate.extra_repr()})",
+                "experts": experts.describe(),
+                "shared": None if shared is None else shared.describe(),
+                "order": str(self.order),
+                "dispatch": dispatch,
+                "hooks": [type(hook).__name__ for hook in self.hooks],
+                "mp_input": mp_input,
+                "dtype": str(dtype or torch.get_default_dtype()),
+            },
+            "MoELayer",
+        )
         if gate.experts % ep.size:
             raise ConfigError(
                 f"{gate.experts} experts cannot be split over ep = {ep.size} ranks; choose a multiple of {ep.size} "
                 "experts, or another topology"
             )
-        self.model_dim, self.mp_input = model_dim, mp_input
-        self.hooks = tuple(hooks)
-        self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
-        self.dispatch = dispatch
         self._all_to_all = make_all_to_all(dispatch, self.topology)
         local = gate.experts // ep.size
         self.gate, self.experts, self.shared = gate, experts, shared
@@ -121,7 +136,6 @@ class MoELayer(nn.Module):
         self.load_E = torch.zeros(gate.experts, dtype=torch.long)
         self.dropped = 0
         self._load_since_update_E: Tensor | None = None
-        self._agreed = False
         self._ran_without_graph = False
 
     @torch.compiler.disable
@@ -131,9 +145,6 @@ class MoELayer(nn.Module):
             return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        if self.topology.size > 1 and not self._agreed:
-            self.topology.agree(self._facts(x), "MoELayer")
-            self._agreed = True
         if self.hooks:
             x = run_hooks(self.hooks, "before_moe_start", self._tap(x, "before_moe_end"), HookContext("forward"))
         mp, recorder = self.topology.mp, self.recorder
@@ -143,7 +154,7 @@ class MoELayer(nn.Module):
         else:
             x_SM = torch.zeros(0, self.model_dim, dtype=self._dtype(), device=x.device)
         if mp.size > 1 and self.mp_input != "split":
-            self._agree_on_tokens(len(x_SM), refusal)
+            self._agree_on_tokens(x_SM, refusal)
         counts = split_counts(len(x_SM), mp)
         if self.mp_input == "partial":
             x_SM = reduce_scatter_rows(x_SM, mp, counts, recorder)
@@ -252,32 +263,19 @@ class MoELayer(nn.Module):
         """The identity, whose backward passes the gradient through the hooks at `seam`."""
         return linear(tensor, lambda t: t, lambda grad: run_hooks(self.hooks, seam, grad, HookContext("backward")))
 
-    def _facts(self, x: Tensor) -> dict[str, object]:
-        """What must be the same on all ranks of a layer."""
-        return {
-            "model_dim": self.model_dim,
-            "gate": f"{type(self.gate).__name__}({self.gate.extra_repr()})",
-            "experts": self.experts.describe(),
-            "shared experts": "none" if self.shared is None else self.shared.describe(),
-            "order": repr(self.order),
-            "dispatch": self.dispatch,
-            "hooks": [type(hook).__name__ for hook in self.hooks],
-            "input dtype": str(x.dtype),
-            "mp_input": self.mp_input,
-        }
-
-    def _agree_on_tokens(self, tokens: int, refusal: str | None) -> None:
-        """MP ranks that pass in the same tokens, or summands of them, have the same number of them."""
+    def _agree_on_tokens(self, x_SM: Tensor, refusal: str | None) -> None:
+        """MP ranks that pass in the same tokens, or summands of them, have as many of them, in one dtype."""
         mp = self.topology.mp
-        own = torch.tensor([tokens if refusal is None else -1], device=device_of(mp))
+        own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
         if refusal is not None:
             self.topology.fail(CHECK, refusal)
-        found = all_gather_rows(mp, own, [1] * mp.size, "exchange of counts").tolist()
-        if refusal is None and -1 in found:
+        own_12 = torch.tensor([own], device=device_of(mp))
+        found = all_gather_rows(mp, own_12, [1] * mp.size, "exchange of counts").tolist()
+        if refusal is None and [-1, 0] in found:
             raise RankError(f"rank {self.topology.rank}: ended because {mp.board.read(wait_s=2.0)}")
-        if refusal is None and len(set(found)) > 1:
-            held = ", ".join(f"{count} on rank {rank}" for rank, count in zip(mp.ranks, found, strict=True))
-            refusal = f"mp_input={self.mp_input!r} needs as many tokens on all ranks of the {mp}, but there are {held}"
+        if refusal is None and any(other != own for other in found):
+            held = (f"{n} of {8 * size} bits on rank {rank}" for rank, (n, size) in zip(mp.ranks, found, strict=True))
+            refusal = f"mp_input={self.mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
         if refusal is not None:
             self._refuse(refusal)
 

@@ -1,0 +1,263 @@
+"""Bad input ends in one clear error on every rank, before anything is sent."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe.comm.all_to_all import AllToAll, Traffic
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.experts import Custom, FeedForward, SwiGLU
+from fusedmoe.layers.moe import MoELayer, MpInput
+from tests.cluster import Cluster
+from tests.layers.gate_cases import GATES
+from tests.layers.gate_cases import make as make_gate
+
+M, H, E = 6, 8, 4
+# Far below any time-out; an error takes part of a second, but the machine may be busy.
+SOON_S = 15.0
+
+Ending = tuple[str, str, float]
+
+
+def attempt(rank: int, world: int, function: Callable[..., None], *args: Any) -> Ending:
+    """How a rank ended: the error's type and text ("" for none), and after how many seconds."""
+    start = time.monotonic()
+    try:
+        function(rank, world, *args)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def all_end(cluster: Cluster, kind: str, match: str, function: Callable[..., None], *args: Any) -> list[str]:
+    """Each of 4 ranks must end soon, with an error of this type and text; returns the texts."""
+    endings = cluster.run(4, attempt, function, *args)
+    for rank, (name, text, seconds) in enumerate(endings):
+        assert name == kind and re.search(match, text), (rank, name, text)
+        assert seconds < SOON_S, (rank, seconds, text)
+    return [text for _, text, _ in endings]
+
+
+def make(topology: Topology | None = None, dim: int = M, hidden: int = H, **more: Any) -> MoELayer:
+    gate = more.pop("gate", None) or fusedmoe.gates.TopK(experts=E, k=2)
+    experts = more.pop("experts", None) or SwiGLU(hidden)
+    return MoELayer(dim, gate, experts, topology=topology, **more)
+
+
+# What one process can tell by itself.
+
+
+def test_sizes_that_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="k = 5 is more than its 4 experts"):
+        fusedmoe.gates.TopK(experts=4, k=5)
+    with pytest.raises(ConfigError, match="hidden = 0"):
+        SwiGLU(0)
+    with pytest.raises(ConfigError, match="unknown activation 'swish'"):
+        FeedForward(8, activation="swish")
+    with pytest.raises(ConfigError, match="unknown dispatch algorithm '3dh'"):
+        make(dispatch="3dh")
+    with pytest.raises(ConfigError, match="mp_input = 'both'"):
+        make(mp_input="both")
+    with pytest.raises(ConfigError, match="model_dim must be an integer of at least 1"):
+        make(dim=0)
+    layer = make()
+    with pytest.raises(ConfigError, match="belong to a layer already"):
+        make(experts=layer.experts)
+
+
+@pytest.mark.parametrize(
+    "x, match",
+    [
+        (torch.randn(3, M + 1), rf"shape \[3, {M + 1}\]; its last dimension must be model_dim = {M}"),
+        (torch.tensor(1.0), r"shape \[\]"),
+        (torch.randn(3, M, dtype=torch.float64), "input of torch.float64 but its experts are torch.float32"),
+        (torch.ones(3, M, dtype=torch.long), "input of torch.int64; it takes floating-point numbers"),
+        (torch.full((3, M), float("nan")), "12 of 12 router logits are NaN or infinite"),
+        (torch.randn(3, M).index_fill(0, torch.tensor(2), torch.inf), "[1-4] of 12 router logits are NaN or infinite"),
+    ],
+)
+def test_input(x: Tensor, match: str) -> None:
+    layer = make()
+    with pytest.raises(ConfigError, match=match):
+        layer(x)
+    layer(torch.randn(3, M))  # nothing is broken by a refusal
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_nan_is_refused_whatever_the_gate(name: str) -> None:
+    layer = MoELayer(M, make_gate(name, E), SwiGLU(H))
+    x = torch.randn(8, M)
+    layer(x)
+    x[3, 2] = torch.nan
+    if name in ("hash", "random"):
+        assert layer(x)[:3].isfinite().all()  # they look at no logits; a NaN stays with its token
+    else:
+        with pytest.raises(ConfigError, match=r"[1-9]\d* of \d+ router logits are NaN or infinite"):
+            layer(x)
+
+
+# What takes several ranks: functions of (rank, world) that must end alike on all of them.
+
+
+def experts_not_divisible(rank: int, world: int) -> None:
+    make(Topology.from_sizes(4), gate=fusedmoe.gates.TopK(experts=6))
+
+
+def hidden_not_divisible(rank: int, world: int) -> None:
+    make(Topology.from_sizes(1, 4), hidden=6)
+
+
+def uneven_nodes(rank: int, world: int) -> None:
+    make(Topology.from_sizes(4, ranks_per_node=3), dispatch="2dh")
+
+
+def unsharded_expert(rank: int, world: int) -> None:
+    make(Topology.from_sizes(2, 2), experts=Custom(lambda dim: nn.Linear(dim, dim)))
+
+
+def gate_larger_on_one(rank: int, world: int) -> None:
+    make(Topology.from_sizes(4), gate=fusedmoe.gates.TopK(experts=8 if rank == 3 else 4))
+
+
+def dims_differ(rank: int, world: int) -> None:
+    make(Topology.from_sizes(2, 2), M + 2 * (rank == 2))
+
+
+def replicas_differ(rank: int, world: int) -> None:
+    make(Topology.from_sizes(), M + 2 * (rank == 2))
+
+
+def hidden_differs(rank: int, world: int) -> None:
+    make(Topology.from_sizes(4), hidden=H + 4 * (rank == 1))
+
+
+def top_k_differs(rank: int, world: int) -> None:
+    make(Topology.from_sizes(2, 2, 2), gate=fusedmoe.gates.TopK(experts=E, k=1 + (rank == 1)))
+
+
+def dtype_differs(rank: int, world: int) -> None:
+    make(Topology.from_sizes(4), dtype=torch.float64 if rank == 1 else torch.float32)
+
+
+def dtype_differs_later(rank: int, world: int) -> None:
+    layer = make(Topology.from_sizes(2, 2))
+    layer(torch.randn(3, M))
+    dtype = torch.bfloat16 if rank == 3 else torch.float32
+    layer.to(dtype)(torch.randn(3, M, dtype=dtype))
+
+
+def nan_on_one(rank: int, world: int, ep: int, esp: int, mp: int, mp_input: MpInput) -> None:
+    layer = make(Topology.from_sizes(ep, esp, mp), mp_input=mp_input)
+    layer(torch.randn(5, M))
+    x = torch.randn(5 if mp_input != "split" else 5 + rank, M)
+    if rank == 2:
+        x[0] = torch.nan
+    layer(x)
+
+
+def wrong_width_on_one(rank: int, world: int, ep: int, esp: int, mp: int, mp_input: MpInput) -> None:
+    layer = make(Topology.from_sizes(ep, esp, mp), mp_input=mp_input)
+    for step in range(2):
+        layer(torch.randn(5, M + (step == 1 and rank == 1)))
+
+
+def integers_on_one(rank: int, world: int, ep: int, esp: int, mp: int, mp_input: MpInput) -> None:
+    layer = make(Topology.from_sizes(ep, esp, mp), mp_input=mp_input)
+    layer(torch.randn(5, M))
+    layer(torch.ones(5, M, dtype=torch.long if rank == 1 else torch.float32))
+
+
+def more_tokens_on_one(rank: int, world: int, mp_input: MpInput) -> None:
+    make(Topology.from_sizes(2, 2, 2), mp_input=mp_input)(torch.randn(5 + (rank == 1), M))
+
+
+@pytest.mark.parametrize(
+    "function, match",
+    [
+        (experts_not_divisible, "6 experts cannot be split over ep = 4 ranks; choose a multiple of 4"),
+        (hidden_not_divisible, "hidden = 6 cannot be split over esp = 4 shards; choose a multiple"),
+        (uneven_nodes, r"same number of ranks .* hold \[\[0, 1, 2\], \[3\]\]. Use dispatch='direct'"),
+        (unsharded_expert, "esp = 2 splits every expert, but .* takes no `shard` and `shards`"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_layers_that_cannot_work(cluster: Cluster, function: Callable[..., None], match: str) -> None:
+    all_end(cluster, "ConfigError", match, function)
+
+
+@pytest.mark.parametrize(
+    "function, match",
+    [
+        (gate_larger_on_one, r"gate is .*experts=4.* on ranks \[0, 1, 2\] and .*experts=8.* on ranks \[3\]"),
+        (dims_differ, r"model_dim is 6 on ranks \[0, 1, 3\] and 8 on ranks \[2\]. Build MoELayer from the same"),
+        (replicas_differ, r"model_dim is 6 on ranks \[0, 1, 3\] and 8 on ranks \[2\]"),
+        (hidden_differs, r"experts is .*hidden=8.* on ranks \[0, 2, 3\] and .*hidden=12.* on ranks \[1\]"),
+        (top_k_differs, r"gate is .* k=1.* on ranks \[0, 2, 3\] and .* k=2.* on ranks \[1\]"),
+        (dtype_differs, r"dtype is 'torch.float32' on ranks \[0, 2, 3\] and 'torch.float64' on ranks \[1\]"),
+        (dtype_differs_later, "float32 on rank 0, .*float32 on rank 2, torch.bfloat16 on rank 3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_ranks_that_differ(cluster: Cluster, function: Callable[..., None], match: str) -> None:
+    all_end(cluster, "RankError", match, function)
+
+
+PLACES = [(4, 1, 1, "split"), (2, 2, 2, "split"), (2, 2, 2, "replicated"), (2, 2, 4, "partial"), (1, 4, 1, "split")]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place)))
+def test_input_of_one_rank(cluster: Cluster, place: tuple[int, int, int, MpInput]) -> None:
+    # Of 5 tokens, each of 2 MP ranks routes some; of 7 tokens, rank 2 routes all.
+    mp, mp_input = place[2:]
+    found = {"split": "4 of 28", "replicated": "4 of 12", "partial": "4 of 8"}[mp_input]
+    culprit = "rank 2" if mp_input != "partial" else "rank 0"  # with partial sums, the NaN is the first slice's
+    all_end(cluster, "RankError", f"{culprit}.*{found} router logits are NaN or infinite", nan_on_one, *place)
+    texts = all_end(cluster, "RankError", rf"rank 1.*input of shape \[5, {M + 1}\]", wrong_width_on_one, *place)
+    assert all(f"must be model_dim = {M}" in text for text in texts)
+    all_end(cluster, "RankError", "rank 1.*input of torch.int64", integers_on_one, *place)
+
+
+@pytest.mark.parametrize("mp_input", ["replicated", "partial"])
+def test_tokens_of_an_mp_group_differ_in_number(cluster: Cluster, mp_input: MpInput) -> None:
+    all_end(cluster, "RankError", "5 of 32 bits on rank 0, 6 of 32 bits on rank 1", more_tokens_on_one, mp_input)
+
+
+def nothing_is_sent(rank: int, world: int) -> int:
+    """How many rows of tokens left this rank before a refusal."""
+    layer = make(Topology.from_sizes(2, 2, 2))
+    layer(torch.randn(5, M))
+    moved = []
+    layer._all_to_all = Spy(layer._all_to_all, moved)
+    x = torch.randn(5, M)
+    x[0] = torch.nan if rank == 0 else 1.0
+    with pytest.raises(RankError):
+        layer(x)
+    return len(moved)
+
+
+class Spy:
+    """An all-to-all that notes its exchanges of rows."""
+
+    def __init__(self, algorithm: AllToAll, moved: list[str]) -> None:
+        self._algorithm, self._moved = algorithm, moved
+        self.group = algorithm.group
+
+    def traffic(self, send: list[int], recv: list[int]) -> Traffic:
+        return self._algorithm.traffic(send, recv)
+
+    def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
+        self._moved.append(operation)
+        return self._algorithm.exchange(rows, traffic, operation)
+
+
+def test_nothing_is_sent_before_a_refusal(cluster: Cluster) -> None:
+    assert cluster.run(4, nothing_is_sent) == [0, 0, 0, 0]
