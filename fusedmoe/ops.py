@@ -1,14 +1,16 @@
 """The layer's operations as functions, for models that bring their own modules.
 
-`order` sorts routing decisions, `permute`/`unpermute` move rows by them, `experts` computes, `Exchange` with
-`dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses ranks, and `through_experts` is the whole road between
-permute and unpermute. `gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts.
+`gate` and `gate_from_logits` route tokens by a `GateRule`, `order` sorts routing decisions, `permute`/`unpermute` move
+rows by them, `experts` computes, `Exchange` with `dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses
+ranks, and `through_experts` is the whole road between permute and unpermute. `gather_rows`, `reduce_scatter_rows`,
+`split_rows` and `join_rows` serve model-parallel parts.
 """
 
 from __future__ import annotations
 
 from fusedmoe.autograd.exchange import all_gather, combine, dispatch, reduce_scatter
 from fusedmoe.autograd.experts import experts
+from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
 from fusedmoe.autograd.moe import received_layout, through_experts
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
@@ -20,12 +22,16 @@ from fusedmoe.kernels.weights import Weights
 
 __all__ = [
     "Exchange",
+    "GateChoice",
+    "GateRule",
     "Layout",
     "Weights",
     "all_gather",
     "combine",
     "dispatch",
     "experts",
+    "gate",
+    "gate_from_logits",
     "gather_rows",
     "join_rows",
     "make_all_to_all",

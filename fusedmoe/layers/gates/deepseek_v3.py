@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.gate import gate
+from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import Gate, Routing, check_count
 from fusedmoe.layers.gates.linear import router_logits
 from fusedmoe.layers.gates.select import top_experts
@@ -92,11 +94,15 @@ class DeepSeekV3(Gate):
         nn.init.zeros_(self.bias_E)
 
     def route(self, x_SM: Tensor) -> Routing:
+        normalize = self.normalize and self.k > 1
+        if self.groups_kept == self.groups and fused.serves(self, x_SM, self.weight_EM):
+            rule = fused.make_rule(self, "sigmoid", normalize=normalize, scale=self.route_scale, sequence=self.sequence)
+            return fused.make_routing(self, gate(x_SM, self.weight_EM, rule, self.bias_E))
         logits_SE = router_logits(x_SM, self.weight_EM)
         score_SE = logits_SE.sigmoid()
         expert_SK = self._choose(score_SE.detach() + self.bias_E.to(score_SE.dtype))
         weight_SK = score_SE.gather(1, expert_SK)
-        if self.normalize and self.k > 1:
+        if normalize:
             weight_SK = share_of_sum(weight_SK)
         terms = {
             "balance": lambda: balance_loss(share_of_sum(score_SE), expert_SK, sequence=self.sequence),

@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.gate import GateChoice, gate_from_logits
+from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import INIT_STD, Gate, Routing, fill_normal
 from fusedmoe.layers.gates.linear import router_logits
 from fusedmoe.layers.gates.select import pick, top_experts
@@ -65,8 +67,13 @@ class GShard(Gate):
         noisy_SE = clean_SE
         if self.training and noise_std_SE is not None:
             noisy_SE = clean_SE + torch.randn_like(noise_std_SE) * noise_std_SE
-        expert_SK = top_experts(noisy_SE, self.k)
-        weight_SK = pick(noisy_SE, expert_SK).softmax(1)
+        choice: GateChoice | None = None
+        if fused.serves(self, noisy_SE):
+            choice = gate_from_logits(noisy_SE, fused.make_rule(self, "softmax", normalize=True))
+            expert_SK, weight_SK = choice.expert_SK, choice.weight_SK
+        else:
+            expert_SK = top_experts(noisy_SE, self.k)
+            weight_SK = pick(noisy_SE, expert_SK).softmax(1)
 
         def importance_load() -> Tensor:
             assert noise_std_SE is not None
@@ -74,6 +81,8 @@ class GShard(Gate):
             gate_SE = torch.zeros_like(noisy_SE).scatter(1, expert_SK, weight_SK)
             return noisy_load_importance(gate_SE, clean_SE, noisy_SE, std_SE, self.k)
 
+        if choice is not None:
+            return fused.make_routing(self, choice, {"importance_load": importance_load})
         terms = {
             "balance": lambda: balance_loss(noisy_SE.softmax(1), expert_SK),
             "importance_load": importance_load,

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.gate import router_product
+from fusedmoe.kernels.gate.rule import has_kernels
+
 
 def router_dtype(x: Tensor) -> torch.dtype:
     """The dtype of router maths: float32, or float64 for float64 input."""
@@ -48,6 +51,8 @@ def router_logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     """x · weightᵀ in ``router_dtype(x)``: [S, M] and [E, M], each of any float dtype, give [S, E].
 
     Saves ``x_SM`` and ``weight_EM`` themselves for backward, no cast copies. Gradients come in the inputs'
-    dtypes.
+    dtypes. Differentiable twice where plain torch serves, once where Triton does.
     """
+    if has_kernels(x_SM, weight_EM):
+        return router_product(x_SM, weight_EM)
     return _RouterLogits.apply(x_SM, weight_EM)

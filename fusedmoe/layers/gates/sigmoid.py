@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.gate import gate
+from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import router_logits
 from fusedmoe.layers.gates.select import pick, top_experts
@@ -44,6 +46,9 @@ class Sigmoid(Gate):
         return {"weight_EM": (self.experts, model_dim)}
 
     def route(self, x_SM: Tensor) -> Routing:
+        if fused.serves(self, x_SM, self.weight_EM):
+            rule = fused.make_rule(self, "sigmoid", normalize=False)
+            return fused.make_routing(self, gate(x_SM, self.weight_EM, rule))
         logits_SE = router_logits(x_SM, self.weight_EM)
         expert_SK = top_experts(logits_SE, self.k)
         terms = {

@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.gate import GateRule, gate, gate_from_logits
+from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import router_dtype, router_logits
 from fusedmoe.layers.gates.select import pick, top_experts
@@ -59,15 +61,29 @@ class TopK(Gate):
         return {"weight_EM": (self.experts, model_dim)}
 
     def route(self, x_SM: Tensor) -> Routing:
+        noisy = self.noise > 0 and self.training
+        if not noisy and "importance_load" not in self.aux and fused.serves(self, x_SM, self.weight_EM):
+            return fused.make_routing(self, gate(x_SM, self.weight_EM, self._rule()))
         clean_SE = router_logits(x_SM, self.weight_EM)
         logits_SE = clean_SE
-        if self.noise and self.training:
+        if noisy:
             logits_SE = clean_SE + torch.randn_like(clean_SE) * (self.noise / self.experts)
-        expert_SK = top_experts(logits_SE, self.k)
-        return self.routing(logits_SE, clean_SE, expert_SK)
+        return self.route_by(logits_SE, clean_SE)
 
-    def routing(self, logits_SE: Tensor, clean_SE: Tensor, expert_SK: Tensor) -> Routing:
-        """Weights and losses of the chosen experts."""
+    def _rule(self) -> GateRule:
+        return fused.make_rule(self, "softmax", normalize=self.normalize and self.k > 1)
+
+    def route_by(self, logits_SE: Tensor, clean_SE: Tensor) -> Routing:
+        """Choice, weights and losses from the logits; ``clean_SE`` are those without noise."""
+
+        def importance_load() -> Tensor:
+            std = self.noise / self.experts
+            return noisy_load_importance(clean_SE.softmax(1), clean_SE, logits_SE, std, self.k)
+
+        if fused.serves(self, logits_SE):
+            choice = gate_from_logits(logits_SE, self._rule())
+            return fused.make_routing(self, choice, {"importance_load": importance_load})
+        expert_SK = top_experts(logits_SE, self.k)
         prob_SE = None
         if self.normalize and self.k > 1:
             # softmax over the chosen logits is p / Σp of the chosen, without the underflow of p
@@ -78,10 +94,6 @@ class TopK(Gate):
 
         def balance() -> Tensor:
             return balance_loss(logits_SE.softmax(1) if prob_SE is None else prob_SE, expert_SK)
-
-        def importance_load() -> Tensor:
-            std = self.noise / self.experts
-            return noisy_load_importance(clean_SE.softmax(1), clean_SE, logits_SE, std, self.k)
 
         terms = {"balance": balance, "importance_load": importance_load, "z": lambda: z_loss(logits_SE)}
         return Routing(
@@ -152,10 +164,11 @@ class BatchPrioritised(TopK):
     ) -> None:
         super().__init__(experts, k, capacity_factor, normalize=normalize, noise=noise, aux=aux)
 
-    def routing(self, logits_SE: Tensor, clean_SE: Tensor, expert_SK: Tensor) -> Routing:
-        routing = super().routing(logits_SE, clean_SE, expert_SK)
+    def route(self, x_SM: Tensor) -> Routing:
+        routing = super().route(x_SM)
         if self.normalize and self.k > 1:
-            priority_S = logits_SE.detach().softmax(1).amax(1)
+            assert routing.logits_SE is not None
+            priority_S = routing.logits_SE.softmax(1).amax(1)
         else:
             priority_S = routing.weight_SK.detach()[:, 0]
         return dataclasses.replace(routing, priority_S=priority_S)

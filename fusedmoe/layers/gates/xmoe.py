@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fusedmoe.layers.gates.base import INIT_STD, Routing, check_count, fill_normal
 from fusedmoe.layers.gates.linear import router_logits
-from fusedmoe.layers.gates.select import top_experts
 from fusedmoe.layers.gates.topk import TopK
 
 _MAX_LOG_SCALE = math.log(100.0)
@@ -71,4 +70,4 @@ class XMoE(TopK):
         expert_EP = nn.functional.normalize(self.expert_EP.to(token_SP.dtype), dim=1)
         scale = self.log_scale.to(token_SP.dtype).clamp(max=_MAX_LOG_SCALE).exp()
         logits_SE = router_logits(token_SP, expert_EP) * scale
-        return self.routing(logits_SE, logits_SE, top_experts(logits_SE, self.k))
+        return self.route_by(logits_SE, logits_SE)

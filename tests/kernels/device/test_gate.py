@@ -1,0 +1,367 @@
+"""The gate's kernels beside their definition in float64 on fresh numbers; gates that use them beside plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.gate import gate, gate_from_logits, router_product
+from fusedmoe.kernels.gate import choose as kernels
+from fusedmoe.kernels.gate.rule import GateChoice, GateRule, define_choice
+from fusedmoe.layers.gates import Routing, fused, linear
+from tests.layers.gate_cases import best_first, make, parts
+
+ALL: dict[str, Any] = {"statistics": True, "logsumexp": True}
+# The rule (k is put in), and whether there is a bias.
+RULES = {
+    "softmax": (GateRule(1, **ALL), False),
+    "softmax bias": (GateRule(1, scale=0.5, **ALL), True),
+    "probability": (GateRule(1, normalize=False, scale=2.5, **ALL), False),
+    "probability bias": (GateRule(1, normalize=False, **ALL), True),
+    "sigmoid": (GateRule(1, "sigmoid", normalize=False, **ALL), False),
+    "sigmoid bias": (GateRule(1, "sigmoid", scale=2.5, **ALL), True),
+    "none": (GateRule(1, "none", scale=1.5, **ALL), False),
+    "none bias": (GateRule(1, "none", normalize=False, **ALL), True),
+}
+SIZES = [(1, 100, 1, 1), (37, 100, 7, 2), (300, 512, 64, 8), (37, 512, 128, 10), (300, 100, 512, 16), (1, 512, 128, 3)]
+SINGLE = (torch.float32, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    print("seed", torch.seed())  # shown when a test fails
+
+
+def differentiable(choice: GateChoice) -> list[Tensor]:
+    results = (choice.weight_SK, choice.score_BE, choice.logsumexp_S)
+    return [result for result in results if result is not None]
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().requires_grad_()
+
+
+def assert_close(got: Tensor, exact: Tensor, tolerance: float = 1e-5) -> None:
+    assert got.shape == exact.shape
+    assert (got.double() - exact).norm() <= tolerance * exact.norm()
+
+
+def check(got: GateChoice, exact: GateChoice, leaves: list[tuple[Tensor, Tensor]]) -> None:
+    """Results, and gradients of the leaves for random gradients of the results."""
+    assert torch.equal(got.expert_SK, exact.expert_SK)
+    assert_close(got.logits_SE, exact.logits_SE)
+    if exact.count_BE is not None:
+        assert got.count_BE is not None and torch.equal(got.count_BE.double(), exact.count_BE)
+    results, expected = differentiable(got), differentiable(exact)
+    for result, want in zip(results, expected, strict=True):
+        assert result.dtype == torch.float32
+        assert_close(result, want)
+    grads = [torch.randn_like(result) for result in results]
+    torch.autograd.backward(results, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    for leaf, want in leaves:
+        assert leaf.grad is not None and want.grad is not None and leaf.grad.dtype == leaf.dtype
+        assert_close(leaf.grad, want.grad, 1e-5 if leaf.dtype == torch.float32 else torch.finfo(leaf.dtype).eps)
+
+
+def sort_by(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None) -> Tensor:
+    if bias_E is None:
+        return logits_SE
+    score_SE = {"softmax": logits_SE.softmax(1), "sigmoid": logits_SE.sigmoid(), "none": logits_SE}[rule.score]
+    return score_SE + bias_E
+
+
+def operands(
+    S: int,
+    M: int,
+    E: int,
+    rule: GateRule,
+    device: torch.device,
+    bias_E: Tensor | None = None,
+    dtypes: tuple[torch.dtype, torch.dtype] = SINGLE,
+) -> tuple[Tensor, Tensor]:
+    """x and W for which rounding does not decide between experts: such tokens are drawn again."""
+    sign = (lambda t: t.abs()) if rule.score == "none" else (lambda t: t)  # scores are not negative
+    x_SM = sign(torch.randn(S, M, device=device)).to(dtypes[0])
+    weight_EM = sign(torch.randn(E, M, device=device) / M**0.5).to(dtypes[1])
+    for _ in range(1000):
+        by_SE = sort_by(x_SM.double() @ weight_EM.double().t(), rule, bias_E)
+        best = by_SE.sort(1, descending=True).values[:, : rule.k + 1]
+        near_S = (best.diff(dim=1).abs() < 1e-6 * best[:, 1:].abs().clamp(min=1)).any(1)
+        if not near_S.any():
+            break
+        x_SM[near_S] = sign(torch.randn_like(x_SM[near_S]))
+    return x_SM.requires_grad_(), weight_EM.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    "name, size, one_kernel",
+    [(name, SIZES[(i + 2 * j) % 6], (i + j) % 2 == 0) for i, name in enumerate(RULES) for j in range(3)],
+)
+def test_tokens(
+    name: str,
+    size: tuple[int, int, int, int],
+    one_kernel: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    S, M, E, k = size
+    rule = dataclasses.replace(RULES[name][0], k=k)
+    bias_E = torch.randint(-3, 4, (E,), device=device) / 4 if RULES[name][1] else None
+    if not one_kernel:
+        monkeypatch.setattr(kernels, "fused_config", lambda *_: None)
+    x_SM, weight_EM = operands(S, M, E, rule, device, bias_E)
+    exact_x, exact_weight = double(x_SM), double(weight_EM)
+    exact = define_choice(exact_x @ exact_weight.t(), rule, bias_E)
+    check(gate(x_SM, weight_EM, rule, bias_E), exact, [(x_SM, exact_x), (weight_EM, exact_weight)])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        GateRule(2, sequence=20, **ALL),
+        GateRule(2, sequence=60, normalize=False, statistics=True),
+        GateRule(2, "sigmoid", sequence=15, statistics=True),
+        GateRule(2, "sigmoid", logsumexp=True),
+        GateRule(2, "none", normalize=False),
+    ],
+    ids=str,
+)
+def test_given_logits_and_what_is_asked_for(rule: GateRule, device: torch.device) -> None:
+    logits_SE = torch.rand(60, 9, device=device).requires_grad_()
+    exact_logits = double(logits_SE)
+    choice = gate_from_logits(logits_SE, rule)
+    assert not choice.logits_SE.requires_grad and logits_SE.requires_grad
+    assert (choice.score_BE is not None) == rule.statistics and (choice.logsumexp_S is not None) == rule.logsumexp
+    check(choice, define_choice(exact_logits, rule), [(logits_SE, exact_logits)])
+
+
+@pytest.mark.parametrize("used", ["weight_SK", "score_BE", "logsumexp_S"])
+@pytest.mark.parametrize("name", ["softmax", "probability", "sigmoid", "none"])
+def test_gradient_of_one_result(name: str, used: str, device: torch.device) -> None:
+    logits_SE = torch.rand(37, 7, device=device).requires_grad_()
+    exact_logits, rule = double(logits_SE), dataclasses.replace(RULES[name][0], k=3)
+    result, expected = (
+        getattr(c, used) for c in (gate_from_logits(logits_SE, rule), define_choice(exact_logits, rule))
+    )
+    grad = torch.randn_like(result)
+    result.backward(grad)
+    expected.backward(grad.double())
+    assert logits_SE.grad is not None and exact_logits.grad is not None
+    assert_close(logits_SE.grad, exact_logits.grad)
+
+
+@pytest.mark.parametrize("k", [1, 3, 16])
+@pytest.mark.parametrize("E", [16, 40, 512])
+def test_ties(E: int, k: int, device: torch.device) -> None:
+    logits_SE = torch.randint(-1, 2, (37, E), device=device).float()
+    logits_SE[:3] = 0.25
+    logits_SE[2, ::3] = -0.0  # equals 0
+    logits_SE[2, 1::3] = 0.0
+    expected = [best_first(row, k) for row in logits_SE.tolist()]
+    assert gate_from_logits(logits_SE, GateRule(k)).expert_SK.tolist() == expected
+    bias_E = torch.full((E,), 0.5, device=device)
+    assert gate_from_logits(logits_SE, GateRule(k), bias_E).expert_SK.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["softmax", "probability", "sigmoid", "sigmoid bias"])
+def test_logits_of_minus_infinity(name: str, device: torch.device) -> None:
+    rule = dataclasses.replace(RULES[name][0], k=3)
+    logits_SE = torch.randn(37, 12, device=device)
+    logits_SE[torch.rand_like(logits_SE) < 0.4] = -math.inf
+    logits_SE[0, 1:] = -math.inf  # fewer than k are left
+    logits_SE[:, 0] = 1.0
+    exact_logits = double(logits_SE)
+    bias_E = torch.arange(12, device=device) * 2.0 if RULES[name][1] else None
+    got = gate_from_logits(logits_SE.requires_grad_(), rule, bias_E)
+    exact = define_choice(exact_logits, rule, bias_E)
+    results, expected = differentiable(got), differentiable(exact)
+    assert torch.equal(got.expert_SK, exact.expert_SK)
+    grads = [torch.randn_like(result) for result in results]
+    torch.autograd.backward(results, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    assert logits_SE.grad is not None and exact_logits.grad is not None and logits_SE.grad.isfinite().all()
+    # Where only scores of zero were chosen, plain torch finds 0 / 0.
+    for result, want in zip([*results, logits_SE.grad], [*expected, exact_logits.grad.nan_to_num()], strict=True):
+        assert_close(result, want)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_stay_in_range_whatever_the_logits_are(bad: float, biased: bool, device: torch.device) -> None:
+    logits_SE = torch.randn(9, 7, device=device)
+    logits_SE[1], logits_SE[2, 4], logits_SE[3, 2:] = bad, bad, bad
+    if math.isnan(bad):  # a sign that arithmetic does not show
+        logits_SE.view(torch.int32)[logits_SE.isnan()] |= -(2**31) if math.copysign(1, bad) < 0 else 0
+    bias_E = torch.randn(7, device=device) if biased else None
+    choice = gate_from_logits(logits_SE, GateRule(3, "sigmoid"), bias_E)
+    expected = define_choice(logits_SE.double(), GateRule(3, "sigmoid"), bias_E)
+    for row in choice.expert_SK.tolist():
+        assert len(set(row)) == 3 and min(row) >= 0 and max(row) < 7
+    assert torch.equal(choice.expert_SK, expected.expert_SK)
+    torch.testing.assert_close(choice.weight_SK.double(), expected.weight_SK, equal_nan=True)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    rule = GateRule(2, sequence=5, **ALL)
+    x_SM = torch.empty(0, 100, device=device, requires_grad=True)
+    weight_EM = torch.randn(7, 100, device=device, requires_grad=True)
+    choice = gate(x_SM, weight_EM, rule)
+    assert choice.expert_SK.shape == choice.weight_SK.shape == (0, 2) and choice.expert_SK.dtype == torch.int64
+    assert choice.logits_SE.shape == (0, 7)
+    for sums in (choice.score_BE, choice.count_BE):
+        assert sums is not None and torch.equal(sums, torch.zeros(1, 7, device=device))
+    sum(result.sum() for result in differentiable(choice)).backward()
+    assert x_SM.grad is not None and x_SM.grad.shape == (0, 100)
+    assert weight_EM.grad is not None and torch.equal(weight_EM.grad, torch.zeros_like(weight_EM))
+    assert router_product(x_SM, weight_EM).shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("E", [40, 300])  # one kernel or two, on a GPU
+def test_half_precision(E: int, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device) -> None:
+    """As exact as float32, but for the rounding of the gradients to the operands' dtypes."""
+    rule = GateRule(2, **ALL)
+    x_SM, weight_EM = operands(50, 200, E, rule, device, dtypes=dtypes)
+    exact_x, exact_weight = double(x_SM), double(weight_EM)
+    exact = define_choice(exact_x @ exact_weight.t(), rule)
+    check(gate(x_SM, weight_EM, rule), exact, [(x_SM, exact_x), (weight_EM, exact_weight)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("S, M, E", [(1, 1, 1), (37, 16, 7), (300, 100, 600), (20, 512, 3)])
+def test_router_product(S: int, M: int, E: int, dtype: torch.dtype, device: torch.device) -> None:
+    x_SM = torch.randn(S, M, device=device).to(dtype).requires_grad_()
+    weight_EM = torch.randn(E, M, device=device).to(dtype).requires_grad_()
+    exact_x, exact_weight = double(x_SM), double(weight_EM)
+    logits_SE, exact = router_product(x_SM, weight_EM), exact_x @ exact_weight.t()
+    grad = torch.randn(E, S, device=device).t()
+    logits_SE.backward(grad)
+    exact.backward(grad.double())
+    assert logits_SE.dtype == torch.float32
+    assert_close(logits_SE, exact)
+    for leaf, want in ((x_SM, exact_x), (weight_EM, exact_weight)):
+        assert leaf.grad is not None and want.grad is not None and leaf.grad.dtype == dtype
+        assert_close(leaf.grad, want.grad, 1e-5 if dtype == torch.float32 else 1e-3)
+
+
+def test_strides_and_what_lies_behind(device: torch.device) -> None:
+    rule = GateRule(3, **ALL)
+    memory = torch.full((64, 100), math.nan, device=device)
+    x_SM, weight_EM = operands(37, 100, 7, rule, device)
+    memory[:37] = x_SM.detach()
+    behind = torch.full((9, 100), math.nan, device=device)
+    behind[:7] = weight_EM.detach()
+    wide = torch.full((100, 2, 37), math.nan, device=device)
+    wide[:, 0] = x_SM.detach().t()
+    inputs = [(x_SM.detach(), weight_EM.detach()), (memory[:37], behind[:7]), (wide[:, 0].t(), weight_EM.detach())]
+    found = []
+    for x, weight in inputs:
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        choice = gate(x, weight, rule)
+        sum(result.square().sum() for result in differentiable(choice)).backward()
+        found.append([choice.expert_SK, *differentiable(choice), x.grad, weight.grad])
+    for other in found[1:]:  # bit by bit: a second run of the same sums, too
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_nothing_waits_for_the_device(
+    device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]
+) -> None:
+    x_SM, weight_EM = torch.randn(37, 16, device=device), torch.randn(7, 16, device=device)
+    x_SM.requires_grad_(), weight_EM.requires_grad_()
+    with no_sync():
+        choice = gate(x_SM, weight_EM, GateRule(2, **ALL))
+        sum(result.sum() for result in differentiable(choice)).backward()
+
+
+def test_what_is_saved(device: torch.device) -> None:
+    """x and W themselves, S·E logits and S·K experts."""
+    S, M, E, K = 37, 64, 7, 2
+    x_SM = torch.randn(S, M, device=device, dtype=torch.float16, requires_grad=True)
+    weight_EM = torch.randn(E, M, device=device, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gate(x_SM, weight_EM, GateRule(K, **ALL))
+    own = [t for t in saved if t.data_ptr() not in (x_SM.data_ptr(), weight_EM.data_ptr())]
+    assert sorted(t.untyped_storage().nbytes() for t in own) == sorted([4 * S * E, 8 * S * K])
+
+
+GATE_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("topk", {"k": 2, "aux": {"balance": 1.0, "z": 0.1}}),
+    ("topk", {"k": 1}),
+    ("topk", {"k": 3, "normalize": False, "noise": 1.0, "aux": {"importance_load": 1.0, "balance": 0.5}}),
+    ("switch", {"aux": {"balance": 1.0, "z": 0.1}}),
+    ("batch_prioritised", {"k": 2}),
+    ("batch_prioritised", {"k": 2, "normalize": True}),
+    ("gshard", {"k": 2, "aux": {"importance_load": 1.0, "balance": 0.5, "z": 0.1}}),
+    ("sigmoid", {"k": 2, "aux": {"balance": 1.0, "z": 0.1}}),
+    ("xmoe", {"k": 2, "proj_dim": 4}),
+    ("deepseek_v3", {"k": 3, "route_scale": 2.5, "sequence": 10, "aux": {"balance": 1.0}}),
+    ("deepseek_v3", {"k": 2, "groups": 3, "groups_kept": 2, "aux": {"z": 1.0}}),
+    ("expert_choice", {"k": 2, "aux": {"z": 0.1}}),
+    ("softmoe", {"aux": {"z": 0.1}}),
+]
+
+
+@pytest.mark.parametrize("S", [0, 40])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name, options", GATE_OPTIONS, ids=str)
+def test_gates_with_kernels_equal_plain_torch(
+    name: str, options: dict[str, Any], training: bool, S: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**options, "k": options.get("k", 1)}
+    layer = make(name, 6, dim=20, **options).train(training).to(device)
+    if name == "deepseek_v3":
+        layer.bias_E.normal_(std=0.1)
+    x_SM = torch.randn(S, 20, device=device, requires_grad=True)
+    grad: list[Tensor] = []
+
+    def run() -> list[Tensor | None]:
+        torch.manual_seed(5)
+        x_SM.grad = None
+        layer.zero_grad()
+        routing = layer(x_SM)
+        results = parts(routing)
+        grad.extend(torch.randn_like(result) for result in results if len(grad) < len(results))
+        torch.autograd.backward(results, grad)
+        if isinstance(routing, Routing):
+            results = [*results, routing.expert_SK, routing.logits_SE, routing.priority_S]
+        return [*results, x_SM.grad, *(p.grad for p in layer.parameters())]
+
+    calls: list[int] = []
+    monkeypatch.setattr(kernels, "_choose", lambda *a, real=kernels._choose: (calls.append(1), real(*a))[1])
+    with_kernels = run()
+    assert bool(calls) == (name not in ("expert_choice", "softmoe") and options.get("groups") is None)
+    monkeypatch.setattr(fused, "has_kernels", lambda *_: False)
+    monkeypatch.setattr(linear, "has_kernels", lambda *_: False)
+    for got, expected in zip(with_kernels, run(), strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None and expected is not None:
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_float64_and_large_gates_are_left_to_plain_torch(device: torch.device) -> None:
+    for dtype, E, k in ((torch.float64, 7, 2), (torch.float32, 600, 2), (torch.float32, 40, 33)):
+        x_SM = torch.randn(5, 8, device=device, dtype=dtype)
+        weight_EM = torch.randn(E, 8, device=device, dtype=dtype)
+        choice, exact = gate(x_SM, weight_EM, GateRule(k)), define_choice(x_SM @ weight_EM.t(), GateRule(k))
+        assert choice.weight_SK.dtype == dtype and torch.equal(choice.expert_SK, exact.expert_SK)
