@@ -13,8 +13,9 @@ from torch import Tensor
 from fusedmoe.kernels.aot import AotCase
 from fusedmoe.kernels.wire import E4M3_MAX, SCALE_BYTES, SCALE_MIN, fp8_dim
 
-# Columns that a program holds at a time.
+# Columns that a program holds at a time; of wider rows it holds so many, again and again.
 _MOST_COLUMNS = 4096
+_COLUMNS_OF_WIDE_ROWS = 2048
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def pack_bf16(rows_NM: Tensor) -> Tensor:
 
 
 def _columns(dim: int) -> int:
-    return min(_MOST_COLUMNS, max(128, triton.next_power_of_2(dim)))
+    return max(128, triton.next_power_of_2(dim)) if dim <= _MOST_COLUMNS else _COLUMNS_OF_WIDE_ROWS
 
 
 def _pack_constants(dim: int) -> dict[str, float]:
