@@ -33,15 +33,17 @@ def _cases(target: int, dtype: torch.dtype) -> Iterator[AotCase]:
             w1 = _box(dtype, halves, config.bn // halves, config.bk) if bulk else dtype
             arguments = {
                 **_tables(),
-                **{"x_ptr": dtype, "source_ptr": torch.int64, "w1": w1, "b1_ptr": dtype, "h_ptr": dtype, "a_ptr": dtype},
+                **{"x_ptr": dtype, "source_ptr": torch.int64, "w1": w1},
+                **{"b1_ptr": dtype, "h_ptr": dtype, "a_ptr": dtype},
                 **{"M": _DIM, "H": _HIDDEN, "ACT": activation, "GATED": gated, "GATHER": True, "BIAS": True},
             }
             yield _case(f"up act={activation}", up_kernel, arguments, config, dtype, target, quick=gated)
         for config in candidates("dhidden", dtype, capability):
+            w2 = _box(dtype, 1, config.bk, config.bn) if bulk else dtype
             arguments = {
                 **_tables(),
-                **{"dy_ptr": dtype, "source_ptr": torch.int64, "w2": _box(dtype, 1, config.bk, config.bn) if bulk else dtype},
-                **{"weight_ptr": torch.float32, "h_ptr": dtype, "dh_ptr": dtype, "a_ptr": dtype, "ds_ptr": torch.float32},
+                **{"dy_ptr": dtype, "source_ptr": torch.int64, "w2": w2, "weight_ptr": torch.float32},
+                **{"h_ptr": dtype, "dh_ptr": dtype, "a_ptr": dtype, "ds_ptr": torch.float32},
                 **{"rows": 65536, "M": _DIM, "H": _HIDDEN, "ACT": activation, "GATED": gated, "GATHER": True},
                 "WEIGHTED": True,
             }
@@ -49,9 +51,10 @@ def _cases(target: int, dtype: torch.dtype) -> Iterator[AotCase]:
     for operation, transposed in (("down", True), ("dinput", False)):
         for config in candidates(operation, dtype, capability):
             box = (1, config.bn, config.bk) if transposed else (1, config.bk, config.bn)
+            a, b = (_box(dtype, config.bm, config.bk), _box(dtype, *box)) if bulk else (dtype, dtype)
             arguments = {
                 **_tables(),
-                **{"a": _box(dtype, config.bm, config.bk) if bulk else dtype, "b": _box(dtype, *box) if bulk else dtype},
+                **{"a": a, "b": b},
                 **{"bias_ptr": dtype, "out_ptr": dtype, "K": _HIDDEN, "N": _DIM, "bias_start": 0, "bias_columns": _DIM},
                 **{"TRANSPOSED": transposed, "BIAS": transposed},
             }

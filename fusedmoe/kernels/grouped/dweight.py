@@ -1,6 +1,7 @@
 """Gradient of the experts' matrices: out_e = Σ over the rows n of expert e of left[n]ᵀ·right[n].
 
-A product of ragged depth. Either side's rows may be gathered. An expert without rows gets zeros. Definition: `define_dweight`.
+A product of ragged depth. Either side's rows may be gathered. An expert without rows gets zeros. Definition:
+`define_dweight`.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ def test_rows_in_order_without_weights(device: torch.device) -> None:
     right_y, right_h = plain_forward(x_SM, layout, None, weights, ACTIVATIONS["gelu"])
     right = plain_backward(dy_SM, x_SM, right_h, layout, None, weights, ACTIVATIONS["gelu"])
     assert grads.weight_N is None
-    for got, expected in [(y_SM, right_y), *((getattr(grads, n), getattr(right, n)) for n in ("x_SM", "w1", "b1", "b2"))]:
+    of_inputs = [(getattr(grads, name), getattr(right, name)) for name in ("x_SM", "w1", "w2", "b1", "b2")]
+    for got, expected in [(y_SM, right_y), *of_inputs]:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
