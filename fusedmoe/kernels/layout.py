@@ -7,7 +7,7 @@ offsets_E1 = [0, 2, 4], source_N = [0, 1, 0, 1], slot_N = [0, 2, 1, 3] and row_S
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -58,6 +58,14 @@ class Layout:
     def rows(self) -> int:
         """N: the rows kept, or a bound on their number."""
         return self.slot_N.shape[0]
+
+    def exact(self) -> Layout:
+        """The same without slack (on CUDA this waits for the device once)."""
+        kept = sum(self.counts)
+        if kept == self.rows:
+            return self
+        source_N = None if self.source_N is None else self.source_N[:kept]
+        return replace(self, source_N=source_N, slot_N=self.slot_N[:kept])
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:

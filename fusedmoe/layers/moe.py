@@ -185,13 +185,14 @@ class MoELayer(nn.Module):
             with span(recorder, "order", kind="order", phase="forward"):
                 layout = self.order.layout(routing, self.gate.experts)
                 weight_N = slot_weights(routing, layout)
-            self._count_drops(layout.rows)
+            self._count_drops(layout.counts_E)
             y_SM = self.experts(x_SM, layout, weight_N)
         else:
             with span(recorder, "order", kind="order", phase="forward"):
                 ordered = self.order.order(x_SM, routing, self.gate.experts)
-            self._count_drops(ordered.rows_NM.shape[0] if ordered.layout is None else ordered.layout.rows)
-            exchange = Exchange(self._all_to_all, esp, ordered.counts_E, ordered.rows_NM.dtype, refusal)
+            self._count_drops(ordered.counts_E if ordered.layout is None else ordered.layout.counts_E)
+            with span(recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
+                exchange = Exchange(self._all_to_all, esp, ordered.counts_E, ordered.rows_NM.dtype, refusal)
             out_NM = through_experts(
                 ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, recorder
             )
@@ -256,8 +257,8 @@ class MoELayer(nn.Module):
         # Copies and pickles are not part of a graph.
         return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
 
-    def _count_drops(self, kept: int) -> None:
-        self.dropped = int(self.load_E.sum()) - kept
+    def _count_drops(self, kept_E: Tensor) -> None:
+        self.dropped = int(self.load_E.sum() - kept_E.sum())
 
     def _tap(self, tensor: Tensor, seam: str) -> Tensor:
         """The identity, whose backward passes the gradient through the hooks at `seam`."""

@@ -55,7 +55,7 @@ class Order:
         return unpermute(out_NM, ordered.layout)
 
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
-        layout = self.layout(routing, experts)
+        layout = self.layout(routing, experts).exact()
         return Ordered(permute(x_SM, layout), layout.counts_E, slot_weights(routing, layout), layout)
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class Einsum(Order):
     """
 
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
-        layout = self.layout(routing, experts)
+        layout = self.layout(routing, experts).exact()
         assert layout.source_N is not None
         capacity = max(layout.counts, default=0) if routing.capacity is None else routing.capacity
         start_E = layout.counts_E.cumsum(0) - layout.counts_E

@@ -47,7 +47,7 @@ _AMPERE = {
     "dweight": (Config(128, 128, 64, 8, 3), Config(64, 128, 64, 4, 3)),
 }
 # Full float32 products run on the ordinary cores, where a program's registers are soon full.
-_FLOAT32 = {operation: (Config(64, 64, 32, 8, 2), Config(64, 64, 16, 4, 2)) for operation in OPERATIONS}
+_FLOAT32 = {operation: (Config(64, 64, 16, 4, 2),) for operation in OPERATIONS}
 # The interpreter pays for programs and steps, not for their size.
 _INTERPRETER = {operation: (Config(32, 64, 32, 4, 1, 4),) for operation in OPERATIONS}
 

@@ -96,13 +96,14 @@ class RowExperts(Experts):
     """Experts that are given their rows sorted and return rows; gathering and weighting is done here."""
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        layout = layout.exact()
         rows_NM = permute(x_SM, layout)
         out_NM = self.compute(rows_NM, layout.counts)
         if not isinstance(out_NM, Tensor) or out_NM.shape != rows_NM.shape:
             got = list(out_NM.shape) if isinstance(out_NM, Tensor) else repr(out_NM)
             raise ConfigError(f"{type(self).__name__} was given rows of shape {list(rows_NM.shape)} and returned {got}")
         if weight_N is not None:
-            out_NM = out_NM * weight_N.to(out_NM.dtype)[:, None]
+            out_NM = out_NM * weight_N[: layout.rows, None].to(out_NM.dtype)
         return unpermute(out_NM, layout)
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:

@@ -1,0 +1,56 @@
+"""The whole layer on its kernels, beside the same layer in float64 on plain torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fusedmoe
+from fusedmoe.layers.experts import Experts
+from fusedmoe.layers.gates import Gate
+
+
+def tanh_expert(model_dim: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(model_dim, 20), torch.nn.Tanh(), torch.nn.Linear(20, model_dim))
+
+
+@pytest.mark.parametrize("hooks", [(), (fusedmoe.Hooks(),)], ids=["fused", "through the exchange"])
+@pytest.mark.parametrize(
+    ("gate", "experts", "order"),
+    [
+        (fusedmoe.gates.TopK(5, 2, 0.7), fusedmoe.experts.SwiGLU(24), fusedmoe.orders.Sparse()),
+        (fusedmoe.gates.Sigmoid(experts=5, k=2), fusedmoe.experts.FeedForward(24), fusedmoe.orders.Dropless()),
+        (fusedmoe.gates.Switch(experts=5, capacity_factor=1.0), fusedmoe.experts.Custom(tanh_expert), None),
+        (fusedmoe.gates.TopK(5, 2, 0.7), fusedmoe.experts.SwiGLU(24), fusedmoe.orders.Einsum()),
+    ],
+    ids=["topk swiglu", "sigmoid feed-forward", "switch custom", "topk einsum"],
+)
+def test_layer(
+    gate: Gate,
+    experts: Experts,
+    order: fusedmoe.layers.orders.Order | None,
+    hooks: tuple[fusedmoe.Hooks, ...],
+    device: torch.device,
+) -> None:
+    gate, experts = copy.deepcopy(gate), copy.deepcopy(experts)
+    layer = fusedmoe.MoELayer(32, gate, experts, order=order, hooks=hooks, device=device).eval()
+    exact = copy.deepcopy(layer).double().cpu()
+    x = torch.randn(41, 32, device=device)
+    dy = torch.randn(41, 32, device=device)
+    found = []
+    for module, dtype, place in ((layer, torch.float32, device), (exact, torch.float64, torch.device("cpu"))):
+        mine = x.detach().to(place, dtype, copy=True).requires_grad_()
+        y = module(mine)
+        ((y * dy.to(place, dtype)).sum() + module.aux_loss).backward()
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        found.append({"y": y, "aux": module.aux_loss, "dx": mine.grad, **grads})
+    assert layer.dropped == exact.dropped and layer.load_E.tolist() == exact.load_E.tolist()
+    for name, right in found[1].items():
+        got = found[0][name]
+        if right is None:
+            assert got is None or not got.any(), name
+            continue
+        error = float((got.detach().cpu().double() - right).norm() / right.norm().clamp(min=1e-6))
+        assert error <= 1e-5, (name, error)
