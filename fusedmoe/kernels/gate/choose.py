@@ -10,7 +10,7 @@ gradient of the logits in one pass, recomputing scores and sums from the logits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fusedmoe.kernels.aot import AotCase
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.gate.product import logits, logits_tile, taken_apart
+from fusedmoe.kernels.gate.configs import GENERATIONS, Tile, fused_tile, rowwise_tile
+from fusedmoe.kernels.gate.product import capability, logits, logits_tile, taken_apart
 from fusedmoe.kernels.gate.rule import SCORES, GateChoice, GateRule
 
 _SCORE_CODES = {name: code for code, name in enumerate(SCORES)}
@@ -260,32 +261,6 @@ def dlogits_kernel(
     tl.store(dlogits_ptr + at, dlogits, mask=inside[:, None] & known)
 
 
-class Tile(NamedTuple):
-    """Rows of a program, depth of the product's steps, and how a program is laid out."""
-
-    rows: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def fused_config(experts: int, apart: str) -> Tile | None:
-    """For logits made and used in one program; None where they are too many for its registers."""
-    if INTERPRET:
-        return Tile(64, 128, 4, 1)
-    width = _width(experts)
-    if width > (128 if apart else 256):
-        return None
-    return Tile(64, 32 if apart else 64, 8 if apart or width > 128 else 4, 3)
-
-
-def rowwise_config(experts: int) -> Tile:
-    """For logits that are given, and for their gradient."""
-    if INTERPRET:
-        return Tile(64, 16, 4, 1)
-    return Tile(min(128, 4096 // _width(experts)), 16, 4, 1)
-
-
 def choose(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
     """`define_choice` of float32 logits. No autograd, and no word from the device."""
     return _choose(None, None, logits_SE.contiguous(), rule, bias_E)
@@ -295,7 +270,7 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
     """`define_choice` of x·Wᵀ. No autograd, and no word from the device."""
     x_SM, weight_EM = x_SM.contiguous(), weight_EM.contiguous()
     experts = weight_EM.shape[0]
-    if fused_config(experts, taken_apart(x_SM.dtype, weight_EM.dtype)) is None:
+    if fused_tile(experts, taken_apart(x_SM.dtype, weight_EM.dtype), capability(x_SM)) is None:
         return _choose(None, None, logits(x_SM, weight_EM), rule, bias_E)
     logits_SE = torch.empty((x_SM.shape[0], experts), dtype=torch.float32, device=x_SM.device)
     return _choose(x_SM, weight_EM, logits_SE, rule, bias_E)
@@ -313,11 +288,11 @@ def _choose(
         zero = torch.zeros((2, B, E), dtype=single, device=device)
         score_BE, count_BE = zero.unbind(0) if rule.statistics else (None, None)
         return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S)
-    tile = rowwise_config(E)
+    tile = rowwise_tile(E, capability(logits_SE))
     M, product = 0, {"EVEN": True, "TAKEN_APART": ""}
     if x_SM is not None and weight_EM is not None:
         M, apart = x_SM.shape[1], taken_apart(x_SM.dtype, weight_EM.dtype)
-        fused = fused_config(E, apart)
+        fused = fused_tile(E, apart, capability(x_SM))
         assert fused is not None
         tile, product = fused, {"EVEN": M % fused.depth == 0, "TAKEN_APART": apart}
     blocks = triton.cdiv(S // B, tile.rows)
@@ -344,7 +319,7 @@ def _choose(
         BK=tile.depth,
         num_stages=tile.stages,
         **product,
-        **_launch(rule, E, tile),
+        **_launch(rule, tile),
     )
     score_BE, count_BE = (None, None) if sums is None else sums.sum(2).unbind(0)
     return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S)
@@ -364,7 +339,7 @@ def dlogits(
     dlogits_SE = torch.empty_like(logits_SE)
     if S == 0:
         return dlogits_SE
-    tile, B = rowwise_config(E), rule.sequences(S)
+    tile, B = rowwise_tile(E, capability(logits_SE)), rule.sequences(S)
     blocks = triton.cdiv(S // B, tile.rows)
     dlogits_kernel[(B * blocks,)](
         logits_SE,
@@ -379,23 +354,19 @@ def dlogits(
         rule.scale,
         WEIGHTS=dweight_SK is not None,
         STATISTICS=dscore_BE is not None,
-        **{**_launch(rule, E, tile), "LOGSUMEXP": dlogsumexp_S is not None},
+        **{**_launch(rule, tile), "LOGSUMEXP": dlogsumexp_S is not None},
     )
     return dlogits_SE
 
 
-def _width(experts: int) -> int:
-    return max(16, triton.next_power_of_2(experts))
-
-
-def _launch(rule: GateRule, experts: int, tile: Tile) -> dict[str, Any]:
+def _launch(rule: GateRule, tile: Tile) -> dict[str, Any]:
     return {
         "K": rule.k,
         "SCORE": _SCORE_CODES[rule.score],
         "NORMALIZE": rule.normalize,
         "LOGSUMEXP": rule.logsumexp,
         "BS": tile.rows,
-        "EP": _width(experts),
+        "EP": tile.columns,
         "KP": triton.next_power_of_2(rule.k),
         "num_warps": tile.warps,
     }
@@ -418,62 +389,62 @@ def aot_cases() -> list[AotCase]:
         for name, rule in rules.items():
             if rule.k > experts or (experts == 64 and rule.k not in (1, 8)):
                 continue
-            for dtypes in (None, (half, half), (half, single), (torch.float16, torch.float16), (single, single)):
-                case = _choose_case(name, rule, experts, dtypes)
-                if case is not None:
-                    cases.append(case)
+            for dtypes in (None, (half, half), (half, single), (single, single)):
+                cases += _choose_cases(name, rule, experts, dtypes)
             cases.append(_dlogits_case(name, rule, experts))
+        if experts > 64:
+            cases += _choose_cases("softmax K=16", rules["softmax K=16"], experts, (torch.float16, torch.float16))
     return cases
 
 
-def _choose_case(
+def _choose_cases(
     name: str, rule: GateRule, experts: int, dtypes: tuple[torch.dtype, torch.dtype] | None
-) -> AotCase | None:
-    single, M = torch.float32, 100 if experts == 7 else 4096
-    x = w = None
-    tile: Tile | None = rowwise_config(experts)
-    product: dict[str, Any] = {"EVEN": True, "TAKEN_APART": ""}
-    title = f"gate choose {name} E={experts}"
-    if dtypes is not None:
-        x, w = dtypes
-        apart = taken_apart(x, w)
-        tile = fused_config(experts, apart)
-        if tile is None:
-            return None
-        product = {"EVEN": M % tile.depth == 0, "TAKEN_APART": apart}
-        title = f"gate {name} E={experts} {str(x)[6:]} {str(w)[6:]}"
-    assert tile is not None
-    launch = _launch(rule, experts, tile)
-    arguments = {
-        "x_ptr": x,
-        "w_ptr": w,
-        "logits_ptr": single,
-        "bias_ptr": single if "bias" in name else None,
-        "expert_ptr": torch.int64,
-        "weight_ptr": single,
-        "sums_ptr": single if rule.statistics else None,
-        "logsumexp_ptr": single if rule.logsumexp else None,
-        "length": "i32",
-        "blocks": "i32",
-        "programs": "i32",
-        "M": M if dtypes else 0,
-        "E": experts,
-        "scale": 1.0,
-        "BIAS": "bias" in name,
-        "STATISTICS": rule.statistics,
-        "PRODUCT": dtypes is not None,
-        "INTERPRET": False,
-        "BK": tile.depth,
-        **product,
-        **launch,
-    }
-    options = {"num_warps": arguments.pop("num_warps"), "num_stages": tile.stages}
-    quick = (rule.k, experts, dtypes) == (8, 128, (torch.bfloat16,) * 2)
-    return AotCase(title, choose_kernel, arguments, options, quick=quick)
+) -> list[AotCase]:
+    x, w = dtypes or (None, None)
+    M = 0 if dtypes is None else 100 if experts == 7 else 4096
+    title = f"gate choose {name} E={experts}" if x is None else f"gate {name} E={experts} {str(x)[6:]} {str(w)[6:]}"
+    apart = "" if x is None or w is None else taken_apart(x, w)
+    targets: dict[Tile, list[int]] = {}
+    for major, minor in GENERATIONS:
+        at = (major, minor)
+        tile = rowwise_tile(experts, at) if dtypes is None else fused_tile(experts, apart, at)
+        if tile is not None:
+            targets.setdefault(tile, []).append(10 * major + minor)
+    single, cases = torch.float32, []
+    for tile, found in targets.items():
+        arguments = {
+            "x_ptr": x,
+            "w_ptr": w,
+            "logits_ptr": single,
+            "bias_ptr": single if "bias" in name else None,
+            "expert_ptr": torch.int64,
+            "weight_ptr": single,
+            "sums_ptr": single if rule.statistics else None,
+            "logsumexp_ptr": single if rule.logsumexp else None,
+            "length": "i32",
+            "blocks": "i32",
+            "programs": "i32",
+            "M": M,
+            "E": experts,
+            "scale": 1.0,
+            "BIAS": "bias" in name,
+            "STATISTICS": rule.statistics,
+            "PRODUCT": dtypes is not None,
+            "EVEN": M % tile.depth == 0,
+            "TAKEN_APART": apart,
+            "INTERPRET": False,
+            "BK": tile.depth,
+            **_launch(rule, tile),
+        }
+        options = {"num_warps": arguments.pop("num_warps"), "num_stages": tile.stages}
+        expect = {90: ("HGMMA",)} if dtypes is not None and 90 in found else {}
+        quick = (rule.k, experts, dtypes) == (8, 128, (torch.bfloat16,) * 2)
+        cases.append(AotCase(f"{title} {tile}", choose_kernel, arguments, options, tuple(found), expect, quick=quick))
+    return cases
 
 
 def _dlogits_case(name: str, rule: GateRule, experts: int) -> AotCase:
-    single = torch.float32
+    single, (tile,) = torch.float32, {rowwise_tile(experts, at) for at in GENERATIONS}
     arguments: dict[str, Any] = {
         "logits_ptr": single,
         "expert_ptr": torch.int64,
@@ -487,13 +458,8 @@ def _dlogits_case(name: str, rule: GateRule, experts: int) -> AotCase:
         "scale": 1.0,
         "WEIGHTS": True,
         "STATISTICS": rule.statistics,
-        **_launch(rule, experts, rowwise_config(experts)),
+        **_launch(rule, tile),
     }
     options = {"num_warps": arguments.pop("num_warps")}
-    return AotCase(
-        f"gate dlogits {name} E={experts}",
-        dlogits_kernel,
-        arguments,
-        options,
-        quick=name == "softmax K=8" and experts == 128,
-    )
+    quick = (rule.k, experts) == (8, 128)
+    return AotCase(f"gate dlogits {name} E={experts} {tile}", dlogits_kernel, arguments, options, quick=quick)

@@ -8,7 +8,6 @@ cores would take longer than an expert's. Definitions: the three expressions abo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.aot import AotCase
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.gate.configs import GENERATIONS, Capability, Tile, product_tile
 
 # Programs that fill a GPU: the sum over tokens in dW is cut so that there are about as many. A constant, since the
 # result must not depend on the GPU.
@@ -185,38 +185,6 @@ def dw_kernel(
     tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=(e < E)[:, None] & in_m)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Tile of a product's result, depth of a step, and how a program is laid out."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-_INTERPRETER = Tile(64, 256, 128, 4, 1)
-
-
-def logits_config(taken_apart: str) -> Tile:
-    if INTERPRET:
-        return _INTERPRETER
-    return Tile(64, 64, 32, 4, 3) if taken_apart == "both" else Tile(128, 128, 64, 8, 3)
-
-
-def dx_config(taken_apart: str) -> Tile:
-    if INTERPRET:
-        return _INTERPRETER
-    return Tile(128, 128, 32, 8, 2) if taken_apart != "both" else Tile(64, 64, 32, 4, 2)
-
-
-def dw_config(taken_apart: str) -> Tile:
-    if INTERPRET:
-        return _INTERPRETER
-    return Tile(64, 128, 32, 8, 2) if taken_apart != "both" else Tile(64, 64, 32, 4, 2)
-
-
 def taken_apart(a: torch.dtype, b: torch.dtype) -> str:
     """See `mac`."""
     if a == b and a != torch.float32:
@@ -228,6 +196,11 @@ def taken_apart(a: torch.dtype, b: torch.dtype) -> str:
     return "both"
 
 
+def capability(tensor: Tensor) -> Capability | None:
+    """Of the tensor's GPU; None in the interpreter."""
+    return None if INTERPRET else torch.cuda.get_device_capability(tensor.device)
+
+
 def logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     """x·Wᵀ, float32 [S, E]."""
     x_SM, weight_EM = x_SM.contiguous(), weight_EM.contiguous()
@@ -235,7 +208,7 @@ def logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     out_SE = torch.empty((S, E), dtype=torch.float32, device=x_SM.device)
     if out_SE.numel():
         apart = taken_apart(x_SM.dtype, weight_EM.dtype)
-        tile = logits_config(apart)
+        tile = product_tile("logits", apart, capability(x_SM))
         grid = (triton.cdiv(S, tile.rows) * triton.cdiv(E, tile.columns),)
         launch = {"EVEN": M % tile.depth == 0, **_launch(apart, tile, "BS", "BE")}
         logits_kernel[grid](x_SM, weight_EM, out_SE, S, M, E, **launch)
@@ -249,7 +222,7 @@ def dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
     dx_SM = torch.empty((S, M), dtype=dtype, device=dlogits_SE.device)
     if dx_SM.numel():
         apart = taken_apart(dlogits_SE.dtype, weight_EM.dtype)
-        tile = dx_config(apart)
+        tile = product_tile("dx", apart, capability(dx_SM))
         grid = (triton.cdiv(S, tile.rows) * triton.cdiv(M, tile.columns),)
         dx_kernel[grid](dlogits_SE, weight_EM, dx_SM, S, M, E, **_launch(apart, tile, "BS", "BM"))
     return dx_SM
@@ -262,7 +235,7 @@ def dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
     if S == 0:
         return torch.zeros((E, M), dtype=dtype, device=x_SM.device)
     apart = taken_apart(dlogits_SE.dtype, x_SM.dtype)
-    tile = dw_config(apart)
+    tile = product_tile("dw", apart, capability(x_SM))
     tiles = triton.cdiv(E, tile.rows) * triton.cdiv(M, tile.columns)
     steps = triton.cdiv(S, tile.depth)
     part_rows = triton.cdiv(steps, min(max(_PROGRAMS // tiles, 1), steps)) * tile.depth
@@ -285,29 +258,38 @@ def _launch(apart: str, tile: Tile, rows: str, columns: str) -> dict[str, Any]:
     }
 
 
+_KERNELS = {"logits": logits_kernel, "dx": dx_kernel, "dw": dw_kernel}
+
+
 def aot_cases() -> list[AotCase]:
-    half, mixed, single = torch.bfloat16, torch.float16, torch.float32
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    pairs = ((bf16, bf16), (bf16, fp32), (fp16, fp16), (fp16, fp32), (fp32, fp32))
+    kinds = [(op, x, w, M, E) for op in _KERNELS for x, w in pairs for M, E in ((100, 7), (4096, 512))]
+    return [case for op, x, w, M, E in kinds for case in _cases(op, x, w, M, E)]
+
+
+def _cases(operation: str, x: torch.dtype, w: torch.dtype, M: int, E: int) -> list[AotCase]:
+    single = torch.float32
+    apart = taken_apart(*{"logits": (x, w), "dx": (single, w), "dw": (single, x)}[operation])
+    targets: dict[Tile, list[int]] = {}
+    for major, minor in GENERATIONS:
+        targets.setdefault(product_tile(operation, apart, (major, minor)), []).append(10 * major + minor)
     cases = []
-    for x, w in ((half, half), (half, single), (mixed, mixed), (mixed, single), (single, single)):
-        dtypes = f"{str(x)[6:]} {str(w)[6:]}"
-        for M, E in ((100, 7), (4096, 512)):
-            sizes = {"S": "i32", "M": M, "E": E}
-            quick = (x, w, M) == (half, single, 4096)
-
-            def case(name: str, kernel: Any, pointers: dict[str, Any], launch: dict[str, Any]) -> None:
-                options = {option: launch.pop(option) for option in ("num_warps", "num_stages")}
-                arguments = {**pointers, **sizes, **launch, "INTERPRET": False}  # noqa: B023
-                cases.append(AotCase(f"{name} {dtypes} M={M} E={E}", kernel, arguments, options, quick=quick))  # noqa: B023
-
-            apart = taken_apart(x, w)
-            tile = logits_config(apart)
-            even = {"EVEN": M % tile.depth == 0}
-            pointers: dict[str, Any] = {"x_ptr": x, "w_ptr": w, "logits_ptr": single}
-            case("gate logits", logits_kernel, pointers, {**even, **_launch(apart, tile, "BS", "BE")})
-            apart = taken_apart(single, w)
-            pointers = {"dlogits_ptr": single, "w_ptr": w, "dx_ptr": x}
-            case("gate dx", dx_kernel, pointers, _launch(apart, dx_config(apart), "BS", "BM"))
-            apart = taken_apart(single, x)
-            pointers = {"dlogits_ptr": single, "x_ptr": x, "dw_ptr": single, "part_rows": "i32"}
-            case("gate dw", dw_kernel, pointers, _launch(apart, dw_config(apart), "BE", "BM"))
+    for tile, at in targets.items():
+        arguments: dict[str, Any] = {"S": "i32", "M": M, "E": E}
+        if operation == "logits":
+            launch = _launch(apart, tile, "BS", "BE")
+            arguments |= {"x_ptr": x, "w_ptr": w, "logits_ptr": single, "EVEN": M % tile.depth == 0}
+        elif operation == "dx":
+            launch = _launch(apart, tile, "BS", "BM")
+            arguments |= {"dlogits_ptr": single, "w_ptr": w, "dx_ptr": x}
+        else:
+            launch = _launch(apart, tile, "BE", "BM")
+            arguments |= {"dlogits_ptr": single, "x_ptr": x, "dw_ptr": single, "part_rows": "i32"}
+        options = {option: launch.pop(option) for option in ("num_warps", "num_stages")}
+        arguments |= {**launch, "INTERPRET": False}
+        name = f"gate {operation} {str(x)[6:]} {str(w)[6:]} M={M} E={E} {tile}"
+        expect = {90: ("HGMMA",)} if 90 in at else {}
+        quick = (x, w, M) == (torch.bfloat16, single, 4096)
+        cases.append(AotCase(name, _KERNELS[operation], arguments, options, tuple(at), expect, quick=quick))
     return cases

@@ -116,7 +116,7 @@ def test_tokens(
     rule = dataclasses.replace(RULES[name][0], k=k)
     bias_E = torch.randint(-3, 4, (E,), device=device) / 4 if RULES[name][1] else None
     if not one_kernel:
-        monkeypatch.setattr(kernels, "fused_config", lambda *_: None)
+        monkeypatch.setattr(kernels, "fused_tile", lambda *_: None)
     x_SM, weight_EM = operands(S, M, E, rule, device, bias_E)
     exact_x, exact_weight = double(x_SM), double(weight_EM)
     exact = define_choice(exact_x @ exact_weight.t(), rule, bias_E)
