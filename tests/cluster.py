@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -28,6 +29,14 @@ class RankFailed(AssertionError):
         super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, (_, _, text) in errors.items()))
 
 
+@dataclass
+class Outcome:
+    """How a rank ended: a value, or an error as in `RankFailed`."""
+
+    value: Any
+    error: tuple[str, str, str] | None
+
+
 class Cluster:
     """A pool of ranks. `run(world, function, *args)` calls `function(rank, world, *args)` on each rank."""
 
@@ -39,6 +48,17 @@ class Cluster:
 
         `function` must live at the top of a module. Raises RankFailed with every rank's error.
         """
+        outcomes = self.outcomes(world, function, *args, timeout_s=timeout_s)
+        errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+        if errors:
+            self.close()
+            raise RankFailed(errors)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S
+    ) -> list[Outcome]:
+        """The same, for tests of failures: tells how each rank ended, and replaces only those that are gone."""
         from torch.distributed import TCPStore
 
         while len(self._workers) < world:
@@ -49,26 +69,21 @@ class Cluster:
             pipe.send_bytes(pickle.dumps((sys.path, rank, world, store.port)))
             pipe.send_bytes(pickle.dumps((function, args)))
         deadline = time.monotonic() + timeout_s
-        results: list[Any] = [None] * world
-        errors: dict[int, tuple[str, str, str]] = {}
+        outcomes = []
         for rank, (process, pipe) in enumerate(workers):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                errors[rank] = ("TimeoutError", "", f"rank {rank} gave no answer within {timeout_s} s")
+                outcomes.append(Outcome(None, ("TimeoutError", "", f"rank {rank} gave no answer within {timeout_s} s")))
+                self._end(process, pipe)
                 continue
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())
+                outcomes.append(Outcome(value, None) if ok else Outcome(None, value))
             except EOFError:
                 process.join(5)
-                errors[rank] = ("ProcessDied", "", f"rank {rank} ended with exit code {process.exitcode}")
-                continue
-            if ok:
-                results[rank] = value
-            else:
-                errors[rank] = value
-        if errors:
-            self.close()
-            raise RankFailed(errors)
-        return results
+                text = f"rank {rank} ended with exit code {process.exitcode}"
+                outcomes.append(Outcome(None, ("ProcessDied", "", text)))
+                self._end(process, pipe)
+        return outcomes
 
     def _start(self) -> tuple[Any, Connection]:
         context = get_context("spawn")
@@ -87,11 +102,14 @@ class Cluster:
         return process, ours
 
     def close(self) -> None:
-        for process, pipe in self._workers:
-            pipe.close()
-            process.kill()
-            process.join(10)
-        self._workers = []
+        for process, pipe in list(self._workers):
+            self._end(process, pipe)
+
+    def _end(self, process: Any, pipe: Connection) -> None:
+        pipe.close()
+        process.kill()
+        process.join(10)
+        self._workers.remove((process, pipe))
 
 
 def _serve(pipe: Connection) -> None:

@@ -21,6 +21,9 @@ from fusedmoe.comm.failure import LOOK_S
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
 
+# A process that ends by an error closes its connections a while before it is gone.
+_EXIT_S = 10.0
+
 # PyTorch 2.13 renamed it and warns at the old name.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -50,7 +53,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
         if verdict is not None:
             raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
         if not noted:
-            board.waits(f"{operation} over the {group}")
+            board.waits(f"{operation} over the {group}", group.ranks)
             noted = True
         if time.monotonic() > deadline:
             raise _late(group, operation)
@@ -62,21 +65,22 @@ def _broken(group: Group, operation: str, reason: str) -> RankError:
     """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
     me, board = group.job.rank, group.board
     others = tuple(rank for rank in group.ranks if rank != me)
-    verdict = board.read(wait_s=1.0)
-    if verdict is None:
+    deadline, dead = time.monotonic() + _EXIT_S, board.gone(others)
+    while (verdict := board.read()) is None and not dead and time.monotonic() < deadline:
+        time.sleep(0.02)
         dead = board.gone(others)
-        if dead:
-            verdict = board.post(dead[0], operation, "its process ended (killed, or out of memory); see its log")
-        else:
-            lost = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error"
-            verdict = board.post(me, operation, f"{lost} ({reason})")
+    if verdict is None and dead:
+        verdict = board.post(dead[0], operation, "its process ended (an error, killed, or out of memory); see its log")
+    elif verdict is None:
+        lost = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error"
+        verdict = board.post(me, operation, f"{lost} ({reason})")
     return RankError(f"rank {me}: {operation} over the {group} ended because {verdict}")
 
 
 def _late(group: Group, operation: str) -> RankError:
     """The error for a wait that lasted too long, with what the others do instead of answering."""
     me, here, board = group.job.rank, f"{operation} over the {group}", group.board
-    others = board.waiting(rank for rank in group.ranks if rank != me)
+    others = board.waiting(group.ranks)
     absent = [rank for rank, what in others.items() if not what]
     elsewhere = {rank: what for rank, what in others.items() if what not in ("", here)}
     places = [f"rank {rank} is not there" for rank in absent]

@@ -12,14 +12,18 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from fusedmoe.errors import RankError
+
+T = TypeVar("T")
 
 _PREFIX = "fusedmoe"
 # Between two looks at the board. Short enough that a failure is known at once, long enough to cost nothing.
@@ -46,6 +50,7 @@ class Board:
         self._rank = rank
         # Asked for when the ranks meet: the store may be gone when it is needed.
         self._processes: dict[int, tuple[str, int]] = {}
+        self._lost = False
 
     def meet(self, size: int, facts: str, timeout_s: float) -> list[str]:
         """Waits until all `size` ranks are here, as often as each comes; returns what each of them brought.
@@ -82,22 +87,17 @@ class Board:
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""
         own = Verdict(rank, operation, message)
-        try:
-            standing = self._store.compare_set("verdict", "", json.dumps(asdict(own)))
-            return Verdict(**json.loads(standing))
-        except (RuntimeError, ValueError):  # the store went with the rank that hosted it
-            return own
+        standing = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(asdict(own))))
+        return own if standing is None else Verdict(**json.loads(standing))
 
     def read(self, wait_s: float = 0.0) -> Verdict | None:
         """The standing verdict, or None; looks again until `wait_s` seconds have passed."""
         deadline = time.monotonic() + wait_s
         while True:
-            try:
-                if self._store.check(["verdict"]):
-                    return Verdict(**json.loads(self._store.get("verdict")))
-            except (RuntimeError, ValueError):
-                return None
-            if time.monotonic() >= deadline:
+            if self._ask(lambda: self._store.check(["verdict"])):
+                standing = self._ask(lambda: self._store.get("verdict"))
+                return None if standing is None else Verdict(**json.loads(standing))
+            if self._lost or time.monotonic() >= deadline:
                 return None
             time.sleep(0.02)
 
@@ -107,26 +107,40 @@ class Board:
         known = [(rank, *self._processes[rank]) for rank in ranks if rank in self._processes]
         return [rank for rank, host, pid in known if host == here and not _runs(pid)]
 
-    def waits(self, what: str) -> None:
-        """Notes what this rank waits for; "" when it goes on."""
-        with suppress(RuntimeError):
-            self._store.set(f"waits/{self._rank}", what)
+    def waits(self, what: str, ranks: Sequence[int] = ()) -> None:
+        """Notes what this rank waits for, with which ranks; "" when it goes on."""
+        self._ask(lambda: self._store.set(f"waits/{self._rank}", json.dumps([what, list(ranks)])))
 
     def waiting(self, ranks: Iterable[int]) -> dict[int, str]:
-        """What each of `ranks` waits for, "" for one that does not wait."""
-        found = dict.fromkeys(ranks, "")
-        with suppress(RuntimeError):
-            for rank in found:
-                if self._store.check([f"waits/{rank}"]):
-                    found[rank] = self._store.get(f"waits/{rank}").decode()
+        """What `ranks`, this one aside, wait for, and what those wait for that they wait for; "" for none."""
+        found: dict[int, str] = {}
+        queue = list(ranks)
+        while queue:
+            rank = queue.pop(0)
+            if rank not in found and rank != self._rank:
+                note = self._ask(partial(self._get, f"waits/{rank}"))
+                found[rank], others = json.loads(note) if note else ("", [])
+                queue += others
         return found
+
+    def _get(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The store's answer; None if it went with the rank that hosted it, which is asked no more: that is noisy."""
+        if self._lost:
+            return None
+        try:
+            return question()
+        except dist.DistError:
+            self._lost = True
+            return None
 
 
 def _runs(pid: int) -> bool:
     """True while the process exists and is not a zombie that its parent has yet to collect."""
-    stat = Path(f"/proc/{pid}/stat")
-    if stat.exists():
-        return stat.read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -148,21 +149,29 @@ class Topology:
         self.size = experts.numel()
         self.expert_mesh = DeviceMesh(device_type, experts, mesh_dim_names=("edp", "ep", "esp"))
         self.dense_mesh = DeviceMesh(device_type, dense, mesh_dim_names=("dp", "mp"))
+        # The job's default group keeps its time-out; where ours matters, the library has a world group of its own.
+        handle = dist.new_group(timeout=_patience(job)) if device_type == "cpu" else dist.group.WORLD
+        self.world = Group("world", tuple(range(self.size)), self.rank, handle, job)
         self.edp, self.ep, self.esp = (self._axis(self.expert_mesh, name) for name in ("edp", "ep", "esp"))
         self.dp, self.mp = (self._axis(self.dense_mesh, name) for name in ("dp", "mp"))
-        self.world = Group("world", tuple(range(self.size)), self.rank, dist.group.WORLD, job)
 
     def _axis(self, mesh: DeviceMesh, name: str) -> Group:
-        handle = mesh.get_group(name)
+        handle: dist.ProcessGroup | None = mesh.get_group(name)
         ranks = tuple(dist.get_process_group_ranks(handle))
-        return Group(name, ranks, ranks.index(self.rank), handle if len(ranks) > 1 else None, self.job)
+        if len(ranks) == 1:
+            handle = None
+        elif handle == dist.group.WORLD:
+            handle = self.world.handle
+        elif self.world.handle != dist.group.WORLD:
+            dist.distributed_c10d._set_pg_timeout(_patience(self.job), handle)
+        return Group(name, ranks, ranks.index(self.rank), handle, self.job)
 
     def subgroup(self, axis: str, ranks: tuple[int, ...]) -> Group:
         """A group of some ranks, this one among them; made on first use, by its members only."""
         if ranks not in self._subgroups:
             handle = None
             if len(ranks) > 1:
-                handle = dist.new_group(list(ranks), use_local_synchronization=True)
+                handle = dist.new_group(list(ranks), timeout=_patience(self.job), use_local_synchronization=True)
             self._subgroups[ranks] = Group(axis, ranks, ranks.index(self.rank), handle, self.job)
         return self._subgroups[ranks]
 
@@ -205,6 +214,12 @@ class Topology:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={getattr(self, name).size}" for name in ("dp", "mp", "edp", "ep", "esp"))
         return f"Topology(rank {self.rank} of {self.size}; {sizes}; {self.ranks_per_node} ranks a node)"
+
+
+def _patience(job: Job) -> timedelta:
+    """The backend's own time-out. It comes after the job's, and ends what a rank that gave up had begun: Gloo's threads
+    would otherwise keep its process from ending for as long as the default group's time-out says."""
+    return timedelta(seconds=job.timeout_s + 2.0)
 
 
 def _world_size() -> int:

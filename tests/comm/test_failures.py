@@ -1,0 +1,259 @@
+"""When a rank fails, all others end soon with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe.comm.collectives import all_gather_rows, all_reduce
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.experts import Custom
+from fusedmoe.layers.moe import MoELayer
+from tests.cluster import Cluster
+
+M = 8
+SOON_S = 15.0
+
+
+def nothing(rank: int, world: int) -> None:
+    pass
+
+
+def check(cluster: Cluster, culprit: int, match: str, function: Callable[..., None], *args: Any) -> list[str]:
+    """Of 4 ranks all but the culprit must end soon, with a RankError of this text that names it; returns the texts."""
+    cluster.run(4, nothing)  # starting ranks takes a while
+    start = time.monotonic()
+    outcomes = cluster.outcomes(4, function, culprit, *args)
+    seconds = time.monotonic() - start
+    texts = []
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is not None, f"rank {rank} did not fail"
+        kind, text, _ = outcome.error
+        texts.append(text)
+        if rank != culprit:
+            assert kind == "RankError", (rank, outcome.error)
+            assert f"rank {rank}: " in text and f"rank {culprit} failed in" in text, (rank, text)
+            assert re.search(match, text), (rank, text)
+    assert seconds < SOON_S, seconds
+    return texts
+
+
+def linear(dim: int) -> nn.Module:
+    return nn.Linear(dim, dim)
+
+
+def make(topology: Topology, expert: Callable[..., nn.Module] = linear, experts: int = 8) -> MoELayer:
+    return MoELayer(M, fusedmoe.gates.TopK(experts=experts, k=2), Custom(expert), topology=topology)
+
+
+def train(layer: MoELayer, steps: int = 100_000) -> None:
+    for _ in range(steps):
+        y = layer(torch.randn(5, M, requires_grad=True))
+        y.sum().backward()
+        all_reduce(layer.topology.world, torch.ones(3))
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("this expert cannot go back")
+
+
+class Broken(nn.Module):
+    """An expert that fails the third time, in forward or in backward."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.calls, self.backward = 0, backward
+        self.weight = nn.Parameter(torch.ones(M))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            if not self.backward:
+                raise ValueError("this expert does not feel well")
+            x = Fails.apply(x)
+        return x * self.weight
+
+
+def in_forward(rank: int, world: int, culprit: int) -> None:
+    train(make(Topology.from_sizes(4), lambda dim: Broken(False) if rank == culprit else linear(dim)))
+
+
+def in_backward(rank: int, world: int, culprit: int) -> None:
+    topology = Topology.from_sizes(2)
+    layer = make(topology, lambda dim: Broken(True) if rank == culprit else linear(dim))
+    with topology.guard("the training step"):
+        train(layer)
+
+
+def in_guarded_code(rank: int, world: int, culprit: int) -> None:
+    topology = Topology.from_sizes(2)
+    layer = make(topology)
+    with topology.guard("loading data"):
+        train(layer, 3)
+        if rank == culprit:
+            raise FileNotFoundError("no such shard: 17")
+        train(layer)
+
+
+def test_experts_that_raise(cluster: Cluster) -> None:
+    texts = check(cluster, 1, "failed in MoELayer.forward: ValueError: this expert does not feel well", in_forward)
+    assert texts[1] == "this expert does not feel well"
+    texts = check(cluster, 2, "failed in the training step: ValueError: this expert cannot go back", in_backward)
+    assert texts[2] == "this expert cannot go back"
+
+
+def test_guarded_code_that_raises(cluster: Cluster) -> None:
+    check(cluster, 3, "rank 3 failed in loading data: FileNotFoundError: no such shard: 17", in_guarded_code)
+
+
+def killed(rank: int, world: int, culprit: int, ep: int, after_s: float) -> None:
+    layer = make(Topology.from_sizes(ep))
+    train(layer, 3)
+    if rank == culprit:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    train(layer)
+
+
+@pytest.mark.parametrize("ep", [4, 2])
+def test_killed_in_the_middle_of_an_exchange(cluster: Cluster, ep: int) -> None:
+    after_s = random.uniform(0.0, 0.3)
+    culprit = random.randrange(4)
+    check(cluster, culprit, r"its process ended \(an error, killed, or out of memory\)", killed, ep, after_s)
+
+
+def never_comes(rank: int, world: int, culprit: int) -> None:
+    # Rank 0 gives up first. It waits for rank 1, which waits for rank 3.
+    topology = Topology.from_sizes(2, 2, timeout_s=1.5 if rank == 0 else 3.0)
+    layer = make(topology, lambda dim, shard, shards: linear(dim))
+    train(layer, 2)
+    if rank == culprit:
+        time.sleep(60)
+    train(layer, 1)
+
+
+def test_a_rank_that_never_comes(cluster: Cluster) -> None:
+    cluster.run(4, nothing)
+    *outcomes, last = cluster.outcomes(4, never_comes, 3, timeout_s=10.0)
+    assert last.error is not None and last.error[0] == "TimeoutError"
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is not None and outcome.error[0] == "RankError", outcome.error
+        match = rf"rank {rank}: exchange of counts .* because rank 3 failed .* within 2 s: rank 3 is not there"
+        assert re.search(match, outcome.error[1]), outcome.error
+
+
+def in_a_circle(rank: int, world: int) -> None:
+    """Rank 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0."""
+    topology = Topology.from_sizes(2, 2, timeout_s=1.0)
+    if rank in (0, 3):
+        all_gather_rows(topology.ep, torch.ones(1, 1), [1, 1], "gathering")
+    else:
+        all_reduce(topology.esp, torch.ones(1), operation="adding")
+
+
+def test_ranks_that_wait_for_each_other(cluster: Cluster) -> None:
+    cluster.run(4, nothing)
+    start = time.monotonic()
+    outcomes = cluster.outcomes(4, in_a_circle)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is not None and outcome.error[0] == "RankError"
+        match = rf"rank {rank}: (gathering|adding) .* not all ranks came within 1 s: rank \d waits for"
+        assert re.search(match, outcome.error[1]), outcome.error
+    assert time.monotonic() - start < SOON_S  # what they began does not keep them either
+
+
+def different_sizes(rank: int, world: int, culprit: int) -> None:
+    Topology.from_sizes(ep=4 if rank == culprit else 2)
+
+
+def does_not_fit(rank: int, world: int) -> None:
+    Topology.from_sizes(ep=3)
+
+
+def missing_at_the_start(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        time.sleep(3)
+        raise ValueError("overslept")
+    Topology.from_sizes(ep=2, timeout_s=1.0)
+
+
+def test_topologies(cluster: Cluster) -> None:
+    for outcome in cluster.outcomes(4, does_not_fit):
+        assert outcome.error is not None and outcome.error[0] == "ConfigError"
+        assert outcome.error[1].startswith("ep·esp = 3 does not divide the world of 4 ranks")
+    for rank, outcome in enumerate(cluster.outcomes(4, different_sizes, 2)):
+        assert outcome.error is not None and outcome.error[0] == "RankError"
+        other = 0 if rank == 2 else 2
+        match = rf"rank {rank} has ep=., .* rank {other} has ep=.*Pass the same on every rank"
+        assert re.search(match, outcome.error[1]), outcome.error
+    check(cluster, 3, "making the topology ended because .* did not come within 1 s", missing_at_the_start)
+
+
+SCRIPT = """
+import os, signal, sys, threading
+import torch, torch.distributed as dist
+from fusedmoe.comm.topology import Topology
+from tests.comm.test_failures import make, train
+rank, culprit, way, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+layer = make(Topology.from_sizes(3), experts=6)
+train(layer, 3)
+print("trained", flush=True)
+if rank == culprit and way == "killed":
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+if rank == culprit and way == "raises":
+    raise ValueError("outside of any guard")
+train(layer)
+"""
+
+
+@pytest.mark.parametrize("culprit, way", [(1, "raises"), (0, "raises"), (0, "killed")])
+def test_processes_that_end(culprit: int, way: str) -> None:
+    """Processes of their own, as a launcher starts them; rank 0 hosts the store, so that it goes down with it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = set(os.listdir("/dev/shm"))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(culprit), way, str(port)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        for process in ranks:
+            assert process.stdout is not None and process.stdout.readline() == "trained\n"
+        start = time.monotonic()
+        errors = [process.communicate(timeout=60)[1] for process in ranks]
+        assert time.monotonic() - start < SOON_S
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for rank, text in enumerate(errors):
+        if rank != culprit:
+            assert ranks[rank].returncode == 1
+            last = text.strip().splitlines()[-1]
+            assert f"RankError: rank {rank}: " in last and f"rank {culprit} failed in" in last, text
+            assert "its process ended (an error, killed, or out of memory); see its log" in last, text
+    assert set(os.listdir("/dev/shm")) <= shared
