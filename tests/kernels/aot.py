@@ -57,13 +57,15 @@ def cases() -> list[tuple[str, AotCase]]:
     return found
 
 
-def check(only: str = "", target: int | None = None, quick: bool = False) -> dict[str, dict[str, Any]]:
+def check(
+    only: str = "", target: int | None = None, quick: bool = False, module: str = ""
+) -> dict[str, dict[str, Any]]:
     """Name of case and target, e.g. "gather_sum bf16 K=8 @ sm_90" -> what was found; "error" where it failed."""
     tasks = [
-        (module, case.name, at)
-        for module, case in cases()
+        (found_in, case.name, at)
+        for found_in, case in cases()
         for at in case.targets
-        if only in case.name and target in (None, at) and (case.quick or not quick)
+        if only in case.name and target in (None, at) and (case.quick or not quick) and module in ("", found_in)
     ]
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         # A process that is to compile must not have interpreted kernels.
