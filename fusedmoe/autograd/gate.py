@@ -16,7 +16,9 @@ __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "router_product
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_EM: Tensor | None, bias_E: Tensor | None, rule: GateRule) -> GateChoice:
+    def forward(
+        ctx: Any, x: Tensor, weight_EM: Tensor | None, bias_E: Tensor | None, rule: GateRule
+    ) -> tuple[Any, ...]:
         from fusedmoe.kernels.gate import choose as kernels
 
         ctx.rule, ctx.given = rule, weight_EM is None
@@ -31,7 +33,7 @@ class _Gate(torch.autograd.Function):
             ctx.save_for_backward(choice.logits_SE, choice.expert_SK, x, weight_EM)
         constants = (choice.expert_SK, choice.logits_SE, choice.count_BE)
         ctx.mark_non_differentiable(*(tensor for tensor in constants if tensor is not None))
-        return choice
+        return tuple(choice)
 
     @staticmethod
     @once_differentiable
