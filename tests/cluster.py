@@ -42,6 +42,8 @@ class Cluster:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
+        self._store: Any = None  # one for all runs: every new one costs connections
+        self._runs = 0
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S) -> list[Any]:
         """Returns the functions' results in rank order.
@@ -63,10 +65,12 @@ class Cluster:
 
         while len(self._workers) < world:
             self._workers.append(self._start())
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._runs += 1
         workers = self._workers[:world]
         for rank, (_, pipe) in enumerate(workers):
-            pipe.send_bytes(pickle.dumps((sys.path, rank, world, store.port)))
+            pipe.send_bytes(pickle.dumps((sys.path, rank, world, self._store.port, self._runs)))
             pipe.send_bytes(pickle.dumps((function, args)))
         deadline = time.monotonic() + timeout_s
         outcomes = []
@@ -118,15 +122,18 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    server: Any = None
     while True:
         try:
-            path, rank, world, port = pickle.loads(pipe.recv_bytes())
+            path, rank, world, port, number = pickle.loads(pipe.recv_bytes())
             sys.path[:] = path
             function, args = pickle.loads(pipe.recv_bytes())
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+            if server is None:
+                server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+            store = dist.PrefixStore(f"run {number}", server)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
             torch.manual_seed(0)
             value = (True, function(rank, world, *args))
