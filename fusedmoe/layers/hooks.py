@@ -48,11 +48,11 @@ class WireFp8(Hooks):
     """
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        context.memory["dtype"] = rows.dtype
+        context.memory[self] = rows.dtype
         return pack_fp8(rows)
 
     def after_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        return unpack_fp8(rows, context.memory["dtype"])
+        return unpack_fp8(rows, context.memory[self])
 
     before_combine = before_dispatch
     after_combine = after_dispatch
