@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedmoe.kernels import experts_plain
 from fusedmoe.kernels.activation import Activation, define_activation
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.kernels.order import Layout
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Gradients, Weights
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.order import Layout, gather_sum
+from fusedmoe.kernels.gather_sum import gather_sum
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Gradients, Weights
 
 # Rows of a block: large enough for full speed in the matrix products, small enough for its activations to stay cached.
@@ -22,14 +23,7 @@ _BLOCK_ROWS = 512
 def experts_forward(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """Computes y_SM and the pre-activation H of every row.
-
-    Args:
-        x_SM: tokens; layout says which rows copy which token, sorted by expert.
-        weight_N: factor of each sorted row, or None for 1.
-    Returns:
-        y_SM like x_SM, and h_NH: [N, 2, H] or [N, H], to be kept for the backward.
-    """
+    """y_SM and h_NH, as `fusedmoe.kernels.experts.experts_forward`."""
     x_SM = x_SM.contiguous()
     hidden, dim = weights.w2.shape[2], weights.w2.shape[1]
     h_NH = x_SM.new_empty((layout.rows, activation.halves * hidden))

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.cost import Cost
-from fusedmoe.kernels.gather_sum import gather_sum
-from fusedmoe.kernels.layout import Layout, contiguous_layout, offsets
-
-__all__ = ["Layout", "build_layout", "contiguous_layout", "cost", "define_layout", "gather_sum"]
+from fusedmoe.kernels.layout import Layout, offsets
 
 
 def build_layout(

@@ -17,7 +17,7 @@ from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
 from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.kernels.order import contiguous_layout
+from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting

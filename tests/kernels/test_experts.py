@@ -5,7 +5,8 @@ import torch
 
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import define_experts, experts_backward, experts_forward, flops
-from fusedmoe.kernels.order import Layout, build_layout, contiguous_layout
+from fusedmoe.kernels.layout import Layout, contiguous_layout
+from fusedmoe.kernels.order import build_layout
 from fusedmoe.kernels.weights import Weights
 
 

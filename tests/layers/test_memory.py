@@ -11,7 +11,7 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
-from fusedmoe.kernels.order import Layout
+from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.experts import FeedForward, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster

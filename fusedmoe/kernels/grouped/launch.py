@@ -232,7 +232,7 @@ def experts_backward(
     """Gradients, as `fusedmoe.kernels.experts.experts_backward`."""
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
     plan = Plan(layout, x_SM)
-    h = h_NH.view(layout.rows, -1) if layout.rows else h_NH.reshape(0, weights.up(0).shape[0])
+    h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
     dh, a, ds_N = dhidden(plan, dy_SM, h, weight_N, weights, activation)
     up_ENM = weights.w1.view(weights.w1.shape[0], -1, weights.w1.shape[-1])
     dx_SM = gather_sum(product(plan, "dinput", dh, up_ENM, False), layout)
@@ -245,8 +245,7 @@ def experts_backward(
     db2 = None
     if weights.b2 is not None and one_N1 is not None:
         factor_N1 = one_N1 if weight_N is None else weight_N.to(dh.dtype)[:, None]
-        columns = slice(weights.b2_start, weights.b2_start + weights.b2.shape[1])
-        db2 = dweight(plan, factor_N1, dy_SM, "right")[:, 0, columns].contiguous()
+        db2 = dweight(plan, factor_N1, dy_SM, "right")[:, 0, weights.b2_columns()].contiguous()
         if ds_N is not None:
             ds_N = ds_N + bias_dot(plan, dy_SM, weights)
     return Gradients(dx_SM, ds_N, dw1, dw2, db1, db2)
@@ -255,8 +254,7 @@ def experts_backward(
 def bias_dot(plan: Plan, dy_SM: Tensor, weights: Weights) -> Tensor:
     """⟨dy[source], b2_e⟩ of every row: what the output bias adds to the router weight's gradient."""
     assert weights.b2 is not None
-    columns = slice(weights.b2_start, weights.b2_start + weights.b2.shape[1])
-    dot_SE = dy_SM[:, columns].float() @ weights.b2.float().t()
+    dot_SE = dy_SM[:, weights.b2_columns()].float() @ weights.b2.float().t()
     row_N = torch.arange(plan.layout.rows, device=dy_SM.device)
     expert_N = torch.searchsorted(plan.ends_E, row_N, right=True).clamp(max=dot_SE.shape[1] - 1)
     source_N = row_N if plan.layout.source_N is None else plan.layout.source_N
