@@ -37,6 +37,8 @@ COLOURS = {
     "attention": "#f5d878",
     "weight-gradient": "#ad380c",
     "gradient-all-reduce": "#bd559b",
+    "sparse-all-gather": "#8f1fe8",
+    "sparse-reduce-scatter": "#dde04a",
     "loss": "#121220",
     "optimizer": "#5e4c47",
     "other": "#a09c98",

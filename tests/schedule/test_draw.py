@@ -13,7 +13,15 @@ from fusedmoe.schedule.draw import COLOURS, MAX_TIMELINES, draw, figure
 from fusedmoe.schedule.timeline import KINDS, Span, Timeline, align
 from tests.schedule.timelines import training_step
 
-LINKS = ("dispatch", "all-gather", "reduce-scatter", "combine", "gradient-all-reduce")
+LINKS = (
+    "dispatch",
+    "all-gather",
+    "reduce-scatter",
+    "combine",
+    "gradient-all-reduce",
+    "sparse-all-gather",
+    "sparse-reduce-scatter",
+)
 
 # Linear RGB to linear RGB as seen with full colour-vision deficiency.
 # Machado, Oliveira, Fernandes: A Physiologically-based Model for Simulation of Color Vision Deficiency, 2009.

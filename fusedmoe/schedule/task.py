@@ -1,0 +1,115 @@
+"""Tasks: what a schedule puts in order, and what each of them has to wait for.
+
+A layer's rows take the same road in both passes, so a task is named after what it does, not after the operation whose
+backward it is: in the backward pass `dispatch` carries gradients of results to the experts and `combine` brings
+gradients of rows back.
+
+    forward    attention → gate → order → [dispatch → all-gather → expert → reduce-scatter → combine] → unorder
+    backward   order → [dispatch → all-gather → expert → reduce-scatter → combine] → unorder → gate → attention
+
+What stands in brackets goes in chunks; any part may be missing (without expert sharding there is no all-gather).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+#: The parts of a layer that a plan pipelines, in the order in which a chunk goes through them.
+PIPELINE = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
+
+_ROAD = {
+    "forward": ("attention", "gate", "order", *PIPELINE, "unorder"),
+    "backward": ("order", *PIPELINE, "unorder", "gate", "attention"),
+}
+
+#: The kinds that move data, by the link that they use; every other kind computes.
+LINKS = {
+    "dispatch": "inter",
+    "all-gather": "intra",
+    "reduce-scatter": "intra",
+    "combine": "inter",
+    "gradient-all-reduce": "inter",
+    "sparse-all-gather": "inter",
+    "sparse-reduce-scatter": "inter",
+}
+
+
+class Task(NamedTuple):
+    """One piece of work. Its first four fields name it: a plan has at most one task of each name.
+
+    `chunk`: which piece, from 0; None for work in one piece.
+    `layer`: None for work that belongs to no layer (the loss, the optimizer).
+    `phase`: "forward", "backward", or None outside both.
+    `size`: of a gradient-all-reduce, its bytes; None elsewhere, and for all that is left of its layer's gradient.
+
+    The gradients of the dense parts form one stream of bytes, in the order of back-propagation (last layer first).
+    Pieces are cut off this stream in the order in which the plan runs them. A piece belongs to the last layer that it
+    carries anything of: it has to wait for that layer's dense part, and for no other.
+    """
+
+    kind: str
+    chunk: int | None = None
+    layer: int | None = 0
+    phase: str | None = "forward"
+    size: int | None = None
+
+
+def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
+    """What each task waits for, by the rules of a model of MoE layers; a key for every task.
+
+    * A chunk goes through the parts of its layer in the order of the road above; a part in one piece waits for all
+      chunks of the one before, and all chunks after it wait for it.
+    * Layers follow each other, forward from 0, then the loss, then backward from the last. A layer starts when the
+      one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i.
+    * A weight-gradient waits for the expert of its chunk (without one: for all of its layer).
+    * A gradient-all-reduce waits for the gate and the attention of its layer's backward pass, where the plan has them.
+    * An optimizer waits for all of the backward pass; one with a layer only for this layer's.
+    * A task of another kind waits for nothing.
+    """
+    stages: dict[tuple[str | None, int | None], dict[str, list[Task]]] = {}
+    after: dict[Task, tuple[Task, ...]] = {}
+    for task in tasks:
+        after[task] = ()
+        stages.setdefault((task.phase, task.layer), {}).setdefault(task.kind, []).append(task)
+
+    forward = sorted(layer for phase, layer in stages if phase == "forward" and layer is not None)
+    backward = sorted((layer for phase, layer in stages if phase == "backward" and layer is not None), reverse=True)
+    roads = [_road("forward", stages["forward", layer]) for layer in forward]
+    roads.append([of["loss"] for of in stages.values() if "loss" in of])
+    roads.extend(_road("backward", stages["backward", layer]) for layer in backward)
+
+    before: list[Task] = []
+    for road in roads:
+        for index, stage in enumerate(road):
+            _link(after, before, stage, within=index > 0)
+            before = stage
+    for (phase, _), of in stages.items():
+        for task in of.get("weight-gradient", ()):
+            experts = of.get("expert", [])
+            after[task] = tuple(e for e in experts if e.chunk == task.chunk) or tuple(experts)
+        for task in of.get("gradient-all-reduce", ()):
+            after[task] = tuple(of.get("gate", [])) + tuple(of.get("attention", [])) if phase == "backward" else ()
+        for task in of.get("optimizer", ()):
+            after[task] = tuple(t for t in after if t.phase == "backward" and task.layer in (None, t.layer))
+    return after
+
+
+def _road(phase: str, of: Mapping[str, list[Task]]) -> list[list[Task]]:
+    return [of[kind] for kind in _ROAD[phase] if kind in of]
+
+
+def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool) -> None:
+    """Makes `stage` wait for `before`: chunk by chunk where both are in the same chunks, else for all of it.
+
+    Between two layers only micro-batches go on chunk by chunk: other chunks are put together at a layer's end.
+    """
+    together = {task.chunk: task for task in before}
+    micro = within or any(of and of[0].kind in ("attention", "loss") for of in (before, stage))
+    if micro and None not in together and together.keys() == {task.chunk for task in stage}:
+        for task in stage:
+            after[task] = (together[task.chunk],)
+    else:
+        everything = tuple(before)
+        for task in stage:
+            after[task] = everything
