@@ -41,7 +41,7 @@ class Plan:
 
     def tiles(self, block_rows: int) -> Tensor:
         if block_rows not in self._tiles:
-            self._tiles[block_rows] = make_tiles(self.layout.counts_E, self.layout.rows, block_rows)
+            self._tiles[block_rows] = make_tiles(self.starts_E1, self.layout.rows, block_rows)
         return self._tiles[block_rows]
 
     def config(self, operation: str, dtype: torch.dtype) -> Config:

@@ -4,13 +4,39 @@ A tile is up to BM rows of one expert. N rows of E experts make at most N // BM 
 grid has that many, and those without rows end at once. So nothing waits for the host to learn the counts.
 
 Worked example, BM = 4, counts [5, 0, 3]: expert 0 has rows 0–3 and 4, expert 2 rows 5–7; the table is
-[[0, 0], [0, 4], [2, 5], [-1, 0], [-1, 0]].
+[[0, 0], [0, 4], [2, 5], [-1, 0], [-1, 0]]. Definition: `define_tiles`.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from fusedmoe.kernels.aot import AotCase
+
+# Comparisons of a program: each of its tiles looks through the ends of all experts.
+_COMPARISONS = 8192
+
+
+@triton.jit(do_not_specialize=["n_tiles"])
+def tiles_kernel(offsets_ptr, tiles_ptr, n_tiles, E, BM: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
+    e = tl.arange(0, EP)
+    known = e < E
+    start_E = tl.load(offsets_ptr + e, mask=known, other=0)
+    count_E = tl.load(offsets_ptr + e + 1, mask=known, other=0) - start_E
+    end_E = tl.cumsum((count_E + BM - 1) // BM, 0)
+
+    tile = tl.program_id(0) * BT + tl.arange(0, BT)
+    # Experts whose tiles all come before. They are counted, the empty ones too, so that runs of those are skipped.
+    before = known[None, :] & (end_E[None, :] <= tile[:, None])
+    expert = tl.sum(before.to(tl.int32), 1)
+    first = tl.max(tl.where(before, end_E[None, :], 0), 1)
+    start = tl.load(offsets_ptr + expert) + (tile - first) * BM  # offsets end with the number of rows: E is inside
+    used = expert < E
+    tl.store(tiles_ptr + 2 * tile, tl.where(used, expert, -1), mask=tile < n_tiles)
+    tl.store(tiles_ptr + 2 * tile + 1, tl.where(used, start, 0), mask=tile < n_tiles)
 
 
 def tile_bound(rows: int, experts: int, block_rows: int) -> int:
@@ -18,21 +44,48 @@ def tile_bound(rows: int, experts: int, block_rows: int) -> int:
     return rows // block_rows + experts
 
 
-def make_tiles(counts_E: Tensor, rows: int, block_rows: int) -> Tensor:
+def make_tiles(offsets_E1: Tensor, rows: int, block_rows: int) -> Tensor:
     """[tiles, 2] int32: expert and first row of every tile, expert -1 where there is none. No host synchronisation.
 
     Args:
-        counts_E: rows of each expert, on any device.
-        rows: a bound on their sum.
+        offsets_E1: int32, first row of each expert and, last, the number of rows.
+        rows: a bound on that number.
     """
-    experts = counts_E.numel()
-    tiles_E = (counts_E + block_rows - 1) // block_rows
-    end_E = tiles_E.cumsum(0)
-    tile_T = torch.arange(tile_bound(rows, experts, block_rows), device=counts_E.device)
-    expert_T = torch.searchsorted(end_E, tile_T, right=True)
-    inside_T = expert_T < experts
-    known_T = expert_T.clamp(max=experts - 1)
-    row_E = counts_E.cumsum(0) - counts_E
-    start_T = row_E[known_T] + (tile_T - (end_E - tiles_E)[known_T]) * block_rows
-    table = torch.stack([torch.where(inside_T, expert_T, -1), torch.where(inside_T, start_T, 0)], 1)
-    return table.to(torch.int32)
+    experts = offsets_E1.numel() - 1
+    n_tiles = tile_bound(rows, experts, block_rows)
+    tiles = offsets_E1.new_empty((n_tiles, 2))
+    padded, block = _block(experts)
+    tiles_kernel[(triton.cdiv(n_tiles, block),)](
+        offsets_E1, tiles, n_tiles, experts, BM=block_rows, BT=block, EP=padded, num_warps=4
+    )
+    return tiles
+
+
+def _block(experts: int) -> tuple[int, int]:
+    """Experts as a power of two, and tiles of a program."""
+    padded = triton.next_power_of_2(experts)
+    return padded, min(128, max(1, _COMPARISONS // padded))
+
+
+def define_tiles(counts: list[int], rows: int, block_rows: int) -> list[list[int]]:
+    """What `make_tiles` must return, as plain loops."""
+    tiles, start = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [[expert, row] for row in range(start, start + count, block_rows)]
+        start += count
+    return tiles + [[-1, 0]] * (tile_bound(rows, len(counts), block_rows) - len(tiles))
+
+
+def aot_cases() -> list[AotCase]:
+    def case(experts: int, block_rows: int) -> AotCase:
+        padded, block = _block(experts)
+        arguments = {"offsets_ptr": torch.int32, "tiles_ptr": torch.int32, "n_tiles": "i32", "E": experts}
+        return AotCase(
+            f"tiles E={experts} BM={block_rows}",
+            tiles_kernel,
+            {**arguments, "BM": block_rows, "BT": block, "EP": padded},
+            {"num_warps": 4},
+            quick=experts == 128,
+        )
+
+    return [case(experts, 128) for experts in (1, 7, 128, 256, 512, 2048)] + [case(128, 64), case(128, 32)]

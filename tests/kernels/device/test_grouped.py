@@ -13,7 +13,6 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import experts_backward, experts_forward
 from fusedmoe.kernels.experts_plain import experts_backward as plain_backward
 from fusedmoe.kernels.experts_plain import experts_forward as plain_forward
-from fusedmoe.kernels.grouped.tiles import make_tiles, tile_bound
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.order import build_layout, define_layout
 from fusedmoe.kernels.weights import Weights
@@ -126,20 +125,6 @@ def test_rows_in_order_without_weights(device: torch.device) -> None:
     of_inputs = [(getattr(grads, name), getattr(right, name)) for name in ("x_SM", "w1", "w2", "b1", "b2")]
     for got, expected in [(y_SM, right_y), *of_inputs]:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("counts", [[5, 0, 3], [0, 0, 0], [4, 4], [1] * 9, [0, 0, 17, 0]])
-@pytest.mark.parametrize("block", [4, 8])
-def test_tiles_cover_every_row_once(counts: list[int], block: int, device: torch.device, no_sync: NoSync) -> None:
-    bound = sum(counts) + 3
-    with no_sync():
-        tiles = make_tiles(torch.tensor(counts, device=device), bound, block)
-    assert len(tiles) == tile_bound(bound, len(counts), block)
-    covered = []
-    for expert, start in tiles.tolist():
-        end = sum(counts[: expert + 1])
-        covered += [(expert, row) for row in range(start, min(start + block, end))] if expert >= 0 else []
-    assert covered == [(e, sum(counts[:e]) + i) for e, count in enumerate(counts) for i in range(count)]
 
 
 def test_slack_is_never_read(device: torch.device) -> None:

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+
+from fusedmoe.kernels.grouped.tiles import define_tiles, make_tiles, tile_bound
+from fusedmoe.kernels.layout import offsets
+
+
+def test_worked_example() -> None:
+    assert define_tiles([5, 0, 3], 8, 4) == [[0, 0], [0, 4], [2, 5], [-1, 0], [-1, 0]]
+
+
+def ragged(experts: int, most: int) -> list[int]:
+    """Random counts, about a third of them none."""
+    counts = torch.randint(0, most, (experts,)) * (torch.rand(experts) > 0.3)
+    return counts.tolist()
+
+
+NoSync = Callable[[], AbstractContextManager[None]]
+
+
+def check(counts: list[int], slack: int, block: int, device: torch.device, no_sync: NoSync) -> None:
+    """Beside the definition; `slack`: the bound is so much more than the rows, and there are more idle tiles."""
+    offsets_E1 = offsets(torch.tensor(counts, device=device))
+    rows = sum(counts) + slack
+    with no_sync():
+        tiles = make_tiles(offsets_E1, rows, block)
+    assert tiles.dtype == torch.int32 and len(tiles) == tile_bound(rows, len(counts), block)
+    assert tiles.tolist() == define_tiles(counts, rows, block)
+
+
+@pytest.mark.parametrize("slack", [0, 77])
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [0],
+        [129],
+        [5, 0, 0, 64, 32, 0, 0],
+        [0, 0, 0, 0, 0, 0, 700],
+        [700, 0, 0, 0, 0, 0, 0],
+        [128] * 7,
+        [1] * 128,
+        [0] * 128,
+        [0] * 60 + [900] + [0] * 67,
+        [0] * 511 + [65],
+        [3] + [0] * 511,
+    ],
+    ids=lambda counts: f"{len(counts)} experts {sum(counts)} rows first {counts[0]}",
+)
+def test_tiles(counts: list[int], block: int, slack: int, device: torch.device, no_sync: NoSync) -> None:
+    check(counts, slack, block, device, no_sync)
+
+
+@pytest.mark.parametrize("experts", [1, 7, 128, 512])
+def test_random_counts(experts: int, device: torch.device, no_sync: NoSync) -> None:
+    for block in (32, 64, 128):
+        check(ragged(experts, 300), 11, block, device, no_sync)
+
+
+def test_every_row_is_in_one_tile() -> None:
+    counts = ragged(9, 50)
+    covered = []
+    for expert, start in define_tiles(counts, 500, 16):
+        if expert >= 0:
+            covered += [(expert, row) for row in range(start, min(start + 16, sum(counts[: expert + 1])))]
+    assert covered == [(e, sum(counts[:e]) + i) for e, count in enumerate(counts) for i in range(count)]
