@@ -12,12 +12,11 @@ from fusedmoe.autograd.exchange import all_gather, combine, dispatch, reduce_sca
 from fusedmoe.autograd.experts import experts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
 from fusedmoe.autograd.moe import received_layout, through_experts
-from fusedmoe.autograd.order import permute, unpermute
+from fusedmoe.autograd.order import order, permute, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.order import build_layout as order
 from fusedmoe.kernels.weights import Weights
 
 __all__ = [

@@ -4,49 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels import operators
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import experts_backward, experts_forward
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.runtime.recorder import Recorder, span
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_SM: Tensor,
-        weight_N: Tensor | None,
-        w1: Tensor,
-        w2: Tensor,
-        b1: Tensor | None,
-        b2: Tensor | None,
-        b2_start: int,
-        layout: Layout,
-        activation: str,
-        recorder: Recorder | None,
-    ) -> Tensor:
-        weights = Weights(w1, w2, b1, b2, b2_start)
-        with span(recorder, "experts", kind="expert", phase="forward"):
-            y_SM, h_NH = experts_forward(x_SM, layout, weight_N, weights, ACTIVATIONS[activation])
-        ctx.save_for_backward(x_SM, weight_N, h_NH, w1, w2, b1, b2)
-        ctx.b2_start, ctx.layout, ctx.activation, ctx.recorder = b2_start, layout, activation, recorder
-        return y_SM
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
-        x_SM, weight_N, h_NH, w1, w2, b1, b2 = ctx.saved_tensors
-        weights = Weights(w1, w2, b1, b2, ctx.b2_start)
-        with span(ctx.recorder, "experts", kind="expert", phase="backward"):
-            grads = experts_backward(dy_SM, x_SM, h_NH, ctx.layout, weight_N, weights, ACTIVATIONS[ctx.activation])
-        dweight_N = None if weight_N is None or grads.weight_N is None else grads.weight_N.to(weight_N.dtype)
-        return grads.x_SM, dweight_N, grads.w1, grads.w2, grads.b1, grads.b2, None, None, None, None
 
 
 def experts(
@@ -80,6 +45,33 @@ def experts(
             f"the rows are {x_SM.dtype} and the experts {weights.w1.dtype}; convert one with .to(), or use autocast"
         )
     w = weights
-    return _Experts.apply(
-        x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, layout, activation, recorder
-    )
+    with span(recorder, "experts", kind="expert", phase="forward"):
+        y_SM, _ = operators.experts(
+            x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, *layout.tensors, activation
+        )
+    if recorder is not None and y_SM.grad_fn is not None:
+        y_SM.grad_fn.recorder = recorder  # the context that `_backward` gets
+    return y_SM
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x_SM, weight_N, w1, w2, b1, b2, b2_start, *layout, activation = inputs
+    h_NH = output[1]
+    ctx.mark_non_differentiable(h_NH)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(h_NH, x_SM, weight_N, w1, w2, b1, b2, *layout)
+    ctx.b2_start, ctx.activation, ctx.recorder = b2_start, activation, None
+
+
+def _backward(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy_SM is None:
+        return (None,) * 13
+    h_NH, *given, counts_E, offsets_E1, source_N, slot_N, row_SK = ctx.saved_tensors
+    layout = (counts_E, offsets_E1, source_N, slot_N, row_SK)
+    with span(ctx.recorder, "experts", kind="expert", phase="backward"):
+        grads = operators.experts_backward(dy_SM, h_NH, *given, ctx.b2_start, *layout, ctx.activation)
+    kept = (None if tensor is None else grad for tensor, grad in zip(given, grads, strict=True))
+    return *kept, *(None,) * 7
+
+
+operators.experts.register_autograd(_backward, setup_context=_setup)

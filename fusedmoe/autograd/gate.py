@@ -2,75 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels import operators
 from fusedmoe.kernels.gate.rule import GateChoice, GateRule, define_choice, fits_kernels, has_kernels
 
 __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "router_product"]
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight_EM: Tensor | None, bias_E: Tensor | None, rule: GateRule
-    ) -> tuple[Any, ...]:
-        from fusedmoe.kernels.gate import choose as kernels
-
-        ctx.rule, ctx.given = rule, weight_EM is None
-        ctx.set_materialize_grads(False)
-        if weight_EM is None:
-            choice = kernels.choose(x, rule, bias_E)
-            ctx.save_for_backward(x, choice.expert_SK)
-            # not the input itself, which would be marked as not differentiable
-            choice = choice._replace(logits_SE=x.detach())
-        else:
-            choice = kernels.gate(x, weight_EM, rule, bias_E)
-            ctx.save_for_backward(choice.logits_SE, choice.expert_SK, x, weight_EM)
-        constants = (choice.expert_SK, choice.logits_SE, choice.count_BE)
-        ctx.mark_non_differentiable(*(tensor for tensor in constants if tensor is not None))
-        return tuple(choice)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        from fusedmoe.kernels.gate import choose as kernels
-
-        _, dweight_SK, _, dscore_BE, _, dlogsumexp_S = grads
-        logits_SE, expert_SK, *operands = ctx.saved_tensors
-        dlogits_SE = kernels.dlogits(logits_SE, expert_SK, ctx.rule, dweight_SK, dscore_BE, dlogsumexp_S)
-        if ctx.given:
-            return dlogits_SE, None, None, None
-        x_SM, weight_EM = operands
-        return *_product_backward(dlogits_SE, x_SM, weight_EM, ctx.needs_input_grad), None, None
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-        from fusedmoe.kernels.gate.product import logits
-
-        ctx.save_for_backward(x_SM, weight_EM)
-        return logits(x_SM, weight_EM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dlogits_SE: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_SM, weight_EM = ctx.saved_tensors
-        return _product_backward(dlogits_SE.contiguous(), x_SM, weight_EM, ctx.needs_input_grad)
-
-
-def _product_backward(
-    dlogits_SE: Tensor, x_SM: Tensor, weight_EM: Tensor, needs: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None]:
-    from fusedmoe.kernels.gate.product import dw, dx
-
-    dx_SM = dx(dlogits_SE, weight_EM, x_SM.dtype) if needs[0] else None
-    return dx_SM, dw(dlogits_SE, x_SM, weight_EM.dtype) if needs[1] else None
 
 
 def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
@@ -78,7 +20,7 @@ def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
 
     Saves x and W as they are, no cast copies. Differentiable once; gradients come in the operands' dtypes.
     """
-    return _Product.apply(x_SM, weight_EM)
+    return operators.router_product(x_SM, weight_EM)
 
 
 def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
@@ -105,7 +47,7 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
         raise ConfigError(f"gate: {shapes} do not fit; they must be [S, M] and [E, M]")
     _check(weight_EM.shape[0], x_SM.shape[0], rule, bias_E)
     if fits_kernels(weight_EM.shape[0], rule.k) and has_kernels(x_SM, weight_EM):
-        return GateChoice(*_Gate.apply(x_SM, weight_EM, _single(bias_E), rule))
+        return _asked_for(operators.gate(x_SM, weight_EM, _single(bias_E), *_fields(rule)), rule)
     dtype = torch.promote_types(torch.promote_types(x_SM.dtype, weight_EM.dtype), torch.float32)
     with torch.autocast(x_SM.device.type, enabled=False):
         return define_choice(x_SM.to(dtype) @ weight_EM.to(dtype).t(), rule, bias_E)
@@ -129,7 +71,8 @@ def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = 
     _check(logits_SE.shape[1], logits_SE.shape[0], rule, bias_E)
     logits_SE = logits_SE.to(torch.promote_types(logits_SE.dtype, torch.float32))
     if fits_kernels(logits_SE.shape[1], rule.k) and has_kernels(logits_SE):
-        return GateChoice(*_Gate.apply(logits_SE, None, _single(bias_E), rule))
+        choice = _asked_for(operators.gate_from_logits(logits_SE, _single(bias_E), *_fields(rule)), rule)
+        return choice._replace(logits_SE=logits_SE.detach())
     return define_choice(logits_SE, rule, bias_E)
 
 
@@ -143,3 +86,65 @@ def _check(experts: int, tokens: int, rule: GateRule, bias_E: Tensor | None) -> 
     if bias_E is not None and bias_E.shape != (experts,):
         raise ConfigError(f"gate: the bias must be [{experts}], got {list(bias_E.shape)}")
     rule.sequences(tokens)
+
+
+def _fields(rule: GateRule) -> tuple[Any, ...]:
+    """The rule as the operators take it."""
+    return rule.k, rule.score, rule.normalize, rule.scale, rule.statistics, rule.sequence, rule.logsumexp
+
+
+def _asked_for(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
+    expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S = tensors
+    sums = (score_BE, count_BE) if rule.statistics else (None, None)
+    return GateChoice(expert_SK, weight_SK, logits_SE, *sums, logsumexp_S if rule.logsumexp else None)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_SM, weight_EM, _, *ctx.rule = inputs
+    expert_SK, _, logits_SE, _, count_BE, _ = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(expert_SK, logits_SE, count_BE)
+    ctx.save_for_backward(logits_SE, expert_SK, x_SM, weight_EM)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    logits_SE, expert_SK, x_SM, weight_EM = ctx.saved_tensors
+    dlogits_SE = _dlogits(logits_SE, expert_SK, grads, ctx.rule)
+    return *_product_gradients(dlogits_SE, x_SM, weight_EM, ctx.needs_input_grad), *(None,) * 8
+
+
+def _setup_from_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits_SE, _, *ctx.rule = inputs
+    expert_SK, _, nothing, _, count_BE, _ = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(expert_SK, nothing, count_BE)
+    ctx.save_for_backward(logits_SE, expert_SK)
+
+
+def _backward_from_logits(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _dlogits(*ctx.saved_tensors, grads, ctx.rule), *(None,) * 8
+
+
+def _dlogits(logits_SE: Tensor, expert_SK: Tensor, grads: Sequence[Tensor | None], rule: Sequence[Any]) -> Tensor:
+    _, dweight_SK, _, dscore_BE, _, dlogsumexp_S = grads
+    return operators.gate_backward(logits_SE, expert_SK, dweight_SK, dscore_BE, dlogsumexp_S, *rule)
+
+
+def _setup_product(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, dlogits_SE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    return _product_gradients(dlogits_SE.contiguous(), *ctx.saved_tensors, ctx.needs_input_grad)
+
+
+def _product_gradients(
+    dlogits_SE: Tensor, x_SM: Tensor, weight_EM: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    dx_SM = operators.router_dx(dlogits_SE, weight_EM, x_SM.dtype) if needs[0] else None
+    return dx_SM, operators.router_dw(dlogits_SE, x_SM, weight_EM.dtype) if needs[1] else None
+
+
+operators.gate.register_autograd(_backward, setup_context=_setup)
+operators.gate_from_logits.register_autograd(_backward_from_logits, setup_context=_setup_from_logits)
+operators.router_product.register_autograd(_product_backward, setup_context=_setup_product)

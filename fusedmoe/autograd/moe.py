@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fusedmoe.autograd.exchange import all_gather, combine, dispatch, reduce_scatter
 from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.autograd.order import order
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.order import build_layout
 from fusedmoe.runtime.recorder import Recorder, span
 
 # (rows, layout by local expert, weight of each sorted row or None) -> summed results, one for each of the rows given.
@@ -54,4 +54,4 @@ def received_layout(counts_RE: Tensor) -> Layout:
     peers, experts = counts_RE.shape
     expert_RE = torch.arange(experts, device=counts_RE.device).expand(peers, experts)
     expert_R1 = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1)).view(-1, 1)
-    return build_layout(expert_R1, experts)
+    return order(expert_R1, experts)

@@ -38,10 +38,10 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
         return sum_rows(rows_NM, layout.row_SK, weight_N)
     if layout.source_N is None and weight_N is not None:
         return rows_NM * weight_N.to(rows_NM.dtype)[:, None]
-    if layout.rows == 0 or rows_NM.shape[1] == 0:
-        return rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
     row_N, start_S = layout.bags
-    if layout.slots == 1 and layout.rows == layout.tokens:
+    if row_N.numel() == 0 or rows_NM.shape[1] == 0:
+        return rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
+    if layout.slots == 1 and row_N.numel() == layout.tokens:
         rows = rows_NM.index_select(0, row_N)
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])
     if rows_NM.dtype in (torch.float32, torch.float64):

@@ -18,9 +18,10 @@ from torch import Tensor
 class Layout:
     """Sorted rows, their tokens and their slots.
 
-    On a CPU there are as many rows as are kept. On CUDA nobody waits for the device to learn that number: N is a bound
-    on it, S·K or with a capacity min(S·K, E·C), and the rows from offsets_E1[E] on are slack. Slack has valid indices
-    (token 0, slot 0), so that kernels may read through them; no result is ever read from a slack row.
+    On a CPU there are as many rows as are kept. On CUDA nobody waits for the device to learn that number, nor does a
+    graph of `torch.compile` anywhere: N is a bound on it (`row_bound`), and the rows from offsets_E1[E] on are slack.
+    Slack has valid indices (token 0, slot 0), so that kernels may read through them; no result is ever read from a
+    slack row.
 
     Attributes:
         counts_E: rows kept for each expert, int64.
@@ -67,15 +68,32 @@ class Layout:
         source_N = None if self.source_N is None else self.source_N[:kept]
         return replace(self, source_N=source_N, slot_N=self.slot_N[:kept])
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        """The five of them, in order: `Layout(*layout.tensors)`."""
+        return self.counts_E, self.offsets_E1, self.source_N, self.slot_N, self.row_SK
+
+    def padded(self, rows: int) -> Layout:
+        """The same with slack up to `rows` rows."""
+        more = (0, rows - self.rows)
+        source_N = None if self.source_N is None else torch.nn.functional.pad(self.source_N, more)
+        return replace(self, source_N=source_N, slot_N=torch.nn.functional.pad(self.slot_N, more))
+
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
         """The kept rows in token order, [N], and where each token's rows start, [S] (on CUDA this waits)."""
         flat = self.row_SK.reshape(-1)
-        if self.rows == flat.numel():
-            return flat, torch.arange(0, flat.numel(), max(self.slots, 1), device=flat.device)[: self.tokens]
         kept = self.row_SK >= 0
+        if bool(kept.all()):
+            return flat, torch.arange(0, flat.numel(), max(self.slots, 1), device=flat.device)[: self.tokens]
         per_token = kept.sum(1)
         return flat[kept.reshape(-1)], per_token.cumsum(0) - per_token
+
+
+def row_bound(tokens: int, slots: int, experts: int, capacity: int | None) -> int:
+    """The rows that routing can make at most."""
+    positions = tokens * slots
+    return positions if capacity is None else min(positions, experts * capacity)
 
 
 def offsets(counts_E: Tensor) -> Tensor:

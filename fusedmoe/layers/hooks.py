@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.hooks import HookContext, Hooks
-from fusedmoe.kernels.wire import pack_fp8, unpack_fp8
+from fusedmoe.autograd.wire import pack_fp8, unpack_fp8
 
 __all__ = ["HookContext", "Hooks", "WireCast", "WireFp8"]
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.order import permute, take_slots, unpermute
+from fusedmoe.autograd.order import order, permute, take_slots, unpermute
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.order import build_layout
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 
 
@@ -39,7 +38,7 @@ class Order:
 
     def layout(self, routing: Routing, experts: int) -> Layout:
         """Where every routing slot's row lies, and which are dropped."""
-        return build_layout(routing.expert_SK, experts, routing.capacity, routing.priority_S)
+        return order(routing.expert_SK, experts, routing.capacity, routing.priority_S)
 
     def order(self, x_SM: Tensor, routing: Routing | SoftRouting, experts: int) -> Ordered:
         if isinstance(routing, SoftRouting):
@@ -75,7 +74,7 @@ class Dropless(Order):
     """Sorts and gathers rows and keeps all of them, whatever the gate's capacity."""
 
     def layout(self, routing: Routing, experts: int) -> Layout:
-        return build_layout(routing.expert_SK, experts, None, routing.priority_S)
+        return order(routing.expert_SK, experts, None, routing.priority_S)
 
 
 class Einsum(Order):

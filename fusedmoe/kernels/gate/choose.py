@@ -285,8 +285,8 @@ def _choose(
     weight_SK = torch.empty((S, rule.k), dtype=single, device=device)
     logsumexp_S = torch.empty(S, dtype=single, device=device) if rule.logsumexp else None
     if S == 0:
-        zero = torch.zeros((2, B, E), dtype=single, device=device)
-        score_BE, count_BE = zero.unbind(0) if rule.statistics else (None, None)
+        zeros = (torch.zeros((B, E), dtype=single, device=device) for _ in range(2))
+        score_BE, count_BE = zeros if rule.statistics else (None, None)
         return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S)
     tile = rowwise_tile(E, capability(logits_SE))
     M, product = 0, {"EVEN": True, "TAKEN_APART": ""}
@@ -321,7 +321,7 @@ def _choose(
         **product,
         **_launch(rule, tile),
     )
-    score_BE, count_BE = (None, None) if sums is None else sums.sum(2).unbind(0)
+    score_BE, count_BE = (None, None) if sums is None else (sums[0].sum(1), sums[1].sum(1))
     return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S)
 
 

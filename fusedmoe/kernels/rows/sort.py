@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.aot import AotCase
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.layout import Layout, row_bound
 
 # Positions of a block. A rank costs as many comparisons; half as many would double the table of counts.
 BLOCK = 256
@@ -136,12 +136,6 @@ def place_kernel(
     slack = (p >= tl.sum(kept_E, 0)) & (p < bound)
     tl.store(source_ptr + p, tl.zeros((BLOCK,), dtype=tl.int64), mask=slack)
     tl.store(slot_ptr + p, tl.zeros((BLOCK,), dtype=tl.int64), mask=slack)
-
-
-def row_bound(tokens: int, slots: int, experts: int, capacity: int | None) -> int:
-    """The rows that routing can make at most."""
-    positions = tokens * slots
-    return positions if capacity is None else min(positions, experts * capacity)
 
 
 def sort_slots(expert_SK: Tensor, experts: int, capacity: int | None, order_S: Tensor | None) -> Layout:

@@ -1,0 +1,361 @@
+"""The kernels as PyTorch operators, `torch.ops.fusedmoe.*`: what `torch.compile` puts into a graph without looking inside.
+
+An operator takes and returns tensors and plain numbers; its fake tells the shapes without computing, so that whole
+models compile with fullgraph=True, and none of those on the way of a layer waits for the device, so that CUDA graphs
+capture it. Their gradients are registered where the differentiable functions are, in fusedmoe/autograd/.
+
+Shapes never depend on values under `torch.compile`: `order(…, padded=True)` returns as many rows as there can be (see
+`Layout`), as the CUDA kernels always do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels import experts as _experts
+from fusedmoe.kernels import gather_sum, wire
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.gate.rule import GateRule
+from fusedmoe.kernels.layout import Layout, row_bound
+from fusedmoe.kernels.order import build_layout
+from fusedmoe.kernels.weights import Weights
+
+
+def _operator(name: str) -> Any:
+    return torch.library.custom_op(f"fusedmoe::{name}", mutates_args=())
+
+
+@_operator("order")
+def order(
+    expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The five tensors of a `Layout`; `padded`: with slack up to the bound on a CPU, too."""
+    layout = build_layout(expert_SK, experts, capacity, priority_S)
+    if padded:
+        layout = layout.padded(row_bound(*expert_SK.shape, experts, capacity))
+    counts_E, offsets_E1, source_N, slot_N, row_SK = layout.tensors
+    assert source_N is not None
+    return counts_E, offsets_E1, source_N, slot_N, row_SK
+
+
+@order.register_fake
+def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool) -> Any:
+    rows: Any = row_bound(*expert_SK.shape, experts, capacity)
+    if not padded and not expert_SK.is_cuda:
+        rows = torch.library.get_ctx().new_dynamic_size()
+    long = {"dtype": torch.long}
+    counts_E, source_N, slot_N = (expert_SK.new_empty(size, **long) for size in (experts, rows, rows))
+    offsets_E1 = expert_SK.new_empty(experts + 1, dtype=torch.int32)
+    return counts_E, offsets_E1, source_N, slot_N, torch.empty_like(expert_SK, **long).contiguous()
+
+
+@_operator("permute")
+def permute(
+    x_SM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, slot_N: Tensor, row_SK: Tensor
+) -> Tensor:
+    return gather_sum.permute(x_SM, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+
+
+@permute.register_fake
+def _(x_SM: Tensor, *layout: Tensor) -> Tensor:
+    return x_SM.new_empty((layout[2].shape[0], x_SM.shape[1]))
+
+
+@_operator("unpermute")
+def unpermute(
+    rows_NM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, slot_N: Tensor, row_SK: Tensor
+) -> Tensor:
+    return gather_sum.gather_sum(rows_NM, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+
+
+@unpermute.register_fake
+def _(rows_NM: Tensor, *layout: Tensor) -> Tensor:
+    return rows_NM.new_empty((layout[4].shape[0], rows_NM.shape[1]))
+
+
+@_operator("take_slots")
+def take_slots(
+    value_SK: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, slot_N: Tensor, row_SK: Tensor
+) -> Tensor:
+    return gather_sum.take_slots(value_SK, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+
+
+@take_slots.register_fake
+def _(value_SK: Tensor, *layout: Tensor) -> Tensor:
+    return value_SK.new_empty(layout[3].shape)
+
+
+@_operator("put_slots")
+def put_slots(
+    value_N: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, slot_N: Tensor, row_SK: Tensor
+) -> Tensor:
+    return gather_sum.put_slots(value_N, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+
+
+@put_slots.register_fake
+def _(value_N: Tensor, *layout: Tensor) -> Tensor:
+    return value_N.new_empty(layout[4].shape)
+
+
+@_operator("experts")
+def experts(
+    x_SM: Tensor,
+    weight_N: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b2_start: int,
+    counts_E: Tensor,
+    offsets_E1: Tensor,
+    source_N: Tensor | None,
+    slot_N: Tensor,
+    row_SK: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """y_SM and the pre-activation."""
+    layout = Layout(counts_E, offsets_E1, source_N, slot_N, row_SK)
+    weights = Weights(w1, w2, b1, b2, b2_start)
+    return _experts.experts_forward(x_SM, layout, weight_N, weights, ACTIVATIONS[activation])
+
+
+@experts.register_fake
+def _(
+    x_SM: Tensor,
+    weight_N: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b2_start: int,
+    counts_E: Tensor,
+    offsets_E1: Tensor,
+    source_N: Tensor | None,
+    slot_N: Tensor,
+    row_SK: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    return x_SM.new_empty(x_SM.shape), x_SM.new_empty((slot_N.shape[0], *w1.shape[1:-1]))
+
+
+@_operator("experts_backward")
+def experts_backward(
+    dy_SM: Tensor,
+    h_NH: Tensor,
+    x_SM: Tensor,
+    weight_N: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b2_start: int,
+    counts_E: Tensor,
+    offsets_E1: Tensor,
+    source_N: Tensor | None,
+    slot_N: Tensor,
+    row_SK: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x_SM, weight_N, w1, w2, b1 and b2; an empty tensor for what was None."""
+    layout = Layout(counts_E, offsets_E1, source_N, slot_N, row_SK)
+    weights = Weights(w1, w2, b1, b2, b2_start)
+    grads = _experts.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, ACTIVATIONS[activation])
+    dweight_N = None if weight_N is None or grads.weight_N is None else grads.weight_N.to(weight_N.dtype)
+    found = (grads.x_SM, dweight_N, grads.w1, grads.w2, grads.b1, grads.b2)
+    dx_SM, dweight_N, dw1, dw2, db1, db2 = (x_SM.new_empty(0) if grad is None else grad for grad in found)
+    return dx_SM, dweight_N, dw1, dw2, db1, db2
+
+
+@experts_backward.register_fake
+def _(
+    dy_SM: Tensor,
+    h_NH: Tensor,
+    x_SM: Tensor,
+    weight_N: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    *layout: Any,
+) -> tuple[Tensor, ...]:
+    given = (x_SM, weight_N, w1, w2, b1, b2)
+    return tuple(x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
+
+
+@_operator("gate")
+def gate(
+    x_SM: Tensor,
+    weight_EM: Tensor,
+    bias_E: Tensor | None,
+    k: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    statistics: bool,
+    sequence: int | None,
+    logsumexp: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The six tensors of a `GateChoice`, by Triton's kernels; an empty one for each that the rule does not ask for."""
+    from fusedmoe.kernels.gate import choose
+
+    rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
+    return _all_six(choose.gate(x_SM, weight_EM, rule, bias_E))
+
+
+@gate.register_fake
+def _(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
+    return _fake_choice(x_SM.new_empty((x_SM.shape[0], weight_EM.shape[0]), dtype=torch.float32), GateRule(*rule))
+
+
+@_operator("gate_from_logits")
+def gate_from_logits(
+    logits_SE: Tensor,
+    bias_E: Tensor | None,
+    k: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    statistics: bool,
+    sequence: int | None,
+    logsumexp: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same from float32 logits, which are not returned."""
+    from fusedmoe.kernels.gate import choose
+
+    rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
+    return _all_six(choose.choose(logits_SE, rule, bias_E)._replace(logits_SE=None))
+
+
+@gate_from_logits.register_fake
+def _(logits_SE: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
+    expert_SK, weight_SK, _, *sums = _fake_choice(logits_SE, GateRule(*rule))
+    return expert_SK, weight_SK, logits_SE.new_empty(0), *sums
+
+
+def _all_six(choice: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    weight_SK = choice[1]
+    assert weight_SK is not None
+    expert, weight, logits, score, count, logsumexp = (weight_SK.new_empty(0) if t is None else t for t in choice)
+    return expert, weight, logits, score, count, logsumexp
+
+
+def _fake_choice(logits_SE: Tensor, rule: GateRule) -> tuple[Tensor, ...]:
+    S, E = logits_SE.shape
+    sums = (rule.sequences(S), E) if rule.statistics else (0,)
+    return (
+        logits_SE.new_empty((S, rule.k), dtype=torch.int64),
+        logits_SE.new_empty((S, rule.k)),
+        logits_SE,
+        logits_SE.new_empty(sums),
+        logits_SE.new_empty(sums),
+        logits_SE.new_empty(S if rule.logsumexp else 0),
+    )
+
+
+@_operator("gate_backward")
+def gate_backward(
+    logits_SE: Tensor,
+    expert_SK: Tensor,
+    dweight_SK: Tensor | None,
+    dscore_BE: Tensor | None,
+    dlogsumexp_S: Tensor | None,
+    k: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    statistics: bool,
+    sequence: int | None,
+    logsumexp: bool,
+) -> Tensor:
+    """The logits' gradient, [S, E] float32."""
+    from fusedmoe.kernels.gate import choose
+
+    rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
+    return choose.dlogits(logits_SE, expert_SK, rule, dweight_SK, dscore_BE, dlogsumexp_S)
+
+
+@gate_backward.register_fake
+def _(logits_SE: Tensor, *others: Any) -> Tensor:
+    return logits_SE.new_empty(logits_SE.shape)
+
+
+@_operator("router_product")
+def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
+    """x·Wᵀ, [S, E] float32, by Triton's kernel."""
+    from fusedmoe.kernels.gate import product
+
+    return product.logits(x_SM, weight_EM)
+
+
+@router_product.register_fake
+def _(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
+    return x_SM.new_empty((x_SM.shape[0], weight_EM.shape[0]), dtype=torch.float32)
+
+
+@_operator("router_dx")
+def router_dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
+    """dlogits·W, [S, M]."""
+    from fusedmoe.kernels.gate import product
+
+    return product.dx(dlogits_SE, weight_EM, dtype)
+
+
+@router_dx.register_fake
+def _(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
+    return dlogits_SE.new_empty((dlogits_SE.shape[0], weight_EM.shape[1]), dtype=dtype)
+
+
+@_operator("router_dw")
+def router_dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
+    """dlogitsᵀ·x, [E, M]."""
+    from fusedmoe.kernels.gate import product
+
+    return product.dw(dlogits_SE, x_SM, dtype)
+
+
+@router_dw.register_fake
+def _(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
+    return x_SM.new_empty((dlogits_SE.shape[1], x_SM.shape[1]), dtype=dtype)
+
+
+@_operator("pack_bf16")
+def pack_bf16(rows_NM: Tensor) -> Tensor:
+    return wire.pack_bf16(rows_NM)
+
+
+@pack_bf16.register_fake
+def _(rows_NM: Tensor) -> Tensor:
+    return rows_NM.new_empty(rows_NM.shape, dtype=torch.bfloat16)
+
+
+@_operator("unpack_bf16")
+def unpack_bf16(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
+    return wire.unpack_bf16(packed_NM, dtype)
+
+
+@unpack_bf16.register_fake
+def _(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
+    return packed_NM.new_empty(packed_NM.shape, dtype=dtype)
+
+
+@_operator("pack_fp8")
+def pack_fp8(rows_NM: Tensor) -> Tensor:
+    return wire.pack_fp8(rows_NM)
+
+
+@pack_fp8.register_fake
+def _(rows_NM: Tensor) -> Tensor:
+    return rows_NM.new_empty((rows_NM.shape[0], rows_NM.shape[1] + wire.SCALE_BYTES), dtype=torch.uint8)
+
+
+@_operator("unpack_fp8")
+def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    return wire.unpack_fp8(packed, dtype)
+
+
+@unpack_fp8.register_fake
+def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty((packed.shape[0], packed.shape[1] - wire.SCALE_BYTES), dtype=dtype)
