@@ -50,6 +50,8 @@ class Plan:
     #: All tasks in an order in which one thread can issue them: each after all that it waits for. They would start in
     #: this order if each took the same time; of those that start together, first inter, then intra, then compute.
     sequence: tuple[Task, ...] = field(init=False, repr=False, compare=False)
+    #: For each place in `sequence` the places of all that its task waits for, the one before it on its resource too.
+    before: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for resource in RESOURCES:
@@ -59,7 +61,9 @@ class Plan:
         changed = _changed(standard, self.after)
         object.__setattr__(self, "after", changed)
         object.__setattr__(self, "dependencies", {**standard, **changed})
-        object.__setattr__(self, "sequence", _sequence(self))
+        sequence, before = _sequence(self)
+        object.__setattr__(self, "sequence", sequence)
+        object.__setattr__(self, "before", before)
 
     def __hash__(self) -> int:
         return hash((self.compute, self.intra, self.inter))
@@ -119,9 +123,9 @@ def _check_tasks(plan: Plan) -> None:
                 raise ConfigError(f"plan: kind {kind!r} of {task!r} is not one of {', '.join(SYMBOLS)}")
             if phase is not None and phase not in PHASES:
                 raise ConfigError(f"plan: phase {phase!r} of {task!r} is not one of {', '.join(PHASES)}, or None")
-            for name, number in (("chunk", chunk), ("layer", layer), ("size", size)):
-                if number is not None and (type(number) is not int or number < 0):
-                    raise ConfigError(f"plan: {name} {number!r} of {task!r} is not an integer from 0, or None")
+            for name, number, least in (("chunk", chunk, 0), ("layer", layer, 0), ("size", size, 1)):
+                if number is not None and (type(number) is not int or number < least):
+                    raise ConfigError(f"plan: {name} {number!r} of {task!r} is not an integer from {least}, or None")
             if size is not None and kind != "gradient-all-reduce":
                 raise ConfigError(f"plan: {text.name(task)} has a size; only a gradient-all-reduce can have one")
             if (resource == "compute") == (kind in LINKS):
@@ -170,33 +174,40 @@ def _changed(
     return dict(sorted(changed.items(), key=lambda item: text.name(item[0])))
 
 
-def _sequence(plan: Plan) -> tuple[Task, ...]:
-    """Tasks by the longest chain before them. A task that never gets ready is part of a circle, or behind one."""
-    waits: dict[Task, int] = {task: len(before) for task, before in plan.dependencies.items()}
-    followers: dict[Task, list[Task]] = {task: [] for task in waits}
-    for task, before in plan.dependencies.items():
-        for one in before:
-            followers[one].append(task)
-    orders = [plan.inter, plan.intra, plan.compute]
-    for order in orders:
-        for one, task in zip(order, order[1:], strict=False):
-            followers[one].append(task)
-            waits[task] += 1
-    ready = [task for order in orders for task in order if not waits[task]]
-    rank = {task: index for index, order in enumerate(orders) for task in order}
-    result: list[Task] = []
+def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]]:
+    """`Plan.sequence` and `Plan.before`. A task that never gets ready is part of a circle, or behind one."""
+    tasks = (*plan.inter, *plan.intra, *plan.compute)
+    number = {task: index for index, task in enumerate(tasks)}
+    before = [[number[one] for one in plan.dependencies[task]] for task in tasks]
+    first = 0
+    for order in (plan.inter, plan.intra, plan.compute):
+        for index in range(first + 1, first + len(order)):
+            if index - 1 not in before[index]:
+                before[index].append(index - 1)
+        first += len(order)
+    followers: list[list[int]] = [[] for _ in tasks]
+    for index, found in enumerate(before):
+        for one in found:
+            followers[one].append(index)
+    waits = [len(found) for found in before]
+    ready = [index for index, count in enumerate(waits) if not count]
+    places: list[int] = []
     while ready:
-        result.extend(ready)
+        places.extend(ready)
         found = []
         for one in ready:
-            for task in followers[one]:
-                waits[task] -= 1
-                if not waits[task]:
-                    found.append(task)
-        ready = sorted(found, key=rank.__getitem__)
-    if len(result) != len(waits):
-        raise ConfigError(_circle(plan, {task for task, number in waits.items() if number}))
-    return tuple(result)
+            for index in followers[one]:
+                waits[index] -= 1
+                if not waits[index]:
+                    found.append(index)
+        ready = sorted(found)
+    if len(places) != len(tasks):
+        raise ConfigError(_circle(plan, {task for task, count in zip(tasks, waits, strict=True) if count}))
+    place = [0] * len(tasks)
+    for position, index in enumerate(places):
+        place[index] = position
+    sequence = tuple(tasks[index] for index in places)
+    return sequence, tuple(tuple(place[one] for one in before[index]) for index in places)
 
 
 def _circle(plan: Plan, stuck: set[Task]) -> str:

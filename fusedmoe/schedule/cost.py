@@ -1,0 +1,133 @@
+"""Cost models: how long collectives and matrix products take, as straight lines through measured points.
+
+A time is α + β·n (FSMoE Eq. 1): α seconds to start, β seconds for each unit of n. n counts bytes for a collective and
+FLOP for a matrix product, everywhere in this package.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import Task
+
+#: What a cost model has lines for: a collective and the group that it runs in, or matrix products.
+LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm")
+
+_FORMAT = "fusedmoe-costs"
+_VERSION = 1
+
+
+class Costs(Protocol):
+    """What a simulation has to know beside the plan."""
+
+    @property
+    def contention(self) -> float:
+        """The speed of a link's task while the other link is in use too, as a share of its speed alone; (0, 1]."""
+
+    def seconds(self, plan: Plan) -> Mapping[Task, float]:
+        """The duration of each task of the plan when it has its resource for itself."""
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Costs that are given task by task."""
+
+    given: Mapping[Task, float]
+    contention: float = 1.0
+
+    def seconds(self, plan: Plan) -> Mapping[Task, float]:
+        return self.given
+
+
+@dataclass(frozen=True)
+class Line:
+    """alpha_s + beta_s·n seconds. `r2` says how well the line fits what was measured (1: perfectly)."""
+
+    alpha_s: float
+    beta_s: float
+    r2: float | None = None
+
+    def seconds(self, n: float) -> float:
+        return self.alpha_s + self.beta_s * n
+
+    def amount(self, seconds: float) -> float:
+        """How much can be done in this time; 0 where it is too short to start (F14)."""
+        return max(0.0, seconds - self.alpha_s) / self.beta_s
+
+
+def fit(points: Iterable[tuple[float, float]]) -> Line:
+    """The line of least squares through points (n, seconds), with its r².
+
+    Raises `ConfigError` for points of fewer than two different n, or that are not finite.
+    """
+    n, seconds = np.array(sorted(points), dtype=np.float64).reshape(-1, 2).T
+    if len(set(n)) < 2 or not np.isfinite([n, seconds]).all():
+        raise ConfigError("cost fit: needs finite points of at least two different sizes; measure more sizes")
+    from_mean, above_mean = n - n.mean(), seconds - seconds.mean()
+    beta = float(from_mean @ above_mean / (from_mean @ from_mean))
+    alpha = float(seconds.mean() - beta * n.mean())
+    spread = float(above_mean @ above_mean)
+    left = seconds - (alpha + beta * n)
+    return Line(alpha, beta, 1.0 - float(left @ left) / spread if spread else 1.0)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The lines of one machine, by the names in `LINES`, and the contention between its two kinds of links.
+
+    `contention`: when a collective inside the node and one between nodes run at the same time, each goes on at this
+    share of its own speed. `machine` says what was measured, for whoever reads it.
+
+    Raises `ConfigError` for an unknown line and a contention outside (0, 1].
+    """
+
+    lines: Mapping[str, Line] = field(default_factory=dict)
+    contention: float = 1.0
+    machine: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.lines) - set(LINES))
+        if unknown:
+            raise ConfigError(f"cost model: {unknown[0]!r} is not one of {', '.join(LINES)}")
+        check_contention(self.contention)
+
+    def line(self, name: str) -> Line:
+        """The line of that name. Raises `ConfigError` where the model has none."""
+        try:
+            return self.lines[name]
+        except KeyError:
+            raise ConfigError(f"cost model: nothing is known of {name!r}; measure it") from None
+
+    def to_json(self) -> str:
+        """Indented JSON; `from_json` gives an equal model back."""
+        lines = {name: vars(line) for name, line in self.lines.items()}
+        head = {"format": _FORMAT, "version": _VERSION, "machine": self.machine, "contention": self.contention}
+        return json.dumps({**head, "lines": lines}, allow_nan=False, indent=2)
+
+    @classmethod
+    def from_json(cls, source: str) -> CostModel:
+        """The model written by `to_json`. Raises `ConfigError` for anything else."""
+        try:
+            data: Any = json.loads(source)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"cost model: not JSON ({error})") from error
+        if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
+            raise ConfigError(f'cost model: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION})')
+        try:
+            lines = {name: Line(**line) for name, line in data["lines"].items()}
+            return cls(lines, data["contention"], data["machine"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(f"cost model: a field is missing or not known: {error}") from error
+
+
+def check_contention(value: float) -> None:
+    """Raises `ConfigError` unless 0 < value ≤ 1."""
+    if not (isinstance(value, (int, float)) and 0 < value <= 1):
+        raise ConfigError(f"contention is a share of the speed, more than 0 and at most 1, not {value!r}")

@@ -1,0 +1,182 @@
+"""Workloads: how much one MoE layer sends and computes, and how long that takes on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.cost import CostModel, Line, check_contention
+from fusedmoe.schedule.gradient import gradient_ranges
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.text import name
+from fusedmoe.schedule.timeline import PHASES
+
+#: Matrix products of an expert's forward pass, by its network.
+_GEMMS = {"ffn": 2, "swiglu": 3}
+
+#: The line of the cost model that each part of a layer is on.
+_LINES = {
+    "dispatch": "all-to-all/ep",
+    "all-gather": "all-gather/esp",
+    "expert": "gemm",
+    "reduce-scatter": "reduce-scatter/esp",
+    "combine": "all-to-all/ep",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One transformer layer with experts as one rank sees it (FSMoE §4.1, Table 1).
+
+    B samples of L tokens, model dim M, expert hidden H, E experts, top k, capacity factor f (None: no capacity, with
+    the volume of 1), an expert network of "ffn" or "swiglu"; ep and esp ranks in the groups of experts and of their
+    shards. Attention is split over as many ranks as an expert (N_MP = N_ESP).
+
+    Raises `ConfigError` for a number that is not positive, and an unknown expert network.
+    """
+
+    batch: int
+    seq_len: int
+    model_dim: int
+    hidden: int
+    experts: int
+    k: int = 2
+    capacity_factor: float | None = 1.0
+    expert: str = "ffn"
+    ep: int = 1
+    esp: int = 1
+    itemsize: int = 4
+
+    def __post_init__(self) -> None:
+        for what, value in vars(self).items():
+            if what != "expert" and value is not None and not value > 0:
+                raise ConfigError(f"workload: {what} must be positive, not {value!r}")
+        if self.expert not in _GEMMS:
+            raise ConfigError(f"workload: expert {self.expert!r} is not one of {', '.join(_GEMMS)}")
+
+    @property
+    def tokens(self) -> int:
+        """Of the ranks that share an expert's shards: B·L."""
+        return self.batch * self.seq_len
+
+    def volumes(self) -> dict[str, float]:
+        """What each part of the layer handles in one pass, in bytes, for "expert" in FLOP forward (F9).
+
+        A part that has no peers is left out: dispatch and combine without expert parallelism, all-gather and
+        reduce-scatter without expert sharding.
+        """
+        rows = self.k * (1.0 if self.capacity_factor is None else self.capacity_factor) * self.tokens
+        gathered = rows * self.model_dim * self.itemsize
+        flop = 2 * _GEMMS[self.expert] * rows * self.model_dim * self.hidden / self.esp
+        found = {"expert": flop}
+        if self.ep > 1:
+            found |= dict.fromkeys(("dispatch", "combine"), gathered / self.esp)
+        if self.esp > 1:
+            found |= dict.fromkeys(("all-gather", "reduce-scatter"), gathered)
+        return {kind: found[kind] for kind in PIPELINE if kind in found}
+
+    def attention_flop(self) -> float:
+        """Forward: four projections, scores and their product with the values."""
+        macs = 4 * self.tokens * self.model_dim**2 + 2 * self.tokens * self.seq_len * self.model_dim
+        return 2 * macs / self.esp
+
+    def gradient_bytes(self) -> int:
+        """Of attention's four projections, split over MP, and the gate: what is summed over data parallelism."""
+        return self.itemsize * (4 * self.model_dim**2 // self.esp + self.model_dim * self.experts)
+
+    def layer_costs(self, model: CostModel) -> LayerCosts:
+        """What the layer costs on a machine. Backward, experts and attention take twice their time (F13)."""
+        chunks: dict[str, dict[str, Chunks]] = {}
+        dense_s: dict[str, dict[str, float]] = {}
+        gemm = model.line("gemm")
+        attention_s = _ATTENTION_GEMMS * gemm.alpha_s + gemm.beta_s * self.attention_flop()
+        for phase in PHASES:
+            chunks[phase] = {}
+            twice = 2 if phase == "backward" else 1
+            for kind, volume in self.volumes().items():
+                line = model.line(_LINES[kind])
+                times = twice if kind == "expert" else 1
+                starts = _GEMMS[self.expert] if kind == "expert" else 1
+                chunks[phase][kind] = Chunks(times * starts * line.alpha_s, times * line.beta_s * volume)
+            dense_s[phase] = {"attention": twice * attention_s}
+        return LayerCosts(chunks, dense_s, self.gradient_bytes())
+
+
+_ATTENTION_GEMMS = 6
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Each of r chunks takes alpha_s + whole_s/r seconds."""
+
+    alpha_s: float
+    whole_s: float
+
+    def seconds(self, degree: int) -> float:
+        return self.alpha_s + self.whole_s / degree
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one layer costs: its parts in chunks and in one piece, by phase and kind, and its dense gradient.
+
+    A plan for the layer has the parts that are here.
+    """
+
+    chunks: Mapping[str, Mapping[str, Chunks]]
+    dense_s: Mapping[str, Mapping[str, float]]
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StackCosts:
+    """What a training step of a stack of layers costs (`cost.Costs`).
+
+    `loss_s` and `optimizer_s`: None for a step without them.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    all_reduce: Line = field(default_factory=lambda: Line(0.0, 0.0))
+    contention: float = 1.0
+    loss_s: float | None = None
+    optimizer_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_contention(self.contention)
+
+    @property
+    def gradient_bytes(self) -> tuple[int, ...]:
+        """Of each layer."""
+        return tuple(layer.gradient_bytes for layer in self.layers)
+
+    def seconds(self, plan: Plan) -> dict[Task, float]:
+        """The duration of each task. Raises `ConfigError` for a task of a part that is not in the costs."""
+        result: dict[Task, float] = {}
+        known: dict[tuple[str, int | None, str | None], float] = {}
+        degrees, pieces = plan.degrees, gradient_ranges(plan, self.gradient_bytes)
+        for task in plan.sequence:
+            key = (task.kind, task.layer, task.phase)
+            if task in pieces:
+                result[task] = self.all_reduce.seconds(len(pieces[task]))
+                continue
+            if key not in known:
+                known[key] = self._seconds(task, degrees.get((task.phase, task.layer), 1))
+            result[task] = known[key]
+        return result
+
+    def _seconds(self, task: Task, degree: int) -> float:
+        kind, _, layer, phase, _ = task
+        if layer is None:
+            found = {"loss": self.loss_s, "optimizer": self.optimizer_s}.get(kind)
+        elif layer >= len(self.layers) or phase is None:
+            found = None
+        elif kind in PIPELINE:
+            chunks = self.layers[layer].chunks[phase].get(kind)
+            found = None if chunks is None else chunks.seconds(degree)
+        else:
+            found = self.layers[layer].dense_s[phase].get(kind)
+        if found is None:
+            raise ConfigError(f"costs: nothing is known of {name(task)} ({kind}); the plan is not for these layers")
+        return found
