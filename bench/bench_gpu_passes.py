@@ -1,0 +1,61 @@
+"""Forward and backward of the experts on a GPU against their limit, beside other libraries (`make bench-gpu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bench.gpu.case import make_case
+from bench.gpu.clock import Step
+from bench.gpu.device import has_gpu
+from bench.gpu.kernels import PASSES
+from bench.gpu.ours import NAME, fusedmoe_layer
+from bench.gpu.peers import PEERS
+from bench.gpu.reference import make_reference
+from bench.gpu.session import NotNow, Session, free_memory, waiting
+from bench.gpu.shapes import SHAPES
+from bench.gpu.suite import ContextLost, Row, measure_passes, pass_steps, ready_layers
+
+pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
+
+Measured = dict[str, tuple[Step, Row]]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.name)
+def measured(request: pytest.FixtureRequest, gpu: Session) -> Iterator[Measured]:
+    shape = request.param
+    try:
+        seconds = gpu.seconds_for("passes", shape)
+    except NotNow as why:
+        pytest.skip(str(why))
+    # A peer that has hung, or was too slow to start, is not tried again; nor are peers where the timing never ended.
+    hung = {work["name"] for work in gpu.spool.unfinished()}
+    timing_hung = any(work["name"] == "timing" and work["shape"] == shape.name for work in gpu.spool.unfinished())
+    peers = {} if timing_hung else {name: make for name, make in PEERS.items() if name not in hung}
+    case = make_case(shape, gpu.device)
+    try:
+        right = make_reference(case, torch.float32)
+        ready = ready_layers(case, {NAME: fusedmoe_layer, **peers}, right, gpu.spool)
+    except ContextLost as error:
+        pytest.exit(str(error), returncode=3)
+    del right
+    free_memory()
+    steps = [step for layer, _ in ready for step in pass_steps(layer, case)]
+    with gpu.spool.work("passes", shape.name, "timing"):
+        rows = gpu.add("passes", shape, measure_passes(shape, ready, steps, gpu.clock, seconds))
+    yield {step.name: (step, row) for step, row in zip(steps, rows, strict=True)}
+    del case, ready, steps
+    free_memory()
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("variant", [NAME, *PEERS])
+def test_pass(benchmark, measured: Measured, variant: str, name: str) -> None:  # type: ignore[no-untyped-def]
+    """The row is in `extra_info`; pytest-benchmark's own times are a host's, launches and caches included."""
+    if f"{variant} {name}" not in measured:
+        pytest.skip(f"{variant} is left out, see above")
+    step, row = measured[f"{variant} {name}"]
+    benchmark.extra_info.update(row)
+    benchmark.pedantic(waiting(step.run), setup=lambda: ((step.before(),), {}), rounds=3)

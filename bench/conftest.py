@@ -1,0 +1,23 @@
+"""What benchmarks of a GPU share. Where there is none they are skipped, with a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.session import Session, open_session
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fusedmoe")
+    group.addoption("--spool", type=Path, help="file for a GPU's rows as they come; those in it are not repeated")
+    group.addoption("--seconds", type=float, default=240.0, help="time for a GPU's benchmarks (default 240)")
+
+
+@pytest.fixture(scope="session")
+def gpu(pytestconfig: pytest.Config) -> Iterator[Session]:
+    session = open_session(pytestconfig.getoption("spool"), pytestconfig.getoption("seconds"))
+    yield session
+    session.measure_ceilings("end")

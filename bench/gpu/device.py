@@ -1,0 +1,110 @@
+"""Where results come from: the GPU, how it stands, software and commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ROOT = Path(__file__).parents[2]
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """`gpu` is None where the device is none."""
+    return {
+        "gpu": _gpu(device) if device.type == "cuda" else None,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": package_version("triton"),
+            "cuda": torch.version.cuda,
+            "fusedmoe": package_version("fusedmoe"),
+        },
+        "commit": _git("rev-parse", "HEAD"),
+        "changed_files": None if (status := _git("status", "--porcelain")) is None else len(status.splitlines()),
+    }
+
+
+def state(device: torch.device) -> dict[str, float]:
+    """Clocks, power and temperature at this moment; empty where nvidia-smi does not tell."""
+    if device.type != "cuda":
+        return {}
+    keys = {
+        "clocks.sm": "sm_clock_mhz",
+        "clocks.mem": "memory_clock_mhz",
+        "power.draw": "power_w",
+        "temperature.gpu": "temperature_c",
+    }
+    values = _nvidia_smi(device, list(keys))
+    return {key: float(value) for key, value in zip(keys.values(), values, strict=False) if _is_number(value)}
+
+
+def state_under_load(device: torch.device) -> dict[str, float]:
+    """The same while the GPU multiplies matrices: an idle one lowers its clocks."""
+    if device.type != "cuda":
+        return {}
+    a = torch.randn((8192, 8192), device=device, dtype=torch.bfloat16)
+    c = torch.empty_like(a)
+    for _ in range(400):  # about half a second, longer than nvidia-smi takes
+        torch.mm(a, a, out=c)
+    found = state(device)
+    torch.cuda.synchronize()
+    return found
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    found = _nvidia_smi(device, ["driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit"])
+    keys = ("most_sm_clock_mhz", "most_memory_clock_mhz", "power_limit_w")
+    return {
+        "name": properties.name,
+        "driver": found[0] if found else None,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": getattr(properties, "L2_cache_size", None),
+        **{key: float(value) for key, value in zip(keys, found[1:], strict=False) if _is_number(value)},
+    }
+
+
+def _nvidia_smi(device: torch.device, keys: list[str]) -> list[str]:
+    """The values of the keys, or nothing."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    which = str(device.index or 0) if uuid is None else f"GPU-{uuid}"
+    query = ["nvidia-smi", f"--id={which}", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [value.strip() for value in done.stdout.split(",")] if done.returncode == 0 else []
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:  # "[N/A]"
+        return False
+    return True
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

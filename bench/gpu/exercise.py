@@ -1,0 +1,149 @@
+"""Every kernel once, on small inputs that divide nothing, beside its definition: for tools that watch kernels.
+
+`python -m bench.gpu.exercise` ends with the line "exercise: passed", or with what is wrong. The definitions are
+computed on the CPU, so that the GPU runs little but the library's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fusedmoe import ops
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import experts_backward, experts_forward
+from fusedmoe.kernels.experts_plain import experts_backward as plain_backward
+from fusedmoe.kernels.experts_plain import experts_forward as plain_forward
+from fusedmoe.kernels.gate.rule import define_choice
+from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute
+from fusedmoe.kernels.order import build_layout, define_layout
+from fusedmoe.kernels.weights import Weights
+from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_bf16, pack_fp8, unpack_fp8
+
+PASSED = "exercise: passed"
+# Tokens, experts of each, experts, and sizes of which bfloat16 rows are multiples of 16 bytes but not of a tile.
+_S, _K, _E, _M, _H = 301, 3, 7, 200, 72
+_TOLERANCE = 2e-2
+
+Pairs = Iterator[tuple[str, Tensor, Tensor]]
+
+
+def main(device: torch.device) -> list[str]:
+    """What is wrong, if anything."""
+    torch.manual_seed(0)
+    faults = []
+    for part in PARTS:
+        for name, found, right in part(device):
+            found, right = found.detach().cpu().double(), right.detach().double()
+            if found.shape != right.shape:
+                faults.append(f"{name}: {list(found.shape)} instead of {list(right.shape)}")
+                continue
+            error = float((found - right).norm() / right.norm().clamp(min=1e-20))
+            if not error <= _TOLERANCE:
+                faults.append(f"{name}: off by {error:.1e}")
+        print(f"exercise: {part.__name__}", flush=True)
+    return faults
+
+
+def gate(device: torch.device) -> Pairs:
+    for rule in (
+        ops.GateRule(_K, statistics=True, logsumexp=True),
+        ops.GateRule(_K, "sigmoid", statistics=True),
+    ):
+        x_SM, w_EM = _normal(_S, _M), _normal(_E, _M) / _M**0.5
+        leaves = [tensor.to(device).requires_grad_() for tensor in (x_SM, w_EM)]
+        right_leaves = [tensor.double().requires_grad_() for tensor in (x_SM, w_EM)]
+        found = ops.gate(leaves[0], leaves[1], rule)
+        right = define_choice(right_leaves[0] @ right_leaves[1].t(), rule)
+        yield f"gate {rule.score} experts", found.expert_SK, right.expert_SK
+        gradient_SK = torch.randn(_S, _K)
+        yield f"gate {rule.score} weights", found.weight_SK, right.weight_SK
+        gradients = torch.autograd.grad(found.weight_SK, leaves, gradient_SK.to(device))
+        right_gradients = torch.autograd.grad(right.weight_SK, right_leaves, gradient_SK.double())
+        for name, gradient, right_gradient in zip(("dx", "dW"), gradients, right_gradients, strict=True):
+            yield f"gate {rule.score} {name}", gradient, right_gradient
+
+
+def rows(device: torch.device) -> Pairs:
+    """Order, permute, sums."""
+    for capacity, priority_S in ((None, None), (50, torch.rand(_S))):
+        expert_SK = _choices()
+        found = build_layout(
+            expert_SK.to(device), _E, capacity, None if priority_S is None else priority_S.to(device)
+        ).exact()
+        right = define_layout(expert_SK, _E, capacity, priority_S)
+        assert found.source_N is not None and right.source_N is not None
+        for name in ("counts_E", "offsets_E1", "source_N", "slot_N", "row_SK"):
+            yield f"order {name}", getattr(found, name), getattr(right, name)
+        x_SM, weight_N = _normal(_S, _M), torch.rand(right.rows)
+        yield "permute", permute(x_SM.to(device), found), define_permute(x_SM, right)
+        rows_NM = _normal(right.rows, _M)
+        summed = gather_sum(rows_NM.to(device), found, weight_N.to(device))
+        yield "gather_sum", summed, define_gather_sum(rows_NM.double(), right, weight_N.double())
+
+
+def experts(device: torch.device) -> Pairs:
+    for name, bias in (("swiglu", False), ("gelu", True)):
+        activation, expert_SK = ACTIVATIONS[name], _choices()
+        up = (_E, 2, _H) if activation.gated else (_E, _H)
+        b1, b2 = (_normal(*up), _normal(_E, _M)) if bias else (None, None)
+        weights = Weights(_normal(*up, _M) / _M**0.5, _normal(_E, _M, _H) / _H**0.5, b1, b2)
+        x_SM, dy_SM = _normal(_S, _M), _normal(_S, _M)
+        layout, right_layout = build_layout(expert_SK.to(device), _E), define_layout(expert_SK, _E)
+        weight_N = torch.rand(right_layout.rows)
+        on_device = Weights(*(_to(device, w) for w in (weights.w1, weights.w2, b1, b2)))  # type: ignore[arg-type]
+        doubled = Weights(*(_double(w) for w in (weights.w1, weights.w2, b1, b2)))  # type: ignore[arg-type]
+        slack = layout.rows - right_layout.rows
+        weight = torch.cat([weight_N, torch.zeros(slack)]).to(device)
+        x, dy = x_SM.to(device), dy_SM.to(device)
+        y_SM, h = experts_forward(x, layout, weight, on_device, activation)
+        right_y, right_h = plain_forward(x_SM.double(), right_layout, weight_N.double(), doubled, activation)
+        yield f"experts {name} y", y_SM, right_y
+        found = experts_backward(dy, x, h, layout, weight, on_device, activation)
+        right = plain_backward(
+            dy_SM.double(), x_SM.double(), right_h, right_layout, weight_N.double(), doubled, activation
+        )
+        for key, value in vars(right).items():
+            if value is not None:
+                gradient = getattr(found, key)
+                yield f"experts {name} d{key}", gradient[: len(value)] if key == "weight_N" else gradient, value
+
+
+def wire(device: torch.device) -> Pairs:
+    rows_NM = _normal(33, _M)
+    packed = pack_fp8(rows_NM.to(device))
+    yield "pack_fp8", packed, define_pack_fp8(rows_NM)
+    yield "unpack_fp8", unpack_fp8(packed, torch.float32), define_unpack_fp8(packed.cpu(), torch.float32)
+    yield "pack_bf16", pack_bf16(rows_NM.float().to(device)), rows_NM
+
+
+PARTS: tuple[Callable[[torch.device], Pairs], ...] = (gate, rows, experts, wire)
+
+
+def _normal(*size: int) -> Tensor:
+    return torch.randn(size).bfloat16()
+
+
+def _choices() -> Tensor:
+    """Distinct experts, a few slots empty, expert 2 without rows."""
+    score_SE = torch.rand(_S, _E)
+    score_SE[:, 2] = -1
+    expert_SK = score_SE.topk(_K, 1).indices
+    expert_SK[torch.rand(_S, _K) < 0.1] = -1
+    return expert_SK
+
+
+def _to(device: torch.device, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _double(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.double()
+
+
+if __name__ == "__main__":
+    found = main(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    print("\n".join(found) if found else PASSED, flush=True)
+    raise SystemExit(bool(found))

@@ -1,0 +1,115 @@
+"""The kernels of a layer, each with its inputs, by the names under which results show them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.gpu.case import Case
+from bench.gpu.clock import Step
+from bench.gpu.shapes import Shape
+from fusedmoe import ops
+from fusedmoe.kernels import gather_sum, order
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.cost import Cost
+from fusedmoe.kernels.gate import rule
+from fusedmoe.kernels.grouped import cost
+from fusedmoe.kernels.weights import Weights
+
+_HALF = 2  # bytes of a bfloat16
+
+FORWARD = ("order", "up", "down", "gather-and-sum")
+BACKWARD = ("dhidden", "dinput", "dW1", "dW2", "dX sum")
+KERNELS = ("gate forward", "gate backward", *FORWARD, *BACKWARD)
+PASSES = {"forward": FORWARD, "backward": BACKWARD, "both": (*FORWARD, *BACKWARD)}
+
+
+def kernel_costs(shape: Shape) -> dict[str, Cost]:
+    """What each has to do at the least."""
+    S, M, H, E, K, R = shape.S, shape.M, shape.H, shape.E, shape.K, shape.rows
+    return {
+        "gate forward": rule.cost(S, M, E, K, _HALF),
+        "gate backward": rule.cost(S, M, E, K, _HALF, backward=True),
+        "order": order.cost(S, K, E, R),
+        "up": cost.up(R, S, E, M, H, _HALF),
+        "down": cost.down(R, E, M, H, _HALF),
+        "gather-and-sum": gather_sum.gather_sum_cost(R, S, K, M, _HALF, weighted=True),
+        "dhidden": cost.dhidden(R, S, E, M, H, _HALF),
+        "dinput": cost.dinput(R, E, M, H, _HALF),
+        "dW1": cost.dw1(R, S, E, M, H, _HALF),
+        "dW2": cost.dw2(R, S, E, M, H, _HALF),
+        "dX sum": gather_sum.gather_sum_cost(R, S, K, M, _HALF, weighted=False),
+    }
+
+
+def pass_costs(shape: Shape, name: str) -> list[Cost]:
+    """The costs of a pass's kernels; a pass is given its routing, so the gate is none of them."""
+    costs = kernel_costs(shape)
+    return [costs[kernel] for kernel in PASSES[name]]
+
+
+class _Chosen(NamedTuple):
+    choice: ops.GateChoice
+    leaves: tuple[torch.Tensor, torch.Tensor]
+
+
+def kernel_steps(case: Case) -> list[Step]:
+    """One step a kernel, in the order of `KERNELS`. The products need Triton."""
+    return [*gate_steps(case), *row_steps(case), *grouped_steps(case)]
+
+
+def gate_steps(case: Case) -> list[Step]:
+    gate_rule = ops.GateRule(case.shape.K, statistics=True)
+    dweight_SK = torch.randn_like(case.weight_SK)
+    dscore_BE = torch.randn((1, case.shape.E), device=dweight_SK.device)
+
+    def chosen() -> _Chosen:
+        leaves = case.x_SM.detach().requires_grad_(), case.router_EM.detach().requires_grad_()
+        return _Chosen(ops.gate(*leaves, gate_rule), leaves)
+
+    def backward(given: _Chosen) -> object:
+        score_BE = given.choice.score_BE
+        assert score_BE is not None
+        return torch.autograd.grad([given.choice.weight_SK, score_BE], given.leaves, [dweight_SK, dscore_BE])
+
+    return [
+        Step("gate forward", lambda _: ops.gate(case.x_SM, case.router_EM, gate_rule)),
+        Step("gate backward", backward, chosen),
+    ]
+
+
+def row_steps(case: Case) -> list[Step]:
+    """Order, and the two sums over a token's rows."""
+    layout = ops.order(case.expert_SK, case.shape.E)
+    rows_NM = torch.randn((layout.rows, case.shape.M), device=case.x_SM.device, dtype=case.x_SM.dtype)
+    weight_N = gather_sum.take_slots(case.weight_SK, layout)
+    return [
+        Step("order", lambda _: ops.order(case.expert_SK, case.shape.E)),
+        Step("gather-and-sum", lambda _: gather_sum.gather_sum(rows_NM, layout, weight_N)),
+        Step("dX sum", lambda _: gather_sum.gather_sum(rows_NM, layout)),
+    ]
+
+
+def grouped_steps(case: Case) -> list[Step]:
+    """The products over rows grouped by expert. What a layer's call shares (tables of tiles) is there already."""
+    from fusedmoe.kernels.grouped import launch
+
+    layout, swiglu = ops.order(case.expert_SK, case.shape.E), ACTIVATIONS["swiglu"]
+    weights, weight_N = Weights(case.w1, case.w2), gather_sum.take_slots(case.weight_SK, layout)
+    plan = launch.Plan(layout, case.x_SM)
+    h, a = launch.up(plan, case.x_SM, weights, swiglu)
+    dh, scaled_a, _ = launch.dhidden(plan, case.dy_SM, h, weight_N, weights, swiglu)
+    up_ENM = case.w1.view(case.shape.E, -1, case.shape.M)
+
+    def step(name: str, function: Any, *arguments: Any) -> Step:
+        return Step(name, lambda _: function(plan, *arguments))
+
+    return [
+        step("up", launch.up, case.x_SM, weights, swiglu),
+        step("down", launch.product, "down", a, case.w2, True),
+        step("dhidden", launch.dhidden, case.dy_SM, h, weight_N, weights, swiglu),
+        step("dinput", launch.product, "dinput", dh, up_ENM, False),
+        step("dW1", launch.dweight, dh, case.x_SM, "right"),
+        step("dW2", launch.dweight, case.dy_SM, scaled_a, "left"),
+    ]

@@ -1,0 +1,24 @@
+"""This library's layer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bench.gpu.case import Case
+from bench.gpu.device import package_version
+from bench.gpu.layer import Layer, leaf
+from fusedmoe import ops
+from fusedmoe.autograd.order import take_slots
+
+NAME = "fusedmoe"
+
+
+def fusedmoe_layer(case: Case) -> Layer:
+    leaves = leaf(case.x_SM), leaf(case.weight_SK), leaf(case.w1), leaf(case.w2)
+    x_SM, weight_SK, w1, w2 = leaves
+
+    def forward() -> Tensor:
+        layout = ops.order(case.expert_SK, case.shape.E)
+        return ops.experts(x_SM, layout, take_slots(weight_SK, layout), ops.Weights(w1, w2), "swiglu")
+
+    return Layer(NAME, package_version(NAME), forward, leaves)

@@ -1,0 +1,19 @@
+"""Other libraries' layers: one small file each, made of their public functions.
+
+Each has a function `make(case) -> Layer`; it raises `Unavailable` where the library cannot take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.gpu.case import Case
+from bench.gpu.layer import Layer
+from bench.gpu.peers import liger, scattermoe, sonicmoe, torch_grouped
+
+PEERS: dict[str, Callable[[Case], Layer]] = {
+    torch_grouped.NAME: torch_grouped.make,
+    liger.NAME: liger.make,
+    scattermoe.NAME: scattermoe.make,
+    sonicmoe.NAME: sonicmoe.make,
+}

@@ -1,0 +1,71 @@
+"""One file of results: what a run has found, with where and how. Its schema is what `document` makes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.limits import Ceilings, highest, limit_s
+from bench.gpu.shapes import SHAPES, Shape
+from bench.gpu.spool import Record, Spool
+from bench.gpu.suite import Row
+from fusedmoe.kernels.cost import Cost
+
+RESULTS = Path(__file__).parents[1] / "results"
+SCHEMA = 1
+
+
+def document(spool: Spool, checks: Sequence[Record], shapes: Sequence[Shape] = SHAPES) -> dict[str, Any]:
+    """The results of a run, as they go to the file.
+
+    Every row has limit_ms, measured_ms (a median), fraction = limit / measured, and TFLOP/s of the useful FLOP. The
+    limit is by the highest of all measured ceilings; `ceilings` shows how they held.
+    """
+    measured = [_without(record, "event") for record in spool.of("ceilings")]
+    limit = highest(Ceilings(record["flops_per_s"], record["bytes_per_s"]) for record in measured)
+    return {
+        "schema": SCHEMA,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_without(spool.of("environment")[0], "event", "time"),
+        "checks": list(checks),
+        "ceilings": measured,
+        "limit": limit._asdict(),
+        "shapes": [asdict(shape) for shape in shapes],
+        "rows": [complete(_without(row, "event", "time"), limit) for row in spool.of("row")],
+        "skipped": [_without(record, "event", "time") for record in spool.of("skipped")],
+    }
+
+
+def complete(row: Row, ceilings: Ceilings) -> Row:
+    """The row with what follows from its time and the ceilings."""
+    limit_ms = 1e3 * limit_s((Cost(*part) for part in row["parts"]), ceilings)
+    return row | {
+        "limit_ms": limit_ms,
+        "fraction": limit_ms / row["measured_ms"],
+        "tflops": row["flops"] / row["measured_ms"] / 1e9,
+    }
+
+
+def save(found: dict[str, Any], folder: Path) -> Path:
+    """Writes the results under a name of their GPU and time.
+
+    Raises:
+        ValueError: results of no GPU, meant for the folder of real ones.
+    """
+    if found["gpu"] is None and folder.resolve() == RESULTS.resolve():
+        raise ValueError(f"no GPU was measured: such results do not belong in {RESULTS}")
+    name = re.sub(r"[^a-z0-9]+", "-", (found["gpu"] or {"name": "none"})["name"].lower()).strip("-")
+    when = re.sub(r"[^0-9T]", "", found["when"].split("+")[0])
+    path = folder / f"gpu_{name}_{when}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return path
+
+
+def _without(record: Record, *keys: str) -> Record:
+    return {key: value for key, value in record.items() if key not in keys}

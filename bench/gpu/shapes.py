@@ -1,0 +1,42 @@
+"""The layers that are measured: those of the papers' models, and two that are widely used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """S tokens, model dim M, expert hidden H, E SwiGLU experts, K of them for each token.
+
+    `name` is how results name it: the model's size (SonicMoE's table of benchmarks) and H, or the model.
+    """
+
+    name: str
+    S: int
+    M: int
+    H: int
+    E: int
+    K: int
+
+    @property
+    def rows(self) -> int:
+        """R, the rows routed."""
+        return self.S * self.K
+
+    def flops(self, name: str) -> int:
+        """Of a pass: the products of the experts, two operations a multiply-add."""
+        forward = 6 * self.rows * self.M * self.H
+        return {"forward": forward, "backward": 2 * forward, "both": 3 * forward}[name]
+
+
+SHAPES = (
+    Shape("1.4B-H256", 40960, 768, 256, 128, 8),
+    Shape("7B-H256", 24576, 1536, 256, 128, 8),
+    Shape("7B-H1024", 24576, 1536, 1024, 32, 2),
+    Shape("30B-H256", 32768, 4096, 256, 256, 16),
+    Shape("30B-H1024", 32768, 4096, 1024, 64, 4),
+    Shape("120B-H512", 32768, 4096, 512, 256, 16),
+    Shape("Qwen3-30B", 8192, 2048, 768, 128, 8),
+    Shape("Mixtral", 8192, 4096, 14336, 8, 2),
+)

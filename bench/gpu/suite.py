@@ -1,0 +1,111 @@
+"""From one shape to its rows of results: check, measure, count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bench.gpu.case import Case
+from bench.gpu.clock import Clock, Step, Times
+from bench.gpu.kernels import PASSES, kernel_costs, pass_costs
+from bench.gpu.layer import Layer, Unavailable
+from bench.gpu.memory import peak_bytes, saved_bytes
+from bench.gpu.ours import NAME
+from bench.gpu.reference import Reference, find_errors, wrong
+from bench.gpu.shapes import Shape
+from bench.gpu.spool import Spool
+from fusedmoe.kernels.cost import Cost
+
+Row = dict[str, Any]
+Maker = Callable[[Case], Layer]
+
+
+class WrongResult(Exception):
+    """A result of this library that is off by more than rounding: its speed means nothing."""
+
+
+class ContextLost(Exception):
+    """The GPU takes no more work from this process."""
+
+
+def measure_kernels(shape: Shape, steps: Sequence[Step], clock: Clock, seconds: float) -> list[Row]:
+    """A row for each step, named as in `kernel_costs`."""
+    times, costs = clock.measure(steps, seconds), kernel_costs(shape)
+    return [
+        _row(shape, "kernel", step.name, NAME, [costs[step.name]], costs[step.name].flops, times[step.name])
+        for step in steps
+    ]
+
+
+def ready_layers(case: Case, makers: Mapping[str, Maker], right: Reference, spool: Spool) -> list[tuple[Layer, Row]]:
+    """The variants that compute what they should, each with what its rows say of it; the others are skipped.
+
+    Raises:
+        WrongResult: this library is wrong.
+        ContextLost: a variant has broken the process's connection to the GPU.
+    """
+    ready = []
+    for name, make in makers.items():
+        with spool.work("passes", case.shape.name, name):
+            try:
+                layer = make(case)
+                errors = find_errors(layer, case, right)
+                if faults := wrong(errors):
+                    raise (WrongResult if name == NAME else Unavailable)("wrong result: " + ", ".join(faults))
+                found = {"version": layer.version, "errors": errors, "saved_bytes": saved_bytes(layer)}
+                ready.append((layer, found | {"peak_bytes": peak_bytes(layer, case.dy_SM)}))
+            except Exception as error:
+                if name == NAME:
+                    raise
+                word = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
+                spool.add("skipped", suite="passes", shape=case.shape.name, name=name, word=word.splitlines()[0])
+                _ask_device(case, name)
+    return ready
+
+
+def pass_steps(layer: Layer, case: Case) -> list[Step]:
+    """A step a pass, named "variant pass". The forward keeps what the backward needs, as in training."""
+    return [
+        Step(f"{layer.name} forward", lambda _: layer.forward()),
+        Step(f"{layer.name} backward", lambda y_SM: layer.backward(y_SM, case.dy_SM), layer.forward),
+        Step(f"{layer.name} both", lambda _: layer.backward(layer.forward(), case.dy_SM)),
+    ]
+
+
+def measure_passes(
+    shape: Shape, ready: Sequence[tuple[Layer, Row]], steps: Sequence[Step], clock: Clock, seconds: float
+) -> list[Row]:
+    """A row for each variant and pass; `steps` are those of `pass_steps` of all the variants."""
+    times = clock.measure(steps, seconds)
+    return [
+        _row(shape, "pass", name, layer.name, pass_costs(shape, name), shape.flops(name), times[f"{layer.name} {name}"])
+        | found
+        for layer, found in ready
+        for name in PASSES
+    ]
+
+
+def _row(shape: Shape, kind: str, name: str, variant: str, parts: list[Cost], flops: int, times: Times) -> Row:
+    return {
+        "shape": shape.name,
+        "kind": kind,
+        "name": name,
+        "variant": variant,
+        "parts": [list(part) for part in parts],
+        "flops": flops,
+        "measured_ms": times.median_ms,
+        "low_ms": times.low_ms,
+        "high_ms": times.high_ms,
+        "runs": times.runs,
+    }
+
+
+def _ask_device(case: Case, name: str) -> None:
+    if not case.x_SM.is_cuda:
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise ContextLost(f"after {name}: {error}") from error

@@ -1,0 +1,269 @@
+"""`make bench-report`: results of a GPU as tables in Markdown and a roofline picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.kernels import KERNELS
+from bench.gpu.ours import NAME
+from bench.gpu.results import RESULTS, SCHEMA
+from bench.published import PUBLISHED
+
+Results = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    file = options.file or newest(RESULTS)
+    if file is None:
+        print(f"no results of a GPU in {RESULTS} yet; make bench-gpu makes some", file=sys.stderr)
+        return 1
+    results = json.loads(file.read_text())
+    if results.get("schema") != SCHEMA:
+        print(f"{file} is not of this benchmark (schema {results.get('schema')}, not {SCHEMA})", file=sys.stderr)
+        return 1
+    print(table(results))
+    print(f"picture: {picture(results, options.picture or file.with_suffix('.png'))}", file=sys.stderr)
+    return 0
+
+
+def newest(folder: Path) -> Path | None:
+    """The last results that were written there."""
+    return max(folder.glob("gpu_*.json"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def table(results: Results) -> str:
+    """All of the results as Markdown."""
+    parts = [_head(results), _passes(results), _beside(results), _kernels(results), _memory(results), _notes(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def picture(results: Results, path: Path) -> Path:
+    """Every kernel and pass under the GPU's roofline, and the fraction of the limit that each reaches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    flops, moved = results["limit"]["flops_per_s"], results["limit"]["bytes_per_s"]
+    figure, (roof, bars) = pyplot.subplots(1, 2, figsize=(16, 7), width_ratios=(3, 2))
+    shapes = [shape["name"] for shape in results["shapes"]]
+    markers = dict(zip(shapes, "os^vD*PX", strict=False))
+    rows = [row for row in results["rows"] if row["kind"] == "kernel" and row["flops"] > 0]
+    kernels = [kernel for kernel in KERNELS if any(row["name"] == kernel for row in rows)]
+    for color, kernel in enumerate(kernels):
+        for row in (row for row in rows if row["name"] == kernel):
+            roof.plot(
+                row["flops"] / row["parts"][0][1],
+                row["tflops"],
+                markers.get(row["shape"], "o"),
+                color=f"C{color % 10}",
+                fillstyle="full" if color < 10 else "none",
+            )
+    reach = [row["flops"] / row["parts"][0][1] for row in rows] or [1.0]
+    at = [min(*reach, flops / moved) / 2, flops / moved, max(*reach, flops / moved) * 2]
+    roof.plot(at, [min(flops, moved * x) / 1e12 for x in at], color="black")
+    roof.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=_gpu_name(results))
+    handles = [
+        pyplot.Line2D([], [], linestyle="", marker="s", color=f"C{c % 10}", fillstyle="full" if c < 10 else "none")
+        for c in range(len(kernels))
+    ] + [pyplot.Line2D([], [], linestyle="", marker=marker, color="grey") for marker in markers.values()]
+    roof.legend(handles, [*kernels, *markers], fontsize="small", ncols=2)
+
+    passes = [row for row in results["rows"] if row["kind"] == "pass" and row["name"] != "both"]
+    variants = list(dict.fromkeys((row["variant"], row["name"]) for row in passes))
+    height = 0.8 / max(len(variants), 1)
+    for place, (variant, name) in enumerate(variants):
+        found = {row["shape"]: row["fraction"] for row in passes if (row["variant"], row["name"]) == (variant, name)}
+        y = [shapes.index(shape) + place * height for shape in found]
+        bars.barh(y, list(found.values()), height, label=f"{variant} {name}")
+    bars.set(xlim=(0, 1), xlabel="limit / measured", title="passes")
+    bars.set_yticks([place + 0.4 for place in range(len(shapes))], shapes)
+    bars.invert_yaxis()
+    if variants:
+        bars.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _head(results: Results) -> str:
+    versions = ", ".join(f"{name} {found}" for name, found in results["versions"].items() if found)
+    limit = results["limit"]
+    lines = [
+        f"# Kernels on {_gpu_name(results)}, {results['when']}",
+        "",
+        f"{versions}; commit {_commit(results)}.",
+        f"Measured in this run: P = {limit['flops_per_s'] / 1e12:.0f} TFLOP/s (8192³ in bfloat16, random data), "
+        f"B = {limit['bytes_per_s'] / 1e12:.2f} TB/s (a large copy, read and written). "
+        "limit = Σ max(FLOP / P, bytes / B); fraction = limit / measured. Medians; caches flushed before each run.",
+    ]
+    if ceilings := results["ceilings"]:
+        lines += ["", "How the GPU held:", ""]
+        lines += _markdown(
+            ["when", "P, TFLOP/s", "B, TB/s", "SM MHz", "memory MHz", "W", "°C"],
+            (
+                [
+                    ceiling["when"],
+                    f"{ceiling['flops_per_s'] / 1e12:.0f}",
+                    f"{ceiling['bytes_per_s'] / 1e12:.2f}",
+                    *(_number(ceiling.get(key)) for key in ("sm_clock_mhz", "memory_clock_mhz", "power_w")),
+                    _number(ceiling.get("temperature_c")),
+                ]
+                for ceiling in ceilings
+            ),
+        )
+    return "\n".join(lines)
+
+
+def _passes(results: Results) -> str:
+    rows = [row for row in results["rows"] if row["kind"] == "pass" and row["variant"] == NAME]
+    if not rows:
+        return ""
+    body = (
+        [
+            _shape(results, row["shape"]),
+            row["name"],
+            f"{row['limit_ms']:.3f}",
+            f"{row['measured_ms']:.3f}",
+            f"{row['low_ms']:.3f}–{row['high_ms']:.3f}",
+            f"{row['fraction']:.0%}",
+            f"{row['tflops']:.0f}",
+        ]
+        for row in rows
+    )
+    head = ["layer", "pass", "limit ms", "measured ms", "10%–90%", "fraction", "TFLOP/s"]
+    return "\n".join(["## Passes (order, experts; routing given)", "", *_markdown(head, body)])
+
+
+def _beside(results: Results) -> str:
+    """TFLOP/s of all variants, forward/backward, and what has been published."""
+    rows = [row for row in results["rows"] if row["kind"] == "pass"]
+    if not rows:
+        return ""
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    rates = {(row["shape"], row["variant"], row["name"]): row["tflops"] for row in rows}
+
+    def pair(shape: str, variant: str) -> tuple[float, float] | None:
+        both = (shape, variant, "forward"), (shape, variant, "backward")
+        return (rates[both[0]], rates[both[1]]) if all(key in rates for key in both) else None
+
+    def measured(shape: str, variant: str) -> str:
+        found = pair(shape, variant)
+        return "–" if found is None else f"{found[0]:.0f}/{found[1]:.0f}"
+
+    def published(shape: str, name: str) -> str:
+        found, ours = PUBLISHED[name].tflops.get(shape), pair(shape, NAME)
+        if found is None:
+            return "–"
+        text = f"{found[0]:.0f}/{found[1]:.0f}"
+        return text if ours is None else f"{text} (×{ours[0] / found[0]:.2f}/{ours[1] / found[1]:.2f})"
+
+    body = (
+        [
+            _shape(results, shape["name"]),
+            *(measured(shape["name"], variant) for variant in variants),
+            *(published(shape["name"], name) for name in PUBLISHED),
+        ]
+        for shape in results["shapes"]
+    )
+    head = ["layer", *variants, *(f"{name}, {by.gpu}, published" for name, by in PUBLISHED.items())]
+    sources = "; ".join(f"{name}: {by.source}" for name, by in PUBLISHED.items())
+    note = f"Side by side in this run; × is this run's {NAME} over the published number. Published: {sources}."
+    return "\n".join(["## Beside others, TFLOP/s forward/backward", "", *_markdown(head, body), "", note])
+
+
+def _kernels(results: Results) -> str:
+    rows = {(row["shape"], row["name"]): row for row in results["rows"] if row["kind"] == "kernel"}
+    if not rows:
+        return ""
+
+    def cells(show: Callable[[dict[str, Any]], str]) -> Iterable[list[str]]:
+        for shape in results["shapes"]:
+            found = [rows.get((shape["name"], kernel)) for kernel in KERNELS]
+            yield [shape["name"], *("–" if row is None else show(row) for row in found)]
+
+    parts = (
+        ("Kernels, fraction of their limit", lambda row: f"{row['fraction']:.0%}"),
+        ("Kernels, measured ms (limit)", lambda row: f"{row['measured_ms']:.3f} ({row['limit_ms']:.3f})"),
+        ("Kernels, TFLOP/s", lambda row: f"{row['tflops']:.0f}"),
+    )
+    texts = ["\n".join([f"## {title}", "", *_markdown(["layer", *KERNELS], cells(show))]) for title, show in parts]
+    return "\n\n".join(texts)
+
+
+def _memory(results: Results) -> str:
+    rows = [row for row in results["rows"] if row["kind"] == "pass" and row["name"] == "both"]
+    if not rows:
+        return ""
+    body = (
+        [
+            row["shape"],
+            row["variant"],
+            f"{row['saved_bytes'] / 2**20:.0f}",
+            "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
+            f"{max(row['errors'].values()):.1e}",
+        ]
+        for row in rows
+    )
+    head = ["layer", "variant", "saved MiB", "peak MiB", "largest error"]
+    note = "Saved: what autograd keeps, with the tokens, without parameters. Peak: above what was there before."
+    return "\n".join(["## Memory and errors", "", *_markdown(head, body), "", note])
+
+
+def _notes(results: Results) -> str:
+    lines = [f"- {check['name']}: {check['result']} ({check['word']})" for check in results["checks"]]
+    words: dict[tuple[str, str], list[str]] = {}
+    for skipped in results["skipped"]:
+        words.setdefault((skipped["name"], skipped["word"]), []).append(skipped["shape"])
+    for (name, word), shapes in words.items():
+        where = "everywhere" if len(shapes) == len(results["shapes"]) else ", ".join(shapes)
+        lines.append(f"- left out: {name} ({word}): {where}")
+    return "\n".join(["## Checks, and what was left out", "", *lines]) if lines else ""
+
+
+def _markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+
+
+def _shape(results: Results, name: str) -> str:
+    shape = next(shape for shape in results["shapes"] if shape["name"] == name)
+    return f"{name} ({', '.join(str(shape[key]) for key in 'SMHEK')})"
+
+
+def _gpu_name(results: Results) -> str:
+    return results["gpu"]["name"] if results["gpu"] else "no GPU"
+
+
+def _commit(results: Results) -> str:
+    if results["commit"] is None:
+        return "unknown"
+    changed = f" and {results['changed_files']} changed files" if results["changed_files"] else ""
+    return results["commit"][:10] + changed
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="make bench-report ARGS=…",
+        description="Shows results of make bench-gpu: tables in Markdown on the standard output (redirect it into a "
+        "file to keep it), and a picture of the roofline. The tables: how the GPU held, the passes against their "
+        "limit, other libraries beside them and what has been published, every kernel, memory.",
+        epilog="A layer is named with its sizes (S tokens, M model dim, H expert hidden, E experts, K of a token).",
+    )
+    parser.add_argument("file", nargs="?", type=Path, help="results; without it the newest in bench/results/")
+    parser.add_argument("--picture", type=Path, help="where the picture goes (default: beside the results, .png)")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,40 @@
+"""A pytest plugin that makes the GPU benchmarks run on a CPU, at tiny shapes, with a clock that only pretends."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.gpu import device, shapes
+from tests.bench.fakes import TINY, FakeClock
+
+shapes.SHAPES = TINY[:1] if "FAKE_ONE_SHAPE" in os.environ else TINY  # before it is imported from there
+device.has_gpu = lambda: True
+torch.cuda.synchronize = lambda device=None: None
+
+from bench.gpu import session  # noqa: E402
+from bench.gpu.case import Case  # noqa: E402
+from bench.gpu.layer import Layer  # noqa: E402
+from bench.gpu.peers import PEERS, torch_grouped  # noqa: E402
+from bench.gpu.spool import Spool  # noqa: E402
+
+
+def _open(spool_file: Path | None, seconds: float) -> session.Session:
+    return session.Session(torch.device("cpu"), FakeClock(2.0, 3.0, 5.0), Spool(spool_file), seconds)
+
+
+def _sleep(case: Case) -> Layer:
+    """A peer that hangs at the second shape."""
+    if case.shape == TINY[1]:
+        time.sleep(600)
+    return torch_grouped.make(case)
+
+
+session.open_session = _open
+session.measure_ceilings = partial(session.measure_ceilings, size=64, copied_bytes=4096)
+if "FAKE_SLEEPER" in os.environ:
+    PEERS["liger_kernel"] = _sleep

@@ -1,0 +1,26 @@
+"""A clock that needs no GPU, and small shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.gpu.clock import Step, Times
+from bench.gpu.shapes import Shape
+
+TINY = (Shape("tiny", 24, 32, 16, 6, 2), Shape("odd", 13, 48, 40, 5, 3))
+
+
+class FakeClock:
+    """Runs every step once and says that it took `times_ms`, in the order of the steps given, over and over."""
+
+    def __init__(self, *times_ms: float) -> None:
+        self.times_ms = times_ms or (1.0,)
+        self.results: dict[str, object] = {}
+
+    def measure(self, steps: Sequence[Step], seconds: float) -> dict[str, Times]:
+        times = {}
+        for place, step in enumerate(steps):
+            self.results[step.name] = step.run(step.before())
+            ms = self.times_ms[place % len(self.times_ms)]
+            times[step.name] = Times(ms, 0.9 * ms, 1.1 * ms, 7)
+        return times

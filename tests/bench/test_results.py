@@ -1,0 +1,125 @@
+"""From a tiny shape to a file of results, its table and its picture, on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import report
+from bench.gpu.case import make_case
+from bench.gpu.device import environment
+from bench.gpu.kernels import PASSES, gate_steps, kernel_costs, pass_costs, row_steps
+from bench.gpu.limits import Ceilings, limit_s
+from bench.gpu.ours import NAME, fusedmoe_layer
+from bench.gpu.peers import torch_grouped
+from bench.gpu.reference import make_reference
+from bench.gpu.results import RESULTS, document, save
+from bench.gpu.shapes import SHAPES
+from bench.gpu.spool import Spool
+from bench.gpu.suite import measure_kernels, measure_passes, pass_steps, ready_layers
+from bench.published import PUBLISHED
+from tests.bench.fakes import TINY, FakeClock
+
+CPU = torch.device("cpu")
+CHECKS = [{"name": "tests", "result": "passed", "word": "12 passed", "seconds": 1.0}]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    """Everything but the products' kernels, which need Triton, as a run on a CPU would note it."""
+    spool = Spool()
+    spool.add("environment", **environment(CPU))
+    spool.add("ceilings", when="start", flops_per_s=2e9, bytes_per_s=1e9)
+    for shape in TINY:
+        case = make_case(shape, CPU)
+        steps = [*gate_steps(case), *row_steps(case)]
+        for row in measure_kernels(shape, steps, FakeClock(0.5, 0.25), 1.0):
+            spool.add("row", **row)
+        makers = {NAME: fusedmoe_layer, torch_grouped.NAME: torch_grouped.make}
+        ready = ready_layers(case, makers, make_reference(case, torch.float64), spool)
+        steps = [step for layer, _ in ready for step in pass_steps(layer, case)]
+        for row in measure_passes(shape, ready, steps, FakeClock(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 1.0):
+            spool.add("row", **row)
+    spool.add("skipped", suite="passes", shape="tiny", name="sonicmoe", word="not installed")
+    spool.add("ceilings", when="end", flops_per_s=1e9, bytes_per_s=3e9, sm_clock_mhz=1500.0)
+    return document(spool, CHECKS, TINY)
+
+
+def test_schema(results: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(results)) == results
+    keys = {"schema", "when", "gpu", "versions", "commit", "changed_files", "checks", "ceilings", "limit", "shapes"}
+    assert set(results) == keys | {"rows", "skipped"}
+    assert set(results["versions"]) == {"python", "torch", "triton", "cuda", "fusedmoe"}
+    assert results["gpu"] is None and results["versions"]["torch"] == torch.__version__
+    common = {"shape", "kind", "name", "variant", "parts", "flops", "measured_ms", "low_ms", "high_ms", "runs"}
+    common |= {"limit_ms", "fraction", "tflops"}
+    for row in results["rows"]:
+        more = {"version", "errors", "saved_bytes", "peak_bytes"} if row["kind"] == "pass" else set()
+        assert set(row) == common | more, row
+    assert len(results["rows"]) == 2 * (5 + 2 * 3)
+
+
+def test_rows(results: dict[str, Any]) -> None:
+    """The limit is by the highest P and B; times come in the order of the steps."""
+    best = Ceilings(2e9, 3e9)
+    assert results["limit"] == best._asdict()
+    rows = {(row["shape"], row["variant"], row["name"]): row for row in results["rows"]}
+    times = {NAME: (1.0, 2.0, 3.0), torch_grouped.NAME: (4.0, 5.0, 6.0)}
+    for shape in TINY:
+        for variant, expected in times.items():
+            for name, ms in zip(PASSES, expected, strict=True):
+                row = rows[shape.name, variant, name]
+                limit_ms = 1e3 * limit_s(pass_costs(shape, name), best)
+                assert (row["measured_ms"], row["limit_ms"]) == (ms, pytest.approx(limit_ms))
+                assert row["fraction"] == pytest.approx(limit_ms / ms)
+                assert row["tflops"] == pytest.approx(shape.flops(name) / ms / 1e9)
+        order = rows[shape.name, NAME, "order"]  # no FLOP
+        assert order["limit_ms"] == pytest.approx(1e3 * kernel_costs(shape)["order"].bytes / 3e9)
+
+
+def test_no_gpu_no_results(results: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no GPU"):
+        save(results, RESULTS)
+    assert save(results, tmp_path / "new").parent == tmp_path / "new"
+
+
+def test_name_of_the_file(results: dict[str, Any], tmp_path: Path) -> None:
+    found = {**results, "gpu": {"name": "NVIDIA H200"}, "when": "2026-01-02T03:04:05+00:00"}
+    assert save(found, tmp_path).name == "gpu_nvidia-h200_20260102T030405.json"
+
+
+def test_report(results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = save(results, tmp_path)
+    assert report.main([str(file)]) == 0
+    text = capsys.readouterr().out
+    row = next(row for row in results["rows"] if (row["shape"], row["name"]) == ("tiny", "forward"))
+    cells = ["tiny (24, 32, 16, 6, 2)", "forward", f"{row['limit_ms']:.3f}", "1.000", "0.900–1.100"]
+    assert f"| {' | '.join(cells)} | {row['fraction']:.0%} |" in text
+    assert "- tests: passed (12 passed)" in text and "left out: sonicmoe (not installed): tiny" in text
+    assert "0.00 TB/s" in text and "| end | 0 | 0.00 | 1500 | – | – | – |" in text
+    image = file.with_suffix(".png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) > 20_000
+
+
+def test_report_beside_published_numbers(results: dict[str, Any]) -> None:
+    shape = {"name": "7B-H256", "S": 24576, "M": 1536, "H": 256, "E": 128, "K": 8}
+    rates = {"forward": 182.0, "backward": 810.0}
+    rows = [row | {"shape": "7B-H256", "tflops": rates.get(row["name"], 0.0)} for row in results["rows"][:11]]
+    text = report.table({**results, "shapes": [shape], "rows": rows})
+    assert "| 364/405 (×0.50/2.00) | 205/212 (×0.89/3.82) | – |" in text
+
+
+def test_published_shapes() -> None:
+    names = [shape.name for shape in SHAPES]
+    assert set().union(*(published.tflops for published in PUBLISHED.values())) == set(names)
+
+
+def test_report_without_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.main([]) == 1
+    (tmp_path / "gpu_other.json").write_text("{}")
+    assert report.main([]) == 1
