@@ -95,8 +95,14 @@ def _fields(rule: GateRule) -> tuple[Any, ...]:
 
 def _asked_for(tensors: Sequence[Tensor], rule: GateRule) -> GateChoice:
     expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S = tensors
-    sums = (score_BE, count_BE) if rule.statistics else (None, None)
-    return GateChoice(expert_SK, weight_SK, logits_SE, *sums, logsumexp_S if rule.logsumexp else None)
+    return GateChoice(
+        expert_SK,
+        weight_SK,
+        logits_SE,
+        score_BE if rule.statistics else None,
+        count_BE if rule.statistics else None,
+        logsumexp_S if rule.logsumexp else None,
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -122,7 +128,8 @@ def _setup_from_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward_from_logits(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _dlogits(*ctx.saved_tensors, grads, ctx.rule), *(None,) * 8
+    logits_SE, expert_SK = ctx.saved_tensors
+    return _dlogits(logits_SE, expert_SK, grads, ctx.rule), *(None,) * 8
 
 
 def _dlogits(logits_SE: Tensor, expert_SK: Tensor, grads: Sequence[Tensor | None], rule: Sequence[Any]) -> Tensor:
@@ -135,7 +142,8 @@ def _setup_product(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> N
 
 
 def _product_backward(ctx: Any, dlogits_SE: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    return _product_gradients(dlogits_SE.contiguous(), *ctx.saved_tensors, ctx.needs_input_grad)
+    x_SM, weight_EM = ctx.saved_tensors
+    return _product_gradients(dlogits_SE.contiguous(), x_SM, weight_EM, ctx.needs_input_grad)
 
 
 def _product_gradients(

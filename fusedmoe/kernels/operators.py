@@ -1,4 +1,4 @@
-"""The kernels as PyTorch operators, `torch.ops.fusedmoe.*`: what `torch.compile` puts into a graph without looking inside.
+"""The kernels as PyTorch operators, `torch.ops.fusedmoe.*`, which `torch.compile` takes into a graph as they are.
 
 An operator takes and returns tensors and plain numbers; its fake tells the shapes without computing, so that whole
 models compile with fullgraph=True, and none of those on the way of a layer waits for the device, so that CUDA graphs
@@ -35,7 +35,7 @@ def order(
     """The five tensors of a `Layout`; `padded`: with slack up to the bound on a CPU, too."""
     layout = build_layout(expert_SK, experts, capacity, priority_S)
     if padded:
-        layout = layout.padded(row_bound(*expert_SK.shape, experts, capacity))
+        layout = layout.padded(row_bound(layout.tokens, layout.slots, experts, capacity))
     counts_E, offsets_E1, source_N, slot_N, row_SK = layout.tensors
     assert source_N is not None
     return counts_E, offsets_E1, source_N, slot_N, row_SK
@@ -43,13 +43,13 @@ def order(
 
 @order.register_fake
 def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool) -> Any:
-    rows: Any = row_bound(*expert_SK.shape, experts, capacity)
+    tokens, slots = expert_SK.shape
+    rows: Any = row_bound(tokens, slots, experts, capacity)
     if not padded and not expert_SK.is_cuda:
         rows = torch.library.get_ctx().new_dynamic_size()
-    long = {"dtype": torch.long}
-    counts_E, source_N, slot_N = (expert_SK.new_empty(size, **long) for size in (experts, rows, rows))
-    offsets_E1 = expert_SK.new_empty(experts + 1, dtype=torch.int32)
-    return counts_E, offsets_E1, source_N, slot_N, torch.empty_like(expert_SK, **long).contiguous()
+    sizes = ((experts,), (rows,), (rows,), (tokens, slots))
+    counts_E, source_N, slot_N, row_SK = (expert_SK.new_empty(size, dtype=torch.long) for size in sizes)
+    return counts_E, expert_SK.new_empty(experts + 1, dtype=torch.int32), source_N, slot_N, row_SK
 
 
 @_operator("permute")
@@ -226,7 +226,8 @@ def gate_from_logits(
     from fusedmoe.kernels.gate import choose
 
     rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
-    return _all_six(choose.choose(logits_SE, rule, bias_E)._replace(logits_SE=None))
+    choice = choose.choose(logits_SE, rule, bias_E)
+    return _all_six(choice._replace(logits_SE=logits_SE.new_empty(0)))
 
 
 @gate_from_logits.register_fake

@@ -17,14 +17,22 @@ from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
 from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
-from fusedmoe.layers.orders import Dropless, Einsum, Order, Sparse, slot_weights
+from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
+from fusedmoe.layers.watch import LogitsWatch, count_bad
 from fusedmoe.runtime.recorder import Recorder, span
 
 MpInput = Literal["replicated", "split", "partial"]
+
+_BAD_LOGITS = "router logits are NaN or infinite"
+_BAD_LOGITS_CURE = (
+    "Look at the layer's input and at the gate's weights: most often the learning rate is too high or a loss scale has "
+    "overflowed"
+)
 
 
 class MoELayer(nn.Module):
@@ -134,15 +142,32 @@ class MoELayer(nn.Module):
         self.recorder: Recorder | None = None
         self.aux_loss = torch.zeros(())
         self.load_E = torch.zeros(gate.experts, dtype=torch.long)
-        self.dropped = 0
+        self._kept_E = torch.zeros(gate.experts, dtype=torch.long)
+        self._watch = LogitsWatch()
         self._load_since_update_E: Tensor | None = None
         self._ran_without_graph = False
 
-    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype."""
-        with self.topology.guard("MoELayer.forward"):
+        """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype.
+
+        Where no rows travel between ranks and there are no hooks, `torch.compile(fullgraph=True)` takes the layer in,
+        and nothing waits for the device, so that a CUDA graph can hold it; else a compiled model calls it as it is.
+        On CUDA logits that are not finite are then told by a later call, or by `check`.
+        """
+        if torch.compiler.is_compiling() and not self._travels and self.topology.mp.size == 1:
             return self._forward(x)
+        return self._guarded(x)
+
+    @torch.compiler.disable
+    def _guarded(self, x: Tensor) -> Tensor:
+        with self.topology.guard("MoELayer.forward"):
+            self._refuse_logits_seen(self._watch.seen())
+            return self._forward(x)
+
+    @property
+    def _travels(self) -> bool:
+        """Whether rows go through an exchange, between ranks or past the hooks."""
+        return self.topology.ep.size * self.topology.esp.size > 1 or bool(self.hooks)
 
     def _forward(self, x: Tensor) -> Tensor:
         if self.hooks:
@@ -175,35 +200,40 @@ class MoELayer(nn.Module):
         with span(recorder, "gate", kind="gate", phase="forward"):
             routing = self._replicated(self.gate, x_SM)
             self._count(routing)
-        refusal = refusal or _refuse_logits(routing)
-        ep, esp = self.topology.ep, self.topology.esp
-        if refusal and ep.size == esp.size == 1:
+        refusal = refusal or self._refuse_logits(routing)
+        if refusal and self.topology.ep.size == self.topology.esp.size == 1:
             self._refuse(refusal)
-        alone = ep.size == esp.size == 1 and not self.hooks
-        if alone and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
-            # Nothing travels: the experts gather from the tokens themselves.
+        x_SM = x_SM.to(self.experts.row_dtype(x_SM))
+        if not self._travels and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
+            # The experts gather from the tokens themselves.
             with span(recorder, "order", kind="order", phase="forward"):
                 layout = self.order.layout(routing, self.gate.experts)
                 weight_N = slot_weights(routing, layout)
-            self._count_drops(layout.counts_E)
+            self._kept_E = layout.counts_E
             y_SM = self.experts(x_SM, layout, weight_N)
         else:
             with span(recorder, "order", kind="order", phase="forward"):
                 ordered = self.order.order(x_SM, routing, self.gate.experts)
-            self._count_drops(ordered.counts_E if ordered.layout is None else ordered.layout.counts_E)
-            with span(recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
-                exchange = Exchange(self._all_to_all, esp, ordered.counts_E, ordered.rows_NM.dtype, refusal)
-            out_NM = through_experts(
-                ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, recorder
-            )
+            self._kept_E = ordered.counts_E if ordered.layout is None else ordered.layout.counts_E
+            out_NM = self._compute(ordered, refusal)
             with span(recorder, "unorder", kind="unorder", phase="forward"):
                 y_SM = self.order.restore(out_NM, ordered)
         if self.shared is not None:
             self.shared.recorder = recorder
-            every = contiguous_layout(torch.tensor([len(x_SM)], device=x_SM.device), len(x_SM))
+            every = contiguous_layout(torch.full((1,), len(x_SM), device=x_SM.device), len(x_SM))
             y_SM = y_SM + self._replicated(self.shared, x_SM, every, None)
         self._keep_aux(routing.aux_loss)
         return y_SM
+
+    def _compute(self, ordered: Ordered, refusal: str | None) -> Tensor:
+        """The experts' results of rows sorted by expert."""
+        if not self._travels:
+            layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
+            return self.experts(ordered.rows_NM, layout, ordered.weight_N)
+        esp, recorder = self.topology.esp, self.recorder
+        with span(recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
+            exchange = Exchange(self._all_to_all, esp, ordered.counts_E, ordered.rows_NM.dtype, refusal)
+        return through_experts(ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, recorder)
 
     def _replicated(self, module: nn.Module, *inputs: Any) -> Any:
         """Calls a module whose parameters are replicated.
@@ -221,7 +251,7 @@ class MoELayer(nn.Module):
 
         Only gates that balance without a loss (DeepSeek-V3) do anything with it.
         """
-        if type(self.gate).update is Gate.update:
+        if not self._balances:
             return
         load_E, self._load_since_update_E = self._load_since_update_E, None
         if load_E is None:
@@ -230,14 +260,18 @@ class MoELayer(nn.Module):
             load_E = load_E.to(device_of(self.topology.world))
         self.gate.update(all_reduce(self.topology.world, load_E, operation="sum of expert loads"))
 
+    @property
+    def _balances(self) -> bool:
+        """Whether the gate does anything with the load."""
+        return type(self.gate).update is not Gate.update
+
     def _count(self, routing: Routing | SoftRouting) -> None:
         experts = self.gate.experts
         if isinstance(routing, SoftRouting):
             self.load_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
-        chosen = routing.expert_SK.reshape(-1)
-        self.load_E = torch.bincount(torch.where(chosen < 0, experts, chosen), minlength=experts + 1)[:experts]
-        if self.training and not _recomputing():
+        self.load_E = expert_load(routing.expert_SK, experts)
+        if self.training and self._balances and not _recomputing():
             before_E = self._load_since_update_E
             # A new tensor in either case: `load_E` is the user's to change.
             self._load_since_update_E = self.load_E.clone() if before_E is None else before_E + self.load_E
@@ -257,8 +291,35 @@ class MoELayer(nn.Module):
         # Copies and pickles are not part of a graph.
         return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
 
-    def _count_drops(self, kept_E: Tensor) -> None:
-        self.dropped = int(self.load_E.sum() - kept_E.sum())
+    @property
+    def dropped(self) -> int:
+        """How many slots of the last forward were dropped (on CUDA this waits for the device)."""
+        return int(self.load_E.sum() - self._kept_E.sum())
+
+    def check(self) -> None:
+        """Raises what a forward would that knew of bad router logits in forwards before. Waits for the device.
+
+        Only what runs on CUDA without waiting needs it, graphs above all: see `forward`.
+        """
+        with self.topology.guard("MoELayer.check"):
+            self._refuse_logits_seen(self._watch.wait())
+
+    def _refuse_logits(self, routing: Routing | SoftRouting) -> str | None:
+        logits_SE = routing.logits_SE
+        if logits_SE is None:
+            return None
+        if torch.compiler.is_compiling() and not uses_triton(logits_SE):
+            torch._assert_async(count_bad(logits_SE) == 0, f"{_BAD_LOGITS}. {_BAD_LOGITS_CURE}")
+        elif uses_triton(logits_SE) and self.topology.ep.size == self.topology.esp.size == 1:
+            self._watch.note(logits_SE)
+        elif bad := int(count_bad(logits_SE)):
+            return f"{bad} of {logits_SE.numel()} {_BAD_LOGITS}. {_BAD_LOGITS_CURE}"
+        return None
+
+    def _refuse_logits_seen(self, bad: int) -> None:
+        if bad:
+            self._watch = LogitsWatch()
+            self._refuse(f"{bad} {_BAD_LOGITS} in forwards before this one. {_BAD_LOGITS_CURE}")
 
     def _tap(self, tensor: Tensor, seam: str) -> Tensor:
         """The identity, whose backward passes the gradient through the hooks at `seam`."""
@@ -318,20 +379,14 @@ def _require_shardings(experts: Experts) -> None:
         )
 
 
+def expert_load(expert_SK: Tensor, experts: int) -> Tensor:
+    """[E] int64: slots that chose each expert; no host synchronisation."""
+    chosen = expert_SK.reshape(-1)
+    chosen = torch.where(chosen < 0, experts, chosen)
+    return chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
+
+
 def _recomputing() -> bool:
     """Whether this forward runs inside a backward, for activation checkpointing: nothing may then count twice."""
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
-
-def _refuse_logits(routing: Routing | SoftRouting) -> str | None:
-    """Logits may be −inf (an expert ruled out), but not NaN or +inf."""
-    logits_SE = routing.logits_SE
-    if logits_SE is None:
-        return None
-    bad = int(logits_SE.numel() - (logits_SE < float("inf")).sum())
-    if bad == 0:
-        return None
-    return (
-        f"{bad} of {logits_SE.numel()} router logits are NaN or infinite. Look at the layer's input and at the gate's "
-        "weights: most often the learning rate is too high or a loss scale has overflowed"
-    )

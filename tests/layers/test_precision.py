@@ -107,3 +107,30 @@ def in_parallel(rank: int, world: int, ep: int, esp: int, experts: str, dtype: t
 @pytest.mark.parametrize("ep, esp", [(2, 1), (1, 2)])
 def test_in_parallel(cluster: Cluster, ep: int, esp: int, dtype: torch.dtype) -> None:
     cluster.run(2, in_parallel, ep, esp, "swiglu" if ep == 2 else "feed_forward", dtype, torch.seed() % 2**31)
+
+
+class Seen(fusedmoe.Hooks):
+    """Notes the dtype of what travels."""
+
+    def __init__(self) -> None:
+        self.dtypes: set[torch.dtype] = set()
+
+    def before_dispatch(self, rows: Tensor, context: fusedmoe.HookContext) -> None:
+        self.dtypes.add(rows.dtype)
+
+    before_combine = before_dispatch
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_under_autocast_rows_travel_in_its_dtype(experts: str) -> None:
+    seen = Seen()
+    layer = MoELayer(M, fusedmoe.gates.TopK(experts=E, k=K), EXPERTS[experts](), hooks=[seen])
+    alone = MoELayer(M, fusedmoe.gates.TopK(experts=E, k=K), EXPERTS[experts]())
+    alone.load_state_dict(layer.state_dict())
+    x = torch.randn(S, M, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        torch.testing.assert_close(y, alone(x), rtol=0.02, atol=0.02)
+    y.float().square().sum().backward()
+    assert seen.dtypes == {torch.bfloat16} and y.dtype == torch.bfloat16
+    assert x.grad is not None and x.grad.dtype == torch.float32

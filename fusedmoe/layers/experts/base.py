@@ -84,6 +84,10 @@ class Experts(nn.Module):
         """What must be the same on all ranks of a layer, as text."""
         return type(self).__name__
 
+    def row_dtype(self, x_SM: Tensor) -> torch.dtype:
+        """What rows are cast to before they travel to these experts: under autocast what the experts compute in."""
+        return x_SM.dtype
+
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         """y_SM: for each row s of x_SM the sum over its sorted rows n of weight_N[n]·expert(x_SM[s]).
 

@@ -88,11 +88,14 @@ class FeedForward(Experts):
         return Weights(self.w1.to(dtype), self.w2.to(dtype), b1, b2, self.b2_start)
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-        kind = x_SM.device.type
-        cast = torch.is_autocast_enabled(kind)
-        weights = self.weights(torch.get_autocast_dtype(kind) if cast else self.w1.dtype)
-        x_SM = x_SM.to(weights.w1.dtype) if cast else x_SM
+        x_SM = x_SM.to(self.row_dtype(x_SM))
+        cast = torch.is_autocast_enabled(x_SM.device.type)
+        weights = self.weights(x_SM.dtype if cast else self.w1.dtype)
         return experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
+
+    def row_dtype(self, x_SM: Tensor) -> torch.dtype:
+        kind = x_SM.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_SM.dtype
 
     def describe(self) -> str:
         return f"{type(self).__name__}(hidden={self.hidden}, activation={self.activation!r}, bias={self.bias})"

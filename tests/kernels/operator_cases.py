@@ -1,0 +1,55 @@
+"""Operators and inputs for them: what must hold on every device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd import experts, gate, order, wire  # noqa: F401  they register the gradients
+from fusedmoe.kernels import operators
+from fusedmoe.kernels.layout import Layout, contiguous_layout
+from tests.kernels.routings import choose
+
+Cases = dict[str, list[tuple[Any, ...]]]
+
+
+def cases(device: torch.device) -> Cases:
+    """Inputs for each of the operators that every device has."""
+    expert_SK = choose(13, 2, 4, 0.3).to(device)
+    layout = Layout(*operators.order(expert_SK, 4, 5, None, True))
+    full = Layout(*operators.order(choose(13, 2, 4, 0.0).to(device), 4, None, None, True))  # slack of H has no value
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, requires_grad=True)
+
+    gated = (random(4, 2, 6, 8), random(4, 8, 6), None, None, 0)
+    biased = (random(4, 6, 8), random(4, 8, 6), random(4, 6), random(4, 3), 2)
+    plain = contiguous_layout(torch.tensor([3, 0, 4, 6], device=device), 13)
+    rows_NM = torch.randn(7, 9, device=device)
+    return {
+        "order": [(expert_SK, 4, 5, torch.rand(13, device=device), True), (expert_SK, 4, None, None, True)],
+        "permute": [(random(13, 8), *layout.tensors)],
+        "unpermute": [(random(layout.rows, 8), *layout.tensors)],
+        "take_slots": [(random(13, 2), *layout.tensors)],
+        "put_slots": [(random(layout.rows), *layout.tensors)],
+        "experts": [
+            (random(13, 8), random(full.rows), *gated, *full.tensors, "swiglu"),
+            (random(13, 8), random(full.rows), *biased, *full.tensors, "gelu"),
+            (random(13, 8), None, *biased, *plain.tensors, "relu"),
+        ],
+        "pack_bf16": [(rows_NM.detach().requires_grad_(),)],
+        "unpack_bf16": [(rows_NM.bfloat16().requires_grad_(), torch.float32)],
+        "pack_fp8": [(rows_NM,)],
+        "unpack_fp8": [(torch.randint(0, 120, (7, 13), dtype=torch.uint8, device=device), torch.float32)],
+    }
+
+
+def check(name: str, several: list[tuple[Any, ...]]) -> None:
+    """Schema, fake and gradient registration agree with what the operator does, eagerly and traced."""
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if not name.startswith("gate"):
+        tests.append("test_aot_dispatch_dynamic")  # which cannot add up experts' numbers and weights
+    for inputs in several:
+        torch.library.opcheck(getattr(torch.ops.fusedmoe, name).default, inputs, test_utils=tests)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedmoe.kernels import operators
+from tests.kernels.operator_cases import cases, check
+from tests.kernels.routings import choose
+
+
+@pytest.mark.parametrize("name", sorted(cases(torch.device("cpu"))))
+def test_operator(name: str) -> None:
+    check(name, cases(torch.device("cpu"))[name])
+
+
+def test_padded_layouts_have_valid_slack() -> None:
+    expert_SK = choose(20, 3, 4, 0.3)
+    for capacity in (None, 14):
+        exact = operators.order(expert_SK, 4, capacity, None, False)
+        padded = operators.order(expert_SK, 4, capacity, None, True)
+        rows = len(exact[3])
+        assert len(padded[3]) == (60 if capacity is None else 56) > rows
+        for name, one, other in zip(("counts", "offsets", "source", "slot", "row"), exact, padded, strict=True):
+            if name in ("source", "slot"):
+                assert torch.equal(one, other[:rows]) and not other[rows:].any()
+            else:
+                assert torch.equal(one, other)
+
+
+def test_sizes_that_depend_on_values_are_known_to_be_unknown() -> None:
+    """Without padding the number of rows on a CPU is that of the rows kept; traced, it is a symbol."""
+    expert_SK = choose(20, 3, 4, 0.3)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.fusedmoe.order.default, (expert_SK, 4, None, None, False), test_utils=tests)
