@@ -15,6 +15,7 @@ from bench.gpu.results import RESULTS, SCHEMA
 from bench.published import PUBLISHED
 
 Results = dict[str, Any]
+_WITHOUT_PRODUCTS = ("order", "gather-and-sum", "dX sum")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,21 +59,13 @@ def picture(results: Results, path: Path) -> Path:
     kernels = [kernel for kernel in KERNELS if any(row["name"] == kernel for row in rows)]
     for color, kernel in enumerate(kernels):
         for row in (row for row in rows if row["name"] == kernel):
-            roof.plot(
-                row["flops"] / row["parts"][0][1],
-                row["tflops"],
-                markers.get(row["shape"], "o"),
-                color=f"C{color % 10}",
-                fillstyle="full" if color < 10 else "none",
-            )
+            roof.plot(row["flops"] / row["parts"][0][1], row["tflops"], markers[row["shape"]], color=f"C{color}")
     reach = [row["flops"] / row["parts"][0][1] for row in rows] or [1.0]
     at = [min(*reach, flops / moved) / 2, flops / moved, max(*reach, flops / moved) * 2]
     roof.plot(at, [min(flops, moved * x) / 1e12 for x in at], color="black")
     roof.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=_gpu_name(results))
-    handles = [
-        pyplot.Line2D([], [], linestyle="", marker="s", color=f"C{c % 10}", fillstyle="full" if c < 10 else "none")
-        for c in range(len(kernels))
-    ] + [pyplot.Line2D([], [], linestyle="", marker=marker, color="grey") for marker in markers.values()]
+    looks = [("s", f"C{color}") for color in range(len(kernels))] + [(marker, "grey") for marker in markers.values()]
+    handles = [pyplot.Line2D([], [], linestyle="", marker=marker, color=color) for marker, color in looks]
     roof.legend(handles, [*kernels, *markers], fontsize="small", ncols=2)
 
     passes = [row for row in results["rows"] if row["kind"] == "pass" and row["name"] != "both"]
@@ -86,7 +79,7 @@ def picture(results: Results, path: Path) -> Path:
     bars.set_yticks([place + 0.4 for place in range(len(shapes))], shapes)
     bars.invert_yaxis()
     if variants:
-        bars.legend(fontsize="small")
+        bars.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -184,18 +177,19 @@ def _kernels(results: Results) -> str:
     if not rows:
         return ""
 
-    def cells(show: Callable[[dict[str, Any]], str]) -> Iterable[list[str]]:
+    def part(title: str, kernels: Sequence[str], show: Callable[[dict[str, Any]], str]) -> str:
+        body = []
         for shape in results["shapes"]:
-            found = [rows.get((shape["name"], kernel)) for kernel in KERNELS]
-            yield [shape["name"], *("–" if row is None else show(row) for row in found)]
+            found = [rows.get((shape["name"], kernel)) for kernel in kernels]
+            body.append([shape["name"], *("–" if row is None else show(row) for row in found)])
+        return "\n".join([f"## Kernels, {title}", "", *_markdown(["layer", *kernels], body)])
 
     parts = (
-        ("Kernels, fraction of their limit", lambda row: f"{row['fraction']:.0%}"),
-        ("Kernels, measured ms (limit)", lambda row: f"{row['measured_ms']:.3f} ({row['limit_ms']:.3f})"),
-        ("Kernels, TFLOP/s", lambda row: f"{row['tflops']:.0f}"),
+        part("fraction of their limit", KERNELS, lambda row: f"{row['fraction']:.0%}"),
+        part("measured ms (limit)", KERNELS, lambda row: f"{row['measured_ms']:.3f} ({row['limit_ms']:.3f})"),
+        part("TFLOP/s", [k for k in KERNELS if k not in _WITHOUT_PRODUCTS], lambda row: f"{row['tflops']:.0f}"),
     )
-    texts = ["\n".join([f"## {title}", "", *_markdown(["layer", *KERNELS], cells(show))]) for title, show in parts]
-    return "\n\n".join(texts)
+    return "\n\n".join(parts)
 
 
 def _memory(results: Results) -> str:

@@ -64,7 +64,8 @@ def start_sanitizer(tool: str) -> Process | str:
 def judge_sanitizer(ended: Ended) -> Outcome:
     """Errors of the tool's summary count, warnings are only named."""
     if ended.code is None:
-        return Outcome("unfinished", "no error so far" if "========= Error" not in ended.output else "see its output")
+        wrong = re.search(r"^=+ (Error: |Invalid ).*", ended.output, re.MULTILINE)
+        return Outcome("failed", wrong[0].strip("= ")) if wrong else Outcome("unfinished", "no error so far")
     if re.search(r"[Dd]evice not supported|before first instrumented API call", ended.output):
         return Outcome("skipped", "compute-sanitizer cannot watch this GPU here")
     summary = re.search(r"(ERROR|RACECHECK) SUMMARY: (.*)", ended.output)

@@ -58,7 +58,7 @@ class Run:
                 if suite not in skip:
                     last = suite == "passes" or "passes" in skip
                     seconds = (self.left - _ASIDE_S) * (1 if last else _KERNELS)
-                    failed += [] if self.measure(suite, spool_file, seconds) else [suite]
+                    failed += [] if self.measure(suite, spool_file, seconds, max(60.0, seconds / 3)) else [suite]
             spool = Spool(spool_file)
         if not spool.of("row"):
             self.say("FAILED: nothing could be measured; see above.")
@@ -100,8 +100,11 @@ class Run:
         run_together(processes, _CHECKS * self._seconds, judge)
         return found
 
-    def measure(self, suite: str, spool_file: Path, seconds: float) -> bool:
-        """Runs a suite, again where a process hung or died, without what hung. True if all of it went well."""
+    def measure(self, suite: str, spool_file: Path, seconds: float, patience_s: float) -> bool:
+        """Runs a suite, again where a process hung or died, without what hung. True if all of it went well.
+
+        `patience_s`: what one piece of work, a peer's check or a shape's timing, may take.
+        """
         deadline = time.monotonic() + seconds
         for _ in range(_TRIES):
             left = deadline - time.monotonic()
@@ -110,7 +113,7 @@ class Run:
                 return False
             self.say(f"{suite}: {left:.0f} s for it")
             process = Process(_pytest(SUITES[suite], spool_file, left), show=True)
-            ended = self._watch(process, spool_file, deadline, patience_s=max(60.0, seconds / 3))
+            ended = self._watch(process, spool_file, deadline, patience_s)
             if ended.code in (0, 1):
                 return ended.code == 0
             missing = [shape.name for shape in SHAPES if not Spool(spool_file).is_done(suite, shape.name)]

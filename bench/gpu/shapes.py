@@ -30,7 +30,7 @@ class Shape:
         return {"forward": forward, "backward": 2 * forward, "both": 3 * forward}[name]
 
 
-SHAPES = (
+SHAPES: tuple[Shape, ...] = (
     Shape("1.4B-H256", 40960, 768, 256, 128, 8),
     Shape("7B-H256", 24576, 1536, 256, 128, 8),
     Shape("7B-H1024", 24576, 1536, 1024, 32, 2),
