@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint bench clean
+.PHONY: help env train test lint bench bench-gpu bench-report clean
 
 VENV := .venv
 ARGS ?=
@@ -41,6 +41,9 @@ help:
 	@echo '  make test     the tests, without the slow ones    make test ARGS="-k gates"    ARGS="-m slow"'
 	@echo '  make lint     ruff, mypy, and the floors of the design (import-linter)'
 	@echo '  make bench    the benchmarks'
+	@echo '  make bench-gpu     one GPU in ten minutes: correctness, then each kernel and pass against its limit'
+	@echo '                     make bench-gpu PYTHON=python3    make bench-gpu ARGS=--help'
+	@echo '  make bench-report  the newest of its results as tables and a picture    make bench-report ARGS=--help'
 	@echo '  make env      only the environment, .venv (the others make it when needed)'
 	@echo '  make clean    remove the environment, caches and build output; runs/ stays'
 	@echo
@@ -89,6 +92,13 @@ lint: $(READY)
 # A benchmark sets its threads itself, and may take longer than a test.
 bench: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m pytest --timeout 1800 bench $(ARGS)
+
+# Tests first: where the kernels are wrong it stops. One file of results under bench/results/, and a report.
+bench-gpu: $(READY)
+	@exec env $(RUN_ENV) $(PY) -m bench.gpu $(ARGS)
+
+bench-report: $(READY)
+	@exec env $(RUN_ENV) $(PY) -m bench.report $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis

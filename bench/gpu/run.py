@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Checks the kernels on this machine's GPU, then measures them and whole passes at eight shapes "
         "against the least time their FLOP and bytes take, beside other libraries that are installed. Writes "
         "bench/results/gpu_NAME_TIME.json and a picture beside it, and prints the report.",
-        epilog="Nothing else should run on the GPU meanwhile. Needs about 100 GB of its memory for the largest shapes.",
+        epilog="Nothing else should run on the GPU meanwhile. The largest shapes take about 60 GB of it, by estimate.",
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything (default 10); the parts share it")
     parser.add_argument(
