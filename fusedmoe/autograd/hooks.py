@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +59,13 @@ class Hooks:
 
     def before_moe_end(self, y: Tensor, context: HookContext) -> Tensor | None:
         return None
+
+
+def carry(
+    hooks: Sequence[Hooks], name: str, move: Callable[[Tensor], Tensor], rows: Tensor, context: HookContext
+) -> Tensor:
+    """Moves rows ("dispatch" or "combine") with the hooks at both ends."""
+    return run_hooks(hooks, f"after_{name}", move(run_hooks(hooks, f"before_{name}", rows, context)), context)
 
 
 def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookContext) -> Tensor:

@@ -43,15 +43,18 @@ def through_experts(
     if weight_N is not None:
         weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[:, 0]
     with span(recorder, "sort received rows", kind="order"):
-        layout = received_layout(exchange.counts_RE)
+        layout = received_layout(exchange.counts_RE, exchange.rows)
         sorted_weight_R = None if weight_R is None else weight_R[layout.slot_N]
     out_RM = compute(rows_RM, layout, sorted_weight_R)
     return combine(reduce_scatter(out_RM, exchange, recorder), exchange, hooks, recorder)
 
 
-def received_layout(counts_RE: Tensor) -> Layout:
-    """Sorts received rows, which lie by (peer, local expert), by local expert."""
+def received_layout(counts_RE: Tensor, rows: int | None = None) -> Layout:
+    """Sorts received rows, which lie by (peer, local expert), by local expert.
+
+    `rows`: the sum of the counts; with it nothing waits for the device.
+    """
     peers, experts = counts_RE.shape
     expert_RE = torch.arange(experts, device=counts_RE.device).expand(peers, experts)
-    expert_R1 = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1)).view(-1, 1)
+    expert_R1 = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1), output_size=rows).view(-1, 1)
     return order(expert_R1, experts)

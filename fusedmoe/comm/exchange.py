@@ -7,6 +7,7 @@ ordered by (sharding peer, source rank, local expert). Combine and reduce-scatte
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,55 +21,25 @@ CHECK = "the check of the layer's input"
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class Exchange:
-    """The sizes of one exchange, agreed between the ranks, and the four moves that follow.
+class Part:
+    """The four moves of some of an exchange's rows.
 
-    Making one is collective over the expert-parallel and the expert-sharding group. Each move takes and returns rows
-    [n, ...] of any dtype; every rank calls the same moves in the same order.
+    Each takes and returns rows [n, ...] of any dtype; every rank calls the same moves in the same order.
 
-    Args:
-        algorithm: how rows cross the expert-parallel group.
-        esp: the expert-sharding group.
-        counts_E: rows that this rank sends to each of the E experts.
-        dtype: of the rows that will travel.
-        refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
     Attributes:
-        counts_RE: [sharding peer · source rank, local expert] rows that lie here after dispatch and all-gather.
-    Raises:
-        RankError: this or another rank refused, or the ranks' dtypes differ.
+        counts_RE: [sharding peer · source rank, local expert] rows that lie here after dispatch and all-gather, on the
+            device of the counts.
+        rows, sent: how many these are, and how many rows leave this rank.
     """
 
     def __init__(
-        self, algorithm: AllToAll, esp: Group, counts_E: Tensor, dtype: torch.dtype, refusal: str | None = None
+        self, algorithm: AllToAll, esp: Group, send_PE: np.ndarray, come_QPE: np.ndarray, device: torch.device
     ) -> None:
         self._algorithm, self._esp = algorithm, esp
-        ep = algorithm.group
-        me = ep.job.rank
-        if refusal is not None:
-            ep.board.post(me, CHECK, refusal)
-        # The last column tells every rank of every other one: its number, whether it refuses, its dtype.
-        note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
-        ours_PE = torch.cat([counts_E.view(ep.size, -1), counts_E.new_full((ep.size, 1), note)], 1)
-        ones = [1] * ep.size
-        theirs_PE = all_to_all_rows(ep, ours_PE, ones, ones, "exchange of counts")
-        all_QPE = all_gather_rows(esp, theirs_PE[None], [1] * esp.size, "exchange of counts")
-        host_QPE = all_QPE.tolist()
-        notes = sorted(row[-1] for rows in host_QPE for row in rows)
-        culprits = [note // len(_DTYPES) // 2 for note in notes if note // len(_DTYPES) % 2]
-        if refusal is not None:
-            raise RankError(f"rank {me}: {refusal}")
-        if culprits:
-            raise RankError(f"rank {me}: ended because {ep.board.read(wait_s=2.0) or f'ranks {culprits} refused'}")
-        dtypes = {note // len(_DTYPES) // 2: _DTYPES[note % len(_DTYPES)] for note in notes}
-        if len(set(dtypes.values())) > 1:
-            found = ", ".join(f"{dtype} on rank {rank}" for rank, dtype in dtypes.items())
-            verdict = ep.board.post(me, CHECK, f"rows of different dtypes cannot travel together: {found}")
-            raise RankError(f"rank {me}: ended because {verdict}")
-        self.counts_RE = all_QPE[..., :-1].flatten(0, 1)
-        send = counts_E.view(ep.size, -1).sum(1).tolist()
-        recv = [sum(row[:-1]) for row in host_QPE[esp.index]]
-        self._traffic = algorithm.traffic(send, recv)
-        self._gathered = [sum(sum(row[:-1]) for row in rows) for rows in host_QPE]
+        self._traffic = algorithm.traffic(send_PE.sum(1).tolist(), come_QPE[esp.index].sum(1).tolist())
+        self._gathered = come_QPE.sum((1, 2)).tolist()
+        self.counts_RE = torch.from_numpy(come_QPE.reshape(-1, come_QPE.shape[2])).to(device)
+        self.rows, self.sent = sum(self._gathered), int(send_PE.sum())
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """To the experts' ranks: [N, ...] sorted by expert -> [received, ...] by (source rank, local expert)."""
@@ -85,3 +56,62 @@ class Exchange:
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sums the shards' results and returns each peer its own rows: the adjoint of `all_gather`."""
         return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards")
+
+
+class Exchange(Part):
+    """The sizes of one exchange, agreed between the ranks, and its moves, of all rows or of some.
+
+    Making one is collective over the expert-parallel and the expert-sharding group.
+
+    Args:
+        algorithm: how rows cross the expert-parallel group.
+        esp: the expert-sharding group.
+        counts_E: rows that this rank sends to each of the E experts.
+        dtype: of the rows that will travel.
+        refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
+    Raises:
+        RankError: this or another rank refused, or the ranks' dtypes differ.
+    """
+
+    def __init__(
+        self, algorithm: AllToAll, esp: Group, counts_E: Tensor, dtype: torch.dtype, refusal: str | None = None
+    ) -> None:
+        ep = algorithm.group
+        me = ep.job.rank
+        if refusal is not None:
+            ep.board.post(me, CHECK, refusal)
+        # The last column tells every rank of every other one: its number, whether it refuses, its dtype.
+        note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
+        ours_PE = torch.cat([counts_E.view(ep.size, -1), counts_E.new_full((ep.size, 1), note)], 1)
+        ones = [1] * ep.size
+        theirs_PE = all_to_all_rows(ep, ours_PE, ones, ones, "exchange of counts")
+        all_QPE = all_gather_rows(esp, theirs_PE[None], [1] * esp.size, "exchange of counts").cpu().numpy()
+        notes = sorted(all_QPE[..., -1].reshape(-1).tolist())
+        culprits = [note // len(_DTYPES) // 2 for note in notes if note // len(_DTYPES) % 2]
+        if refusal is not None:
+            raise RankError(f"rank {me}: {refusal}")
+        if culprits:
+            raise RankError(f"rank {me}: ended because {ep.board.read(wait_s=2.0) or f'ranks {culprits} refused'}")
+        dtypes = {note // len(_DTYPES) // 2: _DTYPES[note % len(_DTYPES)] for note in notes}
+        if len(set(dtypes.values())) > 1:
+            found = ", ".join(f"{dtype} on rank {rank}" for rank, dtype in dtypes.items())
+            verdict = ep.board.post(me, CHECK, f"rows of different dtypes cannot travel together: {found}")
+            raise RankError(f"rank {me}: ended because {verdict}")
+        self._device = counts_E.device
+        self._send_PE, self._come_QPE = ours_PE[:, :-1].cpu().numpy(), all_QPE[..., :-1]
+        super().__init__(algorithm, esp, self._send_PE, self._come_QPE, counts_E.device)
+
+    def parts(self, degree: int) -> list[Part]:
+        """The exchange in `degree` parts, each with its share of every rank's rows for every expert (`share`).
+
+        Collective for two-level algorithms.
+        """
+        if degree == 1:
+            return [self]
+        shares = ((share(self._send_PE, i, degree), share(self._come_QPE, i, degree)) for i in range(degree))
+        return [Part(self._algorithm, self._esp, send, come, self._device) for send, come in shares]
+
+
+def share(counts: np.ndarray, part: int, degree: int) -> np.ndarray:
+    """How many of n things belong to part i of r: those from ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋."""
+    return counts * (part + 1) // degree - counts * part // degree

@@ -19,9 +19,8 @@ def router_dtype(x: Tensor) -> torch.dtype:
 
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     """A context in which autocast does not lower the precision of operations on ``device_type``."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    # Only meta tensors have no autocast. (`is_autocast_available` would say so, too, but not in a compiled graph.)
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 class _RouterLogits(torch.autograd.Function):

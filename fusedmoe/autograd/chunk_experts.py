@@ -1,0 +1,86 @@
+"""Experts as the pipelined layer calls them: chunk by chunk, forward and backward apart, without autograd around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.moe import Compute
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.experts import experts_backward, experts_forward
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.weights import Weights
+
+
+class ChunkExperts(Protocol):
+    """The local experts, for rows of one chunk, sorted by expert by a layout.
+
+    Attributes:
+        parameters: what gets gradients, in the order of those.
+        any_degree: the backward's chunks may be others than the forward's. Then what a chunk keeps is one tensor whose
+            n-th row belongs to the n-th sorted row.
+    """
+
+    parameters: Sequence[Tensor | None]
+    any_degree: bool
+
+    def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
+        """Results, and what the backward needs of them beside the inputs."""
+
+    def backward(
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+        """Gradients of rows, of their weights, and of the parameters, these of this chunk alone."""
+
+
+class FusedChunks:
+    """Feed-forward experts by their own kernels. A chunk keeps its pre-activations."""
+
+    any_degree = True
+
+    def __init__(self, weights: Weights, activation: str) -> None:
+        self.weights, self.activation = weights, ACTIVATIONS[activation]
+        self.parameters = (weights.w1, weights.w2, weights.b1, weights.b2)
+
+    def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
+        return experts_forward(x_RM, layout, weight_R, self.weights, self.activation)
+
+    def backward(
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+        grads = experts_backward(dy_RM, x_RM, kept, layout, weight_R, self.weights, self.activation)
+        return grads.x_SM, grads.weight_N, (grads.w1, grads.w2, grads.b1, grads.b2)
+
+
+class ModuleChunks:
+    """Experts of any kind, by autograd inside each chunk. A chunk keeps its graph, so both passes have its chunks."""
+
+    any_degree = False
+
+    def __init__(self, compute: Compute, parameters: Sequence[Tensor]) -> None:
+        self._compute: Callable[..., Tensor] = compute
+        self.parameters = tuple(parameters)
+
+    def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
+        with torch.enable_grad():
+            x_RM = x_RM.detach().requires_grad_()
+            weight_R = None if weight_R is None else weight_R.detach().requires_grad_()
+            y_RM = self._compute(x_RM, layout, weight_R)
+        return y_RM.detach(), (y_RM, x_RM, weight_R)
+
+    def backward(
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+        y_RM, own_x_RM, own_weight_R = kept
+        if not y_RM.requires_grad:
+            return torch.zeros_like(own_x_RM), None, (None,) * len(self.parameters)
+        wanted = [p for p in self.parameters if p.requires_grad]
+        inputs = [own_x_RM, *([] if own_weight_R is None else [own_weight_R]), *wanted]
+        dx_RM, *others = torch.autograd.grad(y_RM, inputs, dy_RM, allow_unused=True)
+        dweight_R = others.pop(0) if own_weight_R is not None else None
+        found = iter(others)
+        grads = tuple(next(found) if p.requires_grad else None for p in self.parameters)
+        return torch.zeros_like(own_x_RM) if dx_RM is None else dx_RM, dweight_R, grads

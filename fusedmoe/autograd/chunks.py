@@ -1,0 +1,46 @@
+"""Chunks: which rows go when, if rows that lie in segments go in r chunks with a share of every segment in each.
+
+A segment's n rows are split as `comm.exchange.share` does: chunk i has rows ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋. Nothing is padded:
+what a row meets on its way does not depend on r.
+
+Worked example, segments of 3 and 2 rows a b c | d e, two chunks: a d | b c e. The order is [0, 3, 1, 2, 4].
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.layout import Layout
+
+
+def chunk_order(counts_G: Tensor, rows: int, degree: int) -> Tensor:
+    """[rows] int64: the rows (numbered along the segments) in the order in which they go.
+
+    Args:
+        counts_G: rows of each segment.
+        rows: their sum.
+    """
+    row_N = torch.arange(rows, device=counts_G.device)
+    segment_N = torch.repeat_interleave(counts_G, output_size=rows)
+    first_G = counts_G.cumsum(0) - counts_G
+    # The chunk of the t-th of n rows is the last i with ⌊n·i/r⌋ ≤ t.
+    chunk_N = ((row_N - first_G[segment_N] + 1) * degree - 1) // counts_G[segment_N].clamp(min=1)
+    return chunk_N.sort(stable=True).indices
+
+
+def inverse(order_N: Tensor) -> Tensor:
+    """Where each row stands in an order."""
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    return place_N
+
+
+def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
+    """The layout of the same rows in another order (its counts and offsets still speak of the old one)."""
+    place_N = inverse(order_N)
+    row_SK = torch.where(layout.row_SK < 0, -1, place_N[layout.row_SK.clamp(min=0)]) if len(place_N) else layout.row_SK
+    source_N = order_N if layout.source_N is None else layout.source_N[order_N]
+    return replace(layout, source_N=source_N, slot_N=layout.slot_N[order_N], row_SK=row_SK)

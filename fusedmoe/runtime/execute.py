@@ -1,0 +1,137 @@
+"""The executor: runs a plan's tasks, each resource in the plan's order, and measures them if asked to.
+
+    execute(plan, {"dispatch": send, "expert": compute, …}, stop=topology_fail, recorder=recorder)
+
+A body is a function of the task's chunk that does the work of all tasks of one kind; what it needs from other tasks it
+finds where these have put it, and the plan's dependencies see to it that it is there.
+
+On a CPU, computation runs on the calling thread and each kind of link on a thread of its own, whose collectives wait
+without holding the interpreter. On CUDA, every resource is a stream and every dependency an event: the host issues the
+tasks in the plan's `sequence` and waits for nothing, so that a CUDA graph can capture the whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+
+import torch
+
+from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.timeline import RESOURCES
+
+Bodies = Mapping[str, Callable[[Task], None]]
+
+
+def execute(
+    plan: Plan,
+    bodies: Bodies,
+    *,
+    stop: Callable[[BaseException], None],
+    streams: Mapping[str, torch.cuda.Stream] | None = None,
+    recorder: Recorder | None = None,
+) -> None:
+    """Runs every task of the plan once, without gradients, and returns when all are done (on CUDA: issued).
+
+    Args:
+        bodies: for each kind in the plan, what does its tasks.
+        stop: told of an exception in a body, so that other ranks learn of it, and with them the collectives that this
+            rank is still waiting in. All waits are those of the bodies; nothing here waits longer than these.
+        streams: one for each resource, on CUDA.
+    Raises:
+        what a body raised; of several the first.
+    """
+    run = _Run(plan, bodies, recorder)
+    with torch.no_grad():
+        if streams is not None:
+            run.on_streams(streams)
+        elif _overlaps(plan):
+            run.on_threads(stop)
+        else:
+            for task in plan.sequence:
+                run.body(task)
+
+
+def _overlaps(plan: Plan) -> bool:
+    """Whether any two tasks can run at the same time; else threads have nothing to give."""
+    # In a chain each task waits for the one before it in the sequence.
+    return any(place and place - 1 not in before for place, before in enumerate(plan.before))
+
+
+class _Run:
+    """One execution."""
+
+    def __init__(self, plan: Plan, bodies: Bodies, recorder: Recorder | None) -> None:
+        self._plan, self._bodies, self._recorder = plan, bodies, recorder
+
+    def body(self, task: Task) -> None:
+        kind, chunk, layer, phase, _ = task
+        resource = self._plan.resources[task]
+        with span(self._recorder, kind, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase):
+            self._bodies[kind](task)
+
+    def on_threads(self, stop: Callable[[BaseException], None]) -> None:
+        done = {task: threading.Event() for task in self._plan}
+        errors: list[BaseException] = []
+        lock = threading.Lock()
+
+        def fail(error: BaseException) -> None:
+            with lock:
+                first = not errors
+                errors.append(error)
+            if first:
+                stop(error)
+            for event in done.values():
+                event.set()
+
+        def work(resource: str) -> None:
+            try:
+                for task in self._plan.on(resource):
+                    for earlier in self._plan.dependencies[task]:
+                        done[earlier].wait()
+                    if errors:
+                        return
+                    self.body(task)
+                    done[task].set()
+            except BaseException as error:
+                fail(error)
+
+        def link(resource: str) -> None:
+            with torch.no_grad():  # a thread starts with gradients on
+                work(resource)
+
+        links = [
+            threading.Thread(target=link, args=(resource,), name=f"fusedmoe {resource}", daemon=True)
+            for resource in RESOURCES[1:]
+            if self._plan.on(resource)
+        ]
+        for thread in links:
+            thread.start()
+        work(RESOURCES[0])
+        for thread in links:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def on_streams(self, streams: Mapping[str, torch.cuda.Stream]) -> None:
+        caller = torch.cuda.current_stream()
+        begun = torch.cuda.Event()
+        begun.record(caller)
+        used = {resource: stream for resource, stream in streams.items() if self._plan.on(resource)}
+        for stream in used.values():
+            stream.wait_event(begun)
+        done: dict[Task, torch.cuda.Event] = {}
+        for task in self._plan.sequence:
+            stream = streams[self._plan.resources[task]]
+            for earlier in self._plan.dependencies[task]:
+                if self._plan.resources[earlier] != self._plan.resources[task]:
+                    stream.wait_event(done[earlier])
+            with torch.cuda.stream(stream) if stream != caller else nullcontext():
+                self.body(task)
+                done[task] = torch.cuda.Event()
+                done[task].record(stream)
+        for stream in used.values():
+            caller.wait_stream(stream)
