@@ -102,15 +102,29 @@ class Plan:
         """16 hexadecimal digits that are the same on every rank and machine for equal plans."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
+    def pipeline(self, phase: str, layer: int) -> Plan:
+        """The plan of one layer's pipeline alone: what runs when a layer's pass is executed by itself."""
+        orders = {
+            resource: [t for t in self.on(resource) if t.kind in PIPELINE and (t.phase, t.layer) == (phase, layer)]
+            for resource in RESOURCES
+        }
+        return Plan.of(orders)
+
     def __str__(self) -> str:
         """One line a resource; `parse` reads it back. The grammar is in `schedule/text.py`."""
         return text.write({resource: self.on(resource) for resource in RESOURCES}, self.after)
 
     @classmethod
+    def of(cls, orders: Mapping[str, Iterable[Task]], after: Mapping[Task, tuple[Task, ...]] | None = None) -> Plan:
+        """The plan of the orders by resource; a resource that is missing has no tasks."""
+        compute, intra, inter = (tuple(orders.get(resource, ())) for resource in RESOURCES)
+        return cls(compute, intra, inter, after or {})
+
+    @classmethod
     def parse(cls, source: str) -> Plan:
         """The plan that a text stands for. Raises `ConfigError`, naming the line, for what is not one."""
         orders, after = text.read(source)
-        return cls(**orders, after=after)
+        return cls.of(orders, after)
 
 
 def _check_tasks(plan: Plan) -> None:

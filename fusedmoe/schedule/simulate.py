@@ -51,7 +51,8 @@ def _times(plan: Plan, seconds: Mapping[Task, float], contention: float) -> tupl
         raise ConfigError(f"simulate: {name(bad)} cannot take {seconds[bad]} s")
     if contention < 1 and plan.intra and plan.inter:
         return contended(plan, durations, contention)
-    starts, ends = [], []
+    starts: list[float] = []
+    ends: list[float] = []
     for duration, before in zip(durations, plan.before, strict=True):
         start = max([ends[one] for one in before], default=0.0)
         starts.append(start)

@@ -18,7 +18,8 @@ from typing import NamedTuple
 #: The parts of a layer that a plan pipelines, in the order in which a chunk goes through them.
 PIPELINE = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
 
-_ROAD = {
+#: All parts of a layer, in the order in which its rows go through them.
+ROADS = {
     "forward": ("attention", "gate", "order", *PIPELINE, "unorder"),
     "backward": ("order", *PIPELINE, "unorder", "gate", "attention"),
 }
@@ -96,7 +97,7 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
 
 
 def _road(phase: str, of: Mapping[str, list[Task]]) -> list[list[Task]]:
-    return [of[kind] for kind in _ROAD[phase] if kind in of]
+    return [of[kind] for kind in ROADS[phase] if kind in of]
 
 
 def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool) -> None:

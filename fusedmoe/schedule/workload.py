@@ -87,11 +87,19 @@ class Workload:
         return self.itemsize * (4 * self.model_dim**2 // self.esp + self.model_dim * self.experts)
 
     def layer_costs(self, model: CostModel) -> LayerCosts:
-        """What the layer costs on a machine. Backward, experts and attention take twice their time (F13)."""
+        """What the layer costs on a machine. Backward, experts and attention take twice their time (F13).
+
+        The dense part is attention's matrix products, and the model-parallel reduce-scatter and all-gather of B·L rows
+        around the experts (F7): with them the coefficients of the paper's Fig. 5 give the times of its Table 2.
+        """
         chunks: dict[str, dict[str, Chunks]] = {}
         dense_s: dict[str, dict[str, float]] = {}
         gemm = model.line("gemm")
         attention_s = _ATTENTION_GEMMS * gemm.alpha_s + gemm.beta_s * self.attention_flop()
+        shared_s = 0.0
+        if self.esp > 1:
+            rows_bytes = self.tokens * self.model_dim * self.itemsize
+            shared_s = sum(model.line(f"{kind}/esp").seconds(rows_bytes) for kind in ("all-gather", "reduce-scatter"))
         for phase in PHASES:
             chunks[phase] = {}
             twice = 2 if phase == "backward" else 1
@@ -100,7 +108,7 @@ class Workload:
                 times = twice if kind == "expert" else 1
                 starts = _GEMMS[self.expert] if kind == "expert" else 1
                 chunks[phase][kind] = Chunks(times * starts * line.alpha_s, times * line.beta_s * volume)
-            dense_s[phase] = {"attention": twice * attention_s}
+            dense_s[phase] = {"attention": twice * attention_s + shared_s}
         return LayerCosts(chunks, dense_s, self.gradient_bytes())
 
 
@@ -128,6 +136,10 @@ class LayerCosts:
     chunks: Mapping[str, Mapping[str, Chunks]]
     dense_s: Mapping[str, Mapping[str, float]]
     gradient_bytes: int = 0
+
+    def dense_total_s(self, phase: str) -> float:
+        """Seconds of all parts of a pass that are in one piece."""
+        return sum(self.dense_s[phase].values())
 
 
 @dataclass(frozen=True)

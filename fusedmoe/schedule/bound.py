@@ -1,0 +1,35 @@
+"""The least time that a training step can take, whatever the schedule."""
+
+from __future__ import annotations
+
+from fusedmoe.schedule.degree import MAX_DEGREE
+from fusedmoe.schedule.passes import chunk_times, links_bound_s, pass_bound_s
+from fusedmoe.schedule.workload import LayerCosts, StackCosts
+
+
+def bound_s(costs: StackCosts, limit: int = MAX_DEGREE) -> float:
+    """Seconds that no plan of a step beats, with up to `limit` equal chunks and any order of the tasks.
+
+    Layers follow each other, so the step takes at least the sum of their passes (`pass_bound_s`) and dense parts. And
+    from the end of any layer's backward pass on, the links between nodes have to carry the gradients that are ready
+    only now, in one piece at best, and all passes that follow. The largest of these sums, one for each layer.
+    """
+    layers = costs.layers
+    head = sum(_pass_s(layer, "forward", costs, limit) for layer in layers) + (costs.loss_s or 0.0)
+    head += sum(_pass_s(layer, "backward", costs, limit) for layer in layers)
+    best, after = head, 0.0
+    gradient, inter, intra = 0, 0.0, 0.0  # of the layers before, which follow in the backward pass
+    for layer in layers:
+        gradient += layer.gradient_bytes
+        reduced = costs.all_reduce.seconds(gradient) if gradient else 0.0
+        best = max(best, head - after + links_bound_s(inter + reduced, intra, costs.contention))
+        after += _pass_s(layer, "backward", costs, limit)
+        one = chunk_times(layer.chunks["backward"], 1)  # the fewest starts
+        inter, intra = inter + one.dispatch + one.combine, intra + one.all_gather + one.reduce_scatter
+    return best + (costs.optimizer_s or 0.0)
+
+
+def _pass_s(layer: LayerCosts, phase: str, costs: StackCosts, limit: int) -> float:
+    chunks = layer.chunks[phase]
+    passes = (pass_bound_s(r, chunk_times(chunks, r), contention=costs.contention) for r in range(1, limit + 1))
+    return min(passes) + layer.dense_total_s(phase)

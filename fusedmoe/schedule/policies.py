@@ -1,0 +1,151 @@
+"""Policies: the published systems, and the one that takes the best of them, as functions from costs to a plan.
+
+    plan = POLICIES["fsmoe"].plan(costs)
+
+A policy is pure: the same costs give the same plan, on every rank. All of them order the same tasks; they differ in
+which run at the same time, in how many chunks, and in where the gradients are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree
+from fusedmoe.schedule.fill import fill_idle
+from fusedmoe.schedule.orders import Order, alternating, one_queue, three_queues
+from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
+from fusedmoe.schedule.passes import chunk_times, one_queue_s
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.workload import LayerCosts, StackCosts
+
+#: The degrees that Tutel tries.
+TUTEL_DEGREES = (1, 2, 4, 8)
+
+#: The size of Lina's gradient pieces.
+LINA_BYTES = 30 * 10**6
+
+
+def sequential(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """One chunk, one thing after the other; every layer's gradient at the end (DeepSpeed-MoE)."""
+    one = [Pass(one_queue, 1)] * len(costs.layers)
+    return step_plan(costs, one, one, exposed=True)
+
+
+def tutel(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """One communication queue; the better one of Tutel's degrees, for both passes; gradients at the end."""
+    degrees = [degree for degree in TUTEL_DEGREES if degree <= limit]
+    both = [Pass(one_queue, min(degrees, key=lambda r: _both_passes_s(layer, r))) for layer in costs.layers]
+    return step_plan(costs, both, both, exposed=True)
+
+
+def pipemoe(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """As Tutel; one degree for both passes, the best one by a model of all-to-all and experts (PipeMoE)."""
+    both = _pipemoe_passes(costs, limit)
+    return step_plan(costs, both, both, exposed=True)
+
+
+def tutel_improved(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """As PipeMoE; each layer's gradient is reduced beside the dense part of the layer that follows backward."""
+    both = _pipemoe_passes(costs, limit)
+    none = (0.0,) * len(costs.layers)
+    return step_plan(costs, both, both, Partition(none, (*map(float, costs.gradient_bytes[1:]), 0.0)))
+
+
+def lina(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """As PipeMoE; gradients in pieces of 30 MB, whenever the communication queue would be idle (PipeMoE + Lina)."""
+    both = _pipemoe_passes(costs, limit)
+    return fill_idle(costs, both, both, LINA_BYTES)
+
+
+def fsmoe_no_iio(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """FSMoE with one communication queue: own degrees forward and backward, gradients partitioned."""
+    return _fsmoe(costs, [one_queue], limit)
+
+
+def fsmoe(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """Links in a node and between nodes at once, own degrees for both passes, gradients partitioned."""
+    return _fsmoe(costs, [three_queues], limit)
+
+
+def joint(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """The best in simulation of all other policies, and of all orders, degrees and partitions together."""
+    plans = [policy.plan(costs, limit) for name, policy in POLICIES.items() if name != "joint"]
+    return min([*plans, any_order(costs, limit)], key=lambda plan: makespan(plan, costs))
+
+
+def any_order(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """FSMoE with every order at its choice, for each layer and pass: what `joint` adds to the other policies."""
+    return _fsmoe(costs, [three_queues, alternating, one_queue], limit)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`plan(costs, limit)`: the plan of a training step, with degrees up to `limit`."""
+
+    plan: Callable[..., Plan]
+    description: str
+
+
+def _described(*functions: Callable[..., Plan]) -> dict[str, Policy]:
+    return {f.__name__: Policy(f, (f.__doc__ or "").strip().rstrip(".")) for f in functions}
+
+
+#: Every policy by its name.
+POLICIES = _described(sequential, tutel, pipemoe, tutel_improved, lina, fsmoe_no_iio, fsmoe, joint)
+
+
+def _both_passes_s(layer: LayerCosts, degree: int) -> float:
+    return sum(one_queue_s(degree, chunk_times(layer.chunks[phase], degree)) for phase in PHASES)
+
+
+def _pipemoe_passes(costs: StackCosts, limit: int) -> list[Pass]:
+    """PipeMoE models neither all-gather nor reduce-scatter: it knows no expert sharding."""
+
+    def modelled_s(layer: LayerCosts, degree: int) -> float:
+        times = (chunk_times(layer.chunks[phase], degree) for phase in PHASES)
+        return sum(one_queue_s(degree, t._replace(all_gather=0.0, reduce_scatter=0.0)) for t in times)
+
+    return [
+        Pass(one_queue, min(range(1, limit + 1), key=lambda degree: modelled_s(layer, degree)))
+        for layer in costs.layers
+    ]
+
+
+def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
+    """For each layer and pass the best degree of the best of the orders; gradients by `partition.search`."""
+    known: dict[int, tuple[Pass, list[Way]]] = {}  # layers are often one object many times
+    for layer in costs.layers:
+        if id(layer) not in known:
+            found = [way for order in orders for way in ways(layer, order, costs.contention, limit)]
+            known[id(layer)] = (_best(layer, "forward", 0.0, orders, costs, limit), _useful(found))
+    forward = [known[id(layer)][0] for layer in costs.layers]
+    partition = search(costs, [known[id(layer)][1] for layer in costs.layers])
+    chosen: dict[tuple[int, float], Pass] = {}
+    backward = []
+    for layer, middle in zip(costs.layers, partition.middle, strict=True):
+        if (id(layer), middle) not in chosen:
+            gar = piece_s(costs.all_reduce, middle)
+            chosen[id(layer), middle] = _best(layer, "backward", gar, orders, costs, limit)
+        backward.append(chosen[id(layer), middle])
+    return step_plan(costs, forward, backward, partition)
+
+
+def _best(layer: LayerCosts, phase: str, gar: float, orders: Sequence[Order], costs: StackCosts, limit: int) -> Pass:
+    found = []
+    for order in orders:
+        choice = choose_degree(layer.chunks[phase], gar, order=order, contention=costs.contention, limit=limit)
+        found.append((choice.seconds, Pass(order, choice.degree)))
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _useful(found: Sequence[Way]) -> list[Way]:
+    """The ways that are the best ones for some all-reduce, the first for none; each hides more than the one before."""
+    result: list[Way] = []
+    for way in sorted(found, key=lambda way: (way.free_s, way.busy_s)):
+        if not result or way.busy_s < result[-1].busy_s:
+            result.append(way)
+    return result
