@@ -24,16 +24,21 @@ class ChunkExperts(Protocol):
             n-th row belongs to the n-th sorted row.
     """
 
-    parameters: Sequence[Tensor | None]
-    any_degree: bool
+    @property
+    def parameters(self) -> Sequence[Tensor | None]: ...
+
+    @property
+    def any_degree(self) -> bool: ...
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
         """Results, and what the backward needs of them beside the inputs."""
+        ...
 
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
         """Gradients of rows, of their weights, and of the parameters, these of this chunk alone."""
+        ...
 
 
 class FusedChunks:

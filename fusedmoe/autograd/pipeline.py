@@ -204,8 +204,8 @@ class _Pipelined(torch.autograd.Function):
         totals: list[Tensor | None] = [None] * len(parameters)
 
         def compute(j: int, dy_RM: Tensor) -> Tensor:
-            operands = (received[j], kept[j]) if chunks is there else (x_RM[places[j][0]], kept_RH[places[j][1]])
-            dx_RM, dweights[j], grads = run.experts.backward(dy_RM, *operands, chunks.received[j], weights[j])
+            x, h = (received[j], kept[j]) if chunks is there else (x_RM[places[j][0]], kept_RH[places[j][1]])
+            dx_RM, dweights[j], grads = run.experts.backward(dy_RM, x, h, chunks.received[j], weights[j])
             for place, grad in enumerate(grads):
                 totals[place] = _add(totals[place], grad)
             return dx_RM

@@ -69,6 +69,8 @@ class Exchange(Part):
         counts_E: rows that this rank sends to each of the E experts.
         dtype: of the rows that will travel.
         refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
+    Attributes:
+        most_rows: that any of the ranks sends; the same number on all of them.
     Raises:
         RankError: this or another rank refused, or the ranks' dtypes differ.
     """
@@ -80,9 +82,10 @@ class Exchange(Part):
         me = ep.job.rank
         if refusal is not None:
             ep.board.post(me, CHECK, refusal)
-        # The last column tells every rank of every other one: its number, whether it refuses, its dtype.
+        # Two columns tell every rank of every other one: how many rows it sends; its number, whether it refuses, dtype.
         note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
-        ours_PE = torch.cat([counts_E.view(ep.size, -1), counts_E.new_full((ep.size, 1), note)], 1)
+        more = [counts_E.sum().expand(ep.size, 1), counts_E.new_full((ep.size, 1), note)]
+        ours_PE = torch.cat([counts_E.view(ep.size, -1), *more], 1)
         ones = [1] * ep.size
         theirs_PE = all_to_all_rows(ep, ours_PE, ones, ones, "exchange of counts")
         all_QPE = all_gather_rows(esp, theirs_PE[None], [1] * esp.size, "exchange of counts").cpu().numpy()
@@ -98,7 +101,8 @@ class Exchange(Part):
             verdict = ep.board.post(me, CHECK, f"rows of different dtypes cannot travel together: {found}")
             raise RankError(f"rank {me}: ended because {verdict}")
         self._device = counts_E.device
-        self._send_PE, self._come_QPE = ours_PE[:, :-1].cpu().numpy(), all_QPE[..., :-1]
+        self._send_PE, self._come_QPE = ours_PE[:, :-2].cpu().numpy(), all_QPE[..., :-2]
+        self.most_rows = int(all_QPE[..., -2].max())
         super().__init__(algorithm, esp, self._send_PE, self._come_QPE, counts_E.device)
 
     def parts(self, degree: int) -> list[Part]:

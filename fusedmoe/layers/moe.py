@@ -12,19 +12,22 @@ from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
 from fusedmoe.autograd.linear import linear
 from fusedmoe.autograd.moe import through_experts
 from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows, sum_gradient
+from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
 from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.kernels.layout import contiguous_layout
+from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
+from fusedmoe.layers.schedule import Schedule
 from fusedmoe.layers.watch import LogitsWatch, count_bad
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.workload import Workload
 
 MpInput = Literal["replicated", "split", "partial"]
 
@@ -58,6 +61,8 @@ class MoELayer(nn.Module):
             before. "split": slices already; y is the slice's. With the first two, the loss is the same on all MP ranks,
             and gradients of x and of replicated parameters are whole on each, `sync_gradients(…,
             mp_loss="replicated")`; with "split" they are summands.
+        schedule: "off", or a `Schedule` of chunks that overlap what travels with what is computed; results do not
+            depend on it.
         device, dtype: of the parameters.
 
     Attributes:
@@ -96,6 +101,7 @@ class MoELayer(nn.Module):
         hooks: Iterable[Hooks] = (),
         shared: Experts | None = None,
         mp_input: MpInput = "replicated",
+        schedule: Literal["off"] | Schedule = "off",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -118,6 +124,7 @@ class MoELayer(nn.Module):
                 "dispatch": dispatch,
                 "hooks": [type(hook).__name__ for hook in self.hooks],
                 "mp_input": mp_input,
+                "schedule": repr(schedule),
                 "dtype": str(dtype or torch.get_default_dtype()),
             },
             "MoELayer",
@@ -140,6 +147,9 @@ class MoELayer(nn.Module):
         for name, _ in experts.named_parameters():
             experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
         self.recorder: Recorder | None = None
+        self._schedule = None if schedule == "off" else schedule
+        self._plans: dict[Workload | None, Plans] = {}
+        self._streams: dict[str, torch.cuda.Stream] | None = None
         self.aux_loss = torch.zeros(())
         self.load_E = torch.zeros(gate.experts, dtype=torch.long)
         self._kept_E = torch.zeros(gate.experts, dtype=torch.long)
@@ -211,6 +221,13 @@ class MoELayer(nn.Module):
                 weight_N = slot_weights(routing, layout)
             self._kept_E = layout.counts_E
             y_SM = self.experts(x_SM, layout, weight_N)
+        elif self._schedule is not None and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
+            # Rows are copied in the order in which their chunks go.
+            with span(recorder, "order", kind="order", phase="forward"):
+                layout = self.order.layout(routing, self.gate.experts).exact()
+                weight_N = slot_weights(routing, layout)
+            self._kept_E = layout.counts_E
+            y_SM = self._pipelined(x_SM, layout, weight_N, self._meet(layout.counts_E, x_SM, refusal))
         else:
             with span(recorder, "order", kind="order", phase="forward"):
                 ordered = self.order.order(x_SM, routing, self.gate.experts)
@@ -230,10 +247,48 @@ class MoELayer(nn.Module):
         if not self._travels:
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
             return self.experts(ordered.rows_NM, layout, ordered.weight_N)
-        esp, recorder = self.topology.esp, self.recorder
-        with span(recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
-            exchange = Exchange(self._all_to_all, esp, ordered.counts_E, ordered.rows_NM.dtype, refusal)
-        return through_experts(ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, recorder)
+        exchange = self._meet(ordered.counts_E, ordered.rows_NM, refusal)
+        if self._schedule is not None:
+            layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
+            return self._pipelined(ordered.rows_NM, layout, ordered.weight_N, exchange)
+        return through_experts(
+            ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, self.recorder
+        )
+
+    def _meet(self, counts_E: Tensor, rows: Tensor, refusal: str | None) -> Exchange:
+        with span(self.recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
+            return Exchange(self._all_to_all, self.topology.esp, counts_E, rows.dtype, refusal)
+
+    def _pipelined(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, exchange: Exchange) -> Tensor:
+        """Dispatch, experts and combine by the schedule's plans."""
+        assert self._schedule is not None
+        esp = self.topology.esp.size
+        workload = None
+        if self._schedule.degrees is None:
+            rows, ep = _rounded(exchange.most_rows), self.topology.ep.size
+            workload = self.experts.workload(rows, x_SM.dtype.itemsize, ep, esp)
+        if workload not in self._plans:
+            kinds = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
+            self._plans[workload] = self._schedule.plans(kinds if esp > 1 else kinds[::2], workload)
+        if x_SM.is_cuda and self._streams is None:
+            current = torch.cuda.current_stream()
+            self._streams = {"compute": current, "intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
+
+        def stop(error: BaseException) -> None:
+            if not isinstance(error, RankError):  # which is posted already
+                self.topology.fail("MoELayer", f"{type(error).__name__}: {error}")
+
+        run = Pipeline(
+            layout,
+            exchange,
+            self.experts.in_chunks(x_SM),
+            self._plans[workload],
+            stop,
+            self.hooks,
+            self.recorder,
+            self._streams,
+        )
+        return pipeline(x_SM, weight_N, run)
 
     def _replicated(self, module: nn.Module, *inputs: Any) -> Any:
         """Calls a module whose parameters are replicated.
@@ -365,7 +420,11 @@ class MoELayer(nn.Module):
         return None
 
     def extra_repr(self) -> str:
-        return f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, {self.topology}"
+        schedule = "off" if self._schedule is None else str(self._schedule)
+        return (
+            f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, schedule={schedule!r}, "
+            f"{self.topology}"
+        )
 
 
 def _require_shardings(experts: Experts) -> None:
@@ -377,6 +436,12 @@ def _require_shardings(experts: Experts) -> None:
             f"self.shardings[{unknown[0]!r}] = {{'ep': 0}} where it is made, if its first dimension counts the local "
             "experts, or {} if all ranks hold the same."
         )
+
+
+def _rounded(rows: int) -> int:
+    """To three binary digits, up: plans are made for few sizes."""
+    step = 1 << max(0, rows.bit_length() - 3)
+    return max(1, -(-rows // step) * step)
 
 
 def expert_load(expert_SK: Tensor, experts: int) -> Tensor:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.chunk_experts import ChunkExperts, ModuleChunks
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.workload import Workload
 
 # In place of a dimension in `shardings`: the parameter is not a slice of a larger tensor along this axis, but has a
 # name of its own on each rank.
@@ -83,6 +85,21 @@ class Experts(nn.Module):
     def describe(self) -> str:
         """What must be the same on all ranks of a layer, as text."""
         return type(self).__name__
+
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        """These experts as the pipelined layer calls them, for rows like `x_SM`."""
+        return ModuleChunks(self, tuple(self.parameters()))
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        """What a pass of these experts amounts to for a rank that sends `rows` rows, for the choice of a schedule.
+
+        Raises:
+            ConfigError: these experts do not say how much they compute.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not say how much it computes, so no degree can be chosen for it: give "
+            "Schedule(…, degrees=(forward, backward)), or define workload()"
+        )
 
     def row_dtype(self, x_SM: Tensor) -> torch.dtype:
         """What rows are cast to before they travel to these experts: under autocast what the experts compute in."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.chunk_experts import FusedChunks
 from fusedmoe.autograd.experts import experts
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.experts.base import Experts, Place
+from fusedmoe.schedule.workload import Workload
 
 
 class FeedForward(Experts):
@@ -92,6 +94,17 @@ class FeedForward(Experts):
         cast = torch.is_autocast_enabled(x_SM.device.type)
         weights = self.weights(x_SM.dtype if cast else self.w1.dtype)
         return experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
+
+    def in_chunks(self, x_SM: Tensor) -> FusedChunks:
+        return FusedChunks(self.weights(x_SM.dtype), self.activation)
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.
+        expert = "swiglu" if ACTIVATIONS[self.activation].gated else "ffn"
+        experts = self.w1.shape[0] * ep
+        return Workload(
+            1, rows * esp, self.model_dim, self.hidden, experts, k=1, expert=expert, ep=ep, esp=esp, itemsize=itemsize
+        )
 
     def row_dtype(self, x_SM: Tensor) -> torch.dtype:
         kind = x_SM.device.type
