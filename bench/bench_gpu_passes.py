@@ -14,8 +14,8 @@ from bench.gpu.kernels import PASSES
 from bench.gpu.ours import NAME, fusedmoe_layer
 from bench.gpu.peers import PEERS
 from bench.gpu.reference import make_reference
-from bench.gpu.session import NotNow, Session, free_memory, waiting
-from bench.gpu.shapes import SHAPES
+from bench.gpu.session import NotNow, Session, free_memory, nothing_kept, waiting
+from bench.gpu.shapes import SHAPES, Shape
 from bench.gpu.suite import ContextLost, Row, measure_passes, pass_steps, ready_layers
 
 pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
@@ -30,6 +30,14 @@ def measured(request: pytest.FixtureRequest, gpu: Session) -> Iterator[Measured]
         seconds = gpu.seconds_for("passes", shape)
     except NotNow as why:
         pytest.skip(str(why))
+    with nothing_kept():
+        found = measure(gpu, shape, seconds)
+    yield found
+    found.clear()
+    free_memory()
+
+
+def measure(gpu: Session, shape: Shape, seconds: float) -> Measured:
     # A peer that has hung, or was too slow to start, is not tried again; nor are peers where the timing never ended.
     hung = {work["name"] for work in gpu.spool.unfinished()}
     timing_hung = any(work["name"] == "timing" and work["shape"] == shape.name for work in gpu.spool.unfinished())
@@ -45,9 +53,7 @@ def measured(request: pytest.FixtureRequest, gpu: Session) -> Iterator[Measured]
     steps = [step for layer, _ in ready for step in pass_steps(layer, case)]
     with gpu.spool.work("passes", shape.name, "timing"):
         rows = gpu.add("passes", shape, measure_passes(shape, ready, steps, gpu.clock, seconds))
-    yield {step.name: (step, row) for step, row in zip(steps, rows, strict=True)}
-    del case, ready, steps
-    free_memory()
+    return {step.name: (step, row) for step, row in zip(steps, rows, strict=True)}
 
 
 @pytest.mark.parametrize("name", PASSES)

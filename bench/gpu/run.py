@@ -152,7 +152,7 @@ class Run:
 
 def _pytest(file: str, spool_file: Path, seconds: float) -> list[str]:
     """Some of the seconds go into starting. pytest-timeout is off: the time is watched here."""
-    quiet = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "--timeout", "0", "--benchmark-disable-gc"]
+    quiet = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "--timeout", "0", "--benchmark-quiet"]
     spool = ["--spool", str(spool_file), "--seconds", str(seconds - 12)]
     return [sys.executable, "-m", "pytest", file, *quiet, *spool]
 

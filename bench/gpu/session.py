@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -89,6 +91,19 @@ def waiting(function: Callable[..., object]) -> Callable[..., None]:
         torch.cuda.synchronize()
 
     return run
+
+
+@contextmanager
+def nothing_kept() -> Iterator[None]:
+    """An error leaves without the tensors of the functions it went through, which its traceback would keep alive."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        raise
 
 
 def free_memory() -> None:

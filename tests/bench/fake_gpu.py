@@ -33,7 +33,7 @@ def _only_case(shape: Shape, device: torch.device) -> Case:
 
 case.make_case = _only_case
 
-from bench.gpu import session  # noqa: E402
+from bench.gpu import reference, session  # noqa: E402
 from bench.gpu.layer import Layer  # noqa: E402
 from bench.gpu.peers import PEERS, torch_grouped  # noqa: E402
 from bench.gpu.spool import Spool  # noqa: E402
@@ -50,6 +50,15 @@ def _sleep(case: Case) -> Layer:
     return replace(torch_grouped.make(case), name="liger_kernel")
 
 
+def _fail(case: Case, dtype: torch.dtype) -> reference.Reference:
+    if case.shape == TINY[0]:
+        raise RuntimeError("out of memory")
+    return _make_reference(case, dtype)
+
+
+_make_reference = reference.make_reference
+if "FAKE_FAILURE" in os.environ:
+    reference.make_reference = _fail
 session.open_session = _open
 session.measure_ceilings = partial(session.measure_ceilings, size=64, copied_bytes=4096)
 if "FAKE_SLEEPER" in os.environ:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.gpu import run
 from bench.gpu.kernels import KERNELS, PASSES
@@ -41,6 +42,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_called_as_they_want(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All of them, in Triton's interpreter; one shape's tensors are gone before the next."""
     pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("where there is a GPU, make bench-gpu calls them")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert Run(600).measure("kernels", tmp_path / "spool", 300, 100)
     spool = Spool(tmp_path / "spool")
@@ -48,6 +51,15 @@ def test_kernels_are_called_as_they_want(fake_gpu: None, monkeypatch: pytest.Mon
     assert [record["when"] for record in spool.of("ceilings")] == ["start", "end"]
     found = document(spool, [], TINY)
     assert all(row["fraction"] > 0 for row in found["rows"])
+
+
+def test_a_shape_that_fails(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is told, once, and its tensors are gone all the same."""
+    monkeypatch.setenv("FAKE_FAILURE", "1")
+    assert not Run(600).measure("passes", tmp_path / "spool", 100, 50)
+    spool = Spool(tmp_path / "spool")
+    assert {row["shape"] for row in spool.of("row")} == {"odd"}
+    assert len(spool.of("environment")) == 1 and spool.unfinished() == []
 
 
 def test_a_peer_that_hangs(
