@@ -97,7 +97,7 @@ def grouped_steps(case: Case) -> list[Step]:
 
     layout, swiglu = ops.order(case.expert_SK, case.shape.E), ACTIVATIONS["swiglu"]
     weights, weight_N = Weights(case.w1, case.w2), gather_sum.take_slots(case.weight_SK, layout)
-    plan = launch.Plan(layout, case.x_SM)
+    plan = launch.make_plan(layout, case.x_SM)
     h, a = launch.up(plan, case.x_SM, weights, swiglu)
     dh, scaled_a, _ = launch.dhidden(plan, case.dy_SM, h, weight_N, weights, swiglu)
     up_ENM = case.w1.view(case.shape.E, -1, case.shape.M)
@@ -110,6 +110,6 @@ def grouped_steps(case: Case) -> list[Step]:
         step("down", launch.product, "down", a, case.w2, True),
         step("dhidden", launch.dhidden, case.dy_SM, h, weight_N, weights, swiglu),
         step("dinput", launch.product, "dinput", dh, up_ENM, False),
-        step("dW1", launch.dweight, dh, case.x_SM, "right"),
-        step("dW2", launch.dweight, case.dy_SM, scaled_a, "left"),
+        step("dW1", launch.dweight, "dw1", dh, case.x_SM, "right"),
+        step("dW2", launch.dweight, "dw2", case.dy_SM, scaled_a, "left"),
     ]

@@ -1,14 +1,20 @@
 """Tile shapes of the grouped products: what may be chosen, and what is chosen without tuning.
 
-The table follows from ahead-of-time compiles (registers, spills, shared memory) for sm_80, sm_90 and sm_100; every
+The tables follow from ahead-of-time compiles (registers, spills, shared memory) for sm_80, sm_90 and sm_100; every
 entry is compiled again by the tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+Capability = tuple[int, int]
+
+OPERATIONS = ("up", "down", "dhidden", "dinput", "dw1", "dw2")
 
 
 @dataclass(frozen=True)
@@ -28,39 +34,156 @@ class Config:
     stages: int
     group: int = 8
 
+    def __str__(self) -> str:
+        return f"{self.bm}x{self.bn}x{self.bk} w{self.warps} s{self.stages} g{self.group}"
 
-OPERATIONS = ("up", "down", "dhidden", "dinput", "dweight")
 
-# On Hopper and later: large tiles first, since operands are shared through the L2 cache only.
+class Candidate(NamedTuple):
+    """A configuration that may serve, and from how many rows an expert on it serves without tuning."""
+
+    config: Config
+    rows: int = 0
+
+
+class Variant(NamedTuple):
+    """A launch as far as it decides which code is compiled.
+
+    Attributes:
+        operation: one of `OPERATIONS`.
+        dtype: of all operands, e.g. "bfloat16"; precision: of float32 products, "ieee" or "tf32".
+        activation: its name where the operation has one, else "".
+        gather: whether rows are looked up; extra: whether there is a bias (up, down) or a router weight (dhidden).
+        even: whether sizes are such that whole blocks are read without masks (see `is_even`).
+        bulk: whether operands come by bulk copies.
+    """
+
+    operation: str
+    dtype: str
+    precision: str
+    activation: str
+    gather: bool
+    extra: bool
+    even: bool
+    bulk: bool
+
+    def __str__(self) -> str:
+        flags = [name for name in ("gather", "extra", "even", "bulk") if getattr(self, name)]
+        return " ".join(filter(None, [*self[:4], *flags]))
+
+
+class Key(NamedTuple):
+    """What the choice of a configuration depends on.
+
+    Attributes:
+        depth, columns: of the expert's matrix; for matrix gradients both its sides.
+        rows: of an expert, the power of two not above their mean, so that not every step has a key of its own.
+    """
+
+    variant: Variant
+    depth: int
+    columns: int
+    experts: int
+    rows: int
+
+    @property
+    def flops(self) -> int:
+        """Roughly: a gated activation has twice as many."""
+        return 2 * self.experts * self.rows * self.depth * self.columns
+
+    def __str__(self) -> str:
+        return f"{self.variant} depth={self.depth} columns={self.columns} experts={self.experts} rows={self.rows}"
+
+
+def bucket(rows: int, experts: int) -> int:
+    """`Key.rows` of so many rows of all experts."""
+    return 1 << max(rows // max(experts, 1), 1).bit_length() - 1
+
+
+def is_even(depth: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether blocks never end inside a step and every row starts where bulk and vector copies can: the usual case."""
+    return depth % (64 if dtype.itemsize <= 2 else 32) == 0 and columns % 16 == 0
+
+
+# Large tiles first: operands are shared through the L2 cache only. Four stages of 128x256 fill the shared memory; such
+# programs are alone on their multiprocessor, while 128x128 and below leave room for a second one, which computes while
+# the first one stores.
+_WIDE = Config(128, 256, 64, 8, 4)
+_WIDE_3 = Config(128, 256, 64, 8, 3)
+_TALL = Config(256, 128, 64, 8, 4)
+_SQUARE = Config(128, 128, 64, 8, 3)
+_SQUARE_4 = Config(128, 128, 64, 8, 4)
+_FLAT = Config(64, 256, 64, 8, 3)
+_HALF = Config(64, 128, 64, 8, 3)
+_SMALL = Config(64, 128, 64, 4, 3)
+
+_LARGE_FIRST = (
+    Candidate(_WIDE, rows=1024),
+    Candidate(_FLAT, rows=128),
+    Candidate(_SMALL),
+    Candidate(_WIDE_3),
+    Candidate(_SQUARE),
+)
+_MATRIX = (Candidate(_WIDE), Candidate(_WIDE_3), Candidate(_TALL), Candidate(_SQUARE))
 _HOPPER = {
-    "up": (Config(128, 128, 64, 8, 3), Config(128, 256, 64, 8, 3), Config(64, 256, 64, 8, 3)),
-    "down": (Config(128, 256, 64, 8, 3), Config(128, 128, 64, 8, 3), Config(64, 128, 64, 4, 3)),
-    "dhidden": (Config(128, 128, 64, 8, 3), Config(64, 128, 64, 8, 3)),
-    "dinput": (Config(128, 256, 64, 8, 3), Config(128, 128, 64, 8, 3), Config(64, 128, 64, 4, 3)),
-    "dweight": (Config(128, 256, 64, 8, 3), Config(128, 256, 64, 8, 4), Config(128, 128, 64, 8, 3)),
+    "up": _LARGE_FIRST,
+    "down": _LARGE_FIRST,
+    "dhidden": (
+        Candidate(_SQUARE, rows=1024),
+        Candidate(_HALF),
+        Candidate(_FLAT),
+        Candidate(_SQUARE_4),
+    ),
+    "dinput": _LARGE_FIRST,
+    "dw1": _MATRIX,
+    "dw2": _MATRIX,
 }
+# A program's warps share its tensor memory differently there.
+_BLACKWELL = {
+    **_HOPPER,
+    "dhidden": (Candidate(_SQUARE, rows=1024), Candidate(_SMALL), Candidate(_FLAT), Candidate(_SQUARE_4)),
+}
+# Without bulk copies addresses take registers.
+_ROWS_AMPERE = (Candidate(_SQUARE, rows=256), Candidate(_SMALL))
+_MATRIX_AMPERE = (Candidate(_SQUARE), Candidate(_SMALL))
 _AMPERE = {
-    "up": (Config(128, 128, 64, 8, 3), Config(64, 256, 64, 8, 3), Config(64, 128, 64, 4, 3)),
-    "down": (Config(128, 128, 64, 8, 3), Config(64, 128, 64, 4, 3)),
-    "dhidden": (Config(64, 128, 64, 8, 3), Config(128, 128, 64, 8, 3)),
-    "dinput": (Config(128, 128, 64, 8, 3), Config(64, 128, 64, 4, 3)),
-    "dweight": (Config(128, 128, 64, 8, 3), Config(64, 128, 64, 4, 3)),
+    "up": (*_ROWS_AMPERE, Candidate(_FLAT)),
+    "down": _ROWS_AMPERE,
+    "dhidden": (Candidate(_HALF), Candidate(_SQUARE)),
+    "dinput": _ROWS_AMPERE,
+    "dw1": _MATRIX_AMPERE,
+    "dw2": _MATRIX_AMPERE,
 }
+# Sizes that are not even: masks everywhere, and rows that start at odd addresses.
+_RAGGED = (Candidate(Config(64, 64, 32, 8, 3)),)
 # Full float32 products run on the ordinary cores, where a program's registers are soon full.
-_FLOAT32 = {operation: (Config(64, 64, 16, 4, 2),) for operation in OPERATIONS}
+_FLOAT32 = (Candidate(Config(64, 64, 16, 4, 2)),)
+_FLOAT32_RAGGED = (Candidate(Config(32, 64, 16, 4, 2)),)
 # The interpreter pays for programs and steps, not for their size.
-_INTERPRETER = {operation: (Config(32, 64, 32, 4, 1, 4),) for operation in OPERATIONS}
+_INTERPRETER = (Candidate(Config(32, 64, 32, 4, 1, 4)),)
 
 
-def candidates(operation: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> tuple[Config, ...]:
-    """The configurations that may serve, the default first.
+def candidates(
+    operation: str, dtype: torch.dtype, capability: Capability | None, even: bool = True
+) -> tuple[Candidate, ...]:
+    """The configurations that may serve.
 
     Args:
         operation: one of `OPERATIONS`.
         capability: of the GPU; None for the interpreter.
+        even: as in `Variant`.
     """
     if capability is None:
-        return _INTERPRETER[operation]
+        return _INTERPRETER
     if dtype == torch.float32:
-        return _FLOAT32[operation]
+        return _FLOAT32 if even else _FLOAT32_RAGGED
+    if not even:
+        return _RAGGED
+    if capability >= (10, 0):
+        return _BLACKWELL[operation]
     return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
+
+
+def by_rows(choices: Sequence[Candidate], rows: int) -> list[Config]:
+    """The configurations of `choices`, those that suit so many rows an expert first."""
+    ordered = sorted(choices, key=lambda candidate: candidate.rows > rows)
+    return [candidate.config for candidate in ordered]

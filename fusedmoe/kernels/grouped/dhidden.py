@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import define_activation
 from fusedmoe.kernels.grouped.device import act_both, halves, mac, swizzle
+from fusedmoe.kernels.grouped.product import define_product
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def _finish(
     return tl.sum(tl.where(mask, da * a, 0.0), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_row_tiles", "rows"])
 def dhidden_kernel(
     dy_ptr,
     source_ptr,
@@ -141,6 +142,6 @@ def define_dhidden(
     h = h.detach().requires_grad_()
     with torch.enable_grad():
         a = define_activation(activation, h)
-    da = torch.einsum("nm,nmh->nh", dy_SM[source_N], w2[expert_N])
+    da = define_product(dy_SM[source_N], expert_N, w2, False)
     (dh,) = torch.autograd.grad(a, h, da * weight_N[:, None])
     return dh, a.detach() * weight_N[:, None], (da * a.detach()).sum(-1)

@@ -81,5 +81,5 @@ def dweight_kernel(
 
 def define_dweight(left_NP: Tensor, right_NQ: Tensor, expert_N: Tensor, experts: int) -> Tensor:
     """out [E, P, Q], in plain torch, of rows already gathered."""
-    chosen = torch.nn.functional.one_hot(expert_N, experts).to(left_NP.dtype)
-    return torch.einsum("ne,np,nq->epq", chosen, left_NP, right_NQ)
+    rows = [expert_N == e for e in range(experts)]
+    return torch.stack([left_NP[of_expert].t() @ right_NQ[of_expert] for of_expert in rows])

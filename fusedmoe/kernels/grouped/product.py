@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedmoe.kernels.grouped.device import mac, swizzle
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns"])
 def product_kernel(
     a,
     b,
@@ -98,4 +98,7 @@ def product_kernel(
 
 def define_product(a_NK: Tensor, expert_N: Tensor, b: Tensor, transposed: bool) -> Tensor:
     """out, in plain torch; `b` is [E, N, K] if transposed, else [E, K, N]."""
-    return torch.einsum("nk,nmk->nm" if transposed else "nk,nkm->nm", a_NK, b[expert_N])
+    out = torch.empty((len(a_NK), b.shape[1] if transposed else b.shape[2]), dtype=a_NK.dtype, device=a_NK.device)
+    for e, matrix in enumerate(b):
+        out[expert_N == e] = a_NK[expert_N == e] @ (matrix.t() if transposed else matrix)
+    return out

@@ -15,9 +15,7 @@ from fusedmoe.kernels.grouped.device import act_forward, halves, mac, swizzle
 
 
 @triton.jit
-def _finish_gated(
-    g, u, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr
-):
+def _finish_gated(g, u, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr):
     """Adds the bias to some columns of a tile and stores both halves of H, and A."""
     mask = inside[:, None] & (column < H)[None, :]
     if BIAS:
@@ -32,9 +30,7 @@ def _finish_gated(
 
 
 @triton.jit
-def _finish_plain(
-    h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr
-):
+def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: tl.constexpr, BIAS: tl.constexpr):
     """The same for an activation that is not gated."""
     mask = inside[:, None] & (column < H)[None, :]
     if BIAS:
@@ -44,7 +40,7 @@ def _finish_plain(
     tl.store(a_ptr + offset, act_forward(h, ACT).to(a_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_row_tiles"])
 def up_kernel(
     x_ptr,
     source_ptr,
@@ -132,7 +128,9 @@ def define_up(
     x_SM: Tensor, source_N: Tensor, expert_N: Tensor, w1: Tensor, b1: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
     """h and a, in plain torch."""
-    h = torch.einsum("nm,n...m->n...", x_SM[source_N], w1[expert_N])
+    h = torch.empty((len(source_N), *w1.shape[1:-1]), dtype=x_SM.dtype, device=x_SM.device)
+    for e, matrix in enumerate(w1):
+        h[expert_N == e] = torch.einsum("nm,...m->n...", x_SM[source_N[expert_N == e]], matrix)
     if b1 is not None:
         h = h + b1[expert_N]
     return h, define_activation(activation, h)

@@ -1,0 +1,193 @@
+"""Chooses configurations of the grouped products by checking and timing them, on a GPU, when one is first needed.
+
+The rule: what is fast must first be right. A configuration is compared with its operation's definition on small random
+inputs, in exactly the variant that is about to run; one that differs is never chosen, and its fault is written down.
+The right ones are timed on the launch itself. Verdicts and choices are kept for each GPU in a file, for the next run.
+
+Not tuned, but run in what suits the shapes by the table of `configs`: launches too small to matter, launches under CUDA
+graph capture or with deterministic algorithms asked for (a choice by time may change the last bits from machine to
+machine), and all where the environment variable FUSEDMOE_AUTOTUNE is 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import statistics
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import triton
+
+from fusedmoe.kernels.grouped.checks import check
+from fusedmoe.kernels.grouped.configs import Candidate, Capability, Config, Key, Variant, by_rows, candidates
+from fusedmoe.kernels.grouped.products import Choose
+from fusedmoe.kernels.grouped.record import Record, default_folder
+
+Candidates = Callable[[Key], Sequence[Candidate]]
+Check = Callable[[Variant, Config], str]
+Measure = Callable[[Callable[[], object], float], float]
+
+# A launch of fewer takes some twenty microseconds whatever its tiles.
+LEAST_FLOPS = 10**10
+# What all timings of one key may take together.
+_SECONDS = 1.0
+
+
+def untuned(capability: Capability | None) -> Choose:
+    """The choice by the table alone; capability None: of the interpreter."""
+    known = partial(_candidates, capability)
+    return lambda key, launch: by_rows(known(key), key.rows)[0]
+
+
+def _candidates(capability: Capability | None, key: Key) -> Sequence[Candidate]:
+    variant = key.variant
+    return candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even)
+
+
+class Tuner:
+    """Chooses, and remembers.
+
+    Args:
+        candidates: the configurations that may serve.
+        check: "" if a configuration gives right results in a variant, else what is wrong.
+        measure: seconds that a call takes, found within so many seconds (or one call, if that takes longer).
+        record: where verdicts and choices are kept.
+        allowed: whether this is a moment to tune.
+    """
+
+    def __init__(
+        self, candidates: Candidates, check: Check, measure: Measure, record: Record, allowed: Callable[[], bool]
+    ) -> None:
+        self._candidates, self._check, self._measure = candidates, check, measure
+        self._record, self._allowed = record, allowed
+        self._chosen: dict[Key, Config] = {}
+        self._lock = threading.Lock()
+
+    def choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
+        """The configuration for a launch.
+
+        Raises:
+            RuntimeError: every configuration gives wrong results.
+        """
+        if key in self._chosen:
+            return self._chosen[key]
+        configs = by_rows(self._candidates(key), key.rows)
+        if os.environ.get("FUSEDMOE_AUTOTUNE") == "0":
+            return configs[0]
+        with self._lock:
+            chosen = self._chosen.get(key) or self._recorded(key, configs)
+            if chosen is None:
+                if key.flops < LEAST_FLOPS or not self._allowed():
+                    return next((config for config in configs if not self._fault(key, config)), configs[0])
+                chosen = self._tune(key, configs, launch)
+            self._chosen[key] = chosen
+        return chosen
+
+    def _fault(self, key: Key, config: Config) -> str | None:
+        """What is known to be wrong with a configuration; None if nobody has looked."""
+        return self._record.faults.get(f"{key.variant}, {config}")
+
+    def _recorded(self, key: Key, configs: Sequence[Config]) -> Config | None:
+        name = self._record.choices.get(str(key), {}).get("config")
+        return next((config for config in configs if str(config) == name and self._fault(key, config) == ""), None)
+
+    def _tune(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> Config:
+        with _may_wait():
+            try:
+                right = [config for config in configs if self._is_right(key, config)]
+                if not right:
+                    raise RuntimeError(
+                        f"every configuration of {key.variant} gives wrong results on this GPU, e.g. {configs[0]}: "
+                        f"{self._fault(key, configs[0])}. Please report it. FUSEDMOE_AUTOTUNE=0 skips the check."
+                    )
+                seconds = {}
+                if len(right) > 1:
+                    for config in right:
+                        seconds[config] = self._measure(partial(launch, config), _SECONDS / len(right))
+            except torch.OutOfMemoryError:
+                # There is room for the launch alone. The choice is not written down: the next run may have more.
+                return next((config for config in configs if not self._fault(key, config)), configs[0])
+        chosen = min(right, key=lambda config: seconds.get(config, 0.0))
+        times = {str(config): round(1e6 * time, 1) for config, time in seconds.items()}
+        self._record.choices[str(key)] = {"config": str(chosen), "microseconds": times}
+        self._record.save()
+        return chosen
+
+    def _is_right(self, key: Key, config: Config) -> bool:
+        fault = self._fault(key, config)
+        if fault is None:
+            try:
+                fault = self._check(key.variant, config)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"[:1000]
+            self._record.faults[f"{key.variant}, {config}"] = fault
+            self._record.save()
+            if fault:
+                warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
+        return fault == ""
+
+
+@cache
+def tuner(device: torch.device) -> Tuner:
+    """The tuner of a GPU."""
+    capability = torch.cuda.get_device_capability(device)
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
+    folder = default_folder()
+    return Tuner(
+        partial(_candidates, capability),
+        lambda variant, config: check(variant, config, device),
+        partial(_measure, device),
+        Record(None if folder is None else folder / f"grouped-{name}-{_sources()}.json"),
+        lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),
+    )
+
+
+def _sources() -> str:
+    """Stands for the kernels as they are written."""
+    together = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        together.update(file.read_bytes())
+    return together.hexdigest()[:12]
+
+
+def _measure(device: torch.device, run: Callable[[], object], seconds: float) -> float:
+    """The median of some calls, each with nothing of its operands left in the L2 cache."""
+    size = 4 * max(torch.cuda.get_device_properties(device).L2_cache_size, 2**24)
+    other = torch.empty(size, device=device, dtype=torch.int8)
+
+    def once() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        other.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    run()
+    first = once()
+    times = [first] + [once() for _ in range(min(int(seconds / first), 20) - 1)]
+    return statistics.median(times)
+
+
+@contextmanager
+def _may_wait() -> Iterator[None]:
+    """Waiting for the device is no error here, whatever the caller's debug mode."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
