@@ -52,12 +52,14 @@ def one_queue_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
 
 
 def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float = 1.0) -> float:
-    """Seconds that no order beats: what each resource has to do, with what must come before and after it."""
+    """Seconds that no order beats: what each resource has to do, with what must come before and after it.
+
+    Before the first dispatch has ended and after the last reduce-scatter the links inside the node have nothing to do.
+    """
     d, ag, x, rs, c = times
     return max(
         d + ag + r * x + rs + c,
-        d + r * (ag + rs) + c,
-        links_bound_s(r * (d + c) + gar, r * (ag + rs), contention),
+        d + links_bound_s((r - 1) * (d + c) + gar, r * (ag + rs), contention) + c,
     )
 
 

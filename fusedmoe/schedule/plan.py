@@ -102,14 +102,6 @@ class Plan:
         """16 hexadecimal digits that are the same on every rank and machine for equal plans."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
-    def pipeline(self, phase: str, layer: int) -> Plan:
-        """The plan of one layer's pipeline alone: what runs when a layer's pass is executed by itself."""
-        orders = {
-            resource: [t for t in self.on(resource) if t.kind in PIPELINE and (t.phase, t.layer) == (phase, layer)]
-            for resource in RESOURCES
-        }
-        return Plan.of(orders)
-
     def __str__(self) -> str:
         """One line a resource; `parse` reads it back. The grammar is in `schedule/text.py`."""
         return text.write({resource: self.on(resource) for resource in RESOURCES}, self.after)

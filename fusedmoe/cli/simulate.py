@@ -1,0 +1,116 @@
+"""`fusedmoe simulate`: what schedules promise, without a machine to run them on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.grid import ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, Result, run_grid
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.testbeds import TESTBEDS
+
+GRIDS = ("fsmoe",)
+
+# A run that is over sooner shows no bar.
+_BAR_AFTER_S = 2.0
+
+
+def add_command(commands: Any) -> None:
+    """Adds `simulate` to the commands."""
+    parser = commands.add_parser(
+        "simulate",
+        help="compare schedules in simulation",
+        description="Compares schedules in simulation on published grids of layers.",
+        epilog="policies:\n" + "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--grid", choices=GRIDS, required=True, help="fsmoe: Table 5 of the FSMoE paper")
+    parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help=f"of a step (default: {LAYERS})")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the grid and prints its table, or JSON."""
+    if arguments.layers < 1:
+        raise ConfigError(f"--layers {arguments.layers}: a step has at least one layer")
+    with _Bar() as bar:
+        results = run_grid(arguments.layers, bar.show)
+    assumptions = _assumptions(arguments.layers)
+    if arguments.json:
+        print(json.dumps(_as_dict(results, arguments.layers, assumptions), indent=2))
+    else:
+        _print_table(results, assumptions)
+    return 0
+
+
+def _name(result: Result) -> str:
+    return "ideal" if result.contention == 1.0 else "calibrated"
+
+
+def _assumptions(layers: int) -> list[str]:
+    shares = ", ".join(f"{testbed.costs.contention:g} ({name})" for name, testbed in TESTBEDS.items())
+    return [text.format(layers=layers, contention=shares) for text in ASSUMPTIONS]
+
+
+def _as_dict(results: list[Result], layers: int, assumptions: list[str]) -> dict[str, Any]:
+    data: dict[str, Any] = {"grid": "fsmoe", "layers": layers}
+    for result in results:
+        data.setdefault(result.testbed, {})[_name(result)] = result.as_dict()
+    for testbed, published in PUBLISHED.items():
+        data[testbed]["published"] = published
+    return data | {"assumptions": assumptions}
+
+
+def _print_table(results: list[Result], assumptions: list[str]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    speedups = Table(title="Mean speed-up over Tutel (with PipeMoE), 1,458 cases on each testbed")
+    gaps = Table(title="Time of the joint policy over the bound that no schedule beats")
+    speedups.add_column("testbed")
+    gaps.add_column("testbed")
+    for column in (*COLUMNS, "differing_degrees"):
+        speedups.add_column(column.replace("_", " "), justify="right")
+    for quantile in results[0].as_dict()["gap_to_bound"]:
+        gaps.add_column(quantile, justify="right")
+    for testbed, published in PUBLISHED.items():
+        for result in (result for result in results if result.testbed == testbed):
+            found, label = result.as_dict(), f"{testbed} {_name(result)}"
+            cells = (f"{found[column]:.3f}" for column in COLUMNS)
+            speedups.add_row(label, *cells, str(result.differing_degrees))
+            gaps.add_row(label, *(f"{max(0.0, gap):.1%}" for gap in found["gap_to_bound"].values()))
+        cells = (str(published.get(column, "")) for column in (*COLUMNS, "differing_degrees"))
+        speedups.add_row(f"{testbed} published", *cells, end_section=True)
+    console.print(speedups)
+    console.print(gaps)
+    for text in assumptions:
+        console.print(f"· {text}", highlight=False, markup=False)
+
+
+class _Bar:
+    """A bar on stderr, once the work has taken a while; on a terminal only."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        console = Console(stderr=True)
+        parts = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*parts, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("simulating", total=None)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, done: int, total: int) -> None:
+        if time.monotonic() - self._began > _BAR_AFTER_S:
+            self._progress.start()
+            self._progress.update(self._task, completed=done, total=total)

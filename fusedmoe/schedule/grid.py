@@ -1,0 +1,144 @@
+"""FSMoE's study of configured layers (§6.3, Tables 4 and 5), in simulation: 1,458 cases on two testbeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.degree import choose_degree
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES, any_order
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.testbeds import TESTBEDS, Testbed
+from fusedmoe.schedule.workload import StackCosts, Workload
+
+#: Layers of a simulated step, unless the caller says otherwise.
+LAYERS = 4
+
+#: What the paper calls Tutel: Tutel with PipeMoE's degrees.
+BASELINE = "pipemoe"
+
+#: The columns of a result, in order: policies, and the bound that no schedule beats.
+COLUMNS = ("sequential", "tutel", "tutel_improved", "lina", "fsmoe_no_iio", "fsmoe", "joint", "bound")
+
+#: What the paper measured: mean speed-ups over Tutel (Table 5), cases whose best degrees differ (§2.3).
+PUBLISHED: dict[str, dict[str, float]] = {
+    "A": {"tutel_improved": 1.09, "fsmoe_no_iio": 1.12, "fsmoe": 1.18},
+    "B": {"tutel_improved": 1.08, "fsmoe_no_iio": 1.16, "fsmoe": 1.22, "differing_degrees": 912},
+}
+
+ASSUMPTIONS = (
+    "Coefficients: Fig. 5, in the units that give the times of Table 2; collectives in fp32, k = 2, E = nodes.",
+    "A step is {layers} equal layers, forward and backward; no optimizer. The last gradient is never hidden.",
+    "The dense part is attention's matrix products (4·B·L·M² + 2·B·L²·M MAC over N_MP ranks) and the model-parallel "
+    "reduce-scatter and all-gather of B·L rows; backward, products take twice as long. It does not contend.",
+    "A layer's dense gradient is 4·M²/N_MP + M·E elements. Gates, orders and the heads' number take no time.",
+    "Speed-ups are over Tutel with PipeMoE, as in Table 5: one communication queue, one degree for both passes, the "
+    "best by a model of all-to-all and experts alone, gradients reduced after the backward pass. Column tutel is "
+    "Tutel's own choice instead: the better of 1, 2, 4, 8 for the whole layer.",
+    "f = * (no drop) has the volume of f = 1. Degrees go up to 16; differing degrees are counted up to 8.",
+    "ideal: links do not disturb each other. calibrated: a link goes on at {contention} of its speed while the other "
+    "works too; this number is chosen to meet the paper's FSMoE, the other figures follow.",
+)
+
+# Table 4; B's sequences are shorter. The number of heads, of which there are three, changes nothing.
+_BATCH, _MODEL_DIM, _HIDDEN_SCALE = (1, 2, 4), (1024, 2048, 4096), (2, 3, 4)
+_CAPACITY, _EXPERT, _HEADS = (1.2, 2.4, None), ("ffn", "swiglu"), 3
+
+_DIFFERING_LIMIT = 8
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds of a step in every case of one testbed: [cases] by column, and with the baseline."""
+
+    testbed: str
+    contention: float
+    seconds: dict[str, Any]
+    differing_degrees: int
+
+    def speedups(self) -> dict[str, float]:
+        """Mean over all cases of baseline's time / time, by column."""
+        return {name: float(np.mean(self.seconds[BASELINE] / self.seconds[name])) for name in COLUMNS}
+
+    def gaps(self) -> Any:
+        """[cases] how much longer the joint policy takes than the bound, as a share of the bound."""
+        return self.seconds["joint"] / self.seconds["bound"] - 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The means, the count of differing degrees, and the distribution of the gaps, in plain types."""
+        gaps = self.gaps()
+        quantiles = {f"p{share}": float(np.quantile(gaps, share / 100)) for share in (0, 25, 50, 75, 90, 100)}
+        return {
+            "contention": self.contention,
+            **self.speedups(),
+            "differing_degrees": self.differing_degrees,
+            "gap_to_bound": {"mean": float(gaps.mean()), **quantiles},
+        }
+
+
+def workloads(testbed: Testbed) -> Iterator[Workload]:
+    """The 486 cases that differ; each stands for three numbers of heads."""
+    for batch, seq_len, model_dim, scale, capacity, expert in product(
+        _BATCH, testbed.seq_lens, _MODEL_DIM, _HIDDEN_SCALE, _CAPACITY, _EXPERT
+    ):
+        yield Workload(
+            batch,
+            seq_len,
+            model_dim,
+            scale * model_dim,
+            testbed.nodes,
+            2,
+            capacity,
+            expert,
+            testbed.nodes,
+            testbed.gpus,
+        )
+
+
+def run_grid(layers: int = LAYERS, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Result]:
+    """Both testbeds, each first without contention and then with its own.
+
+    `progress` is told how many of all cases are done.
+    """
+    cases = [(name, testbed, list(workloads(testbed))) for name, testbed in TESTBEDS.items()]
+    total, done = sum(len(found) for _, _, found in cases), 0
+    results = []
+    for name, testbed, found in cases:
+        contentions = (1.0, testbed.costs.contention)
+        rows: list[list[dict[str, float]]] = [[] for _ in contentions]
+        differing = [0 for _ in contentions]
+        for workload in found:
+            layer = workload.layer_costs(testbed.costs)
+            costs = StackCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"))
+            for index, row in enumerate(_rows(costs, contentions)):
+                rows[index].append(row)
+                degrees = {
+                    choose_degree(chunks, contention=contentions[index], limit=_DIFFERING_LIMIT).degree
+                    for chunks in layer.chunks.values()
+                }
+                differing[index] += _HEADS * (len(degrees) > 1)
+            done += 1
+            progress(done, total)
+        for contention, part, count in zip(contentions, rows, differing, strict=True):
+            columns = {column: np.array([row[column] for row in part]) for column in (BASELINE, *COLUMNS)}
+            results.append(Result(name, contention, columns, count))
+    return results
+
+
+def _rows(costs: StackCosts, contentions: tuple[float, ...]) -> Iterator[dict[str, float]]:
+    """Seconds by column, for each contention. What has one communication queue is the same for all."""
+    free = {name: policy.plan(costs) for name, policy in POLICIES.items() if name not in ("fsmoe", "joint")}
+    same = {name: makespan(plan, costs) for name, plan in free.items()}
+    assert not any(plan.intra for plan in free.values())
+    for contention in contentions:
+        here = replace(costs, contention=contention)
+        plans: dict[str, Plan] = {"fsmoe": POLICIES["fsmoe"].plan(here), "joint": any_order(here)}
+        row = same | {name: makespan(plan, here) for name, plan in plans.items()}
+        row["joint"] = min(row.values())
+        yield row | {"bound": bound_s(here)}
