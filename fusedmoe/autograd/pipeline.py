@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ from fusedmoe.runtime.execute import Bodies, execute
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, Task
+
+
+class GradientPieces(Protocol):
+    """Reduces gradients in pieces; see `fusedmoe.training.stream`."""
+
+    def reduce(self, task: Task) -> None: ...
+
+    def begin(self, tasks: Sequence[Task]) -> None: ...
+
+    def wait(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Pipeline:
         experts: the local ones.
         stop: told of an exception on this rank while others wait for it.
         streams: one for each resource, on CUDA.
-        other_bodies: for kinds in the plans that are not parts of the layer, such as gradient all-reduces.
+        gradients: reduces the gradient pieces in the backward plan, and those `beside` what follows it.
     """
 
     layout: Layout
@@ -63,7 +73,8 @@ class Pipeline:
     hooks: Sequence[Hooks] = ()
     recorder: Recorder | None = None
     streams: Mapping[str, torch.cuda.Stream] | None = None
-    other_bodies: Bodies | None = None
+    gradients: GradientPieces | None = None
+    beside: Sequence[Task] = ()
 
     def degree(self, direction: Direction) -> int:
         return max(self.plans.of(direction).degrees.values(), default=1)
@@ -99,14 +110,16 @@ class Pipeline:
 
             return run
 
-        bodies = {
-            **(self.other_bodies or {}),
+        bodies: Bodies = {
             "dispatch": on_the_way("dispatch"),
             "all-gather": body(lambda i, rows: chunks.parts[i].all_gather(rows)),
             "expert": body(compute),
             "reduce-scatter": body(lambda i, rows: chunks.parts[i].reduce_scatter(rows)),
             "combine": on_the_way("combine"),
         }
+        if self.gradients is not None:
+            self.gradients.wait()
+            bodies = {**bodies, "gradient-all-reduce": self.gradients.reduce}
         plan = self.plans.of(direction)
         execute(plan, bodies, stop=self.stop, streams=self.streams, recorder=self.recorder)
         return at[0] if len(at) == 1 else torch.cat(at)
@@ -216,6 +229,8 @@ class _Pipelined(torch.autograd.Function):
         if ctx.weighted is not None:
             dweight_R1 = chunks.join([dweight.to(ctx.weighted) for dweight in dweights])[:, None]
             dweight_N = run.exchange.combine(run.exchange.reduce_scatter(dweight_R1))[:, 0]
+        if run.gradients is not None:
+            run.gradients.begin(run.beside)
         grads = (None if t is None or p is None else t.to(p.dtype) for t, p in zip(totals, parameters, strict=True))
         return dx_SM, dweight_N, None, *grads
 
@@ -237,7 +252,7 @@ def pipeline(x_SM: Tensor, weight_N: Tensor | None, run: Pipeline) -> Tensor:
     """
     for direction in ("forward", "backward"):
         plan = run.plans.of(direction)
-        known = {*PIPELINE, *(run.other_bodies or {})}
+        known = {*PIPELINE, *([] if run.gradients is None else ["gradient-all-reduce"])}
         strange = sorted({task.kind for task in plan} - known)
         if strange:
             raise ConfigError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
 from fusedmoe.autograd.linear import linear
 from fusedmoe.autograd.moe import through_experts
 from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows, sum_gradient
-from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
+from fusedmoe.autograd.pipeline import GradientPieces, Pipeline, Plans, pipeline
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
 from fusedmoe.comm.exchange import CHECK, Exchange
@@ -27,6 +27,7 @@ from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slo
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.layers.watch import LogitsWatch, count_bad
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.workload import Workload
 
 MpInput = Literal["replicated", "split", "partial"]
@@ -36,6 +37,14 @@ _BAD_LOGITS_CURE = (
     "Look at the layer's input and at the gate's weights: most often the learning rate is too high or a loss scale has "
     "overflowed"
 )
+
+
+class _Followed(NamedTuple):
+    """Plans that a layer has been told to follow."""
+
+    plans: Plans
+    gradients: GradientPieces | None = None
+    beside: Sequence[Task] = ()
 
 
 class MoELayer(nn.Module):
@@ -149,6 +158,7 @@ class MoELayer(nn.Module):
         self.recorder: Recorder | None = None
         self._schedule = None if schedule == "off" else schedule
         self._plans: dict[Workload | None, Plans] = {}
+        self._followed: _Followed | None = None
         self._streams: dict[str, torch.cuda.Stream] | None = None
         self.aux_loss = torch.zeros(())
         self.load_E = torch.zeros(gate.experts, dtype=torch.long)
@@ -221,7 +231,7 @@ class MoELayer(nn.Module):
                 weight_N = slot_weights(routing, layout)
             self._kept_E = layout.counts_E
             y_SM = self.experts(x_SM, layout, weight_N)
-        elif self._schedule is not None and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
+        elif self._in_chunks and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
             # Rows are copied in the order in which their chunks go.
             with span(recorder, "order", kind="order", phase="forward"):
                 layout = self.order.layout(routing, self.gate.experts).exact()
@@ -248,7 +258,7 @@ class MoELayer(nn.Module):
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
             return self.experts(ordered.rows_NM, layout, ordered.weight_N)
         exchange = self._meet(ordered.counts_E, ordered.rows_NM, refusal)
-        if self._schedule is not None:
+        if self._in_chunks:
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
             return self._pipelined(ordered.rows_NM, layout, ordered.weight_N, exchange)
         return through_experts(
@@ -260,16 +270,8 @@ class MoELayer(nn.Module):
             return Exchange(self._all_to_all, self.topology.esp, counts_E, rows.dtype, refusal)
 
     def _pipelined(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, exchange: Exchange) -> Tensor:
-        """Dispatch, experts and combine by the schedule's plans."""
-        assert self._schedule is not None
-        esp = self.topology.esp.size
-        workload = None
-        if self._schedule.degrees is None:
-            rows, ep = _rounded(exchange.most_rows), self.topology.ep.size
-            workload = self.experts.workload(rows, x_SM.dtype.itemsize, ep, esp)
-        if workload not in self._plans:
-            kinds = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
-            self._plans[workload] = self._schedule.plans(kinds if esp > 1 else kinds[::2], workload)
+        """Dispatch, experts and combine by plans."""
+        followed = self._followed or _Followed(self._scheduled(x_SM, exchange))
         if x_SM.is_cuda and self._streams is None:
             current = torch.cuda.current_stream()
             self._streams = {"compute": current, "intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
@@ -282,13 +284,32 @@ class MoELayer(nn.Module):
             layout,
             exchange,
             self.experts.in_chunks(x_SM),
-            self._plans[workload],
+            followed.plans,
             stop,
             self.hooks,
             self.recorder,
             self._streams,
+            followed.gradients,
+            followed.beside,
         )
         return pipeline(x_SM, weight_N, run)
+
+    def _scheduled(self, x_SM: Tensor, exchange: Exchange) -> Plans:
+        """The schedule's plans."""
+        assert self._schedule is not None
+        esp = self.topology.esp.size
+        workload = None
+        if self._schedule.degrees is None:
+            rows, ep = _rounded(exchange.most_rows), self.topology.ep.size
+            workload = self.experts.workload(rows, x_SM.dtype.itemsize, ep, esp)
+        if workload not in self._plans:
+            kinds = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
+            self._plans[workload] = self._schedule.plans(kinds if esp > 1 else kinds[::2], workload)
+        return self._plans[workload]
+
+    @property
+    def _in_chunks(self) -> bool:
+        return self._schedule is not None or self._followed is not None
 
     def _replicated(self, module: nn.Module, *inputs: Any) -> Any:
         """Calls a module whose parameters are replicated.
@@ -300,6 +321,14 @@ class MoELayer(nn.Module):
             return module(*inputs)
         parameters = {name: sum_gradient(parameter, mp) for name, parameter in module.named_parameters()}
         return torch.func.functional_call(module, parameters, inputs)
+
+    def follow(self, plans: Plans, gradients: GradientPieces | None = None, beside: Sequence[Task] = ()) -> None:
+        """From now on the layer works by these plans, the same on every rank, whatever its schedule.
+
+        Args:
+            gradients: reduces the gradient pieces that the backward plan has, and those `beside` what follows it.
+        """
+        self._followed = _Followed(plans, gradients, beside)
 
     def update_gate(self) -> None:
         """Tells the gate the load of all ranks since the last call; call it after each optimizer step. Collective.
@@ -344,7 +373,7 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are not part of a graph.
-        return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach(), "_followed": None, "_streams": None}
 
     @property
     def dropped(self) -> int:

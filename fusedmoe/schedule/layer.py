@@ -6,24 +6,48 @@ from collections.abc import Collection
 
 from fusedmoe.schedule.orders import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE
+from fusedmoe.schedule.task import PIPELINE, Task
 from fusedmoe.schedule.timeline import RESOURCES
 
 #: Policies whose links inside the node and between nodes work at the same time; the others have one queue.
 THREE_QUEUES = ("fsmoe", "joint")
 
+_GRADIENT = "gradient-all-reduce"
+
 
 def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
-    """The chunks of one layer's pass in the order that a plan of more gives them, without anything beside them."""
-    return Plan.of(
-        {
-            resource: [t for t in plan.on(resource) if (t.layer, t.phase) == (layer, phase) and t.kind in PIPELINE]
-            for resource in RESOURCES
-        }
-    )
+    """One layer's pass as a plan of more has it: its chunks, and the gradient pieces that run between them."""
+
+    def own(task: Task) -> bool:
+        return (task.layer, task.phase) == (layer, phase) and task.kind in PIPELINE
+
+    orders = {}
+    for resource in RESOURCES:
+        tasks = plan.on(resource)
+        places = [place for place, task in enumerate(tasks) if own(task)]
+        between = tasks[places[0] : places[-1] + 1] if places else ()
+        orders[resource] = [task for task in between if own(task) or task.kind == _GRADIENT]
+    return Plan.of(orders)
+
+
+def beside(plan: Plan, layer: int) -> tuple[Task, ...]:
+    """The gradient pieces after the last chunk of a layer's backward pass, before those of the next layer."""
+    places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer)]
+    found: list[Task] = []
+    for task in plan.inter[places[-1] + 1 :] if places else ():
+        if task.kind != _GRADIENT:
+            break
+        # What waits for this layer's own dense part or an earlier one's, or is told to wait, is not beside anything.
+        if task.layer is not None and task.layer > layer and task not in plan.after:
+            found.append(task)
+    return tuple(found)
 
 
 def pass_by_degree(policy: str, kinds: Collection[str], degree: int, phase: str) -> Plan:
     """One layer's pass with that many chunks, in the order that a policy has for chunks."""
     order = three_queues if policy in THREE_QUEUES else one_queue
     return Plan.of(order(kinds, degree, phase))
+
+
+def _is_chunk(task: Task, layer: int) -> bool:
+    return task.kind in PIPELINE and (task.layer, task.phase) == (layer, "backward")

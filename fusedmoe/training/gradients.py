@@ -19,10 +19,13 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.buckets import reduce_gradients
 from fusedmoe.training.replicas import MpLoss, divisor, local_part, replicas
+from fusedmoe.training.stream import GradientStream
 from fusedmoe.training.wrap import DataParallel
 
 
-def sync_gradients(model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands") -> None:
+def sync_gradients(
+    model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands", stream: GradientStream | None = None
+) -> None:
     """Turns each rank's gradients into those of the true loss, in place. Collective over all ranks.
 
     Call it once for each optimizer step, after the last backward and before `clip_grad_norm`. In a world of one, and
@@ -36,6 +39,7 @@ def sync_gradients(model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "s
     Args:
         mp_loss: what the losses of an MP group are, "summands" of its mean loss (each rank has tokens of its own, as in
             `fusedmoe.models`) or "replicated", the same loss on every rank (`MoELayer(mp_input="replicated")`).
+        stream: what has been reduced during the backward pass (`plan_step`); this is its end.
     Raises:
         ConfigError: a sparse gradient, or a model wrapped in PyTorch's own DistributedDataParallel.
         RankError: another rank failed or did not come.
@@ -49,7 +53,8 @@ def sync_gradients(model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "s
         )
     if topology.size == 1:
         return
-    copies = replicas(model, topology)
+    done = set() if stream is None else stream.close()
+    copies = [replica for replica in replicas(model, topology) if id(replica.parameter) not in done]
     reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology)
 
 

@@ -1,0 +1,195 @@
+"""Gradients of the dense parts as one stream, reduced piece by piece while the backward pass goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.schedule.task import Task
+from fusedmoe.training.replicas import MpLoss, Replica, divisor, local_part, replicas
+
+
+@dataclass(eq=False)
+class _Item:
+    """A parameter in the stream. `whole`: every rank had its gradient when the first part of it was reduced."""
+
+    replica: Replica
+    divisor: int
+    dtype: torch.dtype
+    ready: bool = False
+    whole: bool | None = None
+
+    @property
+    def size(self) -> int:
+        return self.replica.parameter.numel()
+
+
+class GradientStream:
+    """The gradients of a model's dense parts in the order of back-propagation, last layer first.
+
+    A layer's dense part is what comes before its experts in the order of the model's parameters, back to the experts of
+    the layer before; its gate belongs to it. What comes after the last experts, and experts themselves, are not in the
+    stream.
+
+    Pieces are cut off in the order in which plans run them, the same on every rank. A parameter whose gradient is not
+    there on every rank when its first piece goes is left out, and `sync_gradients(…, stream=…)` reduces it.
+
+    Attributes:
+        layer_bytes: of each layer, in the order of the layers, as they are sent (in at least float32).
+    """
+
+    def __init__(self, model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands") -> None:
+        self._topology = topology
+        layers = _dense_parts(model, topology)
+        self._items = [
+            _Item(replica, divisor(replica, topology, mp_loss), _sent_as(replica))
+            for layer in reversed(layers)
+            for replica in reversed(layer)
+        ]
+        self.layer_bytes = [sum(_sent_as(r).itemsize * r.parameter.numel() for r in layer) for layer in layers]
+        self._by_parameter = {id(item.replica.parameter): item for item in self._items}
+        for item in self._items:
+            item.replica.parameter.register_post_accumulate_grad_hook(self._note)
+        self._open = False
+        self._place = 0, 0  # the item that the next piece starts in, and the element
+        self._working: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def open(self) -> None:
+        """To be called before the backward pass whose gradients are the step's: the last, where several add up.
+
+        Pieces of passes before it do nothing.
+        """
+        self._open, self._place = True, (0, 0)
+        for item in self._items:
+            item.ready, item.whole = False, None
+
+    def reduce(self, task: Task) -> None:
+        """Reduces the next `task.size` bytes. Collective."""
+        if self._open and task.size is not None:
+            self._reduce(task.size)
+
+    def begin(self, tasks: Sequence[Task]) -> None:
+        """Reduces pieces beside what the caller does; `wait` sees to the end of it."""
+        self.wait()
+        if not self._open or not tasks:
+            return
+        self._working = threading.Thread(target=self._work, args=(tasks,), name="fusedmoe gradients", daemon=True)
+        self._working.start()
+
+    def wait(self) -> None:
+        """Until what was begun is done. Raises what went wrong there."""
+        if self._working is not None:
+            self._working.join()
+            self._working = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> set[int]:
+        """Ends the step: reduces the rest of a parameter that was begun; returns the ids of those that are done.
+
+        Collective.
+        """
+        self.wait()
+        item, element = self._place
+        if self._open and element:
+            left = self._items[item]
+            self._reduce((left.size - element) * left.dtype.itemsize)
+            item = self._place[0]
+        self._open = False
+        return {id(done.replica.parameter) for done in self._items[:item] if done.whole}
+
+    def _note(self, parameter: Tensor) -> None:
+        self._by_parameter[id(parameter)].ready = True
+
+    def _work(self, tasks: Sequence[Task]) -> None:
+        try:
+            for task in tasks:
+                self.reduce(task)
+        except BaseException as error:
+            self._error = error
+
+    @torch.no_grad()
+    def _reduce(self, size: int) -> None:
+        """Neighbours that the same ranks hold share a collective, with a flag for each parameter that begins in it."""
+        together: list[tuple[_Item, int, int]] = []
+        for part in self._cut(size):
+            if together and _kind(together[0][0]) != _kind(part[0]):
+                self._reduce_together(together)
+                together = []
+            together.append(part)
+        if together:
+            self._reduce_together(together)
+
+    def _cut(self, size: int) -> Iterator[tuple[_Item, int, int]]:
+        """(item, first element, end) of the next `size` bytes, as far as there are any."""
+        while size > 0 and self._place[0] < len(self._items):
+            number, start = self._place
+            item = self._items[number]
+            end = min(item.size, start - -size // item.dtype.itemsize)  # whole elements, up
+            self._place = (number, end) if end < item.size else (number + 1, 0)
+            size -= (end - start) * item.dtype.itemsize
+            yield item, start, end
+
+    def _reduce_together(self, parts: Sequence[tuple[_Item, int, int]]) -> None:
+        first = parts[0][0]
+        group = first.replica.group
+        sizes = [end - start for _, start, end in parts]
+        begun = [item for item, start, _ in parts if start == 0]
+        buffer = torch.zeros(sum(sizes) + len(begun), dtype=first.dtype, device=device_of(group))
+        *places, flags = buffer.split([*sizes, len(begun)])
+        for (item, start, end), place in zip(parts, places, strict=True):
+            if item.whole if start else item.ready:
+                place.copy_(_flat(item)[start:end])
+        flags.copy_(torch.tensor([float(item.ready) for item in begun]))
+        all_reduce(group, buffer, operation="gradient all-reduce")
+        for item, count in zip(begun, flags.tolist(), strict=True):
+            item.whole = count == group.size
+        for (item, start, end), place in zip(parts, places, strict=True):
+            if item.whole:
+                _flat(item)[start:end] = place / item.divisor
+
+
+def _kind(item: _Item) -> tuple[tuple[int, ...], torch.dtype, int]:
+    return item.replica.group.ranks, item.dtype, item.divisor
+
+
+def _sent_as(replica: Replica) -> torch.dtype:
+    return torch.promote_types(replica.parameter.dtype, torch.float32)
+
+
+def _flat(item: _Item) -> Tensor:
+    """The gradient, flat and in memory of its own."""
+    parameter = item.replica.parameter
+    assert parameter.grad is not None
+    if not parameter.grad.is_contiguous():
+        parameter.grad = parameter.grad.contiguous()
+    return local_part(parameter.grad).view(-1)
+
+
+def _dense_parts(model: nn.Module, topology: Topology) -> list[list[Replica]]:
+    """For each MoE layer, in order, the replicated parameters that come before its experts."""
+    experts = {id(p): n for n, layer in enumerate(moe_layers(model)) for p in layer.experts.parameters()}
+    found: list[list[Replica]] = [[] for _ in set(experts.values())]
+    layer = 0
+    for replica in replicas(model, topology):
+        if id(replica.parameter) in experts:
+            layer = experts[id(replica.parameter)] + 1
+            continue
+        # A shared expert, and all else that comes after the experts of a layer, counts to the next one.
+        if layer < len(found) and replica.group.size > 1 and not (replica.managed or replica.named):
+            found[layer].append(replica)
+    return found
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """A model's MoE layers in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
