@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedmoe.comm.duplex import start_all_to_all
 from fusedmoe.comm.failure import LOOK_S
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
@@ -109,6 +110,10 @@ def all_to_all_rows(
     out = rows.new_empty((sum(recv), *rows.shape[1:]))
     # Backends that know no 8-bit floats still carry their bytes.
     wire, wire_out = (rows, out) if rows.element_size() > 1 else (rows.view(torch.uint8), out.view(torch.uint8))
+    if group.downward is not None:
+        for work in start_all_to_all(group, wire_out, wire, send, recv):
+            wait(work, group, operation)
+        return out
     work = dist.all_to_all_single(wire_out, wire, list(recv), list(send), group=group.handle, async_op=True)
     wait(work, group, operation)
     return out
@@ -119,7 +124,8 @@ def all_gather_rows(group: Group, rows: Tensor, counts: Sequence[int], operation
     if group.handle is None:
         return rows
     rows = rows.contiguous()
-    if len(set(counts)) > 1:  # ragged: nothing is padded, every rank sends its own rows to every other
+    if len(set(counts)) > 1 or group.downward is not None:
+        # Ragged, or both directions at once: nothing is padded, every rank sends its own rows to every other.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
         return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation)
     out = rows.new_empty((sum(counts), *rows.shape[1:]))

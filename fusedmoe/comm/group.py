@@ -28,6 +28,7 @@ class Group:
 
     `ranks` are global, in the group's order; `index` is this rank's place among them; `handle` is the process group,
     None exactly when the group has one rank (then every collective is a no-op and nothing needs initialising).
+    `downward`: a second process group of the same ranks, for rows to lower ones (see `duplex.py`); None without.
     """
 
     axis: str
@@ -35,6 +36,7 @@ class Group:
     index: int = 0
     handle: dist.ProcessGroup | None = None
     job: Job = field(default_factory=Job)
+    downward: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:

@@ -53,6 +53,7 @@ class Topology:
         *,
         ranks_per_node: int | None = None,
         timeout_s: float = 300.0,
+        duplex: bool = False,
     ) -> Topology:
         """Lays out the ranks of the initialised process group by the sizes of the axes.
 
@@ -60,13 +61,15 @@ class Topology:
             ep, esp, mp: sizes of the axes; what is left over is data parallel.
             ranks_per_node: defaults to the launcher's LOCAL_WORLD_SIZE.
             timeout_s: how long any wait for other ranks may last, in seconds.
+            duplex: on CPUs, two process groups an axis, so that all-to-all, all-gather and reduce-scatter use both
+                directions of a link at once: up to twice as fast between hosts, no gain on loopback.
         Raises:
-            ConfigError: the sizes do not divide the world.
+            ConfigError: the sizes do not divide the world, or duplex is asked for on GPUs.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
         size = _world_size()
         per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        job = _meet(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}")
+        job = _meet(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}")
         for name, need in (("ep·esp", ep * esp), ("mp", mp)):
             if need < 1 or size % need:
                 raise ConfigError(
@@ -74,7 +77,7 @@ class Topology:
                     "Start as many ranks as a multiple of both ep·esp and mp, or choose smaller sizes."
                 )
         ranks = torch.arange(size)
-        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, job)
+        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, job, duplex)
 
     @classmethod
     def from_mesh(
@@ -86,18 +89,21 @@ class Topology:
         mp: str | None = None,
         ranks_per_node: int | None = None,
         timeout_s: float = 300.0,
+        duplex: bool = False,
     ) -> Topology:
         """Takes the axes from the named dimensions of a `DeviceMesh` over all ranks; the rest is data parallel.
 
-        `mp` and `esp` may name the same dimension.
+        `mp` and `esp` may name the same dimension. The other arguments are those of `from_sizes`.
 
         Raises:
-            ConfigError: a name is not a dimension of the mesh, ep and esp are the same, or the mesh lacks ranks.
+            ConfigError: a name is not a dimension of the mesh, ep and esp are the same, the mesh lacks ranks, or duplex
+                is asked for on GPUs.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
         world = _world_size()
         per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        job = _meet(timeout_s, f"{mesh}, ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}")
+        arguments = f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}"
+        job = _meet(timeout_s, f"{mesh}, {arguments}")
         names = mesh.mesh_dim_names or ()
         for axis, name in (("ep", ep), ("esp", esp), ("mp", mp)):
             if name is not None and name not in names:
@@ -113,16 +119,22 @@ class Topology:
             sizes = [1 if name is None else mesh.mesh.shape[names.index(name)] for name in last]
             return mesh.mesh.permute(*outer, *inner).reshape(-1, *sizes).cpu()
 
-        return cls._from_grids(grid(ep, esp), grid(mp), per_node, job)
+        return cls._from_grids(grid(ep, esp), grid(mp), per_node, job, duplex)
 
     @classmethod
-    def _from_grids(cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int, job: Job) -> Topology:
+    def _from_grids(
+        cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int, job: Job, duplex: bool
+    ) -> Topology:
         topology = cls.__new__(cls)
         if experts.numel() == 1:
             topology._lay_out(None, None, job=job, ranks_per_node=1, device_type="cpu")
             return topology
         device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        topology._lay_out(experts, dense, job=job, ranks_per_node=ranks_per_node, device_type=device_type)
+        if duplex and device_type != "cpu":
+            raise ConfigError("duplex=True is for Gloo on CPUs; NCCL uses both directions of a link as it is")
+        topology._lay_out(
+            experts, dense, job=job, ranks_per_node=ranks_per_node, device_type=device_type, duplex=duplex
+        )
         return topology
 
     def _lay_out(
@@ -133,8 +145,10 @@ class Topology:
         job: Job,
         ranks_per_node: int,
         device_type: str,
+        duplex: bool = False,
     ) -> None:
         self.job = job
+        self._duplex = duplex
         self.rank = job.rank
         self.ranks_per_node = ranks_per_node
         self.expert_mesh: DeviceMesh | None = None
@@ -161,19 +175,27 @@ class Topology:
         if len(ranks) == 1:
             handle = None
         elif handle == dist.group.WORLD:
-            handle = self.world.handle
+            # A group of its own, as all axes have: gradients travel over one while rows travel over another.
+            handle = dist.new_group(timeout=_patience(self.job))
         elif self.world.handle != dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(_patience(self.job), handle)
-        return Group(name, ranks, ranks.index(self.rank), handle, self.job)
+        return Group(name, ranks, ranks.index(self.rank), handle, self.job, self._downward(ranks))
 
     def subgroup(self, axis: str, ranks: tuple[int, ...]) -> Group:
         """A group of some ranks, this one among them; made on first use, by its members only."""
         if ranks not in self._subgroups:
-            handle = None
-            if len(ranks) > 1:
-                handle = dist.new_group(list(ranks), timeout=_patience(self.job), use_local_synchronization=True)
-            self._subgroups[ranks] = Group(axis, ranks, ranks.index(self.rank), handle, self.job)
+            handle = self._process_group(ranks) if len(ranks) > 1 else None
+            self._subgroups[ranks] = Group(
+                axis, ranks, ranks.index(self.rank), handle, self.job, self._downward(ranks)
+            )
         return self._subgroups[ranks]
+
+    def _downward(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return self._process_group(ranks) if self._duplex and len(ranks) > 1 else None
+
+    def _process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A new one, made by its members only."""
+        return dist.new_group(list(ranks), timeout=_patience(self.job), use_local_synchronization=True)
 
     def agree(self, facts: dict[str, Any], what: str) -> None:
         """Checks that all ranks hold the same facts. Collective over all ranks.
