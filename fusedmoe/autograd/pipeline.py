@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -93,29 +93,30 @@ class Pipeline:
     ) -> Tensor:
         """Takes rows in chunk order to their experts, calls `compute(chunk, received rows)`, brings results back."""
         at: list[Tensor] = list(rows_NM.split([part.sent for part in chunks.parts]))
+        # A stream must not get memory back for new tensors while another still reads it: all tensors that go from one
+        # to another live until the streams have met again, at the end of `execute`.
+        alive: list[Tensor] = []
 
-        def on_the_way(name: str) -> Callable[[Task], None]:
-            def body(task: Task) -> None:
-                i = task.chunk or 0
-                # The two transfers of a chunk are two pairs of hooks: each has a memory of its own.
-                context = HookContext(direction, i, len(at))
-                at[i] = carry(self.hooks, name, getattr(chunks.parts[i], name), at[i], context)
-
-            return body
+        def transfer(name: str, i: int, rows: Tensor) -> Tensor:
+            return carry(
+                self.hooks, name, getattr(chunks.parts[i], name), rows, HookContext(direction, i, len(chunks.parts))
+            )
 
         def body(step: Callable[[int, Tensor], Tensor]) -> Callable[[Task], None]:
             def run(task: Task) -> None:
                 i = task.chunk or 0
+                if self.streams is not None:
+                    alive.append(at[i])
                 at[i] = step(i, at[i])
 
             return run
 
         bodies: Bodies = {
-            "dispatch": on_the_way("dispatch"),
+            "dispatch": body(partial(transfer, "dispatch")),
             "all-gather": body(lambda i, rows: chunks.parts[i].all_gather(rows)),
             "expert": body(compute),
             "reduce-scatter": body(lambda i, rows: chunks.parts[i].reduce_scatter(rows)),
-            "combine": on_the_way("combine"),
+            "combine": body(partial(transfer, "combine")),
         }
         if self.gradients is not None:
             self.gradients.wait()

@@ -159,7 +159,7 @@ class MoELayer(nn.Module):
         self._schedule = None if schedule == "off" else schedule
         self._plans: dict[Workload | None, Plans] = {}
         self._followed: _Followed | None = None
-        self._streams: dict[str, torch.cuda.Stream] | None = None
+        self._links: dict[str, torch.cuda.Stream] | None = None
         self.aux_loss = torch.zeros(())
         self.load_E = torch.zeros(gate.experts, dtype=torch.long)
         self._kept_E = torch.zeros(gate.experts, dtype=torch.long)
@@ -272,9 +272,11 @@ class MoELayer(nn.Module):
     def _pipelined(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, exchange: Exchange) -> Tensor:
         """Dispatch, experts and combine by plans."""
         followed = self._followed or _Followed(self._scheduled(x_SM, exchange))
-        if x_SM.is_cuda and self._streams is None:
-            current = torch.cuda.current_stream()
-            self._streams = {"compute": current, "intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
+        streams = None
+        if x_SM.is_cuda:
+            if self._links is None:
+                self._links = {"intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
+            streams = {"compute": torch.cuda.current_stream(), **self._links}
 
         def stop(error: BaseException) -> None:
             if not isinstance(error, RankError):  # which is posted already
@@ -288,7 +290,7 @@ class MoELayer(nn.Module):
             stop,
             self.hooks,
             self.recorder,
-            self._streams,
+            streams,
             followed.gradients,
             followed.beside,
         )
@@ -373,7 +375,7 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are not part of a graph.
-        return self.__dict__ | {"aux_loss": self.aux_loss.detach(), "_followed": None, "_streams": None}
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach(), "_followed": None, "_links": None}
 
     @property
     def dropped(self) -> int:
