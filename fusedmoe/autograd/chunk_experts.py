@@ -12,7 +12,10 @@ from fusedmoe.autograd.moe import Compute
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import experts_backward, experts_forward
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Weights
+from fusedmoe.kernels.weights import Gradients, Weights
+
+# Gradients of parameters; None before the first chunk, and for a parameter without one.
+Totals = Sequence["Tensor | None"] | None
 
 
 class ChunkExperts(Protocol):
@@ -35,9 +38,13 @@ class ChunkExperts(Protocol):
         ...
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
-        """Gradients of rows, of their weights, and of the parameters, these of this chunk alone."""
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
+    ) -> tuple[Tensor, Tensor | None, Totals]:
+        """Gradients of rows, of their weights, and of the parameters, these added up over the chunks.
+
+        `totals`: what the chunk before gave; None at the first one. Of half precision in float32 from the second on,
+        so that chunks are not rounded one after the other.
+        """
         ...
 
 
@@ -54,9 +61,14 @@ class FusedChunks:
         return experts_forward(x_RM, layout, weight_R, self.weights, self.activation)
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
-        grads = experts_backward(dy_RM, x_RM, kept, layout, weight_R, self.weights, self.activation)
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
+    ) -> tuple[Tensor, Tensor | None, Totals]:
+        into = None
+        if totals is not None:
+            w1, w2, b1, b2 = (None if total is None else _at_least_float32(total) for total in totals)
+            assert w1 is not None and w2 is not None
+            into = Gradients(x_RM, None, w1, w2, b1, b2)
+        grads = experts_backward(dy_RM, x_RM, kept, layout, weight_R, self.weights, self.activation, into)
         return grads.x_SM, grads.weight_N, (grads.w1, grads.w2, grads.b1, grads.b2)
 
 
@@ -77,15 +89,27 @@ class ModuleChunks:
         return y_RM.detach(), (y_RM, x_RM, weight_R)
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Totals
+    ) -> tuple[Tensor, Tensor | None, Totals]:
+        totals = totals or (None,) * len(self.parameters)
         y_RM, own_x_RM, own_weight_R = kept
         if not y_RM.requires_grad:
-            return torch.zeros_like(own_x_RM), None, (None,) * len(self.parameters)
+            return torch.zeros_like(own_x_RM), None, totals
         wanted = [p for p in self.parameters if p.requires_grad]
         inputs = [own_x_RM, *([] if own_weight_R is None else [own_weight_R]), *wanted]
         dx_RM, *others = torch.autograd.grad(y_RM, inputs, dy_RM, allow_unused=True)
         dweight_R = others.pop(0) if own_weight_R is not None else None
         found = iter(others)
-        grads = tuple(next(found) if p.requires_grad else None for p in self.parameters)
-        return torch.zeros_like(own_x_RM) if dx_RM is None else dx_RM, dweight_R, grads
+        grads = (next(found) if p.requires_grad else None for p in self.parameters)
+        totals = tuple(_add(total, grad) for total, grad in zip(totals, grads, strict=True))
+        return torch.zeros_like(own_x_RM) if dx_RM is None else dx_RM, dweight_R, totals
+
+
+def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    if total is None or grad is None:
+        return grad if total is None else total
+    return _at_least_float32(total).add_(grad)
+
+
+def _at_least_float32(total: Tensor) -> Tensor:
+    return total.float() if total.dtype.itemsize < 4 else total

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts
+from fusedmoe.autograd.chunk_experts import ChunkExperts, Totals
 from fusedmoe.autograd.chunks import chunk_order, in_chunks, inverse
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.autograd.moe import received_layout
@@ -215,13 +215,12 @@ class _Pipelined(torch.autograd.Function):
             weights = (None,) * len(chunks.parts) if ctx.weighted is None else chunks.split(there.join(weights))
             places = chunks.rows_of(there)
         dweights: list[Any] = [None] * len(chunks.parts)
-        totals: list[Tensor | None] = [None] * len(parameters)
+        totals: Totals = None
 
         def compute(j: int, dy_RM: Tensor) -> Tensor:
             x, h = (received[j], kept[j]) if chunks is there else (x_RM[places[j][0]], kept_RH[places[j][1]])
-            dx_RM, dweights[j], grads = run.experts.backward(dy_RM, x, h, chunks.received[j], weights[j])
-            for place, grad in enumerate(grads):
-                totals[place] = _add(totals[place], grad)
+            nonlocal totals
+            dx_RM, dweights[j], totals = run.experts.backward(dy_RM, x, h, chunks.received[j], weights[j], totals)
             return dx_RM
 
         drows_NM = run.run("backward", chunks, permute(dy_SM.contiguous(), chunks.layout), compute)
@@ -232,7 +231,8 @@ class _Pipelined(torch.autograd.Function):
             dweight_N = run.exchange.combine(run.exchange.reduce_scatter(dweight_R1))[:, 0]
         if run.gradients is not None:
             run.gradients.begin(run.beside)
-        grads = (None if t is None or p is None else t.to(p.dtype) for t, p in zip(totals, parameters, strict=True))
+        pairs = zip(totals or (), parameters, strict=True)
+        grads = (None if total is None or p is None else total.to(p.dtype) for total, p in pairs)
         return dx_SM, dweight_N, None, *grads
 
 
@@ -267,11 +267,3 @@ def pipeline(x_SM: Tensor, weight_N: Tensor | None, run: Pipeline) -> Tensor:
         )
     return _Pipelined.apply(x_SM, weight_N, run, *run.experts.parameters)
 
-
-def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """The sum; of half precision in float32, so that chunks are not rounded one after the other."""
-    if total is None or grad is None:
-        return grad if total is None else total
-    if total.dtype.itemsize < 4:
-        total = total.float()
-    return total.add_(grad)

@@ -52,13 +52,21 @@ def experts_backward(
     weight_N: Tensor | None,
     weights: Weights,
     activation: Activation,
+    into: Gradients | None = None,
 ) -> Gradients:
-    """Gradients of `experts_forward` from its inputs and H. An expert without rows gets zero gradients."""
+    """Gradients of `experts_forward` from its inputs and H. An expert without rows gets zero gradients.
+
+    `into`: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
+    """
+    if not _fused(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
+        return experts_plain.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation, into)
     if _fused(x_SM):
         from fusedmoe.kernels.grouped import launch
 
-        return launch.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    return experts_plain.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+        own = launch.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    else:
+        own = experts_plain.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    return own if into is None else own.added_to(into)
 
 
 def _fused(x_SM: Tensor) -> bool:

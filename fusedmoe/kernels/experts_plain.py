@@ -53,17 +53,21 @@ def experts_backward(
     weight_N: Tensor | None,
     weights: Weights,
     activation: Activation,
+    into: Gradients | None = None,
 ) -> Gradients:
-    """Gradients of `experts_forward` from its inputs and H.
+    """Gradients of `experts_forward` from its inputs and H, those of parameters added to `into` if given.
 
     The router weight scales rows of width M (of x and of dy) and never rows of width H; an expert without rows gets
     zero gradients.
     """
     x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
     hidden = weights.w2.shape[2]
-    dw1, dw2 = torch.empty_like(weights.w1), torch.empty_like(weights.w2)
-    db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
-    db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)
+    if into is None:
+        dw1, dw2 = torch.empty_like(weights.w1), torch.empty_like(weights.w2)
+        db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
+        db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)
+    else:
+        dw1, dw2, db1, db2 = into.w1, into.w2, into.b1, into.b2
     dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
     ds_N = None if weight_N is None else x_SM.new_empty(layout.rows)
     factor_N1 = None if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
@@ -72,7 +76,7 @@ def experts_backward(
     dh = scratch.take(activation.halves * hidden)
     h_NH = h_NH.view(layout.rows, activation.halves * hidden)
     for expert, count in enumerate(layout.counts):
-        if count == 0:
+        if count == 0 and into is None:
             dw1[expert].zero_()
             dw2[expert].zero_()
     first = -1  # the expert whose gradients the current block adds to
@@ -101,7 +105,7 @@ def experts_backward(
         if factor_N1 is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
             x_b = torch.mul(x_b, factor_N1[start:stop], out=scratch.gathered(rows))
             dy_b = torch.mul(dy_b, factor_N1[start:stop], out=scratch_y.gathered(rows))
-        beta = 1 if expert == first else 0
+        beta = 1 if expert == first or into is not None else 0
         first = expert
         dw1_e, dw2_e = dw1[expert].view(-1, x_SM.shape[1]), dw2[expert]
         torch.addmm(dw1_e, dh_b.t(), x_b, beta=beta, out=dw1_e)

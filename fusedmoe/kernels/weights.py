@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -44,3 +44,12 @@ class Gradients:
     w2: Tensor
     b1: Tensor | None
     b2: Tensor | None
+
+    def added_to(self, others: Gradients) -> Gradients:
+        """These, with the parameters' ones added to those of others, in place."""
+
+        def add(total: Tensor | None, mine: Tensor | None) -> Tensor | None:
+            return None if total is None or mine is None else total.add_(mine)
+
+        b1, b2 = add(others.b1, self.b1), add(others.b2, self.b2)
+        return replace(self, w1=others.w1.add_(self.w1), w2=others.w2.add_(self.w2), b1=b1, b2=b2)

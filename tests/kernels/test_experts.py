@@ -7,7 +7,7 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import define_experts, experts_backward, experts_forward, flops
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.order import build_layout
-from fusedmoe.kernels.weights import Weights
+from fusedmoe.kernels.weights import Gradients, Weights
 
 
 def make_weights(experts: int, dim: int, hidden: int, halves: int, bias: str, dtype: torch.dtype) -> Weights:
@@ -115,6 +115,28 @@ def test_several_blocks_in_low_precision_and_non_contiguous_input(dtype: torch.d
     weights = make_weights(3, 16, 24, 2, "full", dtype)
     case = (x_SM, dy_SM, layout, weight_N, weights, "swiglu")
     compare(compute(*case), define(*case), 2e-6 if dtype == torch.float32 else 8e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", ["", "full"])
+def test_gradients_added_to_those_of_other_rows(bias: str, dtype: torch.dtype) -> None:
+    layout = build_layout(torch.tensor([[0, 2], [2, 0], [0, -1]]), 4)
+    weights = make_weights(4, 10, 6, 2, bias, dtype)
+    x_SM, dy_SM = torch.randn(3, 10).to(dtype), torch.randn(3, 10).to(dtype)
+    weight_N, swiglu = torch.rand(layout.rows).to(dtype), ACTIVATIONS["swiglu"]
+    _, h_NH = experts_forward(x_SM, layout, weight_N, weights, swiglu)
+    alone = experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, swiglu)
+    total = torch.promote_types(dtype, torch.float32)
+    given = [None if g is None else torch.randn(g.shape).to(total) for g in (alone.w1, alone.w2, alone.b1, alone.b2)]
+    into = Gradients(x_SM, None, *(None if g is None else g.clone() for g in given))  # type: ignore[arg-type]
+    added = experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, swiglu, into)
+    assert torch.equal(added.x_SM, alone.x_SM) and added.w1 is into.w1 and added.w2 is into.w2
+    for name, before in zip(("w1", "w2", "b1", "b2"), given, strict=True):
+        own, sum_ = getattr(alone, name), getattr(added, name)
+        if before is None:
+            assert own is None and sum_ is None
+        else:
+            torch.testing.assert_close(sum_, before + own.to(total), rtol=1e-12, atol=1e-12 if dtype == total else 1e-6)
 
 
 def test_flops() -> None:
