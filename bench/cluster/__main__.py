@@ -1,0 +1,144 @@
+"""`make bench-cluster`: every policy on two nodes of one machine, measured beside its prediction.
+
+Needs root, for network namespaces; says so and ends where it cannot be. Takes some five minutes, and wants the machine
+for itself. Writes bench/results/cluster.json and pictures of predicted and measured timelines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.cluster.network import ADDRESSES, TwoNodes, missing
+from bench.cluster.report import show
+from bench.cluster.setting import SETTINGS, Setting
+from bench.gpu.process import ROOT, Process
+
+_PORT = 29555  # in a namespace of our own
+_SECONDS = 420  # that a setting may take
+
+
+def main() -> int:
+    options = _options()
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    lacking = missing()
+    if lacking is not None:
+        console.print(f"cluster benchmark skipped: {lacking}")
+        return 0
+    signal.signal(signal.SIGTERM, _interrupt)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.settings:
+            out = Path(folder) / name
+            out.mkdir()
+            console.print(f"{SETTINGS[name].ranks} ranks, {name}", highlight=False)
+            try:
+                run(SETTINGS[name], options.rounds, out)
+            except KeyboardInterrupt:
+                console.print("interrupted: nothing is left running, nothing is written")
+                return 130
+            results[name] = json.loads((out / "result.json").read_text())
+            options.pictures.mkdir(parents=True, exist_ok=True)
+            for picture in out.glob("*.png"):
+                (options.pictures / f"{name}-{picture.name}").write_bytes(picture.read_bytes())
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"machine": _machine(), "settings": results}, indent=1) + "\n")
+    show(results, console)
+    console.print(f"\n{options.json}; pictures in {options.pictures}", highlight=False)
+    return 0
+
+
+def run(setting: Setting, rounds: int, folder: Path, seconds: int = _SECONDS) -> None:
+    """Runs all ranks of a setting; `result.json` and pictures are in `folder` afterwards.
+
+    Nothing outlives it: neither processes nor namespaces. Raises `RuntimeError` for ranks that fail or take longer.
+    """
+    nodes = TwoNodes(setting.inter_mbit, setting.intra_mbit)
+    running: dict[int, Process] = {}
+    try:
+        nodes.make()
+        for rank in range(setting.ranks):
+            node = rank // setting.ranks_per_node
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(setting.ranks),
+                "MASTER_ADDR": ADDRESSES[0],
+                "MASTER_PORT": str(_PORT),
+                "GLOO_SOCKET_IFNAME": nodes.interfaces[node],
+                "OMP_NUM_THREADS": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names
+            }
+            rank_of = (sys.executable, "-m", "bench.cluster.rank", setting.name, str(rounds), str(seconds), str(folder))
+            running[rank] = Process(nodes.command(node, *rank_of), environment, show=rank == 0)
+        _wait(running, time.monotonic() + seconds)
+    finally:
+        with _undisturbed():
+            for process in running.values():
+                process.ended(kill=True)
+            nodes.remove()
+
+
+def _wait(running: dict[int, Process], deadline: float) -> None:
+    """Until all ranks have ended well, and are gone from `running`. The first that does not ends the wait."""
+    while running:
+        for rank in [rank for rank, process in running.items() if not process.running]:
+            ended = running.pop(rank).ended()
+            if ended.code != 0:
+                raise RuntimeError(f"rank {rank} ended with {ended.code}\n{ended.output}")
+        if time.monotonic() > deadline:
+            raise RuntimeError("the ranks took too long; is the machine busy?")
+        time.sleep(0.2)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C must not keep the first one from tidying up."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "system": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "load": os.getloadavg()[0],
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.cluster", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
+    parser.add_argument("--rounds", type=int, default=5, help="measured runs of each (default 5)")
+    parser.add_argument("--json", type=Path, default=ROOT / "bench/results/cluster.json")
+    parser.add_argument("--pictures", type=Path, default=ROOT / "runs/cluster", help="folder of the timelines")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

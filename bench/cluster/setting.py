@@ -1,0 +1,68 @@
+"""Two settings of ranks, links and sizes; in each, communication lasts about as long as computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Ranks on two nodes, and the layers that they run.
+
+    Each of E experts gets S/E rows of every rank (S rows of M numbers leave each rank); experts are split over the
+    nodes (EP = 2), and each one over the ranks of a node (ESP). `hidden` is H of a whole expert.
+
+    Attributes:
+        emulated_flops: FLOP/s of an accelerator whose computation is emulated, by a timed wait of the modelled length;
+            None: it is computed, on one thread a rank.
+        gradient_bytes: of a layer's dense part where that is emulated; where it is computed, M decides.
+    """
+
+    name: str
+    ranks_per_node: int
+    inter_mbit: int
+    intra_mbit: int
+    layers: int
+    S: int
+    M: int
+    H: int
+    E: int
+    emulated_flops: float | None = None
+    gradient_bytes: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return 2 * self.ranks_per_node
+
+    @property
+    def row_bytes(self) -> int:
+        """Of all rows that leave a rank."""
+        return 4 * self.S * self.M
+
+    @property
+    def esp(self) -> int:
+        return self.ranks_per_node
+
+    @property
+    def expert_flop(self) -> float:
+        """Of one layer's forward pass on one rank: two products of R = S·ESP rows."""
+        return 2 * 2 * self.S * self.esp * self.M * self.H / self.esp
+
+    @property
+    def attention_flop(self) -> float:
+        """Of one layer's forward pass on one rank: the projections."""
+        return 2 * 4 * self.S * self.M**2 / self.esp
+
+
+#: Two ranks, one a node, that really compute, on one thread each.
+COMPUTED = Setting("computed", 1, 200, 1600, layers=4, S=2048, M=256, H=2560, E=4)
+
+#: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
+EMULATED = Setting(
+    "emulated", 2, 200, 1600, layers=4, S=1024, M=256, H=4096, E=4, emulated_flops=6e10, gradient_bytes=512 * 1024
+)
+
+SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED)}
+
+#: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.
+LIMIT = 8

@@ -1,0 +1,43 @@
+"""Plans beside a policy's own choice of degrees."""
+
+from __future__ import annotations
+
+from bench.cluster.setting import LIMIT
+from fusedmoe.schedule.degree import pass_s
+from fusedmoe.schedule.orders import three_queues
+from fusedmoe.schedule.partition import Way, search
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.workload import StackCosts
+
+DEGREES = tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= LIMIT)
+
+
+def plan_of(costs: StackCosts, forward: int, backward: int) -> Plan:
+    """FSMoE's plan with these degrees in all layers; gradients where they are best then."""
+    layer = costs.layers[0]
+    free_s = pass_s(layer.chunks["backward"], backward, contention=costs.contention)
+    exposed_s = 2 * free_s + 1.0
+    busy_s = pass_s(layer.chunks["backward"], backward, exposed_s, contention=costs.contention) - exposed_s
+    ways = [Way(three_queues, backward, busy_s, free_s)]
+    count = len(costs.layers)
+    return step_plan(
+        costs,
+        [Pass(three_queues, forward)] * count,
+        [Pass(three_queues, backward)] * count,
+        search(costs, [ways] * count),
+    )
+
+
+def degrees_of(plan: Plan) -> tuple[int, int]:
+    """The largest degree of each pass: with equal layers mostly that of all of them."""
+    found = plan.degrees
+    forward, backward = (max(r for (phase, _), r in found.items() if phase == of) for of in ("forward", "backward"))
+    return forward, backward
+
+
+def cross(chosen: tuple[int, int]) -> list[tuple[int, int]]:
+    """The chosen degrees, and all that differ from them in one pass."""
+    forward, backward = chosen
+    others = [(r, backward) for r in DEGREES] + [(forward, r) for r in DEGREES]
+    return sorted({chosen, *others})
