@@ -47,9 +47,13 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
         try:
             work.wait(timedelta(seconds=LOOK_S))
             break
-        except RuntimeError as error:
+        except RuntimeError:
             if work.is_completed():
-                raise _broken(group, operation, str(error)) from error
+                try:
+                    work.wait()  # it may have ended well between the time-out and this look
+                    break
+                except RuntimeError as error:
+                    raise _broken(group, operation, str(error)) from error
         verdict = board.read()
         if verdict is not None:
             raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
