@@ -16,6 +16,7 @@ from fusedmoe.kernels.grouped.configs import OPERATIONS, Config, candidates
 from fusedmoe.kernels.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.grouped.product import product_kernel
+from fusedmoe.kernels.grouped.specialised import specialised_kernel
 from fusedmoe.kernels.grouped.up import up_kernel
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -23,6 +24,8 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _EVEN, _RAGGED = (4096, 1024), (4101, 1027)
 # Tensor cores and bulk copies of each generation; the fifth has its own names for both.
 _EXPECT = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA", "UTMALDG"), 100: ("UTCHMMA", "UTMALDG")}
+# Warp groups that hand registers to one another: nothing else tells that warps are specialised indeed.
+_EXPECT_SPECIALISED = ("HGMMA", "UTMALDG", "USETMAXREG")
 
 
 class _Form(NamedTuple):
@@ -89,18 +92,19 @@ def _launches(target: int) -> Iterator[_Launch]:
 def _case(launch: _Launch) -> AotCase:
     operation, dtype, target, even, form, config = launch
     kernel, arguments = _KERNELS[operation](launch)
-    sides = ("BP", "BQ") if kernel is dweight_kernel else ("BM", "BN")
-    sizes = {sides[0]: config.bm, sides[1]: config.bn, "BK": config.bk, "GROUP": config.group}
-    if kernel is not dweight_kernel:
-        sizes["EVEN_K"] = even
+    arguments |= {"BM": config.bm, "BN": config.bn, "BP": config.bm, "BQ": config.bn, "BK": config.bk}
+    arguments |= {"GROUP": config.group, "EVEN_K": even, "DESCRIPTORS": launch.bulk}
+    arguments |= {"PRECISION": "ieee", "INTERPRET": False}
+    known = {parameter.name for parameter in kernel.params}
+    expect = _EXPECT_SPECIALISED if config.specialised else _EXPECT[target]
     first = candidates(operation, dtype, divmod(target, 10))[0].config
     return AotCase(
         f"{operation} {_TYPES[dtype]} {form}{'' if even else ' ragged'} {config} sm_{target}",
         kernel,
-        {**arguments, **sizes, "DESCRIPTORS": launch.bulk, "PRECISION": "ieee", "INTERPRET": False},
+        {name: value for name, value in arguments.items() if name in known},
         {"num_warps": config.warps, "num_stages": config.stages},
         targets=(target,),
-        expect={target: _EXPECT[target]} if even and dtype != torch.float32 else {},
+        expect={target: expect} if even and dtype != torch.float32 else {},
         quick=even and dtype == torch.bfloat16 and config is first and form is _FORMS[operation][0],
     )
 
@@ -141,6 +145,20 @@ def _dhidden(launch: _Launch) -> tuple[Any, dict[str, Any]]:
 def _product(launch: _Launch) -> tuple[Any, dict[str, Any]]:
     dtype, form, config = launch.dtype, launch.form, launch.config
     transposed = launch.operation == "down"
+    flags = {"TRANSPOSED": transposed, "BIAS": form.extra}
+    if config.specialised:
+        tensors = {
+            "a_ptr": dtype,
+            "b_ptr": dtype,
+            "bias_ptr": dtype if form.extra else None,
+            "out_ptr": dtype,
+            "used_ptr": torch.int32,
+            "rows": "i32",
+            "E": 128,
+            "bias_start": "i32",
+            "bias_columns": "i32",
+        }
+        return specialised_kernel, {**tensors, **_tables(), **_sides(launch, "N", "K"), **flags}
     tensors = {
         "a": launch.box(config.bm, config.bk),
         "b": launch.box(*((1, config.bn, config.bk) if transposed else (1, config.bk, config.bn))),
@@ -149,7 +167,6 @@ def _product(launch: _Launch) -> tuple[Any, dict[str, Any]]:
         "bias_start": "i32",
         "bias_columns": "i32",
     }
-    flags = {"TRANSPOSED": transposed, "BIAS": form.extra}
     return product_kernel, {**tensors, **_tables(), **_sides(launch, "N", "K"), **flags}
 
 

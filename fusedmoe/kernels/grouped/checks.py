@@ -6,6 +6,7 @@ more steps than a pipeline has stages, and NaN in everything that must not be re
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -25,6 +26,10 @@ from fusedmoe.kernels.weights import Weights
 COUNTS = (0, 1, 130, 0, 0, 321, 64, 0)
 EVEN, ODD = (576, 272), (581, 271)
 _SLACK = 37
+# Persistent programs: few, so that each has several tiles.
+_PROGRAMS = 3
+# A launch of these sizes takes microseconds.
+_SECONDS = 30.0
 _TOKENS = 150
 # Elements may differ from the definition by so many of the dtype's epsilon, of themselves and of their mean.
 _TOLERANCE = {"bfloat16": 2, "float16": 2, "float32": 100}
@@ -41,7 +46,11 @@ def check(
     counts: tuple[int, ...] = COUNTS,
     sides: tuple[int, int] | None = None,
 ) -> str:
-    """What is wrong with the results of a configuration, or "" where nothing is."""
+    """What is wrong with the results of a configuration, or "" where nothing is.
+
+    Raises:
+        TimeoutError: a launch does not end. Nothing else can be done on this GPU then.
+    """
     depth, columns = sides or (EVEN if variant.even else ODD)
     case = Case(variant, config, device, counts)
     tolerance = _TF32_TOLERANCE if variant.precision == "tf32" else _TOLERANCE[variant.dtype]
@@ -72,11 +81,17 @@ class Case:
         source_N[self.kept :] = 0
         self.source_N = (source_N if variant.gather else row_N)[: self.kept]
         layout = Layout(counts_E, offsets(counts_E), source_N if variant.gather else None, row_N, row_N.view(-1, 1))
-        self.plan = Plan(layout, torch.empty(0, device=device, dtype=self.dtype), self._choose, variant.bulk)
+        like = torch.empty(0, device=device, dtype=self.dtype)
+        self.plan = Plan(layout, like, self._choose, variant.bulk, _PROGRAMS)
 
     def _choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
         if key.variant != self.variant:
             raise AssertionError(f"checks {key.variant} instead of {self.variant}")
+        if self.device.type == "cuda":
+            launch(self.config)
+            end = torch.cuda.Event()
+            end.record()
+            wait(end.query, _SECONDS)
         return self.config
 
     def random(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -88,6 +103,19 @@ class Case:
         values = self.random(self.rows, *sizes, dtype=dtype)
         values[self.kept :] = float("nan")
         return values
+
+
+def wait(ended: Callable[[], bool], seconds: float) -> None:
+    """Waits for an end.
+
+    Raises:
+        TimeoutError: there is none in so many seconds.
+    """
+    limit = time.monotonic() + seconds
+    while not ended():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"has not ended after {seconds:g} seconds")
+        time.sleep(1e-3)
 
 
 def _up(case: Case, dim: int, hidden: int) -> Results:

@@ -25,6 +25,7 @@ class Config:
         bm, bn, bk: for matrix gradients, bm × bn is the tile of the matrix and bk the rows of a step.
         warps, stages: of a program, and of its software pipeline.
         group: row tiles of a band (see `swizzle`).
+        specialised: whether programs are persistent and their warps specialised (`specialised.py`).
     """
 
     bm: int
@@ -33,16 +34,19 @@ class Config:
     warps: int
     stages: int
     group: int = 8
+    specialised: bool = False
 
     def __str__(self) -> str:
-        return f"{self.bm}x{self.bn}x{self.bk} w{self.warps} s{self.stages} g{self.group}"
+        shape = f"{self.bm}x{self.bn}x{self.bk} w{self.warps} s{self.stages} g{self.group}"
+        return f"{shape} specialised" if self.specialised else shape
 
 
 class Candidate(NamedTuple):
-    """A configuration that may serve, and from how many rows an expert on it serves without tuning."""
+    """A configuration that may serve, and from how many rows of an expert and what depth on it does without tuning."""
 
     config: Config
     rows: int = 0
+    depth: int = 0
 
 
 class Variant(NamedTuple):
@@ -117,31 +121,28 @@ _HALF = Config(64, 128, 64, 8, 3)
 _SMALL = Config(64, 128, 64, 4, 3)
 
 _LARGE_FIRST = (
-    Candidate(_WIDE, rows=1024),
+    Candidate(_WIDE, rows=1024, depth=512),
+    Candidate(_SQUARE, rows=1024),
     Candidate(_FLAT, rows=128),
     Candidate(_SMALL),
     Candidate(_WIDE_3),
-    Candidate(_SQUARE),
 )
 _MATRIX = (Candidate(_WIDE), Candidate(_WIDE_3), Candidate(_TALL), Candidate(_SQUARE))
+_SPECIALISED = Candidate(Config(128, 256, 64, 4, 3, specialised=True))
 _HOPPER = {
     "up": _LARGE_FIRST,
-    "down": _LARGE_FIRST,
+    "down": (*_LARGE_FIRST, _SPECIALISED),
     "dhidden": (
         Candidate(_SQUARE, rows=1024),
         Candidate(_HALF),
         Candidate(_FLAT),
         Candidate(_SQUARE_4),
     ),
-    "dinput": _LARGE_FIRST,
+    "dinput": (*_LARGE_FIRST, _SPECIALISED),
     "dw1": _MATRIX,
     "dw2": _MATRIX,
 }
-# A program's warps share its tensor memory differently there.
-_BLACKWELL = {
-    **_HOPPER,
-    "dhidden": (Candidate(_SQUARE, rows=1024), Candidate(_SMALL), Candidate(_FLAT), Candidate(_SQUARE_4)),
-}
+_BLACKWELL = {**_HOPPER, "down": _LARGE_FIRST, "dinput": _LARGE_FIRST}
 # Without bulk copies addresses take registers.
 _ROWS_AMPERE = (Candidate(_SQUARE, rows=256), Candidate(_SMALL))
 _MATRIX_AMPERE = (Candidate(_SQUARE), Candidate(_SMALL))
@@ -183,7 +184,7 @@ def candidates(
     return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
 
 
-def by_rows(choices: Sequence[Candidate], rows: int) -> list[Config]:
-    """The configurations of `choices`, those that suit so many rows an expert first."""
-    ordered = sorted(choices, key=lambda candidate: candidate.rows > rows)
+def by_shape(choices: Sequence[Candidate], rows: int, depth: int) -> list[Config]:
+    """The configurations of `choices`, those that suit the shape first: the first one serves without tuning."""
+    ordered = sorted(choices, key=lambda candidate: candidate.rows > rows or candidate.depth > depth)
     return [candidate.config for candidate in ordered]

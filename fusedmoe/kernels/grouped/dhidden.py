@@ -120,11 +120,14 @@ def dhidden_kernel(
         s = tl.load(weight_ptr + row).to(tl.float32)
     else:
         s = tl.full((BM,), 1.0, dtype=tl.float32)
-    # Half the columns at a time: all at once would not fit the registers.
+    # A quarter of the columns at a time: all at once would not fit the registers.
     left, right = halves(acc, BM, BN)
-    column = n0 + tl.arange(0, BN // 2)
-    ds = _finish(left, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT, GATED)
-    ds += _finish(right, s, h_ptr, dh_ptr, a_ptr, row, inside, column + BN // 2, H, ACT, GATED)
+    ds = tl.zeros((BM,), dtype=tl.float32)
+    for half in tl.static_range(2):
+        da_left, da_right = halves(left if half == 0 else right, BM, BN // 2)
+        column = n0 + half * (BN // 2) + tl.arange(0, BN // 4)
+        ds += _finish(da_left, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT, GATED)
+        ds += _finish(da_right, s, h_ptr, dh_ptr, a_ptr, row, inside, column + BN // 4, H, ACT, GATED)
     if WEIGHTED:
         tl.store(ds_ptr + col_tile.to(tl.int64) * rows + row, ds, mask=inside)
 

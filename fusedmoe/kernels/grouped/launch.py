@@ -21,9 +21,9 @@ from fusedmoe.kernels.weights import Gradients, Weights
 def make_plan(layout: Layout, like: Tensor) -> Plan:
     """What the launches of one call share; `like`: a tensor of the call's dtype and device."""
     if INTERPRET:
-        return Plan(layout, like, untuned(None), True)
-    bulk = torch.cuda.get_device_capability(like.device) >= (9, 0)
-    return Plan(layout, like, tuner(like.device).choose, bulk)
+        return Plan(layout, like, untuned(None), True, 4)
+    gpu = torch.cuda.get_device_properties(like.device)
+    return Plan(layout, like, tuner(like.device).choose, gpu.major >= 9, gpu.multi_processor_count)
 
 
 def experts_forward(

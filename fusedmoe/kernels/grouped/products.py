@@ -21,7 +21,8 @@ from fusedmoe.kernels.grouped.device import ACT_CODES
 from fusedmoe.kernels.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.grouped.product import product_kernel
-from fusedmoe.kernels.grouped.tiles import make_tiles
+from fusedmoe.kernels.grouped.specialised import specialised_kernel, with_scratch
+from fusedmoe.kernels.grouped.tiles import Tiles, make_tiles
 from fusedmoe.kernels.grouped.up import up_kernel
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Weights
@@ -41,20 +42,22 @@ class Plan:
     Args:
         like: a tensor of the call's dtype and device.
         bulk: whether to use bulk copies, which exist from sm_90 on; the interpreter knows them too.
+        programs: how many persistent programs a launch has.
     """
 
-    def __init__(self, layout: Layout, like: Tensor, choose: Choose, bulk: bool) -> None:
+    def __init__(self, layout: Layout, like: Tensor, choose: Choose, bulk: bool, programs: int) -> None:
         self.layout = layout
         self.starts_E1 = layout.offsets_E1
         self.ends_E = layout.offsets_E1[1:]
         self.dtype = like.dtype
         tf32 = like.is_cuda and like.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         self.precision = "tf32" if tf32 else "ieee"
+        self.programs = programs
         self._choose = choose
         self._bulk = bulk
-        self._tiles: dict[int, Tensor] = {}
+        self._tiles: dict[int, Tiles] = {}
 
-    def tiles(self, block_rows: int) -> Tensor:
+    def tiles(self, block_rows: int) -> Tiles:
         if block_rows not in self._tiles:
             self._tiles[block_rows] = make_tiles(self.starts_E1, self.layout.rows, block_rows)
         return self._tiles[block_rows]
@@ -85,16 +88,16 @@ def up(plan: Plan, x_SM: Tensor, weights: Weights, activation: Activation) -> tu
         columns = config.bn // activation.halves
         box = [activation.halves, columns, config.bk]
         tiles = plan.tiles(config.bm)
-        up_kernel[(len(tiles) * triton.cdiv(hidden, columns),)](
+        up_kernel[(len(tiles.table) * triton.cdiv(hidden, columns),)](
             x_SM,
             layout.source_N,
             _described(w1.view(-1, hidden, dim), box) if variant.bulk else w1,
             weights.b1,
             h,
             a,
-            tiles,
+            tiles.table,
             plan.ends_E,
-            len(tiles),
+            len(tiles.table),
             dim,
             hidden,
             ACT=ACT_CODES[activation.name],
@@ -123,17 +126,19 @@ def product(
     variant = plan.variant(operation, depth, columns, extra=bias is not None)
 
     def launch(config: Config) -> Tensor:
+        if config.specialised:
+            return _specialised_product(plan, variant, config, a, b, transposed, bias, bias_start)
         out = a.new_empty((a.shape[0], columns))
         box = [1, config.bn, config.bk] if transposed else [1, config.bk, config.bn]
         tiles = plan.tiles(config.bm)
-        product_kernel[(len(tiles) * triton.cdiv(columns, config.bn),)](
+        product_kernel[(len(tiles.table) * triton.cdiv(columns, config.bn),)](
             _described(a, [config.bm, config.bk]) if variant.bulk else a,
             _described(b, box) if variant.bulk else b,
             bias,
             out,
-            tiles,
+            tiles.table,
             plan.ends_E,
-            len(tiles),
+            len(tiles.table),
             depth,
             columns,
             bias_start,
@@ -145,6 +150,48 @@ def product(
         return out
 
     return plan.run(variant, depth, columns, launch)
+
+
+def _specialised_product(
+    plan: Plan,
+    variant: Variant,
+    config: Config,
+    a: Tensor,
+    b: Tensor,
+    transposed: bool,
+    bias: Tensor | None,
+    bias_start: int,
+) -> Tensor:
+    depth, columns = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
+    out = a.new_empty((a.shape[0], columns))
+    tiles = plan.tiles(config.bm)
+    programs = min(plan.programs, len(tiles.table) * triton.cdiv(columns, config.bn))
+    constants = _constants(variant, config)
+    for name in ("EVEN_K", "DESCRIPTORS"):
+        assert constants.pop(name), "specialised programs know nothing else"
+
+    def launch() -> None:
+        specialised_kernel[(programs,)](
+            a,
+            b,
+            bias,
+            out,
+            tiles.table,
+            tiles.used,
+            plan.ends_E,
+            a.shape[0],
+            len(b),
+            depth,
+            columns,
+            bias_start,
+            0 if bias is None else bias.shape[1],
+            TRANSPOSED=transposed,
+            BIAS=variant.extra,
+            **constants,
+        )
+
+    with_scratch(a.device, launch)
+    return out
 
 
 def dhidden(
@@ -163,7 +210,7 @@ def dhidden(
         if weight_N is not None:
             ds = torch.empty((column_tiles, layout.rows), device=h.device, dtype=torch.float32)
         tiles = plan.tiles(config.bm)
-        dhidden_kernel[(len(tiles) * column_tiles,)](
+        dhidden_kernel[(len(tiles.table) * column_tiles,)](
             dy_SM,
             layout.source_N,
             _described(w2, [1, config.bk, config.bn]) if variant.bulk else w2,
@@ -172,9 +219,9 @@ def dhidden(
             dh,
             a,
             ds,
-            tiles,
+            tiles.table,
             plan.ends_E,
-            len(tiles),
+            len(tiles.table),
             layout.rows,
             dim,
             hidden,

@@ -9,6 +9,8 @@ Worked example, BM = 4, counts [5, 0, 3]: expert 0 has rows 0–3 and 4, expert 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,7 @@ _COMPARISONS = 8192
 
 
 @triton.jit(do_not_specialize=["n_tiles"])
-def tiles_kernel(offsets_ptr, tiles_ptr, n_tiles, E, BM: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
+def tiles_kernel(offsets_ptr, tiles_ptr, used_ptr, n_tiles, E, BM: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
     e = tl.arange(0, EP)
     known = e < E
     start_E = tl.load(offsets_ptr + e, mask=known, other=0)
@@ -37,6 +39,8 @@ def tiles_kernel(offsets_ptr, tiles_ptr, n_tiles, E, BM: tl.constexpr, BT: tl.co
     used = expert < E
     tl.store(tiles_ptr + 2 * tile, tl.where(used, expert, -1), mask=tile < n_tiles)
     tl.store(tiles_ptr + 2 * tile + 1, tl.where(used, start, 0), mask=tile < n_tiles)
+    if tl.program_id(0) == 0:
+        tl.store(used_ptr, tl.max(end_E, 0))
 
 
 def tile_bound(rows: int, experts: int, block_rows: int) -> int:
@@ -44,8 +48,16 @@ def tile_bound(rows: int, experts: int, block_rows: int) -> int:
     return rows // block_rows + experts
 
 
-def make_tiles(offsets_E1: Tensor, rows: int, block_rows: int) -> Tensor:
-    """[tiles, 2] int32: expert and first row of every tile, expert -1 where there is none. No host synchronisation.
+class Tiles(NamedTuple):
+    """`table`: [tiles, 2] int32, expert and first row of every tile, expert -1 where there is none; `used`: [1] int32,
+    how many there are."""
+
+    table: Tensor
+    used: Tensor
+
+
+def make_tiles(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
+    """The tiles of rows sorted by expert. No host synchronisation.
 
     Args:
         offsets_E1: int32, first row of each expert and, last, the number of rows.
@@ -53,10 +65,12 @@ def make_tiles(offsets_E1: Tensor, rows: int, block_rows: int) -> Tensor:
     """
     experts = offsets_E1.numel() - 1
     n_tiles = tile_bound(rows, experts, block_rows)
-    tiles = offsets_E1.new_empty((n_tiles, 2))
+    # The number comes first, and the table where 16 bytes align it: kernels are compiled for that.
+    numbers = offsets_E1.new_empty(4 + 2 * n_tiles)
+    tiles = Tiles(numbers[4:].view(n_tiles, 2), numbers[:1])
     padded, block = _block(experts)
     tiles_kernel[(triton.cdiv(n_tiles, block),)](
-        offsets_E1, tiles, n_tiles, experts, BM=block_rows, BT=block, EP=padded, num_warps=4
+        offsets_E1, tiles.table, tiles.used, n_tiles, experts, BM=block_rows, BT=block, EP=padded, num_warps=4
     )
     return tiles
 
@@ -68,7 +82,7 @@ def _block(experts: int) -> tuple[int, int]:
 
 
 def define_tiles(counts: list[int], rows: int, block_rows: int) -> list[list[int]]:
-    """What `make_tiles` must return, as plain loops."""
+    """The table that `make_tiles` must return, as plain loops."""
     tiles, start = [], 0
     for expert, count in enumerate(counts):
         tiles += [[expert, row] for row in range(start, start + count, block_rows)]
@@ -79,11 +93,12 @@ def define_tiles(counts: list[int], rows: int, block_rows: int) -> list[list[int
 def aot_cases() -> list[AotCase]:
     def case(experts: int, block_rows: int) -> AotCase:
         padded, block = _block(experts)
-        arguments = {"offsets_ptr": torch.int32, "tiles_ptr": torch.int32, "n_tiles": "i32", "E": experts}
+        arguments = {"offsets_ptr": torch.int32, "tiles_ptr": torch.int32, "used_ptr": torch.int32}
+        sizes = {"n_tiles": "i32", "E": experts}
         return AotCase(
             f"tiles E={experts} BM={block_rows}",
             tiles_kernel,
-            {**arguments, "BM": block_rows, "BT": block, "EP": padded},
+            {**arguments, **sizes, "BM": block_rows, "BT": block, "EP": padded},
             {"num_warps": 4},
             quick=experts == 128,
         )

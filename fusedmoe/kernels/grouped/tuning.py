@@ -26,7 +26,7 @@ import torch
 import triton
 
 from fusedmoe.kernels.grouped.checks import check
-from fusedmoe.kernels.grouped.configs import Candidate, Capability, Config, Key, Variant, by_rows, candidates
+from fusedmoe.kernels.grouped.configs import Candidate, Capability, Config, Key, Variant, by_shape, candidates
 from fusedmoe.kernels.grouped.products import Choose
 from fusedmoe.kernels.grouped.record import Record, default_folder
 
@@ -43,7 +43,7 @@ _SECONDS = 1.0
 def untuned(capability: Capability | None) -> Choose:
     """The choice by the table alone; capability None: of the interpreter."""
     known = partial(_candidates, capability)
-    return lambda key, launch: by_rows(known(key), key.rows)[0]
+    return lambda key, launch: by_shape(known(key), key.rows, key.depth)[0]
 
 
 def _candidates(capability: Capability | None, key: Key) -> Sequence[Candidate]:
@@ -74,11 +74,11 @@ class Tuner:
         """The configuration for a launch.
 
         Raises:
-            RuntimeError: every configuration gives wrong results.
+            RuntimeError: every configuration gives wrong results, or one did not end.
         """
         if key in self._chosen:
             return self._chosen[key]
-        configs = by_rows(self._candidates(key), key.rows)
+        configs = by_shape(self._candidates(key), key.rows, key.depth)
         if os.environ.get("FUSEDMOE_AUTOTUNE") == "0":
             return configs[0]
         with self._lock:
@@ -129,11 +129,20 @@ class Tuner:
                 raise
             except Exception as error:
                 fault = f"{type(error).__name__}: {error}"[:1000]
-            self._record.faults[f"{key.variant}, {config}"] = fault
-            self._record.save()
+                self._write_down(key, config, fault)
+                if isinstance(error, TimeoutError):
+                    raise RuntimeError(
+                        f"{key.variant} in {config} {error}, and nothing else can run on this GPU. It is left out from "
+                        "now on: please start again."
+                    ) from error
+            self._write_down(key, config, fault)
             if fault:
                 warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
         return fault == ""
+
+    def _write_down(self, key: Key, config: Config, fault: str) -> None:
+        self._record.faults[f"{key.variant}, {config}"] = fault
+        self._record.save()
 
 
 @cache

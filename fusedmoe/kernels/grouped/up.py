@@ -110,18 +110,25 @@ def up_kernel(
         x_ptrs += BK
         acc = mac(x, w.T, acc, PRECISION, INTERPRET)
 
-    # Half the columns at a time: all at once would not fit the registers.
-    column = h0 + tl.arange(0, BH // 2)
+    # Some columns at a time: all at once would not fit the registers.
+    left, right = halves(acc, BM, BN)
     if GATED:
-        g, u = halves(acc, BM, BN)
-        g_left, g_right = halves(g, BM, BH)
-        u_left, u_right = halves(u, BM, BH)
+        g_left, g_right = halves(left, BM, BH)
+        u_left, u_right = halves(right, BM, BH)
+        column = h0 + tl.arange(0, BH // 2)
         _finish_gated(g_left, u_left, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT, BIAS)
         _finish_gated(g_right, u_right, b1_ptr, h_ptr, a_ptr, expert, row, inside, column + BH // 2, H, ACT, BIAS)
     else:
-        left, right = halves(acc, BM, BN)
-        _finish_plain(left, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT, BIAS)
-        _finish_plain(right, b1_ptr, h_ptr, a_ptr, expert, row, inside, column + BH // 2, H, ACT, BIAS)
+        for half in tl.static_range(2):
+            h = left if half == 0 else right
+            if BN < 256:
+                column = h0 + half * (BH // 2) + tl.arange(0, BH // 2)
+                _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT, BIAS)
+            else:
+                h_left, h_right = halves(h, BM, BH // 2)
+                column = h0 + half * (BH // 2) + tl.arange(0, BH // 4)
+                _finish_plain(h_left, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT, BIAS)
+                _finish_plain(h_right, b1_ptr, h_ptr, a_ptr, expert, row, inside, column + BH // 4, H, ACT, BIAS)
 
 
 def define_up(

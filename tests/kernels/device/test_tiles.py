@@ -29,8 +29,10 @@ def check(counts: list[int], slack: int, block: int, device: torch.device, no_sy
     rows = sum(counts) + slack
     with no_sync():
         tiles = make_tiles(offsets_E1, rows, block)
-    assert tiles.dtype == torch.int32 and len(tiles) == tile_bound(rows, len(counts), block)
-    assert tiles.tolist() == define_tiles(counts, rows, block)
+    right = define_tiles(counts, rows, block)
+    assert tiles.table.dtype == torch.int32 and len(right) == tile_bound(rows, len(counts), block)
+    assert tiles.table.tolist() == right
+    assert tiles.used.tolist() == [sum(expert >= 0 for expert, _ in right)]
 
 
 @pytest.mark.parametrize("slack", [0, 77])

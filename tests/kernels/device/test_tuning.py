@@ -23,11 +23,12 @@ from fusedmoe.kernels.grouped.configs import (
     Key,
     Variant,
     bucket,
-    by_rows,
+    by_shape,
     candidates,
     is_even,
 )
 from fusedmoe.kernels.grouped.record import Record, default_folder
+from fusedmoe.kernels.grouped.tiles import Tiles
 from fusedmoe.kernels.grouped.tuning import Tuner
 from fusedmoe.kernels.layout import contiguous_layout
 
@@ -121,9 +122,9 @@ def test_check_finds_one_wrong_value(
 def test_check_finds_a_lost_tile(operation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiles = products.make_tiles
 
-    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tensor:
+    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
         tiles = make_tiles(offsets_E1, rows, block_rows)
-        tiles[2, 0] = -1
+        tiles.table[2, 0] = -1
         return tiles
 
     monkeypatch.setattr(products, "make_tiles", lossy)
@@ -136,15 +137,18 @@ def test_buckets() -> None:
     assert bucket(0, 0) == 1
 
 
-def test_default_depends_on_rows() -> None:
-    choices = candidates("up", torch.bfloat16, (9, 0))
-    assert [by_rows(choices, rows)[0].bm for rows in (4096, 512, 16)] == [128, 64, 64]
-    assert {*by_rows(choices, 1)} == {*by_rows(choices, 4096)} == {candidate.config for candidate in choices}
+def test_default_depends_on_the_shape() -> None:
+    choices = candidates("down", torch.bfloat16, (9, 0))
+    shapes = [(4096, 1024), (4096, 256), (512, 1024), (16, 1024)]
+    first = [by_shape(choices, rows, depth)[0] for rows, depth in shapes]
+    assert [(config.bm, config.bn) for config in first] == [(128, 256), (128, 128), (64, 256), (64, 128)]
+    for shape in shapes:
+        assert sorted(map(str, by_shape(choices, *shape))) == sorted(str(choice.config) for choice in choices)
     for operation, dtype, capability, even in product(
         OPERATIONS, (torch.bfloat16, torch.float32), ((8, 0), (9, 0), (10, 0), (12, 0), None), (True, False)
     ):
         found = candidates(operation, dtype, capability, even)
-        assert 1 <= len(found) <= 6 and min(candidate.rows for candidate in found) == 0
+        assert 1 <= len(found) <= 6 and any(not candidate.rows and not candidate.depth for candidate in found)
         assert len({candidate.config for candidate in found}) == len(found)
 
 
@@ -250,6 +254,17 @@ def test_an_exception_is_a_fault(file: Path) -> None:
     fake.tuner._check = check
     assert fake.choose() == SLOW and fake.timed == 0
     assert "out of shared memory" in json.loads(file.read_text())["faults"][f"{KEY.variant}, {FAST}"]
+
+
+def test_one_that_never_ends_ends_one_run_only(file: Path) -> None:
+    fake = Fake(file)
+    ended = iter([False, False, True])
+    checks.wait(lambda: next(ended), 60)
+    fake.tuner._check = lambda variant, config: checks.wait(lambda: config != SLOW, 0.01) or ""
+    with pytest.raises(RuntimeError, match="has not ended after 0.01 seconds.*please start again"):
+        fake.choose()
+    again = Fake(file)
+    assert again.choose() == FAST and SLOW not in again.checked
 
 
 def test_all_wrong() -> None:
@@ -365,10 +380,10 @@ def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tuning, "LEAST_FLOPS", 0)
     make_tiles = products.make_tiles
 
-    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tensor:
+    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
         tiles = make_tiles(offsets_E1, rows, block_rows)
         if block_rows == 16:
-            tiles[1:, 0] = -1
+            tiles.table[1:, 0] = -1
         return tiles
 
     monkeypatch.setattr(products, "make_tiles", lossy)
@@ -390,7 +405,7 @@ def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch
         lambda: True,
     )
     layout = contiguous_layout(torch.tensor([20, 0, 30], device=device), 50)
-    plan = products.Plan(layout, torch.empty(0, device=device), tuner.choose, True)
+    plan = products.Plan(layout, torch.empty(0, device=device), tuner.choose, True, 4)
     a, b = torch.randn(50, 64, device=device), torch.randn(3, 32, 64, device=device)
     out = products.product(plan, "down", a, b, True)
     assert ran == [slow, fast]
@@ -423,7 +438,7 @@ def test_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_pat
     layout = contiguous_layout(torch.tensor([200, 0, 300], device=device), 500)
     a = torch.randn(500, 128, device=device, dtype=torch.bfloat16)
     b = torch.randn(3, 256, 128, device=device, dtype=torch.bfloat16)
-    plan = products.Plan(layout, a, tuner.choose, torch.cuda.get_device_capability() >= (9, 0))
+    plan = products.Plan(layout, a, tuner.choose, torch.cuda.get_device_capability() >= (9, 0), 4)
     out = products.product(plan, "down", a, b, True)
     (written,) = tmp_path.iterdir()
     (choice,) = json.loads(written.read_text())["choices"].values()
