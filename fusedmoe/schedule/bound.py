@@ -20,7 +20,8 @@ def bound_s(costs: StackCosts, limit: int = MAX_DEGREE) -> float:
     best, after = head, 0.0
     gradient, inter, intra = 0, 0.0, 0.0  # of the layers before, which follow in the backward pass
     for layer in layers:
-        gradient += layer.gradient_bytes
+        if any(kind in layer.dense_s["backward"] for kind in ("gate", "attention")):  # else it waits for nothing
+            gradient += layer.gradient_bytes
         reduced = costs.all_reduce.seconds(gradient) if gradient else 0.0
         best = max(best, head - after + links_bound_s(inter + reduced, intra, costs.contention))
         after += _pass_s(layer, "backward", costs, limit)

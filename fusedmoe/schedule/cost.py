@@ -7,6 +7,7 @@ FLOP for a matrix product, everywhere in this package.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -58,8 +59,11 @@ class Line:
         return self.alpha_s + self.beta_s * n
 
     def amount(self, seconds: float) -> float:
-        """How much can be done in this time; 0 where it is too short to start (F14)."""
-        return max(0.0, seconds - self.alpha_s) / self.beta_s
+        """How much can be done in this time; 0 where it is too short to start (F14), and no end where size is free."""
+        left_s = seconds - self.alpha_s
+        if left_s < 0:
+            return 0.0
+        return left_s / self.beta_s if self.beta_s else math.inf
 
 
 def fit(points: Iterable[tuple[float, float]]) -> Line:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ def choose_degree(
     """The degree from 1 to `limit` with the shortest pass (F12); of several the smallest.
 
     By the closed form where there is one, for every degree. Otherwise by simulation, in the order of what a degree
-    takes at least, up to the first that takes at least as long as the best one found: no later one can win.
+    takes at least, up to the first where this is longer than the best one found: no later one can win.
 
     Raises `ConfigError` for a limit below 1.
     """
@@ -46,23 +47,27 @@ def choose_degree(
     degrees = range(1, limit + 1)
     if order is one_queue or (order is three_queues and contention == 1.0):
         closed = one_queue_s if order is one_queue else three_queues_s
-        return min([Choice(r, closed(r, chunk_times(chunks, r), gar)) for r in degrees], key=_seconds)
+        return _smallest_of_best([Choice(r, closed(r, chunk_times(chunks, r), gar)) for r in degrees])
     least = [Choice(r, pass_bound_s(r, chunk_times(chunks, r), gar, contention)) for r in degrees]
     if order is three_queues:  # contention makes no pass shorter
         least = [Choice(r, max(seconds, three_queues_s(r, chunk_times(chunks, r), gar))) for r, seconds in least]
-    best: Choice | None = None
-    for degree, seconds in sorted(least, key=_seconds):
-        if best is not None and seconds >= best.seconds:
+    found: list[Choice] = []
+    best_s = math.inf
+    for degree, seconds in sorted(least, key=lambda choice: choice.seconds):
+        if seconds > best_s * _ROUNDING:
             break
-        found = Choice(degree, pass_s(chunks, degree, gar, order=order, contention=contention))
-        if best is None or (found.seconds, degree) < (best.seconds, best.degree):
-            best = found
-    assert best is not None
-    return best
+        found.append(Choice(degree, pass_s(chunks, degree, gar, order=order, contention=contention)))
+        best_s = min(best_s, found[-1].seconds)
+    return _smallest_of_best(found)
 
 
-def _seconds(choice: Choice) -> float:
-    return choice.seconds
+# Times that differ by less are equal.
+_ROUNDING = 1 + 1e-12
+
+
+def _smallest_of_best(choices: Sequence[Choice]) -> Choice:
+    best_s = min(choice.seconds for choice in choices)
+    return min(choice for choice in choices if choice.seconds <= best_s * _ROUNDING)
 
 
 def pass_s(

@@ -141,8 +141,8 @@ def search(costs: StackCosts, of: Sequence[Sequence[Way]]) -> Partition:
         busy_s = _all_reduce_s(line, middle)
         pass_s = np.minimum.reduce([np.maximum(way.busy_s + busy_s, way.free_s) for way in of[layer]])
         left = ready[:, None] - middle
-        beside = np.stack([np.zeros_like(left), np.minimum(left, line.amount(dense_s))])
-        # [2, states, amounts], then one row of all that is not beaten: by time, each with less left over.
+        beside = np.stack([np.zeros_like(left), np.minimum(left, line.amount(dense_s)), left])
+        # [3, states, amounts], then one row of all that is not beaten: by time, each with less left over.
         seconds = (seconds[:, None] + pass_s + np.maximum(dense_s, _all_reduce_s(line, beside))).ravel()
         ready = (left - beside + costs.layers[layer].gradient_bytes).ravel()
         order = np.lexsort((ready, seconds))
@@ -160,12 +160,12 @@ def search(costs: StackCosts, of: Sequence[Sequence[Way]]) -> Partition:
 
 
 def piece_s(line: Line, size: float) -> float:
-    """Seconds of a piece; nothing does not even start."""
-    return line.seconds(size) if size > 0 else 0.0
+    """Seconds of a piece; less than a byte is rounding, and does not even start."""
+    return line.seconds(size) if size >= 1 else 0.0
 
 
 def _all_reduce_s(line: Line, size: Any) -> Any:
-    return np.where(size > 0, line.alpha_s + line.beta_s * size, 0.0)
+    return np.where(size >= 1, line.alpha_s + line.beta_s * size, 0.0)
 
 
 def _padded(of: Sequence[Sequence[Way]]) -> tuple[Any, Any]:

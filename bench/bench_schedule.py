@@ -1,0 +1,85 @@
+"""`make bench`: plans, the simulator and the choices that a training run makes before its first step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fusedmoe.schedule.cost import Durations, fit
+from fusedmoe.schedule.degree import choose_degree
+from fusedmoe.schedule.grid import run_grid
+from fusedmoe.schedule.orders import three_queues
+from fusedmoe.schedule.paper import paper_degree
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.workload import StackCosts, Workload
+
+# Twelve layers in eight chunks, with attention and one all-reduce: 985 tasks.
+LAYERS, DEGREE = 12, 8
+
+
+def costs(layers: int = LAYERS, contention: float = 1.0) -> StackCosts:
+    model = TESTBEDS["B"].costs
+    layer = Workload(4, 1024, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(model)
+    return StackCosts((layer,) * layers, model.line("all-reduce/dp"), contention)
+
+
+def thousand_tasks() -> Plan:
+    passes = [Pass(three_queues, DEGREE)] * LAYERS
+    return step_plan(costs(), passes, passes)
+
+
+def test_make_and_check_a_plan(benchmark) -> None:  # type: ignore[no-untyped-def]
+    plan = thousand_tasks()
+    benchmark(Plan, plan.compute, plan.intra, plan.inter)
+    benchmark.extra_info["tasks"] = len(plan)
+
+
+def test_read_a_plan(benchmark) -> None:  # type: ignore[no-untyped-def]
+    benchmark(Plan.parse, str(thousand_tasks()))
+
+
+@pytest.mark.parametrize("contention", [1.0, 0.75])
+@pytest.mark.parametrize("function", [simulate, makespan])
+def test_simulate(benchmark, function, contention: float) -> None:  # type: ignore[no-untyped-def]
+    """1,000 tasks in less than 5 ms."""
+    plan, rng = thousand_tasks(), random.Random(1)
+    durations = Durations({task: rng.random() for task in plan}, contention)
+    benchmark(function, plan, durations)
+    benchmark.extra_info["tasks"] = len(plan)
+    assert len(plan) >= 980 and benchmark.stats.stats.min < 5e-3
+
+
+@pytest.mark.parametrize("contention", [1.0, 0.75])
+def test_choose_a_degree(benchmark, contention: float) -> None:  # type: ignore[no-untyped-def]
+    """Less than 100 µs by the closed form; with contention by simulation."""
+    chunks = costs().layers[0].chunks["backward"]
+    benchmark(choose_degree, chunks, 5e-3, contention=contention)
+    assert contention < 1 or benchmark.stats.stats.min < 100e-6
+
+
+def test_choose_a_degree_as_the_paper_does(benchmark) -> None:  # type: ignore[no-untyped-def]
+    benchmark.pedantic(paper_degree, args=(costs().layers[0].chunks["backward"], 5e-3), rounds=3)
+
+
+def test_fit_24_points(benchmark) -> None:  # type: ignore[no-untyped-def]
+    """Less than 10 ms."""
+    benchmark(fit, [(2**20 * n, 1e-4 + 1e-9 * 2**20 * n) for n in range(1, 25)])
+    assert benchmark.stats.stats.min < 10e-3
+
+
+@pytest.mark.parametrize("contention", [1.0, 0.75])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_plan_a_step(benchmark, policy: str, contention: float) -> None:  # type: ignore[no-untyped-def]
+    here = costs(contention=contention)
+    plan = benchmark.pedantic(POLICIES[policy].plan, args=(here,), rounds=5, warmup_rounds=1)
+    benchmark.extra_info.update(tasks=len(plan), step_ms=1e3 * makespan(plan, here))
+
+
+def test_the_whole_grid(benchmark) -> None:  # type: ignore[no-untyped-def]
+    """Table 5: 972 cases, with and without contention."""
+    benchmark.pedantic(run_grid, rounds=1)

@@ -1,0 +1,61 @@
+"""Plans and costs to test with."""
+
+from __future__ import annotations
+
+import random
+
+from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.orders import alternating, one_queue, three_queues
+from fusedmoe.schedule.partition import Partition
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts
+
+ORDERS = (three_queues, alternating, one_queue)
+
+DENSE = {"forward": ("attention", "gate", "order", "unorder"), "backward": ("order", "unorder", "gate", "attention")}
+
+
+def random_layer(rng: random.Random) -> LayerCosts:
+    """Any mix of short and long parts; sometimes without a group for experts or their shards, or without a gradient."""
+    kinds = ["expert"]
+    if rng.random() < 0.8:
+        kinds += ["dispatch", "combine"]
+    if rng.random() < 0.8:
+        kinds += ["all-gather", "reduce-scatter"]
+
+    def chunks() -> dict[str, Chunks]:
+        return {kind: Chunks(10 ** rng.uniform(-6, -3), 10 ** rng.uniform(-4, -1.5)) for kind in kinds}
+
+    dense = {
+        phase: {kind: 10 ** rng.uniform(-5, -2) for kind in found if rng.random() < 0.7}
+        for phase, found in DENSE.items()
+    }
+    gradient = rng.choice([0, 256, rng.randrange(1, 10**8)])
+    return LayerCosts({"forward": chunks(), "backward": chunks()}, dense, gradient)
+
+
+def random_costs(rng: random.Random, contention: float | None = None) -> StackCosts:
+    """Up to four layers, alike or not."""
+    layers = [random_layer(rng) for _ in range(rng.randint(1, 4))]
+    if rng.random() < 0.5:
+        layers = layers[:1] * len(layers)
+    if contention is None:
+        contention = rng.choice([1.0, rng.uniform(0.3, 0.99)])
+    line = Line(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-10, -8.5))
+    return StackCosts(
+        tuple(layers), line, contention, loss_s=rng.choice([None, 1e-3]), optimizer_s=rng.choice([None, 2e-3])
+    )
+
+
+def random_plan(rng: random.Random, costs: StackCosts) -> Plan:
+    """Any order and degree of each pass, gradients anywhere; not a good plan, but a plan."""
+
+    def passes() -> list[Pass]:
+        return [Pass(rng.choice(ORDERS), rng.randint(1, 6)) for _ in costs.layers]
+
+    def amounts() -> tuple[float, ...]:
+        return tuple(rng.choice([0.0, rng.uniform(0, 5e7)]) for _ in costs.layers)
+
+    partition = Partition(amounts(), amounts())
+    return step_plan(costs, passes(), passes(), partition, exposed=rng.random() < 0.3)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from fusedmoe.schedule import grid
+from fusedmoe.schedule.grid import COLUMNS, PUBLISHED, run_grid, workloads
+from fusedmoe.schedule.testbeds import TESTBEDS
+
+
+def check(results) -> None:
+    for result in results:
+        means = result.speedups()
+        order = ("tutel_improved", "fsmoe_no_iio", "fsmoe", "joint", "bound")
+        assert means[order[0]] > 1 and all(means[a] <= means[b] for a, b in zip(order, order[1:], strict=False))
+        assert means["tutel_improved"] < means["fsmoe_no_iio"] < means["fsmoe"]
+        for column in COLUMNS:
+            assert (result.seconds["bound"] <= result.seconds[column] * (1 + 1e-12)).all()
+            if column != "bound":
+                assert (result.seconds["joint"] <= result.seconds[column] * (1 + 1e-12)).all()
+        if result.contention < 1:
+            for column in ("tutel_improved", "fsmoe_no_iio", "fsmoe"):
+                assert means[column] == pytest.approx(PUBLISHED[result.testbed][column], abs=0.03)
+
+
+def test_every_eleventh_case_is_as_published(monkeypatch):
+    monkeypatch.setattr(grid, "workloads", lambda testbed: islice(workloads(testbed), 0, None, 11))
+    told = []
+    results = run_grid(progress=lambda done, total: told.append((done, total)))
+    assert told == [(n + 1, 90) for n in range(90)]
+    assert [(result.testbed, result.contention) for result in results] == [("A", 1), ("A", 0.65), ("B", 1), ("B", 0.75)]
+    check(results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_table_5():
+    results = run_grid()
+    check(results)
+    for result in results:
+        assert all(len(column) == 486 for column in result.seconds.values())
+        if result.testbed == "B":
+            assert 0.95 * 918 <= result.differing_degrees <= 1.05 * 918
+
+
+@pytest.mark.parametrize("testbed", TESTBEDS)
+def test_table_4(testbed):
+    cases = list(workloads(TESTBEDS[testbed]))
+    assert len(cases) == len(set(cases)) == 486
+    assert {case.seq_len for case in cases} == set({"A": (512, 1024, 2048), "B": (256, 512, 1024)}[testbed])
+    assert {case.hidden // case.model_dim for case in cases} == {2, 3, 4}
+    assert {(case.ep, case.esp) for case in cases} == {{"A": (6, 8), "B": (8, 4)}[testbed]}

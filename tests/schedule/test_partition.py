@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.degree import choose_degree
+from fusedmoe.schedule.orders import three_queues
+from fusedmoe.schedule.partition import Partition, Way, fill_free, piece_s, search, spread_rest, ways
+from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts
+from tests.schedule.plans import ORDERS, random_costs
+
+
+def backward_s(costs: StackCosts, of, partition: Partition) -> float:
+    """The backward pass by its definition; fails where a place has taken more than was ready."""
+    line, seconds, ready = costs.all_reduce, 0.0, 0.0
+    for layer in reversed(range(len(of))):
+        middle, beside = partition.middle[layer], partition.beside[layer]
+        ready -= middle + beside
+        assert middle >= 0 and beside >= 0 and ready >= -1.0, "in back-propagation order: no more than what is ready"
+        seconds += min(max(way.busy_s + piece_s(line, middle), way.free_s) for way in of[layer])
+        seconds += max(costs.layers[layer].dense_total_s("backward"), piece_s(line, beside))
+        ready += costs.layers[layer].gradient_bytes
+    return seconds + piece_s(line, ready)
+
+
+def random_ways(rng: random.Random, costs: StackCosts) -> list[list[Way]]:
+    order = rng.choice(ORDERS)
+    return [ways(layer, order, costs.contention) for layer in costs.layers]
+
+
+def test_ways_by_definition():
+    rng = random.Random()
+    for _ in range(30):
+        costs = random_costs(rng, 1.0)
+        layer = costs.layers[0]
+        found = ways(layer, three_queues, 1.0)
+        assert [way.free_s for way in found] == sorted(way.free_s for way in found)
+        assert [way.slack_s for way in found] == sorted(way.slack_s for way in found)
+        for gar in (0.0, 1e-4, 1e-2, 1.0):
+            best = choose_degree(layer.chunks["backward"], gar).seconds
+            assert min(max(way.busy_s + gar, way.free_s) for way in found) == pytest.approx(best, rel=1e-9)
+
+
+def layer(slack_s: float, dense_s: float, gradient_bytes: int) -> tuple[LayerCosts, list[Way]]:
+    costs = LayerCosts({"forward": {}, "backward": {}}, {"backward": {"attention": dense_s}}, gradient_bytes)
+    return costs, [Way(three_queues, 1, 10.0 - slack_s, 10.0)]
+
+
+def test_step_1_by_hand():
+    # An all-reduce of n bytes takes 1 + n/1000 s. Layer 2 comes first backward: nothing is ready yet.
+    layers = [layer(4.0, 3.0, 5000), layer(1.0, 3.0, 6000), layer(9.0, 9.0, 4000)]
+    costs = StackCosts(tuple(one for one, _ in layers), Line(1.0, 1e-3))
+    # Layer 1 hides 1 s in its middle: too short to start one. Beside its dense part 3 s: 2,000 of the 4,000 bytes.
+    # Layer 0: 4 s, 3,000 of 2,000 + 6,000; then 3 s, 2,000. At the end 3,000 + 5,000: 9 s.
+    partition = fill_free(costs, [found for _, found in layers])
+    assert partition == Partition((3000.0, 0.0, 0.0), (2000.0, 2000.0, 0.0))
+    assert backward_s(costs, [found for _, found in layers], partition) == 3 * 10 + 3 + 3 + 9 + 9
+
+
+def test_step_1_takes_no_more_than_there_is():
+    layers = [layer(9.0, 9.0, 100), layer(9.0, 9.0, 700)]
+    costs = StackCosts(tuple(one for one, _ in layers), Line(1.0, 1e-3))
+    assert fill_free(costs, [found for _, found in layers]) == Partition((700.0, 0.0), (0.0, 0.0))
+
+
+def test_step_2_moves_what_is_left_to_another_degree():
+    # Nothing is free, but with its second way layer 0 is only 0.5 s longer and hides 2.5 s.
+    first, _ = layer(0.0, 0.0, 1000)
+    of = [[Way(three_queues, 2, 10.0, 10.0), Way(three_queues, 1, 8.0, 10.5)]] * 2
+    costs = StackCosts((first, first), Line(1.0, 1e-3))
+    start = fill_free(costs, of)
+    assert start == Partition((0.0, 0.0), (0.0, 0.0)) and backward_s(costs, of, start) == 20 + 3
+    for found in (search(costs, of), spread_rest(costs, of, start)):
+        assert found.middle == (pytest.approx(1000.0, rel=1e-3), 0.0)
+        assert backward_s(costs, of, found) == pytest.approx(20.5 + 2, rel=1e-3)
+
+
+def test_the_search_is_never_beaten():
+    rng = random.Random()
+    for _ in range(40):
+        costs = random_costs(rng)
+        of = random_ways(rng, costs)
+        step_1 = fill_free(costs, of)
+        step_2 = spread_rest(costs, of, step_1)
+        best = backward_s(costs, of, search(costs, of))
+        assert best <= backward_s(costs, of, step_2) * (1 + 1e-9)
+        assert backward_s(costs, of, step_2) <= backward_s(costs, of, step_1) * (1 + 1e-9)
+
+
+def test_the_search_finds_the_best_of_all_partitions():
+    """Brute force: every multiple of a twelfth of what is ready, in every place."""
+    rng = random.Random()
+    shares = [n / 12 for n in range(13)]
+    for _ in range(12):
+        costs = random_costs(rng)
+        layers = (costs.layers * 3)[:3]
+        costs = StackCosts(tuple(layers), costs.all_reduce, costs.contention)
+        of = random_ways(rng, costs)
+        best = backward_s(costs, of, search(costs, of))
+        for first, second, third, fourth in product(shares, repeat=4):
+            ready = float(layers[2].gradient_bytes)
+            middle_1 = ready * first
+            beside_1 = (ready - middle_1) * second
+            ready += layers[1].gradient_bytes - middle_1 - beside_1
+            middle_0 = ready * third
+            beside_0 = (ready - middle_0) * fourth
+            partition = Partition((middle_0, middle_1, 0.0), (beside_0, beside_1, 0.0))
+            assert best <= quick_backward_s(costs, of, partition) * (1 + 1e-9)
+
+
+def quick_backward_s(costs: StackCosts, of, partition: Partition) -> float:
+    line = costs.all_reduce
+    seconds = piece_s(line, sum(costs.gradient_bytes) - sum(partition.middle) - sum(partition.beside))
+    for found, one, middle, beside in zip(of, costs.layers, *partition, strict=True):
+        gar = piece_s(line, middle)
+        seconds += min(max(way.busy_s + gar, way.free_s) for way in found)
+        seconds += max(one.dense_total_s("backward"), piece_s(line, beside))
+    return seconds
+
+
+def test_evolution_is_seeded():
+    rng = random.Random(3)
+    chunks = {"expert": Chunks(1e-3, 2e-2), "dispatch": Chunks(1e-3, 1e-2), "combine": Chunks(1e-3, 1e-2)}
+    one = LayerCosts({"forward": chunks, "backward": chunks}, {"backward": {"attention": 1e-3}}, 3 * 10**7)
+    costs = StackCosts((one,) * 4, Line(1e-4, 1e-9))
+    of = random_ways(rng, costs)
+    start = fill_free(costs, of)
+    assert spread_rest(costs, of, start, seed=1) == spread_rest(costs, of, start, seed=1)
+
+
+def test_no_layers():
+    costs = StackCosts((), Line(1.0, 1.0))
+    assert search(costs, []) == fill_free(costs, []) == Partition((), ())

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import LINKS, PIPELINE, Task, standard_dependencies
+from fusedmoe.schedule.text import name
+from fusedmoe.schedule.timeline import KINDS
+from tests.schedule.plans import random_costs, random_plan
+
+THREE = """compute: E0 E1 E2
+intra: AG0 AG1 AG2 RS0 RS1 RS2
+inter: D0 D1 D2 AR0(4096) C0 C1 C2"""
+
+
+def words(tasks) -> list[str]:
+    return [name(task) for task in tasks]
+
+
+def test_a_plan_reads_as_its_text_and_writes_it_again():
+    plan = Plan.parse(THREE)
+    assert str(plan) == THREE
+    assert len(plan) == 16 and plan.degrees == {("forward", 0): 3}
+    assert plan.inter[3] == Task("gradient-all-reduce", 0, 0, "forward", 4096)
+    assert plan.on("compute") == tuple(Task("expert", chunk) for chunk in range(3))
+    assert plan.resources[Task("all-gather", 1)] == "intra"
+
+
+def test_chunks_wait_along_the_road():
+    plan = Plan.parse(THREE)
+    for before, after in zip(PIPELINE, PIPELINE[1:], strict=False):
+        for chunk in range(3):
+            assert plan.dependencies[Task(after, chunk)] == (Task(before, chunk),)
+    assert plan.dependencies[Task("dispatch", 1)] == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("inter: D0 D0", ["f0.D0", "inter twice", "take one"]),
+        ("inter: D0 AG0\nintra: AG0", ["f0.AG0", "intra and inter"]),
+        ("inter: E0", ["f0.E0", "cannot run on inter", "put it on compute"]),
+        ("compute: D0", ["f0.D0", "cannot run on compute", "put it on inter"]),
+        ("compute: E0 E1\ninter: D0", ["f0.D1 is missing", "2 chunks"]),
+        ("compute: b3.E0 b3.E2", ["b3.E1 is missing", "number b3.E2"]),
+        ("inter: D", ["f0.D0 is missing", "number f0.D "]),
+        ("compute: E0\ninter: C0 D0", ["would never end", "f0.C0 needs f0.E0", "D0 stands behind f0.C0", "move f0.D0"]),
+        (
+            "compute: E0 E1\nintra: AG0 RS0 RS1 AG1\ninter: D0 D1",
+            ["f0.AG1 stands behind f0.RS1 on intra", "f0.RS1 needs f0.E1", "f0.E1 needs f0.AG1", "move f0.AG1 forward"],
+        ),
+        ("inter: D0 C0\nafter D0: C0", ["would never end", "f0.D0 needs f0.C0"]),
+        ("inter: AR0(0)", ["size 0", "from 1"]),
+        ("inter: D0(12)", ["f0.D0 has a size"]),
+        ("inter: D0 X3", ["line 1", "'X3'"]),
+        ("inter: D0\n\ninter: C0", ["line 3", "'inter' occurs twice"]),
+        ("inter D0", ["line 1", "'inter D0'"]),
+        ("network: D0", ["line 1", "'compute: …'"]),
+        ("inter: D0\nphase: backward", ["line 2", "ahead of the orders"]),
+        ("phase: sideways", ["line 1"]),
+        ("inter: D0\nafter D0: C7", ["line 2", "no C7"]),
+        ("inter: D-1", ["line 1", "'D-1'"]),
+    ],
+)
+def test_a_bad_plan_is_refused_with_the_task_and_the_cure(text, parts):
+    with pytest.raises(ConfigError) as caught:
+        Plan.parse(text)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "part"),
+    [
+        (Task("experts", 0), "kind 'experts'"),
+        (Task("expert", 0, 0, "sideways"), "phase 'sideways'"),
+        (Task("expert", -1), "chunk -1"),
+        (Task("expert", True), "chunk True"),
+        (Task("expert", 0, 1.0), "layer 1.0"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_bad_task_is_refused(task, part):
+    with pytest.raises(ConfigError, match=part):
+        Plan(compute=(task,))
+
+
+def test_a_dependency_has_to_be_in_the_plan():
+    with pytest.raises(ConfigError, match=r"after f0\.E0: there is no f1\.E0"):
+        Plan(compute=(Task("expert", 0),), after={Task("expert", 0): (Task("expert", 0, 1),)})
+
+
+def test_after_replaces_the_standard_and_only_where_it_says_something_else():
+    task, needed = Task("expert", 0), Task("dispatch", 0)
+    free = Plan((task,), (), (needed,), after={task: ()})
+    assert free.dependencies[task] == () and str(free).endswith("after E0:")
+    same = Plan((task,), (), (needed,), after={task: (needed,)})
+    assert same.after == {} and same == Plan((task,), (), (needed,))
+    assert free != same and free.fingerprint != same.fingerprint
+    assert Plan.parse(str(free)) == free
+
+
+def test_every_kind_has_a_word():
+    compute = tuple(Task(kind, None if kind not in PIPELINE else 0) for kind in KINDS if kind not in LINKS)
+    inter = tuple(Task(kind, 0) for kind in KINDS if kind in LINKS)
+    plan = Plan(compute, (), inter, after={task: () for task in compute + inter})
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_places_without_layer_or_phase():
+    text = "compute: f0.E0 f.L b12.WG3 b0.E0 .Opt"
+    plan = Plan.parse(text)
+    assert plan.compute[1:] == (
+        Task("loss", None, None, "forward"),
+        Task("weight-gradient", 3, 12, "backward"),
+        Task("expert", 0, 0, "backward"),
+        Task("optimizer", None, None, None),
+    )
+    assert str(plan) == text
+    alone = Plan.parse("compute: .Opt")
+    assert str(alone) == "compute: .Opt" and Plan.parse(str(alone)) == alone
+
+
+def test_one_layer_and_pass_is_written_without_prefixes():
+    plan = Plan.parse("phase: backward\nlayer: 3  # the fourth\n\ncompute: E0\ninter: D0 C0")
+    assert {(task.phase, task.layer) for task in plan} == {("backward", 3)}
+    assert str(plan) == "phase: backward\nlayer: 3\ncompute: E0\ninter: D0 C0"
+
+
+def test_layers_and_passes_follow_each_other():
+    plan = Plan.parse(
+        """
+        compute: f0.A f0.G f0.O f0.E0 f0.U f1.A f1.E0 f1.E1 .L b1.E0 b1.A b0.O b0.E0 b0.WG0 b0.U b0.G b0.A .Opt
+        inter: f0.D0 f0.C0 f1.D0 f1.D1 f1.C0 f1.C1 b1.D0 b1.C0 b0.D0 b1.AR0 b0.C0 b0.AR0
+        """
+    )
+    needs = {name(task): set(words(before)) for task, before in plan.dependencies.items()}
+    assert needs["f0.A"] == set() and needs["f0.G"] == {"f0.A"} and needs["f0.D0"] == {"f0.O"}
+    assert needs["f1.A"] == {"f0.U"} and needs["f1.D1"] == {"f1.A"}
+    assert needs[".L"] == {"f1.C0", "f1.C1"} and needs["b1.D0"] == {".L"}
+    assert needs["b1.A"] == {"b1.C0"} and needs["b0.O"] == {"b1.A"} and needs["b0.U"] == {"b0.C0"}
+    assert needs["b0.WG0"] == {"b0.E0"}
+    assert needs["b1.AR0"] == {"b1.A"} and needs["b0.AR0"] == {"b0.G", "b0.A"}
+    assert needs[".Opt"] == {word for word in needs if word[0] == "b"}
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_micro_batches_go_from_layer_to_layer_by_themselves():
+    plan = Plan.parse(
+        """
+        compute: f0.A0 f0.A1 f0.E0 f0.E1 f1.A0 f1.A1 f1.E0 f1.E1 f2.E0 f2.E1
+        inter: f0.D0 f0.D1 f0.C0 f0.C1 f1.D0 f1.D1 f1.C0 f1.C1 f2.D0 f2.D1 f2.C0 f2.C1
+        """
+    )
+    needs = {name(task): words(before) for task, before in plan.dependencies.items()}
+    assert needs["f0.D1"] == ["f0.A1"] and needs["f1.A0"] == ["f0.C0"] and needs["f1.A1"] == ["f0.C1"]
+    assert needs["f2.D0"] == ["f1.C0", "f1.C1"]  # no micro-batches: the layer's rows are put together first
+
+
+def test_standard_dependencies_do_not_depend_on_the_order_of_tasks():
+    rng = random.Random(5)
+    plan = random_plan(rng, random_costs(rng))
+    tasks = list(plan)
+    standard = {task: set(before) for task, before in standard_dependencies(tasks).items()}
+    rng.shuffle(tasks)
+    assert {task: set(before) for task, before in standard_dependencies(tasks).items()} == standard
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_plan_survives_its_text_and_a_pickle(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, random_costs(rng))
+    for again in (Plan.parse(str(plan)), pickle.loads(pickle.dumps(plan))):
+        assert again == plan and hash(again) == hash(plan)
+        assert (again.fingerprint, str(again)) == (plan.fingerprint, str(plan))
+        assert (again.sequence, again.before) == (plan.sequence, plan.before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_sequence_has_every_task_after_all_that_it_waits_for(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, random_costs(rng))
+    place = {task: index for index, task in enumerate(plan.sequence)}
+    assert len(place) == len(plan.sequence) == len(plan) and set(place) == set(plan)
+    for task, before in plan.dependencies.items():
+        assert all(place[one] < place[task] for one in before)
+    for resource in ("compute", "intra", "inter"):
+        places = [place[task] for task in plan.on(resource)]
+        assert places == sorted(places)
+    for task, before in zip(plan.sequence, plan.before, strict=True):
+        order = plan.on(plan.resources[task])
+        earlier = {order[order.index(task) - 1]} if order[0] != task else set()
+        assert {plan.sequence[one] for one in before} == set(plan.dependencies[task]) | earlier
+
+
+def test_any_swap_either_deadlocks_or_gives_another_plan():
+    rng = random.Random()
+    refused = 0
+    for _ in range(200):
+        plan = random_plan(rng, random_costs(rng))
+        order = list(plan.compute)
+        one, two = rng.randrange(len(order)), rng.randrange(len(order))
+        order[one], order[two] = order[two], order[one]
+        try:
+            other = Plan(tuple(order), plan.intra, plan.inter, plan.after)
+        except ConfigError as error:
+            refused += 1
+            assert "would never end" in str(error)
+        else:
+            assert (other == plan) == (one == two) == (other.fingerprint == plan.fingerprint)
+    assert 0 < refused < 200
+
+
+def test_the_fingerprint_is_the_same_everywhere():
+    plan = Plan.parse(THREE)
+    assert plan.fingerprint == "47f338775fb8ff15"
+    code = "import sys; from fusedmoe.schedule.plan import Plan; print(Plan.parse(sys.stdin.read()).fingerprint)"
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], input=THREE, env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == plan.fingerprint
+
+
+def test_an_empty_plan():
+    plan = Plan()
+    assert len(plan) == 0 and str(plan) == "" and Plan.parse("") == plan and plan.sequence == ()

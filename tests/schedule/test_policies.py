@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.gradient import gradient_ranges
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import LINA_BYTES, POLICIES, TUTEL_DEGREES
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.text import name
+from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts, Workload
+from tests.schedule.plans import random_costs, random_plan
+
+SEEDS = st.integers(0, 2**32)
+FEW = settings(max_examples=40, deadline=None)
+
+
+def check_complete(plan: Plan, costs: StackCosts) -> None:
+    """Every part of every layer is there, all chunks of it, and every byte of the gradient is reduced once."""
+    expected = set()
+    for index, layer in enumerate(costs.layers):
+        for phase in ("forward", "backward"):
+            degree = plan.degrees[phase, index]
+            for kind in layer.chunks[phase]:
+                expected |= {Task(kind, chunk, index, phase) for chunk in range(degree)}
+            expected |= {Task(kind, None, index, phase) for kind in layer.dense_s[phase]}
+    if costs.loss_s is not None:
+        expected.add(Task("loss", None, None, None))
+    if costs.optimizer_s is not None:
+        expected.add(Task("optimizer", None, None, None))
+    found = [task for task in plan if task.kind != "gradient-all-reduce"]
+    assert len(found) == len(expected) and set(found) == expected
+    ranges = list(gradient_ranges(plan, costs.gradient_bytes).values())
+    assert [part.start for part in ranges] == [0, *(part.stop for part in ranges)][: len(ranges)]
+    assert sum(map(len, ranges)) == sum(costs.gradient_bytes)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@FEW
+@given(SEEDS)
+def test_every_policy_makes_a_whole_plan(policy, seed):
+    costs = random_costs(random.Random(seed))
+    plan = POLICIES[policy].plan(costs)
+    check_complete(plan, costs)
+    again = POLICIES[policy].plan(random_costs(random.Random(seed)))
+    assert again == plan and again.fingerprint == plan.fingerprint
+    assert Plan.parse(str(plan)) == plan
+    assert max(POLICIES[policy].plan(costs, 3).degrees.values()) <= 3
+
+
+@settings(max_examples=80, deadline=None)
+@given(SEEDS)
+def test_joint_is_never_worse_and_nothing_beats_the_bound(seed):
+    rng = random.Random(seed)
+    costs = random_costs(rng)
+    seconds = {name: makespan(policy.plan(costs), costs) for name, policy in POLICIES.items()}
+    assert seconds["joint"] == min(seconds.values())
+    bound = bound_s(costs)
+    assert bound <= seconds["joint"] * (1 + 1e-9)
+    for _ in range(5):
+        assert bound <= makespan(random_plan(rng, costs), costs) * (1 + 1e-9)
+
+
+def test_the_bound_is_reached_where_experts_are_all():
+    """Parts that take nothing beside long experts in one chunk: every policy takes just their time."""
+    rng = random.Random(1)
+    costs = random_costs(rng, 1.0)
+    chunks = {"expert": costs.layers[0].chunks["forward"]["expert"]}
+    layers = tuple(type(one)({"forward": chunks, "backward": chunks}, one.dense_s) for one in costs.layers)
+    costs = StackCosts(layers, costs.all_reduce)
+    for policy in POLICIES.values():
+        assert makespan(policy.plan(costs, 1), costs) == pytest.approx(bound_s(costs, 1), rel=1e-9)
+
+
+def costs_b(layers: int = 3, contention: float = 1.0) -> StackCosts:
+    model = TESTBEDS["B"].costs
+    layer = Workload(4, 512, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(model)
+    return StackCosts((layer,) * layers, model.line("all-reduce/dp"), contention)
+
+
+def long_experts(layers: int = 3) -> StackCosts:
+    """Experts take longer than all communication, backward above all: 10 MB of gradients, 10 ms, fit beside them."""
+    links = {"dispatch": 4, "all-gather": 2, "reduce-scatter": 2, "combine": 4}
+    alpha_s = 3e-4
+    chunks = {
+        phase: {kind: Chunks(alpha_s, ms * 1e-3) for kind, ms in ({"expert": experts} | links).items()}
+        for phase, experts in (("forward", 12), ("backward", 60))
+    }
+    dense = {"forward": {"attention": 1e-3}, "backward": {"attention": 2e-3}}
+    return StackCosts((LayerCosts(chunks, dense, 10**7),) * layers, Line(1e-4, 1e-9))
+
+
+def test_sequential_takes_the_sum_of_its_tasks():
+    costs = costs_b()
+    plan = POLICIES["sequential"].plan(costs)
+    assert set(plan.degrees.values()) == {1}
+    assert makespan(plan, costs) == pytest.approx(sum(costs.seconds(plan).values()), rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["sequential", "tutel", "pipemoe"])
+def test_baselines_expose_the_gradients(policy):
+    costs = costs_b()
+    plan = POLICIES[policy].plan(costs)
+    reduces = [task for task in plan.inter if task.kind == "gradient-all-reduce"]
+    assert [task.layer for task in reduces] == [2, 1, 0] and not plan.intra
+    assert all(plan.dependencies[task] == (plan.compute[-1],) for task in reduces)
+    for layer in range(3):
+        assert plan.degrees["forward", layer] == plan.degrees["backward", layer]
+
+
+def test_tutel_tries_its_degrees_and_pipemoe_any():
+    for costs, any_degree in ((costs_b(), 4), (long_experts(), 5)):
+        degree = POLICIES["tutel"].plan(costs).degrees["forward", 0]
+        assert degree in TUTEL_DEGREES
+        seconds = {r: makespan(POLICIES["tutel"].plan(costs, r), costs) for r in TUTEL_DEGREES}
+        assert seconds[8] == min(seconds.values())  # with all at its choice
+        assert POLICIES["pipemoe"].plan(costs).degrees["forward", 0] == any_degree
+
+
+def test_tutel_improved_reduces_beside_the_next_dense_part():
+    plan = POLICIES["tutel_improved"].plan(costs_b())
+    degree = plan.degrees["backward", 0]
+    order = [name(task) for task in plan.inter if task.kind in ("gradient-all-reduce", "combine")]
+    backward = [word for word in order if word[0] == "b"]
+    combines = {layer: [f"b{layer}.C{chunk}" for chunk in range(degree)] for layer in range(3)}
+    assert backward == [*combines[2], *combines[1], "b2.AR0", *combines[0], "b1.AR0", "b0.AR0"]
+
+
+def test_lina_reduces_while_experts_compute():
+    costs = long_experts()
+    plan = POLICIES["lina"].plan(costs)
+    reduces = [task for task in plan.inter if task.kind == "gradient-all-reduce"]
+    # 10 MB are less than a piece; layer 2's go while layer 1 computes.
+    assert [(task.layer, task.chunk, task.size) for task in reduces] == [(2, 0, 10**7), (1, 0, 10**7), (0, 0, 10**7)]
+    degree = plan.degrees["backward", 0]
+    place = {name(task): index for index, task in enumerate(plan.inter)}
+    assert place[f"b1.AG{degree - 1}"] < place["b2.AR0"] < place[f"b1.C{degree - 1}"]
+    # All but the last layer's are hidden, which are ready when all else has ended.
+    bare = StackCosts(tuple(replace(layer, gradient_bytes=0) for layer in costs.layers), costs.all_reduce)
+    hidden = makespan(POLICIES["lina"].plan(bare), bare)
+    assert makespan(plan, costs) == pytest.approx(hidden + costs.all_reduce.seconds(10**7), rel=1e-9)
+
+
+def test_lina_s_pieces_have_one_size():
+    costs = long_experts()
+    costs = StackCosts(tuple(replace(layer, gradient_bytes=70 * 10**6) for layer in costs.layers), costs.all_reduce)
+    plan = POLICIES["lina"].plan(costs)
+    sizes = [task.size for task in plan.inter if task.kind == "gradient-all-reduce"]
+    assert sizes == [LINA_BYTES, LINA_BYTES, 10 * 10**6] * 3
+
+
+def test_fsmoe_has_its_own_degrees_and_reduces_in_the_middle():
+    degrees = POLICIES["fsmoe"].plan(costs_b()).degrees
+    assert degrees["forward", 0] != degrees["backward", 0]
+    plan = POLICIES["fsmoe"].plan(long_experts())
+    order = [name(task) for task in plan.inter]
+    last = plan.degrees["backward", 1] - 1
+    assert order[order.index(f"b1.D{last}") :][:3] == [f"b1.D{last}", "b2.AR0", "b1.C0"]
+    assert all(task.kind in ("all-gather", "reduce-scatter") for task in plan.intra)
+
+
+def test_one_queue_has_nothing_to_do_with_contention():
+    for policy in ("sequential", "tutel", "pipemoe", "tutel_improved", "lina", "fsmoe_no_iio"):
+        free, slow = (POLICIES[policy].plan(costs_b(contention=share)) for share in (1.0, 0.5))
+        assert free == slow
+        assert makespan(free, costs_b(contention=1.0)) == makespan(slow, costs_b(contention=0.5))
+
+
+def test_with_strong_contention_joint_takes_turns():
+    costs = costs_b(contention=0.35)
+    seconds = {name: makespan(policy.plan(costs), costs) for name, policy in POLICIES.items()}
+    assert seconds["fsmoe"] > seconds["fsmoe_no_iio"] >= seconds["joint"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_descriptions_are_one_line(policy):
+    assert "\n" not in POLICIES[policy].description and 20 < len(POLICIES[policy].description) < 110

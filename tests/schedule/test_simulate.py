@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.orders import one_queue, three_queues
+from fusedmoe.schedule.passes import ChunkTimes, one_queue_s, pass_bound_s, three_queues_s
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.text import name
+from tests.schedule.plans import ORDERS, random_costs, random_plan
+
+PARTS = {"all": PIPELINE, "no shards": ("dispatch", "expert", "combine"), "one node": PIPELINE[1:4]}
+
+
+def by_definition(plan: Plan, seconds, contention) -> dict[Task, tuple[Fraction, Fraction]]:
+    """The simulator's definition, in exact numbers: step from event to event, look at every task each time."""
+    share = Fraction(contention)
+    left = {task: Fraction(seconds[task]) for task in plan}
+    started: dict[Task, Fraction] = {}
+    ended: dict[Task, Fraction] = {}
+    now = Fraction(0)
+    while len(ended) < len(plan):
+        running = {}
+        for resource in ("compute", "intra", "inter"):
+            head = next((task for task in plan.on(resource) if task not in ended), None)
+            if head is not None and all(one in ended for one in plan.dependencies[head]):
+                running[resource] = head
+                started.setdefault(head, now)
+        both = "intra" in running and "inter" in running
+        speed = {resource: share if both and resource != "compute" else Fraction(1) for resource in running}
+        step = min(left[task] / speed[resource] for resource, task in running.items())
+        now += step
+        for resource, task in running.items():
+            left[task] -= step * speed[resource]
+            if left[task] == 0:
+                ended[task] = now
+    return {task: (started[task], ended[task]) for task in plan}
+
+
+def durations(rng: random.Random, plan: Plan) -> dict[Task, float]:
+    """Some small whole numbers, so that ends coincide, some any, some nothing."""
+    choose = rng.choice([lambda: float(rng.randrange(4)), lambda: rng.random(), lambda: 10 ** rng.uniform(-6, 0)])
+    return {task: choose() for task in plan}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1.0, 0.75, 0.5, 0.3, 0.1]))
+def test_simulation_equals_its_definition(seed, contention):
+    rng = random.Random(seed)
+    plan = random_plan(rng, random_costs(rng))
+    seconds = durations(rng, plan)
+    timeline = simulate(plan, Durations(seconds, contention))
+    expected = by_definition(plan, seconds, contention)
+    assert len(timeline.spans) == len(plan) and timeline.source == "predicted"
+    found = {(s.kind, s.chunk, s.layer, s.phase): s for s in timeline.spans}
+    for task, (start, end) in expected.items():
+        span = found[task[:4]]
+        assert span.resource == plan.resources[task]
+        assert span.start_s == pytest.approx(float(start), rel=1e-9, abs=1e-12)
+        assert span.end_s == pytest.approx(float(end), rel=1e-9, abs=1e-12)
+    assert makespan(plan, Durations(seconds, contention)) == timeline.end_s
+
+
+def test_contention_by_hand():
+    plan = Plan.parse("compute: E0\nintra: AG0 RS0\ninter: D0 AR0 C0\nafter AR0: D0")
+    seconds = {"dispatch": 4, "all-gather": 2, "expert": 1, "reduce-scatter": 3, "combine": 4, "gradient-all-reduce": 5}
+    timeline = simulate(plan, Durations({task: float(seconds[task.kind]) for task in plan}, 0.5))
+    found = {span.kind: (span.start_s, span.end_s) for span in timeline.spans}
+    # From 4 s on AG0 (2 s of work) and AR0 (5 s) are slowed to a half: AG0 ends at 8 s, AR0 has 3 s left. It is alone
+    # for the second of E0, and has 2 s left when RS0 (3 s) starts at 9 s. Both at a half again: AR0 ends at 13 s, RS0
+    # has 1 s left and is alone until 14 s. C0 follows.
+    assert found == {
+        "dispatch": (0.0, 4.0),
+        "all-gather": (4.0, 8.0),
+        "expert": (8.0, 9.0),
+        "gradient-all-reduce": (4.0, 13.0),
+        "reduce-scatter": (9.0, 14.0),
+        "combine": (14.0, 18.0),
+    }
+    alone = simulate(plan, Durations({task: float(seconds[task.kind]) for task in plan}, 1.0))
+    assert alone.end_s == 4 + 2 + 1 + 3 + 4
+
+
+def test_one_queue_never_contends():
+    plan = Plan.of(one_queue(PIPELINE, 4))
+    seconds = {task: 1.0 for task in plan}
+    assert simulate(plan, Durations(seconds, 0.1)) == simulate(plan, Durations(seconds, 1.0))
+
+
+def of_pass(order, kinds, degree, times: ChunkTimes, gar: float) -> tuple[Plan, dict[Task, float]]:
+    pieces = [Task("gradient-all-reduce", 0, 1, "backward")] if gar else []
+    plan = Plan.of(order(kinds, degree, "backward", 0, pieces))
+    of = dict(zip(PIPELINE, times, strict=True)) | {"gradient-all-reduce": gar}
+    return plan, {task: of[task.kind] for task in plan}
+
+
+def random_times(rng: random.Random, kinds) -> tuple[ChunkTimes, float]:
+    """Also with parts that take nothing, that are alike, and of very different lengths."""
+    scale = rng.choice([lambda: rng.random(), lambda: 10 ** rng.uniform(-4, 0), lambda: float(rng.randrange(3))])
+    times = ChunkTimes(*(scale() if kind in kinds else 0.0 for kind in PIPELINE))
+    if rng.random() < 0.5:
+        times = times._replace(combine=times.dispatch)
+    return times, rng.choice([0.0, 1.0, 5.0, 20.0]) * rng.random()
+
+
+def sweep(count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(count):
+        kinds = PARTS[rng.choice(list(PARTS))]
+        times, gar = random_times(rng, kinds)
+        degree = rng.randint(1, 16)
+        for order, closed in ((three_queues, three_queues_s), (one_queue, one_queue_s)):
+            plan, seconds = of_pass(order, kinds, degree, times, gar)
+            assert makespan(plan, Durations(seconds)) == pytest.approx(closed(degree, times, gar), rel=1e-9), times
+
+
+def test_closed_forms_equal_simulation():
+    sweep(2_500, seed=11)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_closed_forms_equal_simulation_100_000_times():
+    sweep(50_000, seed=12)
+
+
+SECONDS = st.floats(0.0, 1e3, allow_subnormal=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 9), st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS), SECONDS)
+def test_closed_forms_equal_simulation_for_any_times(degree, times, gar):
+    for order, closed in ((three_queues, three_queues_s), (one_queue, one_queue_s)):
+        plan, seconds = of_pass(order, PIPELINE, degree, ChunkTimes(*times), gar)
+        assert makespan(plan, Durations(seconds)) == pytest.approx(closed(degree, ChunkTimes(*times), gar), rel=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([1.0, 0.8, 0.6, 0.4]))
+def test_no_order_beats_the_bound_of_a_pass(degree, seed, contention):
+    rng = random.Random(seed)
+    times, gar = random_times(rng, PIPELINE)
+    bound = pass_bound_s(degree, times, gar, contention)
+    for order in ORDERS:
+        plan, seconds = of_pass(order, PIPELINE, degree, times, gar)
+        assert makespan(plan, Durations(seconds, contention)) >= bound * (1 - 1e-9)
+    # Any other order that can run, too: the links' tasks in a random order that keeps each chunk's.
+    plan, seconds = of_pass(three_queues, PIPELINE, degree, times, gar)
+    for _ in range(10):
+        try:
+            shuffled = Plan(plan.compute, *(shuffle(rng, plan.on(link)) for link in ("intra", "inter")))
+        except ConfigError:
+            continue
+        assert makespan(shuffled, Durations(seconds, contention)) >= bound * (1 - 1e-9)
+
+
+def shuffle(rng: random.Random, order: tuple[Task, ...]) -> tuple[Task, ...]:
+    return tuple(rng.sample(order, len(order)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_contention_makes_nothing_earlier(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, random_costs(rng))
+    seconds = durations(rng, plan)
+    ends = []
+    for contention in (1.0, 0.7, 0.4):
+        spans = simulate(plan, Durations(seconds, contention)).spans
+        ends.append({(s.kind, s.chunk, s.layer, s.phase): s.end_s for s in spans})
+    for key in ends[0]:
+        assert ends[0][key] <= ends[1][key] * (1 + 1e-12) and ends[0][key] <= ends[2][key] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_duration_that_cannot_be_is_refused(bad):
+    plan = Plan.parse("compute: E0 E1")
+    with pytest.raises(ConfigError, match=r"f0\.E1 cannot take"):
+        simulate(plan, Durations({Task("expert", 0): 1.0, Task("expert", 1): bad}))
+
+
+def test_a_missing_duration_is_named():
+    with pytest.raises(ConfigError, match=r"no duration for f0\.E1"):
+        makespan(Plan.parse("compute: E0 E1"), Durations({Task("expert", 0): 1.0}))
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, 1.5, float("nan")])
+def test_a_contention_that_cannot_be_is_refused(bad):
+    with pytest.raises(ConfigError, match="contention"):
+        simulate(Plan.parse("compute: E0"), Durations({Task("expert", 0): 1.0}, bad))
+
+
+def test_an_empty_plan_takes_no_time():
+    assert simulate(Plan(), Durations({})).spans == () and makespan(Plan(), Durations({})) == 0.0
+
+
+def test_spans_keep_the_plan_s_order():
+    rng = random.Random()
+    plan = random_plan(rng, random_costs(rng))
+    timeline = simulate(plan, Durations({task: 0.1 + rng.random() for task in plan}, 0.6))
+    for resource in timeline.resources:
+        spans = timeline.on(resource)
+        words = [name(task) for task in plan.on(resource)]
+        assert [name(Task(s.kind, s.chunk, s.layer, s.phase)) for s in spans] == words
+        assert all(a.end_s <= b.start_s + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
