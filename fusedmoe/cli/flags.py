@@ -15,6 +15,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.layers.gates import GATES
 from fusedmoe.layers.orders import ORDERS
+from fusedmoe.layers.schedule import SCHEDULES
 from fusedmoe.models.config import EXPERTS, NORMS, OBJECTIVES, POSITIONS, ModelConfig
 from fusedmoe.models.named import MODELS, named_model
 
@@ -94,6 +95,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--mp", "mp", "model parallel: ranks that split attention heads", chosen="ranks of a node"),
         Flag("--dispatch", "dispatch", "all-to-all algorithm", str, ALGORITHMS),
         Flag("--wire-dtype", "wire_dtype", "what dispatched rows travel in", str, WIRES),
+        Flag("--schedule", "schedule", "how what travels overlaps with what is computed", str, SCHEDULES),
         Flag("--device", "device", "auto: GPUs where every rank of the machine has one", str, DEVICES),
         Flag("--timeout", "timeout_s", "seconds a rank waits for another", float, metavar="S"),
     ),

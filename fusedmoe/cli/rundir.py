@@ -15,7 +15,8 @@ from fusedmoe.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunDir:
-    """A run folder: config.json, metrics.jsonl, checkpoint/, timeline.png, trace.json. Only rank 0 writes files."""
+    """A run folder: config.json, metrics.jsonl, checkpoint/, timeline.png, trace.json, and with a schedule costs.json
+    and plan.txt. Only rank 0 writes files."""
 
     path: Path
 
@@ -30,6 +31,15 @@ class RunDir:
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
+
+    @property
+    def costs(self) -> Path:
+        """What this machine takes, where a schedule was made by it: a resumed job keeps to the plan."""
+        return self.path / "costs.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.txt"
 
     @property
     def metrics(self) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.schedule import SCHEDULES
 from fusedmoe.models.config import ModelConfig
 
 DTYPES = ("fp32", "bf16", "fp64")
@@ -24,6 +25,7 @@ class Settings:
         model: the model, `batch` and `seq_len` included.
         ranks_per_node, ep, esp, mp: the parallel layout (`fusedmoe.cli.layout`).
         dispatch, wire_dtype: the all-to-all algorithm, and what rows travel in ("same": as they are).
+        schedule: what overlaps with computation, and by which policy (`fusedmoe.layers.schedule.SCHEDULES`).
         dtype: "fp32", "bf16" (autocast; parameters stay float32) or "fp64".
         device: "auto" takes a GPU where there is one for each rank of the machine.
         recompute: activations are computed again for the backward pass instead of kept.
@@ -45,6 +47,7 @@ class Settings:
     mp: int | None = None
     dispatch: str = "direct"
     wire_dtype: str = "same"
+    schedule: str = "off"
     dtype: str = "fp32"
     device: str = "auto"
     recompute: bool = False
@@ -72,7 +75,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"{name} = {value} must be a number from 0")
-        for name, known in (("dtype", DTYPES), ("wire_dtype", WIRES), ("device", DEVICES)):
+        for name, known in (("dtype", DTYPES), ("wire_dtype", WIRES), ("device", DEVICES), ("schedule", SCHEDULES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
         if not 0 < self.timeout_s < math.inf:

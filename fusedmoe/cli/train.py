@@ -22,6 +22,8 @@ from fusedmoe.cli.trainer import StepReport, Trainer
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.trace import save_trace
@@ -41,6 +43,10 @@ Everything lies in one run folder, runs/<date-time>: config.json (every setting,
 was chosen), metrics.jsonl (a line a step), checkpoint/, and the timeline of one step on
 every rank as timeline.png and as trace.json, for ui.perfetto.dev and chrome://tracing.
 
+--schedule auto hides what travels behind what is computed: tokens in chunks, gradients in
+pieces during the backward pass. What this machine takes is measured once and kept; the
+folder then also has costs.json and plan.txt, and a resumed job keeps to them.
+
 Ctrl-C finishes the step, saves and ends; --resume goes on to the same losses.
 """
 
@@ -54,6 +60,8 @@ examples:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --resume runs/2026-01-31_12-00-00
   a paper's model, fewer layers, another gate, experts in 16 bits on the wire:
     fusedmoe train --model GPT2-Tiny-MoE --layers 4 --gate gshard --wire-dtype bf16 --steps 50
+  communication hidden behind computation:
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --schedule auto
   your own text:
     fusedmoe train --data ~/notes --pattern '*.md' --seq-len 256
 """
@@ -142,6 +150,8 @@ class Job:
         else:
             made = self._on_rank_0(lambda: RunDir.make(run_dir))
             self.folder = RunDir(Path(made.path))
+        if settings.schedule != "off" and topology.ep.size * topology.esp.size > 1:
+            self._follow(trainer)
         if topology.rank == 0:
             self._open(trainer, corpus, done)
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
@@ -163,6 +173,20 @@ class Job:
             self.folder.note({"step": done, "held_out_loss": loss})
             print(f"run folder: {self.folder.path}")
         return Verdict(f"held-out loss: {loss:.4f} nats per byte", 0)
+
+    def _follow(self, trainer: Trainer) -> None:
+        """Has the trainer follow its policy's plan, by what this machine takes; a resumed job by what it took."""
+        found = self.folder.costs
+        text = found.read_text(encoding="utf-8") if self.topology.rank == 0 and found.exists() else None
+        text = all_gather_object(self.topology.world, text, "reading the run folder")[0]
+        if text is None:
+            costs = cached_profile(self.topology, self.device, dtype=trainer.compute_dtype)[0].costs
+        else:
+            costs = CostModel.from_json(text)
+        plan = trainer.follow(costs)
+        if self.topology.rank == 0:
+            self.folder.costs.write_text(costs.to_json() + "\n", encoding="utf-8")
+            self.folder.plan.write_text(str(plan), encoding="utf-8")
 
     def _train(self, trainer: Trainer, corpus: Corpus, display: Display, done: int, last: int) -> tuple[int, bool]:
         """Steps `done` to `last`; returns how many are done, all of them saved, and whether some rank was to stop."""

@@ -17,13 +17,19 @@ from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.layers.hooks import Hooks, WireCast
+from fusedmoe.layers.schedule import Schedule
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Loss, Transformer
+from fusedmoe.models.workload import block_workload
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.training import clip_grad_norm, sync_gradients
+from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
+from fusedmoe.training.stream import GradientStream
 
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _BETAS = (0.9, 0.95)
 
 
@@ -70,6 +76,22 @@ class Trainer:
         self._held_out = Batches(corpus.held_out, model.batch, model.seq_len, mask=mask)
         self.model = make_model(settings, model, topology, device)
         self.optimizer = make_optimizer(self.model, settings)
+        self._stream: GradientStream | None = None
+
+    def follow(self, costs: CostModel) -> Plan:
+        """From now on steps follow the plan that the settings' policy makes of these costs; collective."""
+        settings, topology = self._settings, self._topology
+        schedule = Schedule.named(settings.schedule)
+        assert schedule is not None
+        travels = _WIRE.get(settings.wire_dtype, self.compute_dtype)
+        workload = block_workload(settings.model, topology, travels.itemsize)
+        plan, self._stream = plan_step(self.model, topology, schedule.policy, costs, workload)
+        return plan
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What matrix products run in."""
+        return _COMPUTE[self._settings.dtype]
 
     def step(self, step: int) -> StepReport:
         """One step (from 0); collective over all ranks."""
@@ -113,9 +135,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(step)
         loss = self._loss(self._training.training(settings.seed, step, topology.dp.index))
+        if self._stream is not None:
+            self._stream.open(recorder)
         (loss.nats + settings.aux_weight * loss.aux).backward()
         with span(recorder, "gradient sync", kind="gradient-all-reduce", resource="inter"):
-            sync_gradients(self.model, topology)
+            sync_gradients(self.model, topology, stream=self._stream)
         with span(recorder, "optimizer", kind="optimizer"):
             norm = float(clip_grad_norm(self.model, topology, settings.clip or math.inf))
             if not math.isfinite(norm):  # on every rank alike

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -24,10 +25,10 @@ from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
-from fusedmoe.layers.schedule import Schedule
+from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
 from fusedmoe.layers.watch import LogitsWatch, count_bad
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task import PIPELINE, Task
 from fusedmoe.schedule.workload import Workload
 
 MpInput = Literal["replicated", "split", "partial"]
@@ -70,8 +71,10 @@ class MoELayer(nn.Module):
             before. "split": slices already; y is the slice's. With the first two, the loss is the same on all MP ranks,
             and gradients of x and of replicated parameters are whole on each, `sync_gradients(…,
             mp_loss="replicated")`; with "split" they are summands.
-        schedule: "off", or a `Schedule` of chunks that overlap what travels with what is computed; results do not
-            depend on it.
+        schedule: chunks that overlap what travels with what is computed; results do not depend on it. "off"; "auto",
+            the best that is known; the name of a policy; or a `Schedule`. What a choice of degrees needs to know of the
+            machine is measured in the first forward, and kept on disk (`fusedmoe.runtime.profile_cache`): with "auto"
+            and names the first forward, in each dtype, is collective over all ranks, replicas included.
         device, dtype: of the parameters.
 
     Attributes:
@@ -110,7 +113,7 @@ class MoELayer(nn.Module):
         hooks: Iterable[Hooks] = (),
         shared: Experts | None = None,
         mp_input: MpInput = "replicated",
-        schedule: Literal["off"] | Schedule = "off",
+        schedule: str | Schedule = "off",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -156,7 +159,7 @@ class MoELayer(nn.Module):
         for name, _ in experts.named_parameters():
             experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
         self.recorder: Recorder | None = None
-        self._schedule = None if schedule == "off" else schedule
+        self._schedule = self._settled(Schedule.named(schedule) if isinstance(schedule, str) else schedule)
         self._plans: dict[Workload | None, Plans] = {}
         self._followed: _Followed | None = None
         self._links: dict[str, torch.cuda.Stream] | None = None
@@ -271,7 +274,8 @@ class MoELayer(nn.Module):
 
     def _pipelined(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, exchange: Exchange) -> Tensor:
         """Dispatch, experts and combine by plans."""
-        followed = self._followed or _Followed(self._scheduled(x_SM, exchange))
+        experts = self.experts.in_chunks(x_SM)
+        followed = self._followed or _Followed(self._scheduled(x_SM, exchange, experts.any_degree))
         streams = None
         if x_SM.is_cuda:
             if self._links is None:
@@ -285,7 +289,7 @@ class MoELayer(nn.Module):
         run = Pipeline(
             layout,
             exchange,
-            self.experts.in_chunks(x_SM),
+            experts,
             followed.plans,
             stop,
             self.hooks,
@@ -296,17 +300,35 @@ class MoELayer(nn.Module):
         )
         return pipeline(x_SM, weight_N, run)
 
-    def _scheduled(self, x_SM: Tensor, exchange: Exchange) -> Plans:
-        """The schedule's plans."""
-        assert self._schedule is not None
-        esp = self.topology.esp.size
-        workload = None
-        if self._schedule.degrees is None:
-            rows, ep = _rounded(exchange.most_rows), self.topology.ep.size
-            workload = self.experts.workload(rows, x_SM.dtype.itemsize, ep, esp)
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The kinds of tasks that plans of this layer have. Dispatch without peers is one too: hooks may act there."""
+        return PIPELINE if self.topology.esp.size > 1 else ("dispatch", "expert", "combine")
+
+    def _settled(self, schedule: Schedule | None) -> Schedule | None:
+        """One chunk where nothing travels: there is nothing to choose, nor to measure for it."""
+        ep, esp = self.topology.ep.size, self.topology.esp.size
+        if schedule is None or schedule.degrees is not None:
+            return schedule
+        if ep * esp == 1:
+            return replace(schedule, degrees=(1, 1))
+        self.experts.workload(1, 1, ep, esp)  # experts that cannot say what they compute are refused now
+        return schedule
+
+    def _scheduled(self, x_SM: Tensor, exchange: Exchange, any_degree: bool) -> Plans:
+        """The schedule's plans. The first of a layer is collective over all ranks, where it has to be measured for."""
+        schedule, topology = self._schedule, self.topology
+        assert schedule is not None
+        ep, esp = topology.ep.size, topology.esp.size
+        workload = costs = None
+        if schedule.degrees is None:
+            workload = self.experts.workload(_rounded(exchange.most_rows), x_SM.dtype.itemsize, ep, esp)
         if workload not in self._plans:
-            kinds = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
-            self._plans[workload] = self._schedule.plans(kinds if esp > 1 else kinds[::2], workload)
+            if schedule.degrees is None and schedule.costs is None:
+                costs = measured_costs(topology, x_SM.device, x_SM.dtype)
+            plans = schedule.plans(self.parts, workload, costs, any_degree=any_degree)
+            require_same_plans(topology, plans)
+            self._plans[workload] = plans
         return self._plans[workload]
 
     @property

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
 
 from fusedmoe.autograd.pipeline import Plans
-from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.layer import pass_by_degree, pass_of
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import StackCosts, Workload
+
+#: What a layer takes for `schedule` by name: nothing in chunks, the best of all policies, or one of them.
+SCHEDULES = ("off", "auto", *POLICIES)
+
+# The policy of "auto".
+_AUTO = "joint"
 
 
 @dataclass(frozen=True)
@@ -21,11 +35,12 @@ class Schedule:
     Attributes:
         policy: a name of `fusedmoe.schedule.policies.POLICIES`.
         degrees: chunks forward and backward; None has the policy choose them by `costs`.
-        costs: what collectives and products take on this machine, the same on every rank; None with `degrees`.
+        costs: what collectives and products take on this machine, the same on every rank; None: measured when first
+            needed, once for each machine (`fusedmoe.runtime.profile_cache`).
         limit: the largest degree that may be chosen.
 
     Raises:
-        ConfigError: an unknown policy, a degree below 1, or neither degrees nor costs.
+        ConfigError: an unknown policy, or a degree below 1.
     """
 
     policy: str = "fsmoe"
@@ -35,33 +50,79 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            raise ConfigError(f"unknown schedule {self.policy!r}; choose off, {', '.join(POLICIES)}")
+            raise ConfigError(f"unknown schedule {self.policy!r}; choose {', '.join(SCHEDULES)}")
         if self.degrees is not None and (len(self.degrees) != 2 or min(self.degrees) < 1):
             raise ConfigError(f"degrees are the chunks forward and backward, each at least 1, not {self.degrees}")
-        if self.degrees is None and self.costs is None:
-            raise ConfigError(
-                f"schedule {self.policy!r} chooses its degrees by what this machine takes: give costs=CostModel(…) or "
-                "degrees=(forward, backward)"
-            )
 
-    def plans(self, kinds: Collection[str], workload: Workload | None) -> Plans:
+    @classmethod
+    def named(cls, name: str) -> Schedule | None:
+        """The schedule of a name in `SCHEDULES`, which measures its costs; None for "off"."""
+        return None if name == "off" else cls(_AUTO if name == "auto" else name)
+
+    def plans(
+        self,
+        kinds: Collection[str],
+        workload: Workload | None,
+        costs: CostModel | None = None,
+        *,
+        any_degree: bool = True,
+    ) -> Plans:
         """The plans of a layer with such parts; the same for the same arguments, so on every rank.
 
         Args:
             kinds: of `fusedmoe.schedule.task.PIPELINE`, what the layer has.
             workload: of the layer on one rank; None where degrees are given.
+            costs: where the schedule has none.
+            any_degree: the backward pass may have other chunks than the forward pass; else a choice is the forward's.
         """
         if self.degrees is not None:
-            forward, backward = self.degrees
-            return Plans(
-                pass_by_degree(self.policy, kinds, forward, "forward"),
-                pass_by_degree(self.policy, kinds, backward, "backward"),
-            )
-        assert self.costs is not None and workload is not None
-        all_reduce = self.costs.lines.get("all-reduce/dp", Line(0.0, 0.0))
-        costs = StackCosts((workload.layer_costs(self.costs),), all_reduce, self.costs.contention)
-        plan = POLICIES[self.policy].plan(costs, self.limit)
-        return Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward"))
+            return Plans(*map(partial(pass_by_degree, self.policy, kinds), self.degrees, PHASES))
+        costs = self.costs or costs
+        assert costs is not None and workload is not None
+        of_layer = replace(workload.layer_costs(costs).with_parts(kinds), gradient_bytes=0)
+        stack = StackCosts((of_layer,), contention=costs.contention)
+        plan = POLICIES[self.policy].plan(stack, self.limit)
+        forward = pass_of(plan, 0, "forward")
+        if any_degree:
+            return Plans(forward, pass_of(plan, 0, "backward"))
+        return Plans(forward, pass_by_degree(self.policy, kinds, max(forward.degrees.values()), "backward"))
 
     def __str__(self) -> str:
         return self.policy if self.degrees is None else f"{self.policy} in {self.degrees} chunks"
+
+
+# Of topologies that are in use; the layers of a model share one.
+_measured: WeakKeyDictionary[Topology, dict[tuple[str, torch.dtype], CostModel]] = WeakKeyDictionary()
+
+
+def measured_costs(topology: Topology, device: torch.device, dtype: torch.dtype) -> CostModel:
+    """What this machine takes, from this process, from disk, or measured now. Collective over all ranks."""
+    known = _measured.setdefault(topology, {})
+    key = (device.type, dtype)
+    if key not in known:
+        known[key] = cached_profile(topology, device, dtype=dtype)[0].costs
+    return known[key]
+
+
+def require_same_plans(topology: Topology, plans: Plans) -> None:
+    """Checks that the ranks whose rows meet have the same plans. Collective over ep and esp.
+
+    Raises:
+        RankError: they have not; the message, the same on all of them, says who has which.
+    """
+    what = "comparing plans"
+    own = {topology.rank: f"{plans.forward.fingerprint} forward, {plans.backward.fingerprint} backward"}
+    for group in (topology.ep, topology.esp):
+        every = all_gather_object(group, own, what)
+        own = {rank: found for ranks in every for rank, found in ranks.items()}
+    holders: dict[str, list[int]] = {}
+    for rank, found in sorted(own.items()):
+        holders.setdefault(found, []).append(rank)
+    if len(holders) > 1:
+        found = " but ".join(f"{found} on ranks {ranks}" for found, ranks in holders.items())
+        message = (
+            f"the ranks plan differently: {found}. Plans follow from the schedule and its costs: give the same on "
+            "every rank, and the same versions of this library, NumPy and SciPy"
+        )
+        topology.fail(what, message)  # for ranks whose rows do not come here
+        raise RankError(message)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line, check_contention
@@ -136,6 +136,12 @@ class LayerCosts:
     chunks: Mapping[str, Mapping[str, Chunks]]
     dense_s: Mapping[str, Mapping[str, float]]
     gradient_bytes: int = 0
+
+    def with_parts(self, kinds: Iterable[str]) -> LayerCosts:
+        """The same with these parts of the pipeline; those that were not in it take no time."""
+        free = Chunks(0.0, 0.0)
+        chunks = {phase: {kind: of.get(kind, free) for kind in kinds} for phase, of in self.chunks.items()}
+        return replace(self, chunks=chunks)
 
     def dense_total_s(self, phase: str) -> float:
         """Seconds of all parts of a pass that are in one piece."""

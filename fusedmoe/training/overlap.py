@@ -55,7 +55,7 @@ def plan_step(
     if not layers:
         raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
     stream = GradientStream(model, topology, mp_loss=mp_loss)
-    of_layer = workload.layer_costs(costs)
+    of_layer = workload.layer_costs(costs).with_parts(layers[0].parts)
     stack = StackCosts(
         tuple(replace(of_layer, gradient_bytes=size) for size in stream.layer_bytes),
         costs.lines.get("all-reduce/dp", Line(0.0, 0.0)),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import Task
 from fusedmoe.training.replicas import MpLoss, Replica, divisor, local_part, replicas
 
@@ -58,16 +59,17 @@ class GradientStream:
         for item in self._items:
             item.replica.parameter.register_post_accumulate_grad_hook(self._note)
         self._open = False
+        self._recorder: Recorder | None = None
         self._place = 0, 0  # the item that the next piece starts in, and the element
         self._working: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def open(self) -> None:
+    def open(self, recorder: Recorder | None = None) -> None:
         """To be called before the backward pass whose gradients are the step's: the last, where several add up.
 
-        Pieces of passes before it do nothing.
+        Pieces of passes before it do nothing. `recorder` measures the pieces that `begin` is given.
         """
-        self._open, self._place = True, (0, 0)
+        self._open, self._place, self._recorder = True, (0, 0), recorder
         for item in self._items:
             item.ready, item.whole = False, None
 
@@ -112,8 +114,9 @@ class GradientStream:
 
     def _work(self, tasks: Sequence[Task]) -> None:
         try:
-            for task in tasks:
-                self.reduce(task)
+            for kind, chunk, layer, phase, size in tasks:
+                with span(self._recorder, kind, kind=kind, resource="inter", chunk=chunk, layer=layer, phase=phase):
+                    self.reduce(Task(kind, chunk, layer, phase, size))
         except BaseException as error:
             self._error = error
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.train import Job
 from fusedmoe.models.config import ModelConfig
+from fusedmoe.runtime.profile import Profile
+from fusedmoe.schedule.cost import LINES, CostModel, Line
 from tests.cluster import Cluster
 
 # The gate draws noise, so that going on has to restore its generator.
@@ -140,6 +143,33 @@ def test_four_ranks_stop_and_go_on_to_the_same_losses(
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
 
 
+def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_path: Path, text: Path) -> None:
+    settings = Settings(model=ModelConfig(**MODEL), steps=4, data=str(text), eval_batches=2, checkpoint_every=0)
+    settings = settings.changed({"ranks_per_node": 2, "timeline_step": 1, "dtype": "fp64"})
+    off, whole, parts = (tmp_path / name for name in ("off", "whole", "parts"))
+    cluster.run(4, train, settings, off, None, None)
+    settings = settings.changed({"schedule": "fsmoe"})
+    cluster.run(4, train_by_costs, settings, whole, None, None, COSTS)
+    for found, expected in zip(losses(whole), losses(off), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
+    assert CostModel.from_json((whole / "costs.json").read_text()) == COSTS
+    plan = (whole / "plan.txt").read_text()
+    assert "f0.D1" in plan and "b1.AR0" in plan  # chunks, and pieces of gradients
+    kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
+    assert {"dispatch", "all-gather", "expert", "gradient-all-reduce"} <= kinds
+
+    cluster.run(4, train_by_costs, settings, parts, None, 2, COSTS)
+    other = replace(COSTS, lines={name: Line(1.0, 1.0) for name in COSTS.lines})  # by which nothing is in chunks
+    cluster.run(4, train_by_costs, settings, None, parts, None, other)
+    assert losses(parts) == losses(whole)
+    assert (parts / "plan.txt").read_text() == plan
+
+
+# By which experts and links take about as long, and starting little.
+COSTS = CostModel({name: Line(1e-7, 1e-12 if name == "gemm" else 1e-10) for name in LINES}, 0.8, "made up")
+
+
 def test_ranks_that_read_different_text_are_told(cluster: Cluster, tmp_path: Path, text: Path) -> None:
     settings = Settings(model=ModelConfig(**MODEL), steps=1, data=str(text), pattern="*.txt")
     for message in cluster.run(2, train_on_different_text, settings, tmp_path / "run"):
@@ -152,6 +182,14 @@ def train(rank: int, world: int, settings: Settings, run: Path | None, resume: P
     topology = make_topology(sizes, 60.0)
     job = Job(settings, launch, sizes, topology, torch.device("cpu"), StopRequest())
     return job.run(run, resume, stop).last_line
+
+
+def train_by_costs(
+    rank: int, world: int, settings: Settings, run: Path | None, resume: Path | None, stop: int | None, costs: CostModel
+) -> str:
+    """As on a machine of which these costs are measured."""
+    with mock.patch("fusedmoe.cli.train.cached_profile", lambda *_, **__: (Profile(costs), Path())):
+        return train(rank, world, settings, run, resume, stop)
 
 
 def train_on_different_text(rank: int, world: int, settings: Settings, run: Path) -> str:
