@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint bench bench-gpu bench-report clean
+.PHONY: help env train test lint bench bench-gpu bench-cluster bench-report clean
 
 VENV := .venv
 ARGS ?=
@@ -43,6 +43,7 @@ help:
 	@echo '  make bench    the benchmarks'
 	@echo '  make bench-gpu     one GPU in ten minutes: correctness, then each kernel and pass against its limit'
 	@echo '                     make bench-gpu PYTHON=python3    make bench-gpu ARGS=--help'
+	@echo '  make bench-cluster two nodes of two namespaces, a slow link between them: every schedule, beside its prediction'
 	@echo '  make bench-report  the newest of its results as tables and a picture    make bench-report ARGS=--help'
 	@echo '  make env      only the environment, .venv (the others make it when needed)'
 	@echo '  make clean    remove the environment, caches and build output; runs/ stays'
@@ -96,6 +97,10 @@ bench: $(READY)
 # Tests first: where the kernels are wrong it stops. One file of results under bench/results/, and a report.
 bench-gpu: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m bench.gpu $(ARGS)
+
+# Two nodes of one machine, as root; elsewhere it says what is missing.
+bench-cluster: $(READY)
+	@exec env $(RUN_ENV) $(PY) -m bench.cluster $(ARGS)
 
 bench-report: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m bench.report $(ARGS)

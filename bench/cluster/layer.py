@@ -95,7 +95,7 @@ class WaitingChunks:
         return gather_sum(permute(x_RM, layout), layout, weight_R), x_RM[:, :0]
 
     def backward(
-        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Any
     ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
         time.sleep(2 * (START_S + len(dy_RM) * self._row_s))
         dweight_R = None if weight_R is None else torch.zeros_like(weight_R)

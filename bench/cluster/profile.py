@@ -3,108 +3,88 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from bench.cluster.parts import Computation
 from bench.cluster.setting import LIMIT, Setting
-from fusedmoe.comm.collectives import (
-    all_gather_object,
-    all_gather_rows,
-    all_reduce,
-    all_to_all_rows,
-    reduce_scatter_rows,
-)
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.schedule.cost import CostModel, Line, fit
+from fusedmoe.runtime.profile import line_through, profile
+from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts
 
+_BUDGET_S = 12.0
 _REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, the same on every rank.
-
-    `points`: what was fitted, (size, seconds) by name. `one_way_s`: a whole all-to-all over one process group instead
-    of one for each direction.
-    """
+    """What was measured, the same on every rank. `points`: (size, seconds) by name."""
 
     model: CostModel
     stack: StackCosts
-    points: dict[str, list[tuple[float, float]]]
-    one_way_s: float
+    seconds: float
+    points: Mapping[str, Sequence[tuple[float, float]]]
 
     def to_json(self) -> dict[str, Any]:
-        backward = self.stack.layers[0].chunks["backward"]
+        layer = self.stack.layers[0]
         return {
+            "seconds": self.seconds,
             "lines": {name: vars(line) for name, line in self.model.lines.items()},
             "contention": self.model.contention,
-            "chunks": {
-                phase: {kind: vars(chunks) for kind, chunks in of.items()}
-                for phase, of in self.stack.layers[0].chunks.items()
-            },
-            "dense_s": self.stack.layers[0].dense_s,
-            "gradient_bytes": self.stack.layers[0].gradient_bytes,
-            "all_to_all": {"duplex_s": backward["dispatch"].seconds(1), "one_process_group_s": self.one_way_s},
+            "chunks": {phase: {kind: vars(chunks) for kind, chunks in layer.chunks[phase].items()} for phase in PHASES},
+            "dense_s": layer.dense_s,
+            "gradient_bytes": layer.gradient_bytes,
             "points": self.points,
         }
 
 
 def measure(setting: Setting, topology: Topology, computation: Computation) -> Profile:
-    """Collective. All ranks measure at the same time, so that what they share is shared as in a step."""
+    """Collective. All ranks measure at the same time, so that what they share is shared as in a step.
+
+    Collectives, matrix products and contention by the library's profiler; what computes in a step by itself, in the
+    sizes that it has there. Of an emulated accelerator also the matrix products.
+    """
+    found = profile(topology, torch.device("cpu"), budget_s=_BUDGET_S, machine=setting.name)
     clock = Clock(topology)
-    sent = setting.row_bytes
-    gradient = setting.layers * computation.gradient_bytes
-    calls: dict[str, tuple[int, Callable[[int], Callable[[], Any]]]] = {
-        "all-to-all/ep": (sent, lambda size: _all_to_all(topology.ep, size)),
-        "all-reduce/dp": (gradient, lambda size: lambda: all_reduce(topology.dp, torch.zeros(size // 4))),
-    }
-    if setting.esp > 1:
-        calls["all-gather/esp"] = (sent * setting.esp, lambda size: _all_gather(topology.esp, size))
-        calls["reduce-scatter/esp"] = (sent * setting.esp, lambda size: _reduce_scatter(topology.esp, size))
-    for name, (whole, call) in calls.items():
-        for part in (LIMIT, 4, 2, 1):
-            clock.add(name, whole / part, call(whole // part))
-    compute = _compute_calls(setting, computation)
-    for (name, part), work in compute.items():
-        clock.add(name, part, work)
+    for name, part, call in _parts(setting, computation):
+        clock.add(name, part, call)
     one_way = Topology.from_sizes(ep=2, esp=setting.esp, mp=setting.esp, ranks_per_node=setting.ranks_per_node)
-    clock.add("one way", sent, _all_to_all(one_way.ep, sent))
+    for name, group in (("all-to-all", topology.ep), ("all-to-all over one process group", one_way.ep)):
+        clock.add(name, setting.row_bytes, _all_to_all(group, setting.row_bytes))
     points = clock.medians()
-    lines = {name: fit(points[name]) for name in calls}
-    products = [(setting.expert_flop / 2 * part, seconds / 2) for part, seconds in points["expert forward"]]
-    lines["gemm"] = fit(products)
-    contention = _contention(setting, topology, clock, lines) if setting.esp > 1 else 1.0
-    model = CostModel(lines, contention, setting.name)
-    layer = _layer_costs(setting, computation, lines, points)
-    stack = StackCosts((layer,) * setting.layers, lines["all-reduce/dp"], contention)
-    return Profile(model, stack, points, points["one way"][0][1])
+    model = found.costs
+    if setting.emulated_flops is not None:
+        products = [(setting.expert_flop / 2 * part, seconds / 2) for part, seconds in points["expert forward"]]
+        model = replace(model, lines={**model.lines, "gemm": line_through(products)})
+    layer = _layer_costs(setting, computation, model, points)
+    stack = StackCosts((layer,) * setting.layers, model.line("all-reduce/dp"), model.contention)
+    return Profile(model, stack, found.seconds, {**found.points, **points})
 
 
 def _layer_costs(
-    setting: Setting, computation: Computation, lines: dict[str, Line], points: dict[str, list[tuple[float, float]]]
+    setting: Setting, computation: Computation, model: CostModel, points: Mapping[str, list[tuple[float, float]]]
 ) -> LayerCosts:
     def chunks(line: Line, volume: float) -> Chunks:
-        return Chunks(max(0.0, line.alpha_s), line.beta_s * volume)
+        return Chunks(line.alpha_s, line.beta_s * volume)
 
     sent, gathered = setting.row_bytes, setting.row_bytes * setting.esp
     found: dict[str, dict[str, Chunks]] = {}
-    for phase in ("forward", "backward"):
-        found[phase] = {
-            "dispatch": chunks(lines["all-to-all/ep"], sent),
-            "expert": chunks(fit(points[f"expert {phase}"]), 1.0),
-            "combine": chunks(lines["all-to-all/ep"], sent),
-        }
+    for phase in PHASES:
+        exchange = chunks(model.line("all-to-all/ep"), sent)
+        expert = chunks(line_through(points[f"expert {phase}"]), 1.0)
+        found[phase] = {"dispatch": exchange, "expert": expert, "combine": exchange}
         if setting.esp > 1:
-            found[phase]["all-gather"] = chunks(lines["all-gather/esp"], gathered)
-            found[phase]["reduce-scatter"] = chunks(lines["reduce-scatter/esp"], gathered)
+            found[phase]["all-gather"] = chunks(model.line("all-gather/esp"), gathered)
+            found[phase]["reduce-scatter"] = chunks(model.line("reduce-scatter/esp"), gathered)
     forward_s, both_s = (points[f"attention {what}"][0][1] for what in ("forward", "both"))
     dense_s = {"forward": {"attention": forward_s}, "backward": {"attention": max(0.0, both_s - forward_s)}}
     return LayerCosts(found, dense_s, computation.gradient_bytes)
@@ -143,36 +123,8 @@ class Clock:
         return time.perf_counter() - start
 
 
-def _contention(setting: Setting, topology: Topology, clock: Clock, lines: dict[str, Line]) -> float:
-    """The share of its speed that a link keeps while the other one is in use: two streams of equal length, together."""
-    inter = _all_to_all(topology.ep, setting.row_bytes)
-    alone_s = lines["all-to-all/ep"].seconds(setting.row_bytes)
-    size = max(4096, int(lines["all-gather/esp"].amount(alone_s / 2)) // 4096 * 4096)
-    gather = _all_gather(topology.esp, size)
-
-    def intra() -> None:
-        gather()
-        gather()
-
-    def together() -> None:
-        other = threading.Thread(target=intra)
-        other.start()
-        inter()
-        other.join()
-
-    slower = []
-    for _ in range(_REPEATS):
-        alone = max(_slowest(topology, clock.seconds(inter)), _slowest(topology, clock.seconds(intra)))
-        slower.append(alone / _slowest(topology, clock.seconds(together)))
-    return min(1.0, statistics.median(slower))
-
-
-def _slowest(topology: Topology, seconds: float) -> float:
-    return float(all_reduce(topology.world, torch.tensor([seconds], dtype=torch.float64), "max").item())
-
-
-def _compute_calls(setting: Setting, computation: Computation) -> dict[tuple[str, float], Callable[[], Any]]:
-    """Parts of the computation by name and share of the whole."""
+def _parts(setting: Setting, computation: Computation) -> Iterator[tuple[str, float, Callable[[], Any]]]:
+    """What computes: its name, the share of the whole, and what does it."""
     capacity, local = setting.S // setting.E, setting.E // 2
     x_SM = torch.randn(setting.S, setting.M)
 
@@ -180,29 +132,14 @@ def _compute_calls(setting: Setting, computation: Computation) -> dict[tuple[str
         computation.attention(0, x_SM)
         computation.attention_backward(0, x_SM)
 
-    calls: dict[tuple[str, float], Callable[[], Any]] = {
-        ("attention forward", 1.0): lambda: computation.attention(0, x_SM),
-        ("attention both", 1.0): both,
-    }
+    yield "attention forward", 1.0, partial(computation.attention, 0, x_SM)
+    yield "attention both", 1.0, both
     for part in (LIMIT, 4, 2, 1):
-        rows = torch.randn(setting.ranks, local, capacity // part, setting.M)
-        slots = slice(0, capacity // part)
-        calls["expert forward", 1 / part] = lambda rows=rows, slots=slots: computation.experts(0, rows, slots)
-        calls["expert backward", 1 / part] = lambda rows=rows, slots=slots: computation.experts_backward(0, rows, slots)
-    return calls
+        rows, slots = torch.randn(setting.ranks, local, capacity // part, setting.M), slice(0, capacity // part)
+        yield "expert forward", 1 / part, partial(computation.experts, 0, rows, slots)
+        yield "expert backward", 1 / part, partial(computation.experts_backward, 0, rows, slots)
 
 
 def _all_to_all(group: Group, size: int) -> Callable[[], Any]:
     rows = torch.zeros(group.size, size // 4 // group.size)
     return lambda: all_to_all_rows(group, rows, [1] * group.size, [1] * group.size)
-
-
-def _all_gather(group: Group, size: int) -> Callable[[], Any]:
-    """`size`: of what is gathered."""
-    rows = torch.zeros(1, size // 4 // group.size)
-    return lambda: all_gather_rows(group, rows, [1] * group.size)
-
-
-def _reduce_scatter(group: Group, size: int) -> Callable[[], Any]:
-    rows = torch.zeros(group.size, size // 4 // group.size)
-    return lambda: reduce_scatter_rows(group, rows, [1] * group.size)

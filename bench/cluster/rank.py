@@ -1,4 +1,4 @@
-"""One rank of a setting: profiles, runs every policy in turns, sweeps the degrees, runs the library's layer.
+"""One rank of a setting: profiles, runs every policy in turns, sweeps the degrees, runs the layer and the main job.
 
 Started by `bench.cluster` inside a node, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 writes
 `result.json` and pictures into the folder it is given.
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from bench.cluster import layer as layers
+from bench.cluster.job import make_trainer
 from bench.cluster.parts import computation
 from bench.cluster.profile import Clock, Profile, measure
 from bench.cluster.setting import LIMIT, SETTINGS, Setting
@@ -82,15 +84,20 @@ def _measure(setting: Setting, topology: Topology, rounds: int, folder: Path) ->
     swept = {pair: plan_of(costs, *pair) for pair in cross(chosen)}
     sweep = _in_turns(topology, {str(pair): _runner(step, plan) for pair, plan in swept.items()}, rounds)
     _tell(topology, "layer")
-    bound = bound_s(costs, LIMIT)
+    layer = _layer_json(setting, topology, profile, rounds)
+    job = None
+    if setting.emulated_flops is None:
+        _tell(topology, "main job")
+        job = _job_json(setting, topology, profile, rounds)
     return {
         "setting": vars(setting) | {"ranks": setting.ranks, "computation": _words(setting)},
         "profile": profile.to_json(),
-        "bound_s": bound,
+        "bound_s": bound_s(costs, LIMIT),
         "largest_difference_of_results": difference,
         "steps": {policy: _row(plans[policy], costs, of, steps["sequential"]) for policy, of in steps.items()},
         "sweep": _sweep_json(chosen, swept, sweep, costs),
-        "layer": _layer_json(setting, topology, profile, rounds),
+        "layer": layer,
+        "job": job,
     }
 
 
@@ -195,6 +202,21 @@ def _layer_json(setting: Setting, topology: Topology, profile: Profile, rounds: 
 
 def _layer_runner(layer: Any, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> Callable[[], Any]:
     return lambda: layers.run(layer, x_SM, dy_SM)
+
+
+def _job_json(setting: Setting, topology: Topology, profile: Profile, rounds: int) -> dict[str, Any]:
+    """Without what the costs say nothing of, embeddings, head and optimizer, so nothing is predicted."""
+    made = {policy: make_trainer(setting, topology, policy, profile.model) for policy in ("off", *POLICIES)}
+    seconds = _in_turns(topology, {policy: partial(trainer.step, 0) for policy, (trainer, _) in made.items()}, rounds)
+    off = statistics.median(seconds["off"])
+    found = {}
+    for policy, (_, plan) in made.items():
+        of = seconds[policy]
+        median = statistics.median(of)
+        found[policy] = {"median_s": median, "min_s": min(of), "max_s": max(of), "speed_up": off / median}
+        if plan is not None:
+            found[policy] |= {"degrees": degrees_of(plan), "plan": str(plan)}
+    return found
 
 
 def _draw(

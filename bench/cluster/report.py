@@ -22,6 +22,8 @@ def show(results: dict[str, Any], console: Console) -> None:
         )
         console.print()
         console.print(_layers(f"MoELayer, forward and backward; {name}", found["layer"]))
+        if found["job"] is not None:
+            console.print(_layers(f"fusedmoe train, a whole step with its optimizer; {name}", found["job"]))
         for target, text, met in targets(name, found):
             console.print(f"{'met   ' if met else 'MISSED'}  {target}: {text}")
 

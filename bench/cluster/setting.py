@@ -55,7 +55,7 @@ class Setting:
 
 
 #: Two ranks, one a node, that really compute, on one thread each.
-COMPUTED = Setting("computed", 1, 200, 1600, layers=4, S=2048, M=256, H=2560, E=4)
+COMPUTED = Setting("computed", 1, 200, 1600, layers=4, S=2048, M=256, H=3072, E=4)
 
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(

@@ -1,0 +1,47 @@
+"""The main job's training step in a setting: `fusedmoe train --schedule …`, a small language model, optimizer and all.
+
+It computes in earnest, so only where ranks compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from bench.cluster.setting import Setting
+from fusedmoe.cli.data import Corpus
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.stop import StopRequest
+from fusedmoe.cli.trainer import Trainer
+from fusedmoe.comm.topology import Topology
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.plan import Plan
+
+_LAYERS, _SEQ_LEN, _K = 2, 256, 2
+
+
+def make_trainer(setting: Setting, topology: Topology, policy: str, costs: CostModel) -> tuple[Trainer, Plan | None]:
+    """The trainer of a schedule, and the plan that it follows; as many rows leave a rank as in the setting's layers."""
+    model = ModelConfig(
+        layers=_LAYERS,
+        model_dim=setting.M,
+        seq_len=_SEQ_LEN,
+        batch=setting.S // _K // _SEQ_LEN,
+        expert="ffn",
+        hidden=setting.H,
+        experts=setting.E,
+        k=_K,
+        capacity_factor=1.0,
+    )
+    settings = Settings(model=model, schedule=policy, ep=2, esp=setting.esp, mp=setting.esp)
+    trainer = Trainer(settings, topology, torch.device("cpu"), _corpus(), StopRequest())
+    return trainer, None if policy == "off" else trainer.follow(costs)
+
+
+def _corpus() -> Corpus:
+    """Random bytes: here nobody asks what is learned."""
+    text = torch.randint(256, (2, 2**16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()
+    return Corpus(text[0], text[1], "random bytes", 1, 1, fingerprint)
