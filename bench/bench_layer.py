@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from bench.layer_cost import Shape, layer_step, make_layer, measure
+from bench.layer_cost import Shape, layer_step, make_layer, measure, schedule_ratio
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -20,3 +20,14 @@ def test_layer_beside_dense_products(benchmark, threads: int) -> None:  # type: 
     benchmark.extra_info.update(shape=asdict(shape), **asdict(cost))
     benchmark.pedantic(layer_step, args=(layer, x_SM, dy_SM), rounds=5, warmup_rounds=1)
     print(f"\n{threads} threads: layer / products = {cost.ratio:.3f}, gate + order + combine = {cost.routing:.1%}")
+
+
+def test_schedule_of_one_chunk_beside_none(benchmark) -> None:  # type: ignore[no-untyped-def]
+    """In one process, where nothing travels: within 2%."""
+    shape = Shape()
+    ratio = schedule_ratio(shape, 2, rounds=12)
+    layer = make_layer(shape)
+    x_SM = torch.randn(shape.S, shape.M).requires_grad_()
+    benchmark.extra_info.update(shape=asdict(shape), threads=2, ratio=ratio)
+    benchmark.pedantic(layer_step, args=(layer, x_SM, torch.randn(shape.S, shape.M)), rounds=3, warmup_rounds=1)
+    print(f"\nschedule of one chunk / none = {ratio:.3f}")

@@ -11,12 +11,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 import fusedmoe
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.order import build_layout
+from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.recorder import Recorder
 
 
@@ -46,9 +48,9 @@ class Cost:
     routing: float
 
 
-def make_layer(shape: Shape) -> fusedmoe.MoELayer:
+def make_layer(shape: Shape, schedule: str | Schedule = "off") -> fusedmoe.MoELayer:
     gate = fusedmoe.gates.TopK(experts=shape.E, k=shape.K)
-    return fusedmoe.MoELayer(shape.M, gate, fusedmoe.experts.SwiGLU(shape.H))
+    return fusedmoe.MoELayer(shape.M, gate, fusedmoe.experts.SwiGLU(shape.H), schedule=schedule)
 
 
 def layer_step(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> None:
@@ -95,6 +97,24 @@ def measure(shape: Shape, threads: int, rounds: int) -> Cost:
     layer_s, reference_s = statistics.median(layers), statistics.median(references)
     ratio = statistics.median(ours / theirs for ours, theirs in zip(layers, references, strict=True))
     return Cost(threads, layer_s, reference_s, ratio, statistics.median(routing))
+
+
+def schedule_ratio(shape: Shape, threads: int, rounds: int) -> float:
+    """A layer with a schedule of one chunk over the same layer without, in one process; the median of turns."""
+    torch.set_num_threads(threads)
+    layers = [make_layer(shape), make_layer(shape, Schedule("fsmoe", degrees=(1, 1)))]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x_SM = torch.randn(shape.S, shape.M).requires_grad_()
+    dy_SM = torch.randn(shape.S, shape.M)
+    for layer in layers:
+        layer_step(layer, x_SM, dy_SM)
+    ratios = []
+    for number in range(rounds):
+        taken = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            taken[which] = seconds(partial(layer_step, layers[which], x_SM, dy_SM))
+        ratios.append(taken[1] / taken[0])
+    return statistics.median(ratios)
 
 
 def outside_experts(layer: fusedmoe.MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> float:
