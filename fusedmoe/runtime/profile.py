@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from fusedmoe.comm.collectives import (
     all_gather_object,
@@ -151,6 +150,8 @@ def line_through(points: Sequence[tuple[float, float]]) -> Line:
     line = fit(points)
     if line.alpha_s >= 0 and line.beta_s >= _LEAST_BETA:
         return line
+    from scipy.optimize import nnls
+
     n, seconds = np.array(points).T
     (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
     alpha, beta = float(alpha), max(_LEAST_BETA, float(beta / n.max()))

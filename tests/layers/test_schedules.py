@@ -12,10 +12,15 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.experts import SwiGLU
+from fusedmoe.layers import moe as moe_module
+from fusedmoe.layers import schedule as schedule_module
+from fusedmoe.layers.experts import Custom, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.runtime.profile import Profile
+from fusedmoe.runtime.profile_cache import cached_profile
 from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster, RankFailed
 from tests.layers.test_parallel import EXPERTS, GATES, ORDERS, M
 
@@ -195,19 +200,170 @@ def test_a_failure_in_a_chunk_names_its_rank(cluster: Cluster) -> None:
     assert names[0][0] == "RankError" and "rank 1 failed" in names[0][1] and "no room for chunk 2" in names[0][1]
 
 
+def costs_of(topology: Topology, dtype: torch.dtype) -> CostModel:
+    """What this machine takes, measured in a moment if it was not yet: layers then find it on disk."""
+    return cached_profile(topology, torch.device("cpu"), dtype=dtype, budget_s=0.5)[0].costs
+
+
+def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
+    topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
+    costs = costs_of(topology, torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedmoe.runtime.profile_cache.profile", None)  # measured once is enough
+        plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
+        for name in names:
+            layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=name)
+            found = step(layer, rank, torch.float64)
+            for part, right in plain.items():
+                assert torch.equal(found[part], right), (name, part)
+            (plans,) = layer._plans.values()
+            given = Schedule("joint" if name == "auto" else name, costs=costs)
+            (workload,) = layer._plans
+            assert plans == given.plans(layer.parts, workload)
+            layer.eval()
+            with torch.no_grad():
+                layer(torch.zeros(3 if rank else 0, M, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("world", "ep", "esp"), [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1)])
+def test_names(cluster: Cluster, world: int, ep: int, esp: int) -> None:
+    """So few rows are best sent at once: the same bits as without a schedule. Replicas measure together."""
+    cluster.run(world, by_name, ep, esp, ["auto", "fsmoe", "tutel"] if world == 2 else ["auto"])
+
+
+def many_chunks(rank: int, world: int) -> tuple[int, int]:
+    """Where starts cost nothing and links are slow, "auto" takes many chunks, and results stay."""
+    topology = Topology.from_sizes(2)
+    slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule_module, "measured_costs", None)
+        patch.setattr(moe_module, "measured_costs", lambda *where: slow)
+        plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
+        layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule="auto")
+        found = step(layer, rank, torch.float64)
+    for name, right in plain.items():
+        torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-10)
+    (plans,) = layer._plans.values()
+    return max(plans.forward.degrees.values()), max(plans.backward.degrees.values())
+
+
+def test_auto_takes_what_is_best(cluster: Cluster) -> None:
+    one, other = cluster.run(2, many_chunks)
+    assert one == other and min(one) > 1
+
+
+def measured_once(rank: int, world: int) -> list[Any]:
+    """Measuring is asked for once for all layers of a topology and dtype, whatever the plans; plans compared once."""
+    topology = Topology.from_sizes(2, 1, ranks_per_node=2)
+    slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
+    asked: list[Any] = []
+    compared: list[Any] = []
+
+    def measure(topology: Topology, device: torch.device, *, dtype: torch.dtype) -> Any:
+        asked.append(dtype)
+        return Profile(slow), None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule_module, "cached_profile", measure)
+        patch.setattr(moe_module, "require_same_plans", lambda topology, plans: compared.append(plans))
+        for dtype in (torch.float64, torch.float32):
+            for _ in range(2):
+                layer = build("topk", "sparse", "swiglu", topology, dtype, schedule="fsmoe")
+                x_SM = torch.randn(200 + rank, M, dtype=dtype)
+                for tokens in (6, 6, 200, 200):
+                    layer(x_SM[:tokens])
+    return [asked, len(compared)]
+
+
+def test_measuring_and_comparing_is_for_the_first_time(cluster: Cluster) -> None:
+    assert cluster.run(4, measured_once) == [[[torch.float64, torch.float32], 8]] * 4
+
+
+def differing(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(2, 2, ranks_per_node=2, timeout_s=60.0)
+    layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=Schedule("fsmoe", (2, 2)))
+    if rank in (1, 3):
+        layer._schedule = Schedule("fsmoe", (2, 4))
+    step(layer, rank, torch.float64)
+
+
+def test_differing_plans_are_refused(cluster: Cluster) -> None:
+    errors = [outcome.error for outcome in cluster.outcomes(4, differing)]
+    (name, message), *others = [error[:2] for error in errors if error is not None]
+    assert name == "RankError" and others == [(name, message)] * 3
+    assert "on ranks [0, 2] but" in message and "on ranks [1, 3]" in message and "the same versions" in message
+
+
+class Doubling(Custom):
+    """Modules that say what they compute."""
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        return Workload(1, rows * esp, M, 64, 8, k=1, ep=ep, esp=esp, itemsize=itemsize)
+
+
+def modules(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(2)
+    found = []
+    for options in ({}, {"schedule": Schedule("fsmoe", costs=BACKWARD_HEAVY)}):
+        torch.manual_seed(7)
+        experts = Doubling(lambda model_dim: torch.nn.Linear(model_dim, model_dim))
+        layer = MoELayer(M, GATES["topk"](), experts, topology=topology, dtype=torch.float64, **options)
+        found.append(step(layer, rank, torch.float64))
+    for name, right in found[0].items():
+        torch.testing.assert_close(found[1][name], right, rtol=1e-10, atol=1e-10)
+    (plans,) = layer._plans.values()
+    assert plans.forward.degrees["forward", 0] == plans.backward.degrees["backward", 0] > 1
+    (workload,) = layer._plans
+    assert layer._schedule is not None
+    free = layer._schedule.plans(layer.parts, workload)
+    assert free.forward == plans.forward and free.backward.degrees["backward", 0] != plans.forward.degrees["forward", 0]
+
+
+BACKWARD_HEAVY = CostModel({"all-to-all/ep": Line(1e-4, 1e-6), "gemm": Line(0.0, 2e-8)})
+
+
+def test_modules_have_one_degree(cluster: Cluster) -> None:
+    cluster.run(2, modules)
+
+
+def unknown_work(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(2)
+    experts = Custom(lambda model_dim: torch.nn.Linear(model_dim, model_dim))
+    MoELayer(M, GATES["topk"](), experts, topology=topology, schedule="auto")
+
+
+def test_experts_that_do_not_say_what_they_compute_are_refused(cluster: Cluster) -> None:
+    for outcome in cluster.outcomes(2, unknown_work):
+        assert outcome.error is not None
+        name, message, _ = outcome.error
+        assert name == "ConfigError" and "Custom does not say how much it computes" in message and "degrees=" in message
+
+
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose off, sequential"):
-        Schedule("fast", (1, 1))
+    for refused in (lambda: Schedule("fast"), lambda: MoELayer(M, GATES["topk"](), SwiGLU(8), schedule="fast")):
+        with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose off, auto, sequential"):
+            refused()
     with pytest.raises(ConfigError, match="each at least 1"):
         Schedule("fsmoe", (0, 1))
-    with pytest.raises(ConfigError, match="give costs"):
-        Schedule("fsmoe")
 
 
-def test_one_process_does_not_notice() -> None:
-    layers = []
-    for schedule in ("off", Schedule("fsmoe", (4, 2))):
-        torch.manual_seed(0)
-        layers.append(MoELayer(M, GATES["topk"](), SwiGLU(8), schedule=schedule))  # type: ignore[arg-type]
-    x = torch.randn(30, M)
-    assert torch.equal(layers[0](x), layers[1](x))
+@pytest.mark.parametrize("schedule", ["off", "auto", "fsmoe", Schedule("fsmoe", (4, 2))], ids=str)
+def test_one_process_does_not_notice(monkeypatch: pytest.MonkeyPatch, schedule: str | Schedule) -> None:
+    """Nor does it measure anything, with hooks or without."""
+    monkeypatch.setattr(moe_module, "measured_costs", None)
+    for hooks in ([], [fusedmoe.Hooks()]):
+        found = []
+        for options in ({}, {"schedule": schedule}):
+            layer = build("topk", "sparse", "swiglu", Topology(), torch.float64, hooks=hooks, **options)
+            found.append(step(layer, 0, torch.float64))
+        for name, right in found[0].items():
+            if hooks and isinstance(schedule, Schedule):
+                torch.testing.assert_close(found[1][name], right, rtol=1e-10, atol=1e-10)
+            else:
+                assert torch.equal(found[1][name], right), name
+
+
+def test_a_compiled_layer_does_not_notice() -> None:
+    layer = build("topk", "sparse", "swiglu", Topology(), torch.float64, schedule="auto")
+    x = torch.randn(5, M, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
