@@ -5,12 +5,10 @@ It computes in earnest, so only where ranks compute.
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 
 from bench.cluster.setting import Setting
-from fusedmoe.cli.data import Corpus
+from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.trainer import Trainer
@@ -36,12 +34,5 @@ def make_trainer(setting: Setting, topology: Topology, policy: str, costs: CostM
         capacity_factor=1.0,
     )
     settings = Settings(model=model, schedule=policy, ep=2, esp=setting.esp, mp=setting.esp)
-    trainer = Trainer(settings, topology, torch.device("cpu"), _corpus(), StopRequest())
-    return trainer, None if policy == "off" else trainer.follow(costs)
-
-
-def _corpus() -> Corpus:
-    """Random bytes: here nobody asks what is learned."""
-    text = torch.randint(256, (2, 2**16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()
-    return Corpus(text[0], text[1], "random bytes", 1, 1, fingerprint)
+    trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**16), StopRequest())
+    return trainer, None if policy == "off" else trainer.follow(costs)[0]

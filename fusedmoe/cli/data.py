@@ -49,6 +49,12 @@ def is_held_out(path: str, fraction: float) -> bool:
     return mix("held out", path) < fraction * 2**63
 
 
+def random_corpus(size: int) -> Corpus:
+    """Random bytes, for steps of which nobody asks what is learned: the same on every rank."""
+    text = torch.randint(256, (2, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    return Corpus(text[0], text[1], "random bytes", 1, 1, hashlib.blake2b(text.numpy().tobytes()).hexdigest())
+
+
 def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
     """Reads all text files of a folder into memory and splits them.
 

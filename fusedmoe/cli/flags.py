@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -112,10 +112,18 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """All flags of the settings. Only those that are given appear in the parsed arguments."""
-    defaults = Settings()
-    for title, flags in GROUPS.items():
+def add_flags(
+    parser: argparse.ArgumentParser, names: Collection[str] | None = None, defaults: Settings | None = None
+) -> None:
+    """Flags of the settings, all of them or those of these names; --model in any case.
+
+    Only those that are given appear in the parsed arguments. `defaults`: what the help shows as such.
+    """
+    defaults = defaults or Settings()
+    for title, every in GROUPS.items():
+        flags = tuple(flag for flag in every if names is None or flag.name in names)
+        if not flags:
+            continue
         group = parser.add_argument_group(title)
         if title == "model":
             group.add_argument(
@@ -126,7 +134,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 "experts. The other flags change it; their defaults are those of bytes-small",
             )
         _add_flags(group, flags, defaults)
-        if title == "experts and routing":
+        if any(flag.name == "--gate" for flag in flags):
             group.add_argument(
                 "--gate-option",
                 action="append",

@@ -18,7 +18,7 @@ from fusedmoe.cli.progress import Display, make_display
 from fusedmoe.cli.rundir import RunDir
 from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.stop import StopRequest
-from fusedmoe.cli.trainer import StepReport, Trainer
+from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
@@ -180,10 +180,10 @@ class Job:
         text = found.read_text(encoding="utf-8") if self.topology.rank == 0 and found.exists() else None
         text = all_gather_object(self.topology.world, text, "reading the run folder")[0]
         if text is None:
-            costs = cached_profile(self.topology, self.device, dtype=trainer.compute_dtype)[0].costs
+            costs = cached_profile(self.topology, self.device, dtype=compute_dtype(self.settings))[0].costs
         else:
             costs = CostModel.from_json(text)
-        plan = trainer.follow(costs)
+        plan, _ = trainer.follow(costs)
         if self.topology.rank == 0:
             self.folder.costs.write_text(costs.to_json() + "\n", encoding="utf-8")
             self.folder.plan.write_text(str(plan), encoding="utf-8")

@@ -25,6 +25,7 @@ from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.schedule.workload import StackCosts, Workload
 from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
 from fusedmoe.training.stream import GradientStream
 
@@ -78,20 +79,18 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, settings)
         self._stream: GradientStream | None = None
 
-    def follow(self, costs: CostModel) -> Plan:
-        """From now on steps follow the plan that the settings' policy makes of these costs; collective."""
+    def follow(self, costs: CostModel) -> tuple[Plan, StackCosts]:
+        """From now on steps follow the plan that the settings' policy makes of these costs; collective.
+
+        Returns the plan, and what a step costs by its account.
+        """
         settings, topology = self._settings, self._topology
         schedule = Schedule.named(settings.schedule)
         assert schedule is not None
-        travels = _WIRE.get(settings.wire_dtype, self.compute_dtype)
-        workload = block_workload(settings.model, topology, travels.itemsize)
+        workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
         plan, self._stream = plan_step(self.model, topology, schedule.policy, costs, workload)
-        return plan
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """What matrix products run in."""
-        return _COMPUTE[self._settings.dtype]
+        parts = next(self.model.moe_layers()).parts
+        return plan, workload.step_costs(costs, self._stream.layer_bytes, parts)
 
     def step(self, step: int) -> StepReport:
         """One step (from 0); collective over all ranks."""
@@ -181,6 +180,17 @@ class Trainer:
         """Sums over all ranks, in float64."""
         row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device).detach() for v in values])
         return all_reduce(self._topology.world, row, operation="sum of losses").tolist()
+
+
+def compute_dtype(settings: Settings) -> torch.dtype:
+    """What matrix products run in."""
+    return _COMPUTE[settings.dtype]
+
+
+def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
+    """One of the layers of a step, as one of so many ranks sees it."""
+    travels = _WIRE.get(settings.wire_dtype, compute_dtype(settings))
+    return block_workload(settings.model, ep, esp, mp, travels.itemsize)
 
 
 def make_model(settings: Settings, model: ModelConfig, topology: Topology, device: torch.device) -> Transformer:

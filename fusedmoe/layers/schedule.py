@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.layer import pass_by_degree, pass_of
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.timeline import PHASES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 
 #: What a layer takes for `schedule` by name: nothing in chunks, the best of all policies, or one of them.
 SCHEDULES = ("off", "auto", *POLICIES)
@@ -79,9 +79,7 @@ class Schedule:
             return Plans(*map(partial(pass_by_degree, self.policy, kinds), self.degrees, PHASES))
         costs = self.costs or costs
         assert costs is not None and workload is not None
-        of_layer = replace(workload.layer_costs(costs).with_parts(kinds), gradient_bytes=0)
-        stack = StackCosts((of_layer,), contention=costs.contention)
-        plan = POLICIES[self.policy].plan(stack, self.limit)
+        plan = POLICIES[self.policy].plan(workload.step_costs(costs, [0], kinds), self.limit)
         forward = pass_of(plan, 0, "forward")
         if any_degree:
             return Plans(forward, pass_of(plan, 0, "backward"))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.schedule.workload import Workload
 
 
-def block_workload(config: ModelConfig, topology: Topology, itemsize: int) -> Workload:
+def block_workload(config: ModelConfig, ep: int, esp: int, mp: int, itemsize: int) -> Workload:
     """The attention and the experts of one block, as one rank sees them.
 
     The tokens are those of the ranks that share an expert's shards: each has 1/mp of its replica's batch. Blocks
     without experts (`moe_every`) are not in it.
 
     Args:
+        ep, esp, mp: ranks along these axes.
         itemsize: bytes of an element that travels.
     """
-    esp, mp = topology.esp.size, topology.mp.size
     assert config.experts is not None
     return Workload(
         batch=max(1, config.batch * esp // mp),
@@ -27,7 +26,7 @@ def block_workload(config: ModelConfig, topology: Topology, itemsize: int) -> Wo
         k=config.k,
         capacity_factor=config.capacity_factor,
         expert=config.expert,
-        ep=topology.ep.size,
+        ep=ep,
         esp=esp,
         itemsize=itemsize,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fusedmoe.errors import ConfigError
@@ -110,6 +110,19 @@ class Workload:
                 chunks[phase][kind] = Chunks(times * starts * line.alpha_s, times * line.beta_s * volume)
             dense_s[phase] = {"attention": twice * attention_s + shared_s}
         return LayerCosts(chunks, dense_s, self.gradient_bytes())
+
+    def step_costs(self, model: CostModel, gradient_bytes: Sequence[int], parts: Iterable[str]) -> StackCosts:
+        """What a training step of such layers costs on a machine.
+
+        Args:
+            gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
+            parts: of the layers' pipelines (`LayerCosts.with_parts`).
+        """
+        layer = self.layer_costs(model).with_parts(parts)
+        all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
+        return StackCosts(
+            tuple(replace(layer, gradient_bytes=size) for size in gradient_bytes), all_reduce, model.contention
+        )
 
 
 _ATTENTION_GEMMS = 6

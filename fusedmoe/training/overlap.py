@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 
 from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.layer import beside, pass_of
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.replicas import MpLoss
 from fusedmoe.training.stream import GradientStream, moe_layers
 
@@ -55,13 +53,8 @@ def plan_step(
     if not layers:
         raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
     stream = GradientStream(model, topology, mp_loss=mp_loss)
-    of_layer = workload.layer_costs(costs).with_parts(layers[0].parts)
-    stack = StackCosts(
-        tuple(replace(of_layer, gradient_bytes=size) for size in stream.layer_bytes),
-        costs.lines.get("all-reduce/dp", Line(0.0, 0.0)),
-        costs.contention,
-    )
-    plan = POLICIES[policy].plan(stack, limit)
+    step_costs = workload.step_costs(costs, stream.layer_bytes, layers[0].parts)
+    plan = POLICIES[policy].plan(step_costs, limit)
     topology.agree({"plan": plan.fingerprint}, "plan of the training step")
     for number, layer in enumerate(layers):
         plans = Plans(pass_of(plan, number, "forward"), pass_of(plan, number, "backward"))
