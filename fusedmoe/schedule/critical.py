@@ -1,0 +1,92 @@
+"""Why a step takes as long as it does: its critical path, and what each layer's pass waits for.
+
+The path goes back from the task that ends last, at each step to the one that its start waited for. Nothing on it could
+have started earlier, so only what is on it can make the step shorter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.timeline import PHASES, RESOURCES, Span, Timeline
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One layer's pass in a predicted step, from the end of the one before, its dense part included.
+
+    Attributes:
+        degree: its chunks.
+        waits_s: for each resource the seconds of the critical path that it has during the pass; together all of it.
+        gradient_s: of the gradient all-reduces that run meanwhile, hidden or not.
+    """
+
+    layer: int
+    phase: str
+    degree: int
+    start_s: float
+    end_s: float
+    waits_s: dict[str, float]
+    gradient_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that the pass waits for most."""
+        return max(self.waits_s, key=lambda resource: self.waits_s[resource])
+
+
+def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
+    """The spans that the end of the step waits for, in order of time, without a gap from the start to the end.
+
+    `timeline`: the plan's, as `simulate` gives it. Of several tasks that end together the one on the plan's sequence
+    last stands for all.
+    """
+    spans = _spans(plan, timeline)
+    if not spans:
+        return ()
+    place = max(range(len(spans)), key=lambda one: spans[one].end_s)
+    path = [spans[place]]
+    while plan.before[place]:
+        place = max(plan.before[place], key=lambda one: (spans[one].end_s, one))
+        path.append(spans[place])
+    return tuple(reversed(path))
+
+
+def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
+    """The passes of all layers, in order of time."""
+    path = critical_path(plan, timeline)
+    reduces = [span for span in timeline.spans if span.kind == "gradient-all-reduce"]
+    own: dict[tuple[str, int], list[Span]] = {}
+    for span in timeline.spans:
+        if span.phase in PHASES and span.layer is not None and span.kind != "gradient-all-reduce":
+            own.setdefault((span.phase, span.layer), []).append(span)
+    found: list[Stretch] = []
+    start_s = 0.0
+    for (phase, layer), spans in sorted(own.items(), key=lambda item: min(span.start_s for span in item[1])):
+        end_s = max(span.end_s for span in spans)
+        on = {resource: [span for span in path if span.resource == resource] for resource in RESOURCES}
+        waits_s = {resource: _within_s(of, start_s, end_s) for resource, of in on.items()}
+        degree = plan.degrees.get((phase, layer), 1)
+        found.append(Stretch(layer, phase, degree, start_s, end_s, waits_s, _within_s(reduces, start_s, end_s)))
+        start_s = end_s
+    return found
+
+
+def _spans(plan: Plan, timeline: Timeline) -> list[Span]:
+    """The span of each task in the plan's sequence."""
+    by_name = {(span.kind, span.chunk, span.layer, span.phase): span for span in timeline.spans}
+    return [by_name[_name(task)] for task in plan.sequence]
+
+
+def _name(task: Task) -> tuple[str, int | None, int | None, str | None]:
+    return task.kind, task.chunk, task.layer, task.phase
+
+
+def _within_s(spans: list[Span], start_s: float, end_s: float) -> float:
+    return sum(max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s)) for span in spans)
