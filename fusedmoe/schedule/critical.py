@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task import LINKS, Task
 from fusedmoe.schedule.timeline import PHASES, RESOURCES, Span, Timeline
 
 
@@ -19,7 +19,8 @@ class Stretch:
 
     Attributes:
         degree: its chunks.
-        waits_s: for each resource the seconds of the critical path that it has during the pass; together all of it.
+        waits_s: seconds of the critical path during the pass by what is at work: "compute", "intra" and "inter", as the
+            kinds of tasks have it, also where a plan has one queue for both links. Together they are the whole pass.
         gradient_s: of the gradient all-reduces that run meanwhile, hidden or not.
     """
 
@@ -37,7 +38,7 @@ class Stretch:
 
     @property
     def bound_by(self) -> str:
-        """The resource that the pass waits for most."""
+        """What the pass waits for most."""
         return max(self.waits_s, key=lambda resource: self.waits_s[resource])
 
 
@@ -70,8 +71,10 @@ def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
     start_s = 0.0
     for (phase, layer), spans in sorted(own.items(), key=lambda item: min(span.start_s for span in item[1])):
         end_s = max(span.end_s for span in spans)
-        on = {resource: [span for span in path if span.resource == resource] for resource in RESOURCES}
-        waits_s = {resource: _within_s(of, start_s, end_s) for resource, of in on.items()}
+        waits_s = {
+            at: _within_s([span for span in path if LINKS.get(span.kind, "compute") == at], start_s, end_s)
+            for at in RESOURCES
+        }
         degree = plan.degrees.get((phase, layer), 1)
         found.append(Stretch(layer, phase, degree, start_s, end_s, waits_s, _within_s(reduces, start_s, end_s)))
         start_s = end_s

@@ -1,0 +1,172 @@
+"""`fusedmoe profile`: what collectives and matrix products take on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fusedmoe.cli.costs import file_to_write, picture_to_write
+from fusedmoe.cli.flags import add_flags, changes_of
+from fusedmoe.cli.layout import Launch, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.trainer import compute_dtype
+from fusedmoe.errors import ConfigError
+from fusedmoe.runtime.profile import BUDGET_S, Profile
+from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.schedule.cost import Line
+
+SUMMARY = "measure what links and matrix products take"
+
+DESCRIPTION = """\
+Measures what schedules are made by: all-to-all between the ranks that hold experts,
+all-gather and reduce-scatter between the shards of an expert, all-reduce between replicas,
+and matrix products, each in many sizes, on all ranks at once. The time of each is a straight
+line, α + β·n, with n in bytes or FLOP; contention is the share of its speed that a link
+keeps while the other kind of link works too.
+
+What is found is kept in $FUSEDMOE_CACHE, or else ~/.cache/fusedmoe, one file for each
+machine, layout of ranks and dtype. Layers with schedule="auto" and fusedmoe train --schedule
+find it there; without it they measure by themselves, once.
+"""
+
+EXAMPLES = """\
+examples:
+  4 ranks of this machine as 2 nodes of 2, with a picture of points and lines:
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli profile --ranks-per-node 2 --plot profile.png
+  the same once more, for another network or a quieter machine, and as JSON for fusedmoe plan --costs:
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli profile --ranks-per-node 2 --again --json costs.json
+  the layout that a model gets, and products in 16 bits:
+    torchrun --nnodes 4 --nproc-per-node 8 … -m fusedmoe.cli profile --model Mixtral-7B --dtype bf16
+  matrix products alone:
+    fusedmoe profile --budget 5
+"""
+
+# What a layout follows from; and the dtype of the products.
+_FLAGS = (
+    *("--dtype", "--heads", "--kv-heads", "--hidden", "--experts", "--experts-per-rank"),
+    *("--ranks-per-node", "--ep", "--esp", "--mp", "--device", "--timeout"),
+)
+
+#: No budget is larger than this, in seconds.
+MOST_S = 100.0
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `profile` to the commands of `fusedmoe`."""
+    parser = commands.add_parser(
+        "profile",
+        help=SUMMARY,
+        usage="fusedmoe profile [FLAG ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_argument_group("profile")
+    group.add_argument(
+        "--budget",
+        type=float,
+        default=BUDGET_S,
+        metavar="S",
+        help=f"seconds that it may take, less than {MOST_S:g} (default: %(default)g)",
+    )
+    group.add_argument("--again", action="store_true", help="measure also where that was done before")
+    group.add_argument("--plot", type=picture_to_write, metavar="FILE", help="points and lines as .png, .svg or .pdf")
+    group.add_argument("--json", type=file_to_write, metavar="FILE", help="lines and points as JSON")
+    add_flags(parser, _FLAGS)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, or finds what was measured, and shows it."""
+    if not 0 < arguments.budget < MOST_S:
+        raise ConfigError(f"--budget {arguments.budget:g}: give more than 0 and less than {MOST_S:g} seconds")
+    launch = Launch.from_environment()
+    settings = Settings().changed(changes_of(arguments))
+    sizes = choose_sizes(settings, launch)
+    device = choose_device(settings, launch)
+    with process_group(launch, device, settings.timeout_s):
+        topology = make_topology(sizes, settings.timeout_s)
+        with topology.guard("fusedmoe profile"):
+            found, path = cached_profile(
+                topology, device, dtype=compute_dtype(settings), budget_s=arguments.budget, again=arguments.again
+            )
+    if launch.rank == 0:
+        _show(found, path)
+        if arguments.json is not None:
+            arguments.json.write_text(found.to_json() + "\n", encoding="utf-8")
+        if arguments.plot is not None:
+            plot(found, arguments.plot)
+    return 0
+
+
+def _show(found: Profile, path: Path) -> None:
+    console = Console(highlight=False)
+    table = Table(title="α + β·n", title_justify="left")
+    for column in ("", "n up to", "points", "α", "1 / β", "r²"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for name, line in found.costs.lines.items():
+        points = found.points[name]
+        r2 = "" if line.r2 is None else f"{line.r2:.4f}"
+        table.add_row(name, _amount(name, points[-1][0]), str(len(points)), _time(line.alpha_s), _rate(name, line), r2)
+    console.print(found.costs.machine, markup=False)
+    console.print(table)
+    contention = found.costs.contention
+    if {"all-to-all/ep", "all-gather/esp"} <= found.costs.lines.keys():
+        console.print(f"contention: while both kinds of links work, each keeps {contention:.0%} of its speed")
+    console.print(f"measured in {found.seconds:.1f} s; kept in {path}", markup=False, soft_wrap=True)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def _amount(name: str, n: float) -> str:
+    return _scaled(n, "FLOP" if name == "gemm" else "B")
+
+
+def _rate(name: str, line: Line) -> str:
+    return _scaled(1 / line.beta_s, "FLOP/s" if name == "gemm" else "B/s")
+
+
+def _scaled(value: float, unit: str) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {letter}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def plot(found: Profile, path: Path) -> None:
+    """Writes the points of each line and the line through them, a panel each."""
+    from matplotlib.figure import Figure
+
+    names = list(found.costs.lines)
+    figure = Figure(figsize=(4.2 * min(3, len(names)), 3.6 * -(-len(names) // 3) + 0.5), layout="constrained")
+    panels = figure.subplots(-(-len(names) // 3), min(3, len(names)), squeeze=False).flatten()
+    for panel in panels[len(names) :]:
+        panel.set_axis_off()
+    for name, panel in zip(names, panels, strict=False):
+        _panel(panel, name, found.costs.lines[name], found.points[name])
+    figure.suptitle(found.costs.machine, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _panel(panel: Any, name: str, line: Line, points: Sequence[tuple[float, float]]) -> None:
+    unit, size = ("GFLOP", 1e9) if name == "gemm" else ("MB", 1e6)
+    most = points[-1][0]
+    style: Mapping[str, Any] = {"color": "#0a2f66", "linewidth": 1.2, "zorder": 1}
+    panel.plot([0, most / size], [1e3 * line.seconds(0), 1e3 * line.seconds(most)], **style)
+    panel.scatter([n / size for n, _ in points], [1e3 * s for _, s in points], s=14, color="#ad380c", zorder=2)
+    r2 = "" if line.r2 is None else f", r² {line.r2:.4f}"
+    panel.set_title(f"{name}\n{_time(line.alpha_s)} + n / ({_rate(name, line)}){r2}", fontsize=9)
+    panel.set_xlabel(unit, fontsize=8)
+    panel.set_ylabel("ms", fontsize=8)
+    panel.tick_params(labelsize=8)
+    panel.set_xlim(left=0)
+    panel.set_ylim(bottom=0)
+    panel.grid(color="#e4e4e4", linewidth=0.6)
+    panel.set_axisbelow(True)
