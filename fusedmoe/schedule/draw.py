@@ -36,6 +36,7 @@ COLOURS = {
     "unorder": "#d9cbf8",
     "attention": "#f5d878",
     "weight-gradient": "#ad380c",
+    "attention-weight-gradient": "#0490b3",
     "gradient-all-reduce": "#bd559b",
     "sparse-all-gather": "#8f1fe8",
     "sparse-reduce-scatter": "#dde04a",

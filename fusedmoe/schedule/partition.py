@@ -97,7 +97,8 @@ def spread_rest(costs: StackCosts, of: Sequence[Sequence[Way]], first: Partition
         result = np.zeros_like(shares)
         placed = np.zeros_like(shares[0])
         for p, n in enumerate(places):
-            result[p] = shares[p] * np.maximum(room[n] - placed, 0.0)
+            size = shares[p] * np.maximum(room[n] - placed, 0.0)
+            result[p] = np.where(size >= 1, size, 0.0)  # less is rounding, and would be free
             placed = placed + result[p]
         return result
 

@@ -63,8 +63,10 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
       chunks of the one before, and all chunks after it wait for it.
     * Layers follow each other, forward from 0, then the loss, then backward from the last. A layer starts when the
       one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i.
-    * A weight-gradient waits for the expert of its chunk (without one: for all of its layer).
-    * A gradient-all-reduce waits for the gate and the attention of its layer's backward pass, where the plan has them.
+    * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), and an
+      attention-weight-gradient for the attention.
+    * A gradient-all-reduce waits for the gate, the attention and its weight gradients of its layer's backward pass,
+      where the plan has them.
     * An optimizer waits for all of the backward pass; one with a layer only for this layer's.
     * A task of another kind waits for nothing.
     """
@@ -81,16 +83,21 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     roads.extend(_road("backward", stages["backward", layer]) for layer in backward)
 
     before: list[Task] = []
+    earlier: list[list[Task]] = []
     for road in roads:
+        micro = _in_micro_batches(road) and _in_micro_batches(earlier)
         for index, stage in enumerate(road):
-            _link(after, before, stage, within=index > 0)
+            _link(after, before, stage, within=micro or index > 0)
             before = stage
+        earlier = road or earlier
     for (phase, _), of in stages.items():
-        for task in of.get("weight-gradient", ()):
-            experts = of.get("expert", [])
-            after[task] = tuple(e for e in experts if e.chunk == task.chunk) or tuple(experts)
+        for kind, source in (("weight-gradient", "expert"), ("attention-weight-gradient", "attention")):
+            sources = of.get(source, [])
+            for task in of.get(kind, ()):
+                after[task] = tuple(one for one in sources if one.chunk == task.chunk) or tuple(sources)
+        reduced = [task for kind in ("gate", "attention", "attention-weight-gradient") for task in of.get(kind, ())]
         for task in of.get("gradient-all-reduce", ()):
-            after[task] = tuple(of.get("gate", [])) + tuple(of.get("attention", [])) if phase == "backward" else ()
+            after[task] = tuple(reduced) if phase == "backward" else ()
         for task in of.get("optimizer", ()):
             after[task] = tuple(t for t in after if t.phase == "backward" and task.layer in (None, t.layer))
     return after
@@ -98,6 +105,10 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
 
 def _road(phase: str, of: Mapping[str, list[Task]]) -> list[list[Task]]:
     return [of[kind] for kind in ROADS[phase] if kind in of]
+
+
+def _in_micro_batches(road: Sequence[Sequence[Task]]) -> bool:
+    return any(stage[0].kind in ("attention", "loss") and stage[0].chunk is not None for stage in road)
 
 
 def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool) -> None:

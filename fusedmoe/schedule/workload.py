@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -77,10 +78,13 @@ class Workload:
             found |= dict.fromkeys(("all-gather", "reduce-scatter"), gathered)
         return {kind: found[kind] for kind in PIPELINE if kind in found}
 
+    def projection_flop(self) -> float:
+        """Of attention's four projections, forward."""
+        return 2 * _PROJECTIONS * self.tokens * self.model_dim**2 / self.esp
+
     def attention_flop(self) -> float:
-        """Forward: four projections, scores and their product with the values."""
-        macs = 4 * self.tokens * self.model_dim**2 + 2 * self.tokens * self.seq_len * self.model_dim
-        return 2 * macs / self.esp
+        """Forward: the projections, scores and their product with the values."""
+        return self.projection_flop() + 4 * self.tokens * self.seq_len * self.model_dim / self.esp
 
     def gradient_bytes(self) -> int:
         """Of attention's four projections, split over MP, and the gate: what is summed over data parallelism."""
@@ -91,15 +95,21 @@ class Workload:
 
         The dense part is attention's matrix products, and the model-parallel reduce-scatter and all-gather of B·L rows
         around the experts (F7): with them the coefficients of the paper's Fig. 5 give the times of its Table 2.
+
+        In micro-batches each part of it starts anew for every one. Of the backward pass, one product of two of the
+        experts and of attention's projections is a weight gradient.
         """
         chunks: dict[str, dict[str, Chunks]] = {}
         dense_s: dict[str, dict[str, float]] = {}
         gemm = model.line("gemm")
-        attention_s = _ATTENTION_GEMMS * gemm.alpha_s + gemm.beta_s * self.attention_flop()
-        shared_s = 0.0
+        attention = Chunks(_ATTENTION_GEMMS * gemm.alpha_s, gemm.beta_s * self.attention_flop())
+        shared = Chunks(0.0, 0.0)
         if self.esp > 1:
             rows_bytes = self.tokens * self.model_dim * self.itemsize
-            shared_s = sum(model.line(f"{kind}/esp").seconds(rows_bytes) for kind in ("all-gather", "reduce-scatter"))
+            for kind in ("all-gather", "reduce-scatter"):
+                line = model.line(f"{kind}/esp")
+                shared += Chunks(line.alpha_s, line.beta_s * rows_bytes)
+        dense: dict[str, dict[str, Chunks]] = {}
         for phase in PHASES:
             chunks[phase] = {}
             twice = 2 if phase == "backward" else 1
@@ -108,8 +118,11 @@ class Workload:
                 times = twice if kind == "expert" else 1
                 starts = _GEMMS[self.expert] if kind == "expert" else 1
                 chunks[phase][kind] = Chunks(times * starts * line.alpha_s, times * line.beta_s * volume)
-            dense_s[phase] = {"attention": twice * attention_s + shared_s}
-        return LayerCosts(chunks, dense_s, self.gradient_bytes())
+            dense[phase] = {"attention": attention * twice + shared}
+            dense_s[phase] = {kind: part.seconds(1) for kind, part in dense[phase].items()}
+        projections = Chunks(_PROJECTIONS * gemm.alpha_s, gemm.beta_s * self.projection_flop())
+        weights = {"expert": chunks["backward"]["expert"] * 0.5, "attention": projections}
+        return LayerCosts(chunks, dense_s, self.gradient_bytes(), MicroBatches(dense, weights))
 
     def step_costs(self, model: CostModel, gradient_bytes: Sequence[int], parts: Iterable[str]) -> StackCosts:
         """What a training step of such layers costs on a machine.
@@ -125,7 +138,12 @@ class Workload:
         )
 
 
-_ATTENTION_GEMMS = 6
+# Matrix products of attention: projections; with scores, and these with the values.
+_PROJECTIONS, _ATTENTION_GEMMS = 4, 6
+
+# Kinds of weight gradients, and what they are cut off from.
+_WEIGHTS_OF = {"weight-gradient": "expert", "attention-weight-gradient": "attention"}
+_WEIGHTS = {source: kind for kind, source in _WEIGHTS_OF.items()}
 
 
 @dataclass(frozen=True)
@@ -138,17 +156,37 @@ class Chunks:
     def seconds(self, degree: int) -> float:
         return self.alpha_s + self.whole_s / degree
 
+    def __add__(self, other: Chunks) -> Chunks:
+        """One after the other."""
+        return Chunks(self.alpha_s + other.alpha_s, self.whole_s + other.whole_s)
+
+    def __mul__(self, times: float) -> Chunks:
+        return Chunks(self.alpha_s * times, self.whole_s * times)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What a layer costs where micro-batches go through all of it, and where weight gradients are tasks of their own.
+
+    `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
+    and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient".
+    """
+
+    dense: Mapping[str, Mapping[str, Chunks]]
+    weights: Mapping[str, Chunks]
+
 
 @dataclass(frozen=True)
 class LayerCosts:
     """What one layer costs: its parts in chunks and in one piece, by phase and kind, and its dense gradient.
 
-    A plan for the layer has the parts that are here.
+    A plan for the layer has the parts that are here. `micro`: None where dense parts cannot be split.
     """
 
     chunks: Mapping[str, Mapping[str, Chunks]]
     dense_s: Mapping[str, Mapping[str, float]]
     gradient_bytes: int = 0
+    micro: MicroBatches | None = None
 
     def with_parts(self, kinds: Iterable[str]) -> LayerCosts:
         """The same with these parts of the pipeline; those that were not in it take no time."""
@@ -186,28 +224,50 @@ class StackCosts:
         """The duration of each task. Raises `ConfigError` for a task of a part that is not in the costs."""
         result: dict[Task, float] = {}
         known: dict[tuple[str, int | None, str | None], float] = {}
-        degrees, pieces = plan.degrees, gradient_ranges(plan, self.gradient_bytes)
+        counts = Counter((task.kind, task.layer, task.phase) for task in plan)
+        pieces = gradient_ranges(plan, self.gradient_bytes)
         for task in plan.sequence:
-            key = (task.kind, task.layer, task.phase)
+            kind, _, layer, phase, _ = task
             if task in pieces:
                 result[task] = self.all_reduce.seconds(len(pieces[task]))
                 continue
-            if key not in known:
-                known[key] = self._seconds(task, degrees.get((task.phase, task.layer), 1))
-            result[task] = known[key]
+            if (kind, layer, phase) not in known:
+                without = (_WEIGHTS.get(kind, ""), layer, phase) in counts
+                known[kind, layer, phase] = self.task_s(task, counts[kind, layer, phase], without)
+            result[task] = known[kind, layer, phase]
         return result
 
-    def _seconds(self, task: Task, degree: int) -> float:
-        kind, _, layer, phase, _ = task
+    def task_s(self, task: Task, count: int = 1, without_weights: bool = False) -> float:
+        """The duration of a task, apart from gradient-all-reduces.
+
+        `count`: how many pieces its part has. `without_weights`: weight gradients of this part are tasks of their own.
+        """
+        kind, chunk, layer, phase, _ = task
         if layer is None:
             found = {"loss": self.loss_s, "optimizer": self.optimizer_s}.get(kind)
+            found = None if found is None else found / count
         elif layer >= len(self.layers) or phase is None:
             found = None
-        elif kind in PIPELINE:
-            chunks = self.layers[layer].chunks[phase].get(kind)
-            found = None if chunks is None else chunks.seconds(degree)
+        elif chunk is None and kind in self.layers[layer].dense_s[phase] and not without_weights:
+            found = self.layers[layer].dense_s[phase][kind]
         else:
-            found = self.layers[layer].dense_s[phase].get(kind)
+            found = _piece_s(self.layers[layer], phase, kind, count, without_weights)
         if found is None:
             raise ConfigError(f"costs: nothing is known of {name(task)} ({kind}); the plan is not for these layers")
         return found
+
+
+def _piece_s(layer: LayerCosts, phase: str, kind: str, count: int, without_weights: bool) -> float | None:
+    micro = layer.micro
+    if kind in PIPELINE:
+        part = layer.chunks[phase].get(kind)
+    elif micro is None:
+        part = None
+    elif kind in _WEIGHTS_OF:
+        part = micro.weights.get(_WEIGHTS_OF[kind]) if phase == "backward" else None
+    else:
+        part = micro.dense[phase].get(kind)
+    if part is not None and without_weights:
+        weights = None if micro is None else micro.weights.get(kind)
+        part = None if weights is None else part + weights * -1.0
+    return None if part is None else part.seconds(count)
