@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -81,7 +82,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     group = parser.add_argument_group("costs")
     source = group.add_mutually_exclusive_group()
-    source.add_argument("--costs", metavar="FILE", help="of fusedmoe profile --json, or one that it kept")
+    source.add_argument("--costs", type=Path, metavar="FILE", help="of fusedmoe profile --json, or one that it kept")
     source.add_argument("--testbed", choices=TESTBEDS, help="of the FSMoE paper: A, 6 nodes of 8; B, 8 nodes of 4")
     group.add_argument("--ranks", type=int, metavar="N", help="plan for so many ranks (default: the launcher's)")
     output = parser.add_argument_group("output")
@@ -248,9 +249,9 @@ class Report:
             alike = list(group)
             one, layers = alike[0], sorted(stretch.layer for stretch in alike)
             shares = {name: one.waits_s[resource] / one.seconds for resource, name in RESOURCES.items()}
-            path = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+            named = [f"{name.removeprefix('links ')} {share:.0%}" for name, share in shares.items() if share >= 0.005]
             span = f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else str(layers[0])
-            table.add_row(span, one.phase, str(one.degree), _ms(one.seconds), path, RESOURCES[one.bound_by])
+            table.add_row(span, one.phase, str(one.degree), _ms(one.seconds), ", ".join(named), RESOURCES[one.bound_by])
         return table
 
     def _policies(self) -> Table:

@@ -79,7 +79,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     group.add_argument(
         "--steps", type=int, default=_STEPS, metavar="N", help="measured steps, after two others (default: %(default)s)"
     )
-    group.add_argument("--costs", metavar="FILE", help="of fusedmoe profile --json, instead of this machine's own")
+    group.add_argument("--costs", type=Path, metavar="FILE", help="of fusedmoe profile --json, instead of measured now")
     for flag, kind, what in (("--png", picture_to_write, "the picture"), ("--json", file_to_write, "the trace")):
         name = f"trace.{flag[2:]}"
         group.add_argument(flag, type=kind, default=Path(name), metavar="FILE", help=f"{what} (default: {name})")
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps} must be at least 1")
     launch = Launch.from_environment()
     settings = Settings(schedule="auto").changed(changes_of(arguments))
-    given = None if arguments.costs is None else read_costs(Path(arguments.costs))
+    given = None if arguments.costs is None else read_costs(arguments.costs)
     sizes = choose_sizes(settings, launch)
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
     device = choose_device(settings, launch)

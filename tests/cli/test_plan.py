@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedmoe.cli.main import main
+from fusedmoe.runtime.profile import Profile
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.timeline import RESOURCES
+from tests.cli.on_ranks import command, is_picture
+from tests.cluster import Cluster
+
+MODEL = ["--model", "Mixtral-7B", "--layers", "3"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["plan", *flags, "--json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def test_a_testbed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = planned(capsys, *MODEL, "--testbed", "B", "--png", str(tmp_path / "step.png"))
+    assert data["layout"] == {"ranks": 32, "ranks_per_node": 4, "ep": 8, "esp": 4, "mp": 4, "dp": 8}
+    assert data["machine"] == TESTBEDS["B"].costs.machine and data["policy"] == "joint"
+    assert data["policies_s"].keys() == POLICIES.keys()
+    assert data["step_s"] == min(data["policies_s"].values()) == data["policies_s"]["joint"]
+    assert 0 < data["bound_s"] <= data["step_s"] * (1 + 1e-9)
+    assert sum(data["critical_path_s"].values()) == pytest.approx(data["step_s"])
+    plan = Plan.parse(data["plan"])
+    assert plan.fingerprint == data["fingerprint"]
+    passes_s = 0.0
+    for number, layer in enumerate(data["layers"]):
+        for phase in ("forward", "backward"):
+            found = layer[phase]
+            assert layer["layer"] == number and found["chunks"] == plan.degrees[phase, number] > 1
+            assert found["bound_by"] in RESOURCES
+            assert found["critical_path_s"][found["bound_by"]] == max(found["critical_path_s"].values())
+            passes_s += found["seconds"]
+    assert len(data["layers"]) == 3
+    assert passes_s + data["exposed_gradients_s"] == pytest.approx(data["step_s"])
+    assert is_picture(tmp_path / "step.png")
+
+
+def test_what_bounds_a_layer_follows_from_the_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    costs = json.loads(TESTBEDS["B"].costs.to_json())
+    for line, bound in (("gemm", "compute"), ("all-to-all/ep", "inter"), ("reduce-scatter/esp", "intra")):
+        slow = json.loads(json.dumps(costs))
+        slow["lines"][line]["beta_s"] *= 100
+        (tmp_path / "costs.json").write_text(json.dumps(slow))
+        layout = ["--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json")]
+        for policy in ("fsmoe", "tutel"):
+            data = planned(capsys, *MODEL, *layout, "--schedule", policy)
+            assert data["policy"] == policy and data["step_s"] == data["policies_s"][policy]
+            for layer in data["layers"]:
+                assert layer["forward"]["bound_by"] == layer["backward"]["bound_by"] == bound
+
+
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MODEL, "--testbed", "A", "--schedule", "fsmoe", "--experts", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "48 ranks (6 × 8): ep 6, esp 8, mp 8, dp 6" in out and TESTBEDS["A"].costs.machine in out
+    assert "bound by" in out and "critical path: gradient-all-reduce" in out and "over the bound" in out
+    assert all(name in out for name in POLICIES)
+    assert "0–2" in out  # layers alike are one row
+
+
+def test_other_ranks_of_a_testbed(capsys: pytest.CaptureFixture[str]) -> None:
+    data = planned(capsys, *MODEL, "--testbed", "B", "--ranks", "4")  # one node
+    assert data["layout"] == {"ranks": 4, "ranks_per_node": 4, "ep": 1, "esp": 4, "mp": 4, "dp": 1}
+    assert data["exposed_gradients_s"] == 0 and "gradient-all-reduce" not in data["critical_path_s"]
+
+
+def test_this_machine(cluster: Cluster, tmp_path: Path) -> None:
+    """Measured under ranks by `profile`, found there by `plan`, and read from a file by one process."""
+    layout = ["--ranks-per-node", "2"]
+    ranks = cluster.run(4, command, str(tmp_path), "profile", "--budget", "1", *layout, "--json", "costs.json")
+    assert [code for code, *_ in ranks] == [0] * 4
+    (code, out, _), *others = cluster.run(4, command, str(tmp_path), "plan", *layout, "--json")
+    assert code == 0 and others == [(0, "", "")] * 3
+    here = json.loads(out)
+    found = Profile.from_json((tmp_path / "costs.json").read_text())
+    assert here["machine"] == found.costs.machine
+    (code, out, _), *_ = cluster.run(
+        1, command, str(tmp_path), "plan", *layout, "--json", "--ranks", "4", "--costs", "costs.json"
+    )
+    assert code == 0 and json.loads(out) == here
+
+
+def test_one_rank_has_nothing_to_send(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(1, command, str(tmp_path), "profile", "--budget", "0.5")
+    ((code, out, _),) = cluster.run(1, command, str(tmp_path), "plan", "--json")
+    data = json.loads(out)
+    assert code == 0 and data["critical_path_s"].keys() == {"expert", "attention"}
+    assert data["layers"][0]["forward"]["chunks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--ranks", "8"], "what 8 ranks take cannot be measured on 1: start as many under torchrun, or give --costs"),
+        (["--costs", "nowhere.json", "--ranks", "8"], "--costs nowhere.json cannot be read"),
+        (["--costs", "text.json"], "--costs needs --ranks"),
+        (["--costs", "text.json", "--ranks", "8"], "cost model: not JSON"),
+        (["--costs", "lines.json", "--ranks", "8"], "nothing is known of 'all-gather/esp'; measure it"),
+        (["--testbed", "A", "--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--testbed", "A", "--schedule", "off"], "--schedule off is no plan"),
+        (["--testbed", "A", "--layers", "1", "--moe-every", "2"], "no experts"),
+        (["--testbed", "A", "--costs", "text.json"], "not allowed with"),
+        (["--testbed", "A", "--png", "no/such/step.png"], "there is no folder no/such"),
+    ],
+)
+def test_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.json").write_text("no costs")
+    lines = json.loads(TESTBEDS["A"].costs.to_json())
+    del lines["lines"]["all-gather/esp"]
+    Path("lines.json").write_text(json.dumps(lines))
+    try:
+        code = main(["plan", *flags])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    error = capsys.readouterr().err
+    assert code == 2 and says in " ".join(error.split())
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command_name, words in (
+        ("plan", ("examples:", "--testbed", "critical path", *POLICIES)),
+        ("profile", ("examples:", "contention", "FUSEDMOE_CACHE", "--plot")),
+        ("trace", ("examples:", "ui.perfetto.dev", "--schedule")),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([command_name, "--help"])
+        out = capsys.readouterr().out
+        assert end.value.code == 0 and all(word in out for word in words)

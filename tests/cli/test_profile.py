@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fusedmoe.cli import profile as module
+from fusedmoe.cli.main import main
+from fusedmoe.cli.profile import plot
+from fusedmoe.runtime.profile import Profile
+from fusedmoe.runtime.profile_cache import CACHE
+from fusedmoe.schedule.cost import LINES, CostModel, Line
+from tests.cli.on_ranks import command, is_picture
+from tests.cluster import Cluster
+
+
+def test_alone_products_are_measured_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path / "kept"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--budget", "0.5", "--json", "costs.json", "--plot", "lines.png"]) == 0
+    out = capsys.readouterr().out
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert str(kept) in out and "1 rank on 1 host" in out and "gemm" in out and "contention" not in out
+    assert (tmp_path / "costs.json").read_text() == kept.read_text()
+    assert list(Profile.from_json(kept.read_text()).costs.lines) == ["gemm"]
+    assert is_picture(tmp_path / "lines.png")
+
+    before = kept.read_text()
+    assert main(["profile"]) == 0
+    assert kept.read_text() == before and capsys.readouterr().out == out
+    assert main(["profile", "--budget", "0.5", "--again"]) == 0
+    assert kept.read_text() != before
+    assert main(["profile", "--budget", "0.5", "--dtype", "fp64"]) == 0
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_under_ranks_all_lines_are_measured(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ["profile", "--budget", "1", "--again", "--ranks-per-node", "2", "--json", "costs.json", "--plot", "p.png"]
+    (code, out, error), *others = cluster.run(4, command, str(tmp_path), *flags)
+    assert code == 0, error
+    assert others == [(0, "", "")] * 3
+    assert all(name in out for name in LINES) and "contention: while both kinds of links work" in out
+    found = Profile.from_json((tmp_path / "costs.json").read_text())
+    assert tuple(found.costs.lines) == LINES and "ep 2, esp 2, mp 2, dp 2" in found.costs.machine
+    assert is_picture(tmp_path / "p.png")
+
+
+def test_numbers_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = {"all-to-all/ep": Line(1.25e-3, 1 / 2.5e9, 0.98765), "all-gather/esp": Line(0.0, 1 / 3.0)}
+    lines["gemm"] = Line(4e-5, 1e-12)
+    points = {name: ((1.0, 1.0), (2.5e7, 2.0)) for name in lines}
+    module._show(Profile(CostModel(lines, 0.625, "[some] machine"), points, 1.0), Path("/kept/here"))
+    out = capsys.readouterr().out
+    for part in ("1.25 ms", "2.5 GB/s", "0.9877", "0 µs", "3 B/s", "40 µs", "1 TFLOP/s", "25 MB", "25 MFLOP", "62%"):
+        assert part in out, part
+    assert "[some] machine" in out and "/kept/here" in out
+
+
+def test_a_picture_of_many_lines(tmp_path: Path) -> None:
+    lines = {name: Line(1e-4, 1e-10) for name in LINES}
+    points = {name: tuple((1e6 * n, 1e-4 + 1e-4 * n) for n in range(1, 25)) for name in LINES}
+    plot(Profile(CostModel(lines, 0.5, "a machine"), points, 1.0), tmp_path / "p.png")
+    assert is_picture(tmp_path / "p.png")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--budget", "0"], "more than 0 and less than 100"),
+        (["--budget", "100"], "more than 0 and less than 100"),
+        (["--plot", "there/is/none.png"], "there is no folder there/is"),
+        (["--plot", "lines.txt"], "none of .png, .svg and .pdf"),
+        (["--ranks-per-node", "3", "--ep", "2"], "do not fill nodes of 3"),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], flags: list[str], says: str) -> None:
+    try:
+        code = main(["profile", *flags])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    error = capsys.readouterr().err
+    assert code == 2 and says in " ".join(error.split())

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fusedmoe.cli.main import main
+from fusedmoe.schedule.testbeds import TESTBEDS
+from tests.cli.on_ranks import command, is_picture
+from tests.cluster import Cluster
+
+TINY = ["--layers", "2", "--model-dim", "16", "--hidden", "8", "--experts", "4", "--seq-len", "16", "--batch", "2"]
+
+
+def compared(out: str) -> None:
+    """The ratio that is printed is that of the two times."""
+    numbers = re.search(r"predicted ([\d.]+) ms, measured ([\d.]+) ms", out)
+    ratio = re.search(r"measured / predicted: ([\d.]+)", out)
+    assert numbers is not None and ratio is not None
+    predicted, measured = map(float, numbers.groups())
+    assert float(ratio[1]) == pytest.approx(measured / predicted, rel=0.1, abs=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["fsmoe", "off"])
+def test_a_step_beside_its_plan(cluster: Cluster, tmp_path: Path, schedule: str) -> None:
+    (tmp_path / "costs.json").write_text(TESTBEDS["B"].costs.to_json())
+    flags = [*TINY, "--ranks-per-node", "2", "--costs", "costs.json", "--schedule", schedule, "--steps", "3"]
+    (code, out, error), *others = cluster.run(4, command, str(tmp_path), "trace", *flags)
+    assert code == 0, error
+    assert others == [(0, "", "")] * 3
+    compared(out)
+    assert "ep=2, esp=2" in out and f"schedule {schedule}" in out and "middle of 3" in out
+    assert is_picture(tmp_path / "trace.png")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(processes.values()) == ["rank 0 (measured)", "rank 0 (predicted)"] + [
+        f"rank {rank} (measured)" for rank in (1, 2, 3)
+    ]
+    kinds: dict[str, set[str]] = {name: set() for name in processes.values()}
+    for event in events:
+        if event["ph"] == "X":
+            kinds[processes[event["pid"]]].add(event["args"]["kind"])
+    moves = {"dispatch", "all-gather", "expert", "reduce-scatter", "combine"}
+    assert moves | {"attention", "gradient-all-reduce"} <= kinds["rank 0 (predicted)"]
+    assert moves | {"attention", "gate", "loss"} <= kinds["rank 3 (measured)"]
+    assert all("optimizer" not in found for found in kinds.values())
+
+
+def test_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--budget", "0.5"]) == 0
+    assert main(["trace", *TINY, "--steps", "1", "--png", "a.svg", "--json", "b.json"]) == 0
+    out = capsys.readouterr().out
+    compared(out)
+    assert "middle" not in out
+    assert (tmp_path / "a.svg").exists() and json.loads((tmp_path / "b.json").read_text())
+
+
+def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--steps", "0"]) == 2
+    assert "--steps 0 must be at least 1" in capsys.readouterr().err
+    assert main(["trace", "--costs", "nowhere"]) == 2
+    assert "--costs nowhere cannot be read" in capsys.readouterr().err
