@@ -9,6 +9,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers import experts, gates, hooks, losses, orders
 from fusedmoe.layers.fsmoe import CallbackBase, ExpertBase, LinearGate, MOELayer, SimpleOrder
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.schedule import Schedule
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "MOELayer",
     "MoELayer",
     "RankError",
+    "Schedule",
     "SimpleOrder",
     "Topology",
     "experts",

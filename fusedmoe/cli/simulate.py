@@ -5,22 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.runtime.bar import Bar
 from fusedmoe.schedule.grid import ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, Result, run_grid
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.testbeds import TESTBEDS
 
 GRIDS = ("fsmoe",)
-
-# A run that is over sooner shows no bar.
-_BAR_AFTER_S = 2.0
 
 
 def add_command(commands: Any) -> None:
@@ -42,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the grid and prints its table, or JSON."""
     if arguments.layers < 1:
         raise ConfigError(f"--layers {arguments.layers}: a step has at least one layer")
-    with _Bar() as bar:
+    with Bar("simulating") as bar:
         results = run_grid(arguments.layers, bar.show)
     assumptions = _assumptions(arguments.layers)
     if arguments.json:
@@ -92,25 +88,3 @@ def _print_table(results: list[Result], assumptions: list[str]) -> None:
     console.print(gaps)
     for text in assumptions:
         console.print(f"· {text}", highlight=False, markup=False)
-
-
-class _Bar:
-    """A bar on stderr, once the work has taken a while; on a terminal only."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        console = Console(stderr=True)
-        parts = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*parts, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("simulating", total=None)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def show(self, done: int, total: int) -> None:
-        if time.monotonic() - self._began > _BAR_AFTER_S:
-            self._progress.start()
-            self._progress.update(self._task, completed=done, total=total)
