@@ -49,6 +49,8 @@ _SIDE = 1024
 # Until the ladder fits the time, steps are halved down to so many, then units down to this part of themselves: a line
 # through few sizes far apart is better than one through many that are all small.
 _LEAST_STEPS, _LEAST_PART = 6, 2**8
+# How often the sizes are probed that its ladder is chosen by.
+_PROBES = 3
 # Of the budget, for probes and for what the estimates are off.
 _RESERVE = 0.25
 # Seconds for each byte or FLOP of a line that rises with neither: no schedule should believe that size is free.
@@ -261,27 +263,33 @@ class _Profiler:
         return _Work(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * (size // _SIDE) * _SIDE**2)
 
     def _ladder(self) -> list[Sample]:
-        """The sizes of each line that fit its share of the time."""
+        """The sizes of each line that fit its share of the time. What short ones leave over goes to the longer ones."""
         ends = [(name, work.unit // part) for name, work in self._works.items() for part in (64, 4)]
         self._round(ends, 0, 0)  # the first time anything runs, it is set up
-        probed = dict(zip(ends, self._round(ends, 0, 0), strict=True))
-        share_s = (self._budget_s * (1 - _RESERVE) - self._elapsed_s()) / (len(self._works) + 1) / ROUNDS
-        result: list[Sample] = []
-        for name, work in self._works.items():
-            guess = line_through([(size, seconds) for (of, size), seconds in probed.items() if of == name])
+        # The least of some: one disturbance would halve a ladder.
+        probed = np.min([self._round(ends, 0, 0) for _ in range(_PROBES)], axis=0)
+        guesses: dict[str, Line] = {}
+        for name in self._works:
+            of = [(size, seconds) for (other, size), seconds in zip(ends, probed, strict=True) if other == name]
+            guesses[name] = line_through(of)
+
+        def takes_s(name: str, unit: int, steps: int) -> float:
+            return sum(guesses[name].seconds(unit * step) for step in range(1, steps + 1)) * ROUNDS
+
+        left_s = self._budget_s * (1 - _RESERVE) - self._elapsed_s()
+        sizes: dict[str, list[int]] = {}
+        for name, work in sorted(self._works.items(), key=lambda one: takes_s(one[0], one[1].unit, one[1].steps)):
+            share_s = left_s / (len(self._works) - len(sizes) + 1)  # contention has one, too
             unit, steps = work.unit, work.steps
-
-            def takes_s(line: Line, unit: int, steps: int) -> float:
-                return sum(line.seconds(unit * step) for step in range(1, steps + 1))
-
-            while takes_s(guess, unit, steps) > share_s and steps > _LEAST_STEPS:
+            while takes_s(name, unit, steps) > share_s and steps > _LEAST_STEPS:
                 steps //= 2
-            while takes_s(guess, unit, steps) > share_s and unit > work.unit // _LEAST_PART:
+            while takes_s(name, unit, steps) > share_s and unit > work.unit // _LEAST_PART:
                 unit //= 2
+            left_s -= takes_s(name, unit, steps)
             # A product of no rows, and a collective of less than an element a rank, would be no measurement.
             unit = max(unit, _SIDE if name == "gemm" else self._topology.size)
-            result += [(name, unit * step) for step in range(1, steps + 1)]
-        return self._of_rank_0(result)
+            sizes[name] = [unit * step for step in range(1, steps + 1)]
+        return self._of_rank_0([(name, size) for name in self._works for size in sizes[name]])
 
     def _round(self, samples: Sequence[Sample], done: int, total: int) -> np.ndarray:
         """Seconds of each sample: of the slowest rank."""

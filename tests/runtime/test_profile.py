@@ -53,7 +53,7 @@ def test_noise_makes_no_line_negative() -> None:
             assert (found.alpha_s, found.beta_s) == pytest.approx((start, slope), rel=1e-6)
             continue
         seen += 1
-        right = lsq_linear(np.stack([1 / seconds, n / 1e8 / seconds], 1), np.ones(6), (0, np.inf), tol=1e-14)
+        right = lsq_linear(np.stack([1 / seconds, n / 1e8 / seconds], 1), np.ones(6), (0, np.inf), "bvls", tol=1e-14)
         assert (found.alpha_s, found.beta_s * 1e8) == pytest.approx(tuple(right.x), rel=1e-5, abs=1e-6)
     assert seen > 10
 
