@@ -2,7 +2,8 @@
 
 A module with Triton kernels has a function `aot_cases() -> list[AotCase]` that gives every kernel in every
 configuration its launcher can choose. The check (tests/kernels/aot.py) finds these functions by itself, compiles each
-case for each target without a GPU, and refuses spills and missing instructions.
+case for each target without a GPU, and refuses spills and missing instructions. What it found is kept in
+bench/aot.json; a test fails where a case is not there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ _POINTERS = {
 }
 
 
+# Compute capabilities that stand for the generations of GPUs there are kernels for, 90 for sm_90.
+TARGETS = (80, 90, 100)
+
+
 @dataclass(frozen=True, eq=False)
 class AotCase:
     """One kernel in one configuration.
@@ -39,20 +44,20 @@ class AotCase:
             its type as text ("i32") for one of no special value. Anything else as Triton's signature text, e.g.
             "tensordesc<bf16[128,64]>". None: the argument is not given.
         options: num_warps, num_stages, maxnreg, …
-        targets: compute capabilities, 90 for sm_90.
+        targets: of `TARGETS`.
         expect: for a target, instructions that the machine code must have, e.g. {90: ("HGMMA", "UTMALDG")}.
-        spill_bytes: stack that is put up with.
         quick: belongs to the small selection that every test run compiles.
+        rare: is left out of the slow tests too, which could not compile all in a few minutes: for the record alone.
     """
 
     name: str
     kernel: Any
     arguments: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
-    targets: tuple[int, ...] = (80, 90, 100)
+    targets: tuple[int, ...] = TARGETS
     expect: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    spill_bytes: int = 0
     quick: bool = False
+    rare: bool = False
 
     def specialise(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
         """What `triton.compiler.ASTSource` takes: signature, constexprs and attributes."""

@@ -1,14 +1,14 @@
 """Compiles every Triton kernel in every configuration ahead of time, for GPUs that need not be there.
 
-    python -m tests.kernels.aot                 # all cases, and writes bench/aot.json
+    python -m tests.kernels.aot                 # all cases, and writes bench/aot.json: tens of minutes
     python -m tests.kernels.aot gather_sum 90   # those whose name contains the first word, for one target
 
 To have a kernel checked give its module a function `aot_cases()`; fusedmoe/kernels/aot.py says what a case is. Modules
 of fusedmoe.kernels are found by themselves.
 
-A case fails if it does not compile, spills registers (stack, or loads and stores of local memory), takes more shared
-memory than the GPU has, or lacks an instruction it is expected to have. Compiled kernels are kept in Triton's cache,
-and so is what was read from them: a second run takes seconds.
+A case fails if it does not compile, spills registers (takes memory for a stack), takes more shared memory than the GPU
+has, or lacks an instruction it is expected to have. Compiled kernels are kept in Triton's cache, and so is what was
+read from them: a run that was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,13 +34,17 @@ from typing import Any
 from fusedmoe.kernels.aot import AotCase
 
 ROOT = Path(__file__).parents[2]
-REPORT = ROOT / "bench" / "aot.json"
+RECORD = ROOT / "bench" / "aot.json"
 # Shared memory of one block, bytes.
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
-PROCESSES = 2
+# What the record has of a case and target.
+COLUMNS = ("registers", "stack", "shared")
+
+Found = dict[tuple[str, int], dict[str, Any]]
 
 
 def modules() -> Iterator[ModuleType]:
+    """Those with cases, of all that may have kernels."""
     import fusedmoe.kernels as package
 
     for info in walk_packages(package.__path__, f"{package.__name__}."):
@@ -50,57 +56,78 @@ def modules() -> Iterator[ModuleType]:
 def cases() -> list[tuple[str, AotCase]]:
     """(module, case) of everything there is."""
     found = [(module.__name__, case) for module in modules() for case in module.aot_cases()]
-    names = [case.name for _, case in found]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"several cases have the name {', '.join(sorted(twice))}")
+    names = set()
+    for _, case in found:
+        if case.name in names:
+            raise ValueError(f"several cases have the name {case.name}")
+        names.add(case.name)
     return found
 
 
 def check(
-    only: str = "", target: int | None = None, quick: bool = False, module: str = ""
-) -> dict[str, dict[str, Any]]:
-    """Name of case and target, e.g. "gather_sum bf16 K=8 @ sm_90" -> what was found; "error" where it failed."""
+    only: str = "",
+    target: int | None = None,
+    quick: bool = False,
+    rare: bool = False,
+    module: str = "",
+    progress: bool = False,
+) -> Found:
+    """(case, target) -> what was found; "error" where it failed.
+
+    Args:
+        only: a part of the names.
+        quick: the small selection alone; rare: those cases too that are for the record alone.
+        progress: tell on stderr how far it is.
+    """
     tasks = [
         (found_in, case.name, at)
         for found_in, case in cases()
         for at in case.targets
-        if only in case.name and target in (None, at) and (case.quick or not quick) and module in ("", found_in)
+        if only in case.name and target in (None, at) and module in ("", found_in)
+        if (case.quick or not quick) and (rare or not case.rare)
     ]
-    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-        # A process that is to compile must not have interpreted kernels.
-        before = os.environ.get("TRITON_INTERPRET")
-        os.environ["TRITON_INTERPRET"] = "0"
-        try:
-            found = list(pool.map(_compile, tasks, chunksize=4))
-        finally:
-            if before is None:
-                del os.environ["TRITON_INTERPRET"]
-            else:
-                os.environ["TRITON_INTERPRET"] = before
-    return {f"{name} @ sm_{at}": result for (_, name, at), result in zip(tasks, found, strict=True)}
+    found, start = {}, time.monotonic()
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=_prepare) as pool:
+        for (_, name, at), result in zip(tasks, pool.map(compile_case, tasks, chunksize=4), strict=True):
+            found[name, at] = result
+            if progress and len(found) % 100 == 0:
+                print(f"{len(found)} of {len(tasks)}, {time.monotonic() - start:.0f} s", file=sys.stderr)
+    return found
 
 
-def errors(found: dict[str, dict[str, Any]]) -> list[str]:
-    return [f"{name}: {result['error']}" for name, result in found.items() if "error" in result]
+def errors(found: Found) -> list[str]:
+    return [f"{name} @ sm_{at}: {result['error']}" for (name, at), result in found.items() if "error" in result]
 
 
-def _compile(task: tuple[str, str, int]) -> dict[str, Any]:
+def _prepare() -> None:
+    """A process that compiles must not have interpreted kernels. Lines of source would take a fifth of the time."""
+    os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
+
+
+@cache
+def _cases_of(module: str) -> dict[str, AotCase]:
+    return {case.name: case for case in import_module(module).aot_cases()}
+
+
+def compile_case(task: tuple[str, str, int]) -> dict[str, Any]:
+    """What is found of one case, (module, name, target)."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     module, name, target = task
-    (case,) = (case for case in import_module(module).aot_cases() if case.name == name)
+    case = _cases_of(module)[name]
     try:
         source = triton.compiler.ASTSource(case.kernel, *case.specialise())
         compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=dict(case.options))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[-2000:]}"}
-    found = {**_read(compiled.asm["cubin"]), "shared": compiled.metadata.shared}
-    instructions = found.pop("instructions")
-    missing = [word for word in case.expect.get(target, ()) if word not in instructions]
-    if found["stack"] > case.spill_bytes or (found["local"] and not case.spill_bytes):
-        found["error"] = f"spills: {found['stack']} bytes of stack, {found['local']} loads and stores"
+    cubin, expected = compiled.asm["cubin"], case.expect.get(target, ())
+    found = {**read_usage(cubin), "shared": compiled.metadata.shared}
+    # To take machine code apart takes as long as to make it: only where there is something to look for.
+    instructions = read_instructions(cubin) if expected else []
+    missing = [word for word in expected if word not in instructions]
+    if found["stack"] or {"LDL", "STL"} & {*instructions}:
+        found["error"] = f"spills: takes {found['stack']} bytes of stack"
     elif found["shared"] > SHARED[target]:
         found["error"] = f"takes {found['shared']} bytes of shared memory"
     elif missing:
@@ -108,45 +135,80 @@ def _compile(task: tuple[str, str, int]) -> dict[str, Any]:
     return found
 
 
-def _read(cubin: bytes) -> dict[str, Any]:
-    """Registers, stack bytes, local memory accesses and the kinds of instructions of a kernel."""
+def read_usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack: what does not fit the registers is kept there."""
+    usage = dict(re.findall(r"\b(REG|STACK):(\d+)", _dump(cubin, "--dump-resource-usage")))
+    return {"registers": int(usage["REG"]), "stack": int(usage["STACK"])}
+
+
+def read_instructions(cubin: bytes) -> list[str]:
+    """The kinds of instructions that there are."""
     from triton import knobs
 
     cache = Path(knobs.cache.dir) / "fusedmoe-aot" / f"{hashlib.sha256(cubin).hexdigest()}.json"
     if cache.exists():
         return json.loads(cache.read_text())
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
-        text = subprocess.run(tool, check=True, capture_output=True, text=True).stdout
-    usage = dict(re.findall(r"\b(REG|STACK):(\d+)", text))
-    operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", text, re.M)
-    local = sum(operation in ("LDL", "STL") for operation in operations)
-    found = {"registers": int(usage["REG"]), "stack": int(usage["STACK"]), "local": local}
-    found["instructions"] = sorted(set(operations))
+    text = _dump(cubin, "--dump-sass")
+    found = sorted({*re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", text, re.M)})
     cache.parent.mkdir(parents=True, exist_ok=True)
-    cache.write_text(json.dumps(found))
+    # Whole or not at all: a run may be interrupted.
+    part = cache.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(found))
+    part.replace(cache)
     return found
 
 
-def write(found: dict[str, dict[str, Any]]) -> None:
+def _dump(cubin: bytes, what: str) -> str:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = [knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(tool, check=True, capture_output=True, text=True).stdout
+
+
+def write(found: Found) -> None:
     """bench/aot.json, one line a case, so that two versions can be compared."""
     import triton
 
-    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(result)}" for name, result in sorted(found.items()))
-    REPORT.write_text(f'{{\n  "triton": "{triton.__version__}",\n  "cases": {{\n{lines}\n  }}\n}}\n')
+    by_name: dict[str, dict[str, list[int]]] = {}
+    for (name, at), result in found.items():
+        by_name.setdefault(name, {})[f"sm_{at}"] = [result[column] for column in COLUMNS]
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(targets)}" for name, targets in sorted(by_name.items()))
+    head = f'  "triton": "{triton.__version__}",\n  "columns": {json.dumps(COLUMNS)},\n'
+    RECORD.write_text(f'{{\n{head}  "cases": {{\n{lines}\n  }}\n}}\n')
+
+
+def recorded() -> tuple[str, Found]:
+    """Triton's version, and what bench/aot.json knows."""
+    record = json.loads(RECORD.read_text())
+    found = {
+        (name, int(target.removeprefix("sm_"))): dict(zip(record["columns"], values, strict=True))
+        for name, targets in record["cases"].items()
+        for target, values in targets.items()
+    }
+    return record["triton"], found
+
+
+def missing(record: Found) -> list[tuple[str, int]]:
+    """What can be compiled and is not in the record."""
+    return [(case.name, at) for _, case in cases() for at in case.targets if (case.name, at) not in record]
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    found = check(words[0] if words else "", int(words[1]) if len(words) > 1 else None)
-    for name, result in found.items():
-        print(f"{name:70} {result}")
-    if not words:
-        write(found)
+    words, start = sys.argv[1:], time.monotonic()
+    only, target = words[0] if words else "", int(words[1]) if len(words) > 1 else None
+    found = check(only, target, rare=True, progress=not words)
     bad = errors(found)
-    print(*bad, f"{len(found)} compiled, {len(bad)} failed", sep="\n")
+    if words:
+        for (name, at), result in found.items():
+            print(f"{name} @ sm_{at}: {result}")
+    elif not bad:
+        write(found)
+    print(*bad, sep="\n")
+    most = max((result.get("registers", 0) for result in found.values()), default=0)
+    print(f"{len(found)} compiled, {len(bad)} failed, {most} registers at most, {time.monotonic() - start:.0f} s")
     return 1 if bad else 0
 
 

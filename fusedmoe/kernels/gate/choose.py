@@ -10,6 +10,7 @@ gradient of the logits in one pass, recomputing scores and sums from the logits.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fusedmoe.kernels.aot import AotCase
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate.configs import GENERATIONS, Tile, fused_tile, rowwise_tile
 from fusedmoe.kernels.gate.product import capability, logits, logits_tile, taken_apart
-from fusedmoe.kernels.gate.rule import SCORES, GateChoice, GateRule
+from fusedmoe.kernels.gate.rule import MOST_CHOSEN, SCORES, GateChoice, GateRule
 
 _SCORE_CODES = {name: code for code, name in enumerate(SCORES)}
 # What a sum is at least when it divides: float32's least normal number, as in the definition.
@@ -373,36 +374,62 @@ def _launch(rule: GateRule, tile: Tile) -> dict[str, Any]:
 
 
 def aot_cases() -> list[AotCase]:
+    """Tiles with the costliest rules and every dtype; every combination of a rule's parts, and every K, in one tile.
+
+    Experts that are no multiple of 16 take up to twice the registers: every width of a tile comes with such, too.
+    """
     half, single = torch.bfloat16, torch.float32
     full: dict[str, Any] = {"statistics": True, "logsumexp": True}
-    rules = {
-        "softmax K=8": GateRule(8, **full),
-        "softmax K=16": GateRule(16, **full),
-        "probability K=1": GateRule(1, normalize=False, **full),
-        "probability bias K=3": GateRule(3, normalize=False, **full),
-        "sigmoid bias K=16": GateRule(16, "sigmoid", **full),
-        "none K=10": GateRule(10, "none", **full),
-        "sigmoid K=2": GateRule(2, "sigmoid", normalize=False),
-    }
-    cases = []
-    for experts in (1, 7, 64, 128, 256, 512):
-        for name, rule in rules.items():
-            if rule.k > experts or (experts == 64 and rule.k not in (1, 8)):
-                continue
-            for dtypes in (None, (half, half), (half, single), (single, single)):
-                cases += _choose_cases(name, rule, experts, dtypes)
-            cases.append(_dlogits_case(name, rule, experts))
-        if experts > 64:
-            cases += _choose_cases("softmax K=16", rules["softmax K=16"], experts, (torch.float16, torch.float16))
-    return cases
+    rules = [
+        (GateRule(8, **full), False),
+        (GateRule(16, **full), False),
+        (GateRule(1, normalize=False, **full), False),
+        (GateRule(3, normalize=False, **full), True),
+        (GateRule(16, "sigmoid", **full), True),
+        (GateRule(10, "none", **full), False),
+        (GateRule(2, "sigmoid", normalize=False), False),
+    ]
+    # Rule, whether there is a bias, experts, dtypes of the product (None where logits are given).
+    choices: dict[tuple[GateRule, bool, int, tuple[torch.dtype, torch.dtype] | None], None]
+    choices = dict.fromkeys(
+        (rule, bias, experts, dtypes)
+        for experts in (1, 7, 24, 60, 64, 100, 128, 200, 256, 500, 512)
+        for rule, bias in rules
+        for dtypes in (None, (half, half), (half, single), (single, single))
+        if rule.k <= experts
+    )
+    for x, w in ((torch.float16, torch.float16), (torch.float16, single)):
+        choices |= dict.fromkeys((rules[0][0], False, experts, (x, w)) for experts in (24, 64, 128, 256))
+    flags = (False, True)
+    every_rule = [
+        (GateRule(8, score, normalize, statistics=statistics, logsumexp=logsumexp), bias)
+        for score, normalize, statistics, logsumexp, bias in product(SCORES, flags, flags, flags, flags)
+    ]
+    every_rule += [(GateRule(k, **full), False) for k in range(1, MOST_CHOSEN + 1)]
+    choices |= dict.fromkeys((rule, bias, 128, None) for rule, bias in every_rule)
+
+    def is_rare(rule: GateRule, experts: int) -> bool:
+        return experts not in (60, 128, 500) or rule not in (rules[0][0], rules[3][0], rules[4][0])
+
+    cases = [case for choice in choices for case in _choose_cases(*choice, rare=is_rare(choice[0], choice[2]))]
+    gradients = dict.fromkeys((rule, experts, True) for rule, _, experts, _ in choices)
+    gradients |= dict.fromkeys((rule, 128, False) for rule, _ in rules if rule.statistics)
+    return cases + [_dlogits_case(*gradient, rare=is_rare(*gradient[:2])) for gradient in gradients]
+
+
+def _title(rule: GateRule, bias: bool) -> str:
+    flags = {"normalize": rule.normalize, "bias": bias, "statistics": rule.statistics, "logsumexp": rule.logsumexp}
+    return " ".join([f"{rule.score} K={rule.k}", *(name for name, flag in flags.items() if flag)])
 
 
 def _choose_cases(
-    name: str, rule: GateRule, experts: int, dtypes: tuple[torch.dtype, torch.dtype] | None
+    rule: GateRule, bias: bool, experts: int, dtypes: tuple[torch.dtype, torch.dtype] | None, rare: bool
 ) -> list[AotCase]:
     x, w = dtypes or (None, None)
     M = 0 if dtypes is None else 100 if experts == 7 else 4096
-    title = f"gate choose {name} E={experts}" if x is None else f"gate {name} E={experts} {str(x)[6:]} {str(w)[6:]}"
+    title = f"gate{' choose' * (x is None)} {_title(rule, bias)} E={experts}"
+    if x is not None:
+        title += f" {str(x)[6:]} {str(w)[6:]}"
     apart = "" if x is None or w is None else taken_apart(x, w)
     targets: dict[Tile, list[int]] = {}
     for major, minor in GENERATIONS:
@@ -416,7 +443,7 @@ def _choose_cases(
             "x_ptr": x,
             "w_ptr": w,
             "logits_ptr": single,
-            "bias_ptr": single if "bias" in name else None,
+            "bias_ptr": single if bias else None,
             "expert_ptr": torch.int64,
             "weight_ptr": single,
             "sums_ptr": single if rule.statistics else None,
@@ -427,7 +454,7 @@ def _choose_cases(
             "M": M,
             "E": experts,
             "scale": 1.0,
-            "BIAS": "bias" in name,
+            "BIAS": bias,
             "STATISTICS": rule.statistics,
             "PRODUCT": dtypes is not None,
             "EVEN": M % tile.depth == 0,
@@ -438,17 +465,18 @@ def _choose_cases(
         }
         options = {"num_warps": arguments.pop("num_warps"), "num_stages": tile.stages}
         expect = {90: ("HGMMA",)} if dtypes is not None and 90 in found else {}
-        quick = (rule.k, experts, dtypes) == (8, 128, (torch.bfloat16,) * 2)
-        cases.append(AotCase(f"{title} {tile}", choose_kernel, arguments, options, tuple(found), expect, quick=quick))
+        quick = not rare and (rule.k, experts, dtypes) == (8, 128, (torch.bfloat16,) * 2)
+        name = f"{title} {tile}"
+        cases.append(AotCase(name, choose_kernel, arguments, options, tuple(found), expect, quick, rare))
     return cases
 
 
-def _dlogits_case(name: str, rule: GateRule, experts: int) -> AotCase:
+def _dlogits_case(rule: GateRule, experts: int, weights: bool, rare: bool) -> AotCase:
     single, (tile,) = torch.float32, {rowwise_tile(experts, at) for at in GENERATIONS}
     arguments: dict[str, Any] = {
         "logits_ptr": single,
         "expert_ptr": torch.int64,
-        "dweight_ptr": single,
+        "dweight_ptr": single if weights else None,
         "dscore_ptr": single if rule.statistics else None,
         "dlogsumexp_ptr": single if rule.logsumexp else None,
         "dlogits_ptr": single,
@@ -456,10 +484,11 @@ def _dlogits_case(name: str, rule: GateRule, experts: int) -> AotCase:
         "blocks": "i32",
         "E": experts,
         "scale": 1.0,
-        "WEIGHTS": True,
+        "WEIGHTS": weights,
         "STATISTICS": rule.statistics,
         **_launch(rule, tile),
     }
     options = {"num_warps": arguments.pop("num_warps")}
-    quick = (rule.k, experts) == (8, 128)
-    return AotCase(f"gate dlogits {name} E={experts} {tile}", dlogits_kernel, arguments, options, quick=quick)
+    quick = not rare and weights and (rule.k, experts) == (8, 128)
+    name = f"gate dlogits {_title(rule, False)}{' weights' * weights} E={experts} {tile}"
+    return AotCase(name, dlogits_kernel, arguments, options, quick=quick, rare=rare)

@@ -65,5 +65,6 @@ def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile 
 
 def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
     """For logits that are given, and for their gradient."""
-    rows = 64 if capability is None else min(128, 4096 // width(experts))
-    return Tile(rows, width(experts), 16, 4, 1)
+    if capability is None:
+        return Tile(64, width(experts), 16, 4, 1)
+    return Tile(min(64, 4096 // width(experts)), width(experts), 16, 8, 1)

@@ -264,7 +264,8 @@ _KERNELS = {"logits": logits_kernel, "dx": dx_kernel, "dw": dw_kernel}
 def aot_cases() -> list[AotCase]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     pairs = ((bf16, bf16), (bf16, fp32), (fp16, fp16), (fp16, fp32), (fp32, fp32))
-    kinds = [(op, x, w, M, E) for op in _KERNELS for x, w in pairs for M, E in ((100, 7), (4096, 512))]
+    sizes = ((100, 7), (4096, 512), (100, 512), (4096, 7), (4112, 1))
+    kinds = [(op, x, w, M, E) for op in _KERNELS for x, w in pairs for M, E in sizes]
     return [case for op, x, w, M, E in kinds for case in _cases(op, x, w, M, E)]
 
 
@@ -290,6 +291,7 @@ def _cases(operation: str, x: torch.dtype, w: torch.dtype, M: int, E: int) -> li
         arguments |= {**launch, "INTERPRET": False}
         name = f"gate {operation} {str(x)[6:]} {str(w)[6:]} M={M} E={E} {tile}"
         expect = {90: ("HGMMA",)} if 90 in at else {}
-        quick = (x, w, M) == (torch.bfloat16, single, 4096)
-        cases.append(AotCase(name, _KERNELS[operation], arguments, options, tuple(at), expect, quick=quick))
+        quick = (x, w, M, E) == (torch.bfloat16, single, 4096, 512)
+        rare = (M, E) not in ((100, 7), (4096, 512)) or x == torch.float16
+        cases.append(AotCase(name, _KERNELS[operation], arguments, options, tuple(at), expect, quick, rare))
     return cases

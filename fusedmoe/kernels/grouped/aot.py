@@ -1,135 +1,160 @@
-"""The grouped kernels as they are compiled ahead of time: every configuration that can be chosen, for every target.
+"""The grouped kernels as they are compiled ahead of time: every launch there can be, in all configurations it can have.
 
-All activations, gathered rows and rows in order, with and without bias or router weights: not every combination, but
-each with each configuration of bf16 and float32; fp16 differs from bf16 in conversions only and is compiled once.
+What can be launched is enumerated here once more (`variants`); the configurations are those that the choice at run time
+has (`configs.candidates`). A test runs the launchers and finds each launch among these cases.
+
+Sizes decide little of the code: whether they are even, and whether they are multiples of 16, or 1. Those that are not
+even come in all these kinds for one variant of each operation and dtype, and odd for the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from fusedmoe.kernels.aot import AotCase
-from fusedmoe.kernels.grouped.configs import OPERATIONS, Config, candidates
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.aot import TARGETS, AotCase
+from fusedmoe.kernels.grouped.configs import OPERATIONS, Config, Variant, candidates, has_bulk_copies
+from fusedmoe.kernels.grouped.device import ACT_CODES
 from fusedmoe.kernels.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.grouped.product import product_kernel
 from fusedmoe.kernels.grouped.specialised import specialised_kernel
 from fusedmoe.kernels.grouped.up import up_kernel
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# Dim and hidden width: sizes that are even, and others.
-_EVEN, _RAGGED = (4096, 1024), (4101, 1027)
-# Tensor cores and bulk copies of each generation; the fifth has its own names for both.
-_EXPECT = {80: ("HMMA", "LDGSTS"), 90: ("HGMMA", "UTMALDG"), 100: ("UTCHMMA", "UTMALDG")}
-# Warp groups that hand registers to one another: nothing else tells that warps are specialised indeed.
-_EXPECT_SPECIALISED = ("HGMMA", "UTMALDG", "USETMAXREG")
+# Depth and columns of an expert's matrix: even, and others; the first of these stand for all where kinds do not matter.
+EVEN = (4096, 1024)
+ODD = ((4101, 1027), (4112, 1040), (4112, 1027), (4101, 1040), (1, 1027), (4101, 1))
+# Sums over an expert's rows, for the gradients of biases, are products with a matrix of one column.
+_BIAS_GRADIENTS = ((1, 4096), (1, 1027))
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_PRECISIONS = (("bfloat16", "ieee"), ("float16", "ieee"), ("float32", "ieee"), ("float32", "tf32"))
+_WITH_ACTIVATION = ("up", "dhidden")
+_WITH_GATHER = ("up", "dhidden", "dw1", "dw2")
+_WITH_EXTRA = ("up", "down", "dhidden")
+# Tensor cores of each generation.
+_PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
 
-class _Form(NamedTuple):
-    """One form of an operation; `extra`: a bias or router weights."""
-
-    gather: bool
-    extra: bool
-    activation: int = 0
-    gated: bool = True
-
-    def __str__(self) -> str:
-        act = f"act={self.activation}{'' if self.gated else ' plain'}"
-        return " ".join(filter(None, [act, "gather" * self.gather, "extra" * self.extra]))
-
-
-_WITH_ACTIVATION = (
-    _Form(True, True),
-    _Form(False, False, 1),
-    _Form(True, False, 2, False),
-    _Form(False, True, 3, False),
-)
-_FORMS = {
-    "up": _WITH_ACTIVATION,
-    "dhidden": _WITH_ACTIVATION,
-    "down": (_Form(False, True), _Form(False, False)),
-    "dinput": (_Form(False, False),),
-    "dw1": (_Form(True, False), _Form(False, False)),
-    "dw2": (_Form(True, False), _Form(False, False)),
-}
+def variants(bulk_copies: bool) -> Iterator[Variant]:
+    """Everything that the launchers tell apart, on GPUs with or without bulk copies."""
+    for operation, (dtype, precision), even in product(OPERATIONS, _PRECISIONS, (True, False)):
+        activations = ACTIVATIONS if operation in _WITH_ACTIVATION else ("",)
+        gathers = (True, False) if operation in _WITH_GATHER else (False,)
+        extras = (True, False) if operation in _WITH_EXTRA else (False,)
+        for activation, gather, extra in product(activations, gathers, extras):
+            yield Variant(operation, dtype, precision, activation, gather, extra, even, even and bulk_copies)
 
 
 class _Launch(NamedTuple):
-    operation: str
-    dtype: torch.dtype
-    target: int
-    even: bool
-    form: _Form
+    variant: Variant
     config: Config
+    sides: tuple[int, int]
 
     @property
-    def bulk(self) -> bool:
-        return self.even and self.target >= 90
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.variant.dtype)
+
+    @property
+    def gated(self) -> bool:
+        return ACTIVATIONS[self.variant.activation].gated
 
     def box(self, *sizes: int) -> Any:
         """A descriptor of boxes, or without bulk copies a pointer."""
         text = ", ".join(str(size) for size in sizes)
-        return f"tensordesc<{_TYPES[self.dtype]}[{text}]>" if self.bulk else self.dtype
+        return f"tensordesc<{_DTYPES[self.variant.dtype]}[{text}]>" if self.variant.bulk else self.dtype
 
 
 def aot_cases() -> list[AotCase]:
-    return [_case(launch) for target in (80, 90, 100) for launch in _launches(target)] + list(_bias_gradients())
+    targets: dict[_Launch, list[int]] = {}
+    for target in TARGETS:
+        for launch in _launches(target):
+            targets.setdefault(launch, []).append(target)
+    return [_case(launch, at) for launch, at in targets.items()]
 
 
 def _launches(target: int) -> Iterator[_Launch]:
-    for dtype in _TYPES:
-        for operation in OPERATIONS:
-            forms = _FORMS[operation][: 1 if dtype == torch.float16 else None]
-            for even in (True, False):
-                for candidate in candidates(operation, dtype, divmod(target, 10), even):
-                    for form in forms:
-                        yield _Launch(operation, dtype, target, even, form, candidate.config)
+    capability = divmod(target, 10)
+    for variant in variants(has_bulk_copies(capability)):
+        all_sides: tuple[tuple[int, int], ...] = (EVEN,) if variant.even else ODD[:1]
+        if not variant.even and _is_common(variant):
+            all_sides = ODD
+        if not variant.even and variant.operation == "dw1":
+            all_sides += _BIAS_GRADIENTS
+        for candidate in candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even):
+            for sides in all_sides:
+                yield _Launch(variant, candidate.config, sides)
 
 
-def _case(launch: _Launch) -> AotCase:
-    operation, dtype, target, even, form, config = launch
-    kernel, arguments = _KERNELS[operation](launch)
+def _is_common(variant: Variant) -> bool:
+    """One variant of each operation, dtype and precision."""
+    gather, extra = variant.operation in _WITH_GATHER, variant.operation in _WITH_EXTRA
+    return variant.activation in ("", "swiglu") and (variant.gather, variant.extra) == (gather, extra)
+
+
+def _case(launch: _Launch, targets: list[int]) -> AotCase:
+    variant, config, sides = launch
+    kernel, arguments = _KERNELS[variant.operation](launch)
     arguments |= {"BM": config.bm, "BN": config.bn, "BP": config.bm, "BQ": config.bn, "BK": config.bk}
-    arguments |= {"GROUP": config.group, "EVEN_K": even, "DESCRIPTORS": launch.bulk}
-    arguments |= {"PRECISION": "ieee", "INTERPRET": False}
+    arguments |= {"GROUP": config.group, "EVEN_K": variant.even, "DESCRIPTORS": variant.bulk}
+    arguments |= {"PRECISION": variant.precision, "INTERPRET": False}
     known = {parameter.name for parameter in kernel.params}
-    expect = _EXPECT_SPECIALISED if config.specialised else _EXPECT[target]
-    first = candidates(operation, dtype, divmod(target, 10))[0].config
+    first = [candidates(variant.operation, launch.dtype, divmod(at, 10), variant.even)[0].config for at in targets]
+    common = _is_common(variant)
+    rare = not common or sides not in (EVEN, ODD[0])
     return AotCase(
-        f"{operation} {_TYPES[dtype]} {form}{'' if even else ' ragged'} {config} sm_{target}",
+        f"{variant} {config}{'' if variant.even else ' {}x{}'.format(*sides)}",
         kernel,
         {name: value for name, value in arguments.items() if name in known},
         {"num_warps": config.warps, "num_stages": config.stages},
-        targets=(target,),
-        expect={target: expect} if even and dtype != torch.float32 else {},
-        quick=even and dtype == torch.bfloat16 and config is first and form is _FORMS[operation][0],
+        tuple(targets),
+        {target: _expect(launch, target) for target in targets if target == 90 or not rare},
+        quick=common and variant.even and variant.dtype == "bfloat16" and (config in first or config.specialised),
+        rare=rare,
     )
 
 
+def _expect(launch: _Launch, target: int) -> tuple[str, ...]:
+    """Instructions of tensor cores, of copies that pass the registers by, and of warps that are specialised indeed:
+    groups that hand registers to one another tell that."""
+    variant = launch.variant
+    words = []
+    if variant.dtype != "float32":
+        words.append(_PRODUCT[target])
+    if variant.bulk:
+        words.append("UTMALDG")
+    if variant.even and not (variant.bulk and variant.operation in ("down", "dinput")):
+        words.append("LDGSTS")
+    if launch.config.specialised:
+        words.append("USETMAXREG")
+    return tuple(words)
+
+
 def _up(launch: _Launch) -> tuple[Any, dict[str, Any]]:
-    dtype, form, config = launch.dtype, launch.form, launch.config
-    halves = 2 if form.gated else 1
+    dtype, variant, config = launch.dtype, launch.variant, launch.config
+    halves = 2 if launch.gated else 1
     tensors = {
         "x_ptr": dtype,
-        "source_ptr": torch.int64 if form.gather else None,
+        "source_ptr": torch.int64 if variant.gather else None,
         "w1": launch.box(halves, config.bn // halves, config.bk),
-        "b1_ptr": dtype if form.extra else None,
+        "b1_ptr": dtype if variant.extra else None,
         "h_ptr": dtype,
         "a_ptr": dtype,
     }
-    flags = {"ACT": form.activation, "GATED": form.gated, "GATHER": form.gather, "BIAS": form.extra}
+    flags = {"GATHER": variant.gather, "BIAS": variant.extra, **_activation(launch)}
     return up_kernel, {**tensors, **_tables(), **_sides(launch, "M", "H"), **flags}
 
 
 def _dhidden(launch: _Launch) -> tuple[Any, dict[str, Any]]:
-    dtype, form, config = launch.dtype, launch.form, launch.config
-    weight = torch.float32 if form.extra else None
+    dtype, variant, config = launch.dtype, launch.variant, launch.config
+    weight = torch.float32 if variant.extra else None
     tensors = {
         "dy_ptr": dtype,
-        "source_ptr": torch.int64 if form.gather else None,
+        "source_ptr": torch.int64 if variant.gather else None,
         "w2": launch.box(1, config.bk, config.bn),
         "weight_ptr": weight,
         "h_ptr": dtype,
@@ -138,68 +163,55 @@ def _dhidden(launch: _Launch) -> tuple[Any, dict[str, Any]]:
         "ds_ptr": weight,
         "rows": "i32",
     }
-    flags = {"ACT": form.activation, "GATED": form.gated, "GATHER": form.gather, "WEIGHTED": form.extra}
+    flags = {"GATHER": variant.gather, "WEIGHTED": variant.extra, **_activation(launch)}
     return dhidden_kernel, {**tensors, **_tables(), **_sides(launch, "M", "H"), **flags}
 
 
 def _product(launch: _Launch) -> tuple[Any, dict[str, Any]]:
-    dtype, form, config = launch.dtype, launch.form, launch.config
-    transposed = launch.operation == "down"
-    flags = {"TRANSPOSED": transposed, "BIAS": form.extra}
-    if config.specialised:
-        tensors = {
-            "a_ptr": dtype,
-            "b_ptr": dtype,
-            "bias_ptr": dtype if form.extra else None,
-            "out_ptr": dtype,
-            "used_ptr": torch.int32,
-            "rows": "i32",
-            "E": 128,
-            "bias_start": "i32",
-            "bias_columns": "i32",
-        }
-        return specialised_kernel, {**tensors, **_tables(), **_sides(launch, "N", "K"), **flags}
-    tensors = {
-        "a": launch.box(config.bm, config.bk),
-        "b": launch.box(*((1, config.bn, config.bk) if transposed else (1, config.bk, config.bn))),
-        "bias_ptr": dtype if form.extra else None,
-        "out_ptr": dtype,
+    dtype, variant, config = launch.dtype, launch.variant, launch.config
+    transposed = variant.operation == "down"
+    bias = {
+        "bias_ptr": dtype if variant.extra else None,
         "bias_start": "i32",
         "bias_columns": "i32",
+        "BIAS": variant.extra,
     }
-    return product_kernel, {**tensors, **_tables(), **_sides(launch, "N", "K"), **flags}
+    common = {"out_ptr": dtype, "TRANSPOSED": transposed, **bias, **_tables(), **_sides(launch, "K", "N")}
+    if config.specialised:
+        own = {"a_ptr": dtype, "b_ptr": dtype, "used_ptr": torch.int32, "rows": "i32", "E": "i32"}
+        return specialised_kernel, {**common, **own}
+    columns, depth = config.bn, config.bk
+    own = {
+        "a": launch.box(config.bm, depth),
+        "b": launch.box(1, columns, depth) if transposed else launch.box(1, depth, columns),
+    }
+    return product_kernel, {**common, **own}
 
 
 def _dweight(launch: _Launch) -> tuple[Any, dict[str, Any]]:
-    dtype, form, config = launch.dtype, launch.form, launch.config
-    left = launch.operation == "dw2" and form.gather
+    dtype, variant, config = launch.dtype, launch.variant, launch.config
+    left = variant.operation == "dw2" and variant.gather
     tensors = {
         "left_ptr": dtype,
         "right_ptr": dtype,
         "solid": launch.box(config.bk, config.bn if left else config.bm),
-        "source_ptr": torch.int64 if form.gather else None,
+        "source_ptr": torch.int64 if variant.gather else None,
         "out_ptr": dtype,
         "starts_ptr": torch.int32,
     }
-    flags = {"GATHER_LEFT": left, "GATHER_RIGHT": form.gather and not left}
+    flags = {"GATHER_LEFT": left, "GATHER_RIGHT": variant.gather and not left}
     return dweight_kernel, {**tensors, **_sides(launch, "P", "Q"), **flags}
 
 
 _KERNELS = {"up": _up, "dhidden": _dhidden, "down": _product, "dinput": _product, "dw1": _dweight, "dw2": _dweight}
 
 
-def _bias_gradients() -> Iterator[AotCase]:
-    """Sums over an expert's rows: products with a matrix of one column."""
-    for target in (80, 90, 100):
-        for gather in (False, True):
-            config = candidates("dw1", torch.bfloat16, divmod(target, 10), even=False)[0].config
-            case = _case(_Launch("dw1", torch.bfloat16, target, False, _Form(gather, False), config))
-            name = f"db bf16{' gather' if gather else ''} sm_{target}"
-            yield AotCase(name, case.kernel, {**case.arguments, "P": 1, "Q": 4096}, case.options, case.targets)
+def _activation(launch: _Launch) -> dict[str, Any]:
+    return {"ACT": ACT_CODES[launch.variant.activation], "GATED": launch.gated}
 
 
-def _sides(launch: _Launch, dim: str, hidden: str) -> dict[str, int]:
-    return dict(zip((dim, hidden), _EVEN if launch.even else _RAGGED, strict=True))
+def _sides(launch: _Launch, depth: str, columns: str) -> dict[str, int]:
+    return dict(zip((depth, columns), launch.sides, strict=True))
 
 
 def _tables() -> dict[str, Any]:

@@ -42,7 +42,10 @@ class Config:
 
 
 class Candidate(NamedTuple):
-    """A configuration that may serve, and from how many rows of an expert and what depth on it does without tuning."""
+    """A configuration that may serve, and from how many rows of an expert and what depth on it does without tuning.
+
+    Specialised ones never do: no interpreter runs what is special about them, so a GPU has to have checked them.
+    """
 
     config: Config
     rows: int = 0
@@ -108,6 +111,10 @@ def is_even(depth: int, columns: int, dtype: torch.dtype) -> bool:
     return depth % (64 if dtype.itemsize <= 2 else 32) == 0 and columns % 16 == 0
 
 
+def has_bulk_copies(capability: Capability) -> bool:
+    return capability >= (9, 0)
+
+
 # Large tiles first: operands are shared through the L2 cache only. Four stages of 128x256 fill the shared memory; such
 # programs are alone on their multiprocessor, while 128x128 and below leave room for a second one, which computes while
 # the first one stores.
@@ -156,9 +163,10 @@ _AMPERE = {
 }
 # Sizes that are not even: masks everywhere, and rows that start at odd addresses.
 _RAGGED = (Candidate(Config(64, 64, 32, 8, 3)),)
+_RAGGED_MATRIX_AMPERE = (Candidate(Config(64, 64, 32, 8, 2)),)
 # Full float32 products run on the ordinary cores, where a program's registers are soon full.
 _FLOAT32 = (Candidate(Config(64, 64, 16, 4, 2)),)
-_FLOAT32_RAGGED = (Candidate(Config(32, 64, 16, 4, 2)),)
+_FLOAT32_RAGGED = (Candidate(Config(32, 64, 16, 8, 2)),)
 # The interpreter pays for programs and steps, not for their size.
 _INTERPRETER = (Candidate(Config(32, 64, 32, 4, 1, 4)),)
 
@@ -178,13 +186,19 @@ def candidates(
     if dtype == torch.float32:
         return _FLOAT32 if even else _FLOAT32_RAGGED
     if not even:
-        return _RAGGED
+        return _RAGGED_MATRIX_AMPERE if operation in ("dw1", "dw2") and capability < (9, 0) else _RAGGED
     if capability >= (10, 0):
         return _BLACKWELL[operation]
     return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
 
 
 def by_shape(choices: Sequence[Candidate], rows: int, depth: int) -> list[Config]:
-    """The configurations of `choices`, those that suit the shape first: the first one serves without tuning."""
-    ordered = sorted(choices, key=lambda candidate: candidate.rows > rows or candidate.depth > depth)
-    return [candidate.config for candidate in ordered]
+    """The configurations of `choices`, those that suit the shape first: the first one serves without tuning.
+
+    Specialised ones come last.
+    """
+
+    def order(candidate: Candidate) -> tuple[bool, bool]:
+        return candidate.config.specialised, candidate.rows > rows or candidate.depth > depth
+
+    return [candidate.config for candidate in sorted(choices, key=order)]

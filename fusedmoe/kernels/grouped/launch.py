@@ -12,6 +12,7 @@ from torch import Tensor
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gather_sum import gather_sum
+from fusedmoe.kernels.grouped.configs import has_bulk_copies
 from fusedmoe.kernels.grouped.products import Plan, dhidden, dweight, product, solid, up
 from fusedmoe.kernels.grouped.tuning import tuner, untuned
 from fusedmoe.kernels.layout import Layout
@@ -23,7 +24,8 @@ def make_plan(layout: Layout, like: Tensor) -> Plan:
     if INTERPRET:
         return Plan(layout, like, untuned(None), True, 4)
     gpu = torch.cuda.get_device_properties(like.device)
-    return Plan(layout, like, tuner(like.device).choose, gpu.major >= 9, gpu.multi_processor_count)
+    bulk = has_bulk_copies((gpu.major, gpu.minor))
+    return Plan(layout, like, tuner(like.device).choose, bulk, gpu.multi_processor_count)
 
 
 def experts_forward(

@@ -18,7 +18,7 @@ import triton.language as tl
 from fusedmoe.kernels.grouped.device import mac, swizzle
 
 
-@triton.jit(do_not_specialize=["rows", "bias_start", "bias_columns"])
+@triton.jit(do_not_specialize=["rows", "E", "bias_start", "bias_columns"])
 def specialised_kernel(
     a_ptr,
     b_ptr,

@@ -85,7 +85,7 @@ class Tuner:
             chosen = self._chosen.get(key) or self._recorded(key, configs)
             if chosen is None:
                 if key.flops < LEAST_FLOPS or not self._allowed():
-                    return next((config for config in configs if not self._fault(key, config)), configs[0])
+                    return self._untuned(key, configs)
                 chosen = self._tune(key, configs, launch)
             self._chosen[key] = chosen
         return chosen
@@ -93,6 +93,20 @@ class Tuner:
     def _fault(self, key: Key, config: Config) -> str | None:
         """What is known to be wrong with a configuration; None if nobody has looked."""
         return self._record.faults.get(f"{key.variant}, {config}")
+
+    def _untuned(self, key: Key, configs: Sequence[Config]) -> Config:
+        """The first that is not known to be wrong; a specialised one must be known to be right."""
+        for config in configs:
+            fault = self._fault(key, config)
+            if fault == "" or (fault is None and not config.specialised):
+                return config
+        raise self._all_wrong(key, configs)
+
+    def _all_wrong(self, key: Key, configs: Sequence[Config]) -> RuntimeError:
+        return RuntimeError(
+            f"every configuration of {key.variant} gives wrong results on this GPU, e.g. {configs[0]}: "
+            f"{self._fault(key, configs[0])}. Please report it. FUSEDMOE_AUTOTUNE=0 skips the check."
+        )
 
     def _recorded(self, key: Key, configs: Sequence[Config]) -> Config | None:
         name = self._record.choices.get(str(key), {}).get("config")
@@ -103,17 +117,14 @@ class Tuner:
             try:
                 right = [config for config in configs if self._is_right(key, config)]
                 if not right:
-                    raise RuntimeError(
-                        f"every configuration of {key.variant} gives wrong results on this GPU, e.g. {configs[0]}: "
-                        f"{self._fault(key, configs[0])}. Please report it. FUSEDMOE_AUTOTUNE=0 skips the check."
-                    )
+                    raise self._all_wrong(key, configs)
                 seconds = {}
                 if len(right) > 1:
                     for config in right:
                         seconds[config] = self._measure(partial(launch, config), _SECONDS / len(right))
             except torch.OutOfMemoryError:
                 # There is room for the launch alone. The choice is not written down: the next run may have more.
-                return next((config for config in configs if not self._fault(key, config)), configs[0])
+                return self._untuned(key, configs)
         chosen = min(right, key=lambda config: seconds.get(config, 0.0))
         times = {str(config): round(1e6 * time, 1) for config, time in seconds.items()}
         self._record.choices[str(key)] = {"config": str(chosen), "microseconds": times}

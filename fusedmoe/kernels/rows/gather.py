@@ -105,15 +105,19 @@ def _total(dtype: torch.dtype) -> tl.dtype:
 def aot_cases() -> list[AotCase]:
     half, single, double, long = torch.bfloat16, torch.float32, torch.float64, torch.int64
     cases = []
-    for dtype in (half, single, double):
-        for dim in (100, 256, 4096):
+    for dtype in (half, single, double, torch.uint8, long):
+        for dim in (100, 256, 512, 4096):
             block, warps = _columns(dim)
             arguments = {"x_ptr": dtype, "source_ptr": long, "rows_ptr": dtype, "M": dim, "stride": dim, "BLOCK": block}
             name = f"permute {str(dtype)[6:]} M={dim}"
-            cases.append(AotCase(name, gather_rows_kernel, arguments, {"num_warps": warps}, quick=dtype == half))
-    for dtype in (half, torch.float16, single, double):
-        for dim, slots in ((100, 1), (100, 3), (256, 8), (512, 2), (4096, 1), (4096, 2), (4096, 8), (4096, 16)):
-            for weight in (None, half, single) if dtype == half else (None, single):
+            options, quick, rare = {"num_warps": warps}, (dtype, dim) == (half, 4096), dim != 4096
+            cases.append(AotCase(name, gather_rows_kernel, arguments, options, quick=quick, rare=rare))
+    sizes = ((100, 1), (100, 3), (256, 8), (512, 2), (4096, 1), (4096, 2), (4096, 8), (4096, 16))
+    every_k = tuple((4096, slots) for slots in range(1, 17))
+    for dtype in (half, torch.float16, single, double, long):
+        for dim, slots in dict.fromkeys(sizes + every_k) if dtype == half else sizes:
+            weights = (None, *dict.fromkeys((single, dtype))) if dtype.is_floating_point else (None,)
+            for weight in weights:
                 block, warps = _columns(dim)
                 summands = {
                     "rows_ptr": dtype,
@@ -130,5 +134,6 @@ def aot_cases() -> list[AotCase]:
                 name = f"gather_sum {str(dtype)[6:]} M={dim} K={slots}"
                 name += "" if weight is None else f" weights {str(weight)[6:]}"
                 quick = (dtype, dim, slots, weight) == (half, 4096, 8, single)
-                cases.append(AotCase(name, sum_rows_kernel, summands, {"num_warps": warps}, quick=quick))
+                rare = (dim, slots) not in ((100, 3), (4096, 16)) and not quick
+                cases.append(AotCase(name, sum_rows_kernel, summands, {"num_warps": warps}, quick=quick, rare=rare))
     return cases

@@ -156,16 +156,20 @@ def _options(dim: int) -> dict[str, int]:
 def aot_cases() -> list[AotCase]:
     cases = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        kind = str(dtype)[6:]
+        half, kind = dtype == torch.bfloat16, str(dtype)[6:]
         for dim in (100, 512, 4096, 7168):
             options, block = _options(dim), _columns(dim)
-            rows = {"x_ptr": dtype, "out_ptr": torch.uint8, "M": dim, "stride": dim, **_pack_constants(dim)}
-            quick = (kind, dim) == ("bfloat16", 7168)
-            cases.append(AotCase(f"pack fp8 {kind} M={dim}", pack_fp8_kernel, rows, options, quick=quick))
-            half = dtype == torch.bfloat16
+            of_rows = {"x_ptr": dtype, "M": dim, "stride": dim}
+            pack = {**of_rows, "out_ptr": torch.uint8, **_pack_constants(dim)}
             out = torch.int16 if half else dtype
-            packed = {"packed_ptr": torch.uint8, "out_ptr": out, "M": dim, "AS_BF16": half, "BLOCK": block}
-            cases.append(AotCase(f"unpack fp8 {kind} M={dim}", unpack_fp8_kernel, packed, options, quick=quick))
-            rows = {"x_ptr": dtype, "out_ptr": torch.int16, "M": dim, "stride": dim, "BLOCK": block}
-            cases.append(AotCase(f"pack bf16 {kind} M={dim}", pack_bf16_kernel, rows, options))
+            unpack = {"packed_ptr": torch.uint8, "out_ptr": out, "M": dim, "AS_BF16": half, "BLOCK": block}
+            round_off = {**of_rows, "out_ptr": torch.int16, "BLOCK": block}
+            kernels = (
+                ("pack fp8", pack_fp8_kernel, pack),
+                ("unpack fp8", unpack_fp8_kernel, unpack),
+                ("pack bf16", pack_bf16_kernel, round_off),
+            )
+            for name, kernel, arguments in kernels:
+                quick, rare = half and dim == 7168, dim not in (100, 7168)
+                cases.append(AotCase(f"{name} {kind} M={dim}", kernel, arguments, options, quick=quick, rare=rare))
     return cases

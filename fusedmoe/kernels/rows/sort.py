@@ -11,6 +11,8 @@ found by comparing and counting, never by the order in which atomics happen to a
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import triton
 import triton.language as tl
@@ -192,35 +194,26 @@ def sort_slots(expert_SK: Tensor, experts: int, capacity: int | None, order_S: T
 
 def aot_cases() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
-    sizes = {"tokens": "i32", "positions": "i32", "K": 8}
-    cases = [
-        AotCase(
-            "order scan",
-            scan_kernel,
-            {
-                "count_ptr": "*i32",
-                "total_ptr": "*i32",
-                "blocks": "i32",
-                "E": 128,
-                "EXPERTS": _SCAN_EXPERTS,
-                "BLOCKS": _SCAN_BLOCKS,
-            },
-            {"num_warps": 4},
-        )
-    ]
-    for experts, ordered in [(1, False), (7, True), (64, False), (128, False), (128, True), (256, False), (512, True)]:
+    cases = []
+    sizes = {"tokens": "i32", "positions": "i32"}
+    for experts in (1, 7, 128):
+        table = {"count_ptr": "*i32", "total_ptr": "*i32", "blocks": "i32", "E": experts}
+        constants = {"EXPERTS": _SCAN_EXPERTS, "BLOCKS": _SCAN_BLOCKS}
+        cases.append(AotCase(f"order scan E={experts}", scan_kernel, {**table, **constants}, {"num_warps": 4}))
+    kinds = [(experts, 8) for experts in (1, 7, 24, 64, 128, 256, 512, 1024, 2048)] + [(128, 1), (128, 16)]
+    for (experts, slots), ordered in product(kinds, (False, True)):
         order = i64 if ordered else None
         constants = {"E": experts, "ORDERED": ordered, "BLOCK": BLOCK, "EP": triton.next_power_of_2(experts)}
-        name = f"E={experts}{' by priority' if ordered else ''}"
+        name = f"E={experts} K={slots}{' by priority' if ordered else ''}"
         inputs = {"expert_ptr": i64, "order_ptr": order, "key_ptr": i32, "count_ptr": "*i32"}
         outputs = {"counts_ptr": i64, "offsets_ptr": i32, "source_ptr": i64, "slot_ptr": i64, "row_ptr": i64}
         read = {"key_ptr": i32, "before_ptr": "*i32", "total_ptr": "*i32", "order_ptr": order}
         limits = {"capacity": "i32", "bound": "i32", "CHUNK": _CHUNK}
-        count = {**inputs, **sizes, **constants}
-        place = {**read, **outputs, **sizes, **limits, **constants}
-        quick = experts == 128 and not ordered
+        count = {**inputs, **sizes, **constants, "K": slots}
+        place = {**read, **outputs, **sizes, **limits, **constants, "K": slots}
+        quick, rare = (experts, slots, ordered) == (128, 8, False), (experts, slots) not in ((7, 8), (128, 8), (512, 8))
         cases += [
-            AotCase(f"order count {name}", count_kernel, count, {"num_warps": 4}, quick=quick),
-            AotCase(f"order place {name}", place_kernel, place, {"num_warps": 8}, quick=quick),
+            AotCase(f"order count {name}", count_kernel, count, {"num_warps": 4}, quick=quick, rare=rare),
+            AotCase(f"order place {name}", place_kernel, place, {"num_warps": 8}, quick=quick, rare=rare),
         ]
     return cases

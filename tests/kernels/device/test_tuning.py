@@ -95,6 +95,36 @@ def test_configurations_of_hopper(operation: str, device: torch.device) -> None:
         assert check(variant(operation), config, device) == ""
 
 
+@pytest.mark.parametrize("operation", ["down", "dinput"])
+@pytest.mark.parametrize("counts", [(0, 1, 37, 0, 0, 65, 0), (0, 0, 0), (300,)])
+def test_specialised_programs(operation: str, counts: tuple[int, ...], device: torch.device) -> None:
+    """Tile after tile by a few programs, fewer and more than there are tiles. The interpreter runs one warp after the
+    other, hence this says nothing of what the warps of a GPU do to one another: there `check` decides."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("they are for Hopper")
+    sizes = (32, 64, 32, 4, 1) if device.type == "cpu" else (128, 256, 64, 4, 3)
+    for extra, group in product((True, False), (1, 8)):
+        config = Config(*sizes, group, specialised=True)
+        assert check(variant(operation, dtype=dtype, extra=extra), config, device, counts, (64, 80)) == ""
+
+
+def test_specialised_programs_lose_no_tile_unseen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device says one tile too few, the check says so."""
+    if device.type == "cuda":
+        pytest.skip("float32 does not fit them")
+    make_tiles = products.make_tiles
+
+    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
+        tiles = make_tiles(offsets_E1, rows, block_rows)
+        tiles.used.sub_(1)
+        return tiles
+
+    monkeypatch.setattr(products, "make_tiles", lossy)
+    config = Config(32, 64, 32, 4, 1, 4, specialised=True)
+    assert "wrong" in small(variant("down"), config, device)
+
+
 def test_real_sizes_are_what_they_are_said_to_be() -> None:
     assert all(is_even(*checks.EVEN, dtype) for dtype in (torch.bfloat16, torch.float32))
     assert not any(is_even(*checks.ODD, dtype) for dtype in (torch.bfloat16, torch.float32))
@@ -150,6 +180,18 @@ def test_default_depends_on_the_shape() -> None:
         found = candidates(operation, dtype, capability, even)
         assert 1 <= len(found) <= 6 and any(not candidate.rows and not candidate.depth for candidate in found)
         assert len({candidate.config for candidate in found}) == len(found)
+
+
+def test_specialised_programs_serve_only_where_a_gpu_has_checked_them() -> None:
+    for operation, capability in product(OPERATIONS, ((8, 0), (9, 0), (10, 0), (12, 0))):
+        choices = candidates(operation, torch.bfloat16, capability)
+        special = [choice for choice in choices if choice.config.specialised]
+        assert bool(special) == (operation in ("down", "dinput") and capability == (9, 0))
+        choose = tuning.untuned(capability)
+        for rows, depth in product((1, 512, 4096), (64, 512, 14336)):
+            key = Key(variant(operation, dtype=torch.bfloat16), depth, 4096, 8, rows)
+            assert not choose(key, lambda config: None).specialised
+            assert all(not config.specialised for config in by_shape(choices, rows, depth)[: -len(special) or None])
 
 
 # --- The logic, with made-up checks and times ---
@@ -270,8 +312,10 @@ def test_one_that_never_ends_ends_one_run_only(file: Path) -> None:
 def test_all_wrong() -> None:
     fake = Fake()
     fake.faults = dict.fromkeys((SLOW, FAST, WRONG), "all zeros")
-    with pytest.raises(RuntimeError, match="every configuration of up float32.*all zeros.*FUSEDMOE_AUTOTUNE=0"):
-        fake.choose()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="every configuration of up float32.*all zeros.*FUSEDMOE_AUTOTUNE=0"):
+            fake.choose()
+        fake.allowed = False
 
 
 @pytest.mark.parametrize("where", ["check", "measure"])
@@ -304,6 +348,18 @@ def test_not_now(file: Path) -> None:
     assert fake.choose() == FAST
     fake.tuner._record.faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
     assert fake.choose(KEY._replace(experts=8)) == FAST
+
+
+def test_a_specialised_one_nobody_has_checked_is_no_default() -> None:
+    special = Config(128, 256, 64, 4, 3, specialised=True)
+    fake = Fake(allowed=False)
+    fake.tuner._candidates = lambda key: [Candidate(SLOW), Candidate(special)]
+    faults = fake.tuner._record.faults
+    faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
+    with pytest.raises(RuntimeError, match="every configuration.*known to be wrong"):
+        fake.choose()
+    faults[f"{KEY.variant}, {special}"] = ""
+    assert fake.choose() == special
 
 
 def test_small_launches_are_not_tuned() -> None:

@@ -1,0 +1,167 @@
+"""The launchers of the grouped products launch nothing but what is compiled ahead of time, and all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.aot import TARGETS, AotCase
+from fusedmoe.kernels.grouped import products, tiles
+from fusedmoe.kernels.grouped.aot import EVEN, ODD, aot_cases, variants
+from fusedmoe.kernels.grouped.configs import (
+    OPERATIONS,
+    Config,
+    Key,
+    Variant,
+    candidates,
+    has_bulk_copies,
+    is_even,
+)
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.weights import Weights
+
+ROWS, EXPERTS = 100, 3
+KERNELS = ("up_kernel", "dhidden_kernel", "product_kernel", "specialised_kernel", "dweight_kernel")
+
+
+class Launch:
+    """A kernel's arguments by name, and its options."""
+
+    def __init__(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        self.kernel = kernel
+        self.arguments = dict(zip(names, args, strict=False)) | {k: v for k, v in keywords.items() if k in names}
+        self.options = {k: v for k, v in keywords.items() if k not in names}
+
+    def is_case(self, case: AotCase) -> bool:
+        if case.kernel is not self.kernel or case.options != self.options or set(case.arguments) != set(self.arguments):
+            return False
+        return all(self._is(value, case.arguments[name]) for name, value in self.arguments.items())
+
+    @staticmethod
+    def _is(value: Any, told: Any) -> bool:
+        if isinstance(value, TensorDescriptor):
+            kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[value.base.dtype]
+            return told == f"tensordesc<{kind}[{', '.join(map(str, value.block_shape))}]>"
+        if isinstance(value, Tensor):
+            return told == value.dtype
+        return (told == "i32" and type(value) is int) or (told == value and type(told) is type(value))
+
+
+class Recorder:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **keywords: self.launches.append(Launch(self.kernel, args, keywords))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What the launchers launch goes here, and nowhere else."""
+    found: list[Launch] = []
+    for name in KERNELS:
+        monkeypatch.setattr(products, name, Recorder(getattr(products, name), found))
+    monkeypatch.setattr(tiles, "tiles_kernel", Recorder(tiles.tiles_kernel, []))
+    return found
+
+
+def run(variant: Variant, bulk_copies: bool, sides: tuple[int, int], config: Config) -> Variant:
+    """Runs a variant's launcher on tensors without memory; returns what the launcher took it for."""
+    dtype = getattr(torch, variant.dtype)
+    asked: list[Key] = []
+
+    def choose(key: Key, launch: Callable[[Config], object]) -> Config:
+        asked.append(key)
+        return config
+
+    def empty(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    source_N = empty(ROWS, dtype=torch.int64) if variant.gather else None
+    offsets_E1 = empty(EXPERTS + 1, dtype=torch.int32)
+    layout = Layout(offsets_E1[1:].long(), offsets_E1, source_N, empty(ROWS, dtype=torch.int64), empty(ROWS, 1))
+    plan = products.Plan(layout, empty(0), choose, bulk_copies, 4)
+    plan.precision = variant.precision
+    (depth, columns), operation = sides, variant.operation
+    if operation in ("up", "dhidden"):
+        activation = ACTIVATIONS[variant.activation]
+        halves = (2,) if activation.gated else ()
+        w1, w2 = empty(EXPERTS, *halves, columns, depth), empty(EXPERTS, depth, columns)
+        if operation == "up":
+            b1 = empty(EXPERTS, *halves, columns) if variant.extra else None
+            products.up(plan, empty(ROWS, depth), Weights(w1, w2, b1), activation)
+        else:
+            weight_N = empty(ROWS, dtype=torch.float32) if variant.extra else None
+            h = empty(ROWS, activation.halves * columns)
+            products.dhidden(plan, empty(ROWS, depth), h, weight_N, Weights(w1, w2), activation)
+    elif operation in ("down", "dinput"):
+        transposed = operation == "down"
+        b = empty(EXPERTS, columns, depth) if transposed else empty(EXPERTS, depth, columns)
+        bias = empty(EXPERTS, columns) if variant.extra else None
+        products.product(plan, operation, empty(ROWS, depth), b, transposed, bias)
+    else:
+        gather = {"dw1": "right", "dw2": "left"}[operation]
+        products.dweight(plan, operation, empty(ROWS, depth), empty(ROWS, columns), gather)
+    (key,) = asked
+    return key.variant
+
+
+def everything() -> Iterator[tuple[Variant, int, Config]]:
+    """Of every target, everything that can be chosen."""
+    for target in TARGETS:
+        capability = divmod(target, 10)
+        for variant in variants(has_bulk_copies(capability)):
+            for choice in candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even):
+                yield variant, target, choice.config
+
+
+def test_what_is_launched_is_compiled(launches: list[Launch]) -> None:
+    cases: dict[str, list[AotCase]] = {}
+    for case in aot_cases():
+        cases.setdefault(case.name, []).append(case)
+    for variant, target, config in everything():
+        for sides in (EVEN,) if variant.even else ODD[:1]:
+            launches.clear()
+            assert run(variant, has_bulk_copies(divmod(target, 10)), sides, config) == variant
+            (launch,) = launches
+            name = f"{variant} {config}{'' if variant.even else ' {}x{}'.format(*sides)}"
+            (case,) = cases[name]
+            assert target in case.targets, name
+            assert launch.is_case(case), (name, launch.arguments, case.arguments)
+
+
+def test_every_variant_is_known() -> None:
+    """Whatever the launchers can take a call for is enumerated: all fields, with all values that they can have."""
+    for bulk_copies in (False, True):
+        known = set(variants(bulk_copies))
+        taken = set()
+        fields = (OPERATIONS, (torch.bfloat16, torch.float16, torch.float32), ("ieee", "tf32"), (False, True))
+        for operation, dtype, precision, even in product(*fields):
+            if precision == "tf32" and dtype != torch.float32:
+                continue
+            plan = products.Plan.__new__(products.Plan)
+            plan.dtype, plan.precision, plan._bulk = dtype, precision, bulk_copies
+            sides = EVEN if even else ODD[0]
+            activations = tuple(ACTIVATIONS) if operation in ("up", "dhidden") else ("",)
+            gathers = (False,) if operation in ("down", "dinput") else (False, True)
+            extras = (False, True) if operation in ("up", "down", "dhidden") else (False,)
+            taken |= {plan.variant(operation, *sides, *flags) for flags in product(activations, gathers, extras)}
+        assert taken == known
+
+
+def test_sizes_are_what_they_are_said_to_be() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert is_even(*EVEN, dtype) and not any(is_even(*sides, dtype) for sides in ODD)
+    kinds = {tuple("one" if n == 1 else "16" if n % 16 == 0 else "odd" for n in sides) for sides in ODD}
+    assert kinds == {("odd", "odd"), ("16", "16"), ("16", "odd"), ("odd", "16"), ("one", "odd"), ("odd", "one")}
