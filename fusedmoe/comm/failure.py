@@ -8,6 +8,7 @@ sends data: the board works when the data path does not.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -52,31 +53,34 @@ class Board:
         self._processes: dict[int, tuple[str, int]] = {}
         self._lost = False
 
-    def meet(self, size: int, facts: str, timeout_s: float) -> list[str]:
-        """Waits until all `size` ranks are here, as often as each comes; returns what each of them brought.
+    def meet(self, ranks: Sequence[int], facts: str, timeout_s: float) -> list[str]:
+        """Waits until all `ranks` are here, as often as each comes; returns what each of them brought.
 
         Raises:
             RankError: some rank failed, or did not come in time.
         """
         try:
-            brought = [json.loads(entry) for entry in self._meet(size, facts, timeout_s)]
+            brought = [json.loads(entry) for entry in self._meet(ranks, facts, timeout_s)]
         except dist.DistError as error:
             reason = f"the job's store does not answer ({error}); see the log of the rank or agent that hosts it"
             raise RankError(f"rank {self._rank}: making the topology: {reason}") from error
-        self._processes = {rank: (host, pid) for rank, (host, pid, _) in enumerate(brought)}
+        self._processes = {rank: (host, pid) for rank, (host, pid, _) in zip(ranks, brought, strict=True)}
         return [own for _, _, own in brought]
 
-    def _meet(self, size: int, facts: str, timeout_s: float) -> list[bytes]:
-        number = self._store.add(f"meetings/{self._rank}", 1)
-        keys = [f"meeting/{number}/{rank}" for rank in range(size)]
-        self._store.set(keys[self._rank], json.dumps([socket.gethostname(), os.getpid(), facts]))
+    def _meet(self, ranks: Sequence[int], facts: str, timeout_s: float) -> list[bytes]:
+        # Different ranks meet at different places: a rank may have been at more of them than another.
+        place = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
+        number = self._store.add(f"meetings/{place}/{self._rank}", 1)
+        key_of = {rank: f"meeting/{place}/{number}/{rank}" for rank in ranks}
+        keys = list(key_of.values())
+        self._store.set(key_of[self._rank], json.dumps([socket.gethostname(), os.getpid(), facts]))
         deadline, pause = time.monotonic() + timeout_s, 0.005
         while not self._store.check(keys):  # its own wait would warn at each time-out
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
             verdict = self.read()
             if verdict is None and time.monotonic() > deadline:
-                missing = [rank for rank in range(size) if not self._store.check([keys[rank]])]
+                missing = [rank for rank in ranks if not self._store.check([key_of[rank]])]
                 text = f"did not come within {timeout_s:.0f} s; see its log, or give Topology a larger timeout_s"
                 verdict = self.post((missing or [self._rank])[0], "making the topology", text)
             if verdict is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -120,6 +121,50 @@ class Topology:
             return mesh.mesh.permute(*outer, *inner).reshape(-1, *sizes).cpu()
 
         return cls._from_grids(grid(ep, esp), grid(mp), per_node, job, duplex)
+
+    @classmethod
+    def from_group(
+        cls,
+        handle: dist.ProcessGroup | None,
+        experts: torch.Tensor | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        timeout_s: float = 300.0,
+    ) -> Topology:
+        """The ranks of one process group as a world of their own: for a layer that only some ranks of the job hold.
+
+        Collective over that group only. Gradients of dense parts and of copies of an expert are not its business: it
+        has no meshes, `dp` is the whole group, and `edp` is what lies beside `experts`.
+
+        Args:
+            handle: the group; None for a world of one.
+            experts: [EP, ESP] or [EDP, EP, ESP], places in the group, each once; by default EP over all of them.
+            ranks_per_node: as for `from_sizes`.
+        Raises:
+            ConfigError: `experts` does not hold every place once.
+            RankError: the ranks pass different arguments, or one of them does not come.
+        """
+        ranks = tuple(dist.get_process_group_ranks(handle)) if handle is not None else (0,)
+        if len(ranks) == 1:
+            return cls()
+        places = torch.arange(len(ranks)).view(-1, 1) if experts is None else experts
+        if sorted(places.reshape(-1).tolist()) != list(range(len(ranks))):
+            raise ConfigError(f"experts = {places.tolist()} must hold each place in a group of {len(ranks)} once")
+        per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", _world_size()))
+        job = _meet(timeout_s, f"experts={places.tolist()}, ranks_per_node={per_node}", ranks)
+        topology = cls.__new__(cls)
+        topology.job, topology.rank, topology.size = job, job.rank, len(ranks)
+        topology.ranks_per_node, topology._duplex, topology._subgroups = per_node, False, {}
+        topology.expert_mesh = topology.dense_mesh = None
+        grid = torch.tensor(ranks)[places.view(-1, *places.shape[-2:])]
+        at = [int(index) for index in (grid == job.rank).nonzero()[0]]
+        topology.world = Group("world", ranks, ranks.index(job.rank), handle, job)
+        for axis, name in enumerate(("edp", "ep", "esp")):
+            line = grid.movedim(axis, -1)[*(place for i, place in enumerate(at) if i != axis)]
+            setattr(topology, name, topology.subgroup(name, tuple(line.tolist())))
+        topology.dp = replace(topology.subgroup("dp", ranks), axis="dp")
+        topology.mp = topology.subgroup("mp", (job.rank,))
+        return topology
 
     @classmethod
     def _from_grids(
@@ -248,14 +293,14 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _meet(timeout_s: float, arguments: str) -> Job:
-    """The job of this process group, once all ranks are here with the same arguments."""
-    size = _world_size()
-    if size == 1:
+def _meet(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) -> Job:
+    """The job of these ranks, by default all, once they are here with the same arguments."""
+    ranks = range(_world_size()) if ranks is None else ranks
+    if len(ranks) == 1:
         return Job(timeout_s=timeout_s)
     rank = dist.get_rank()
     board = Board(dist.distributed_c10d._get_default_store(), rank)
-    for other, theirs in enumerate(board.meet(size, arguments, timeout_s)):
+    for other, theirs in zip(ranks, board.meet(ranks, arguments, timeout_s), strict=True):
         if theirs != arguments:
             raise RankError(
                 f"topology: rank {rank} has {arguments}, rank {other} has {theirs}. Pass the same on every rank; "

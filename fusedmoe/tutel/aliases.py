@@ -1,0 +1,61 @@
+"""`tutel` and everything below it as other names of this package's modules."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+from fusedmoe.errors import ConfigError
+
+ALIAS = "tutel"
+_HERE = __name__.rpartition(".")[0]
+
+
+def install() -> None:
+    """From now on `import tutel`, `from tutel import …` and deeper imports give this package's modules.
+
+    Wins over an installed Tutel. Calling it again changes nothing.
+
+    Raises:
+        ConfigError: the real Tutel has been imported already.
+    """
+    loaded = sys.modules.get(ALIAS)
+    if loaded is not None and loaded is not sys.modules[_HERE]:
+        raise ConfigError("tutel is imported already: call fusedmoe.tutel.install() before the first `import tutel`")
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def real_name(name: str) -> str:
+    """`tutel.net` -> `fusedmoe.tutel.net`; other names as they are."""
+    return _HERE + name.removeprefix(ALIAS) if name == ALIAS or name.startswith(ALIAS + ".") else name
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        real = real_name(name)
+        if real == name or find_spec(real) is None:
+            return None
+        return ModuleSpec(name, _Same(real), is_package=find_spec(real).submodule_search_locations is not None)
+
+
+class _Same(Loader):
+    """Gives the module of another name, which stays what it is."""
+
+    def __init__(self, real: str) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._real)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # which the import system has just replaced

@@ -1,0 +1,1 @@
+"""Expert networks with Tutel's parameters. A module `NAME` here is the experts' type `NAME`."""

@@ -1,0 +1,182 @@
+"""The feed-forward experts: y = act(x·W1ᵀ + b1)·W2 + b2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.weights import Weights
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.tutel.experts.shards import Shards, shards_of
+from fusedmoe.tutel.impls.activation import activation_name
+
+if TYPE_CHECKING:
+    from fusedmoe.tutel.impls.moe_layer import MOELayer
+
+Activation = Callable[[Tensor], Tensor]
+INITIALISATIONS = ("0.4", "0.3")
+# Measured on a CPU, forward and backward: below so many multiply-adds in a product one batched product over padded
+# blocks is the faster (at 2²¹ by a quarter, at 2²⁴ as fast).
+_SMALL = 2**23
+
+
+class FusedExpertsNetwork(nn.Module):
+    """A rank's experts, or its shard of one. H is the hidden dimension of an expert, s the ranks that share it.
+
+    Parameters (e local experts):
+        batched_fc1_w [e, H/s, D], batched_fc2_w [e, H/s, D_out], batched_fc1_bias [e, H/s], and batched_fc2_bias
+        [e, ⌈D_out/s⌉], the rank's columns of it. A bias that is not there is None, and has no key in state_dict.
+
+    Args:
+        activation_fn, activation_fn_with_self: act(x), or act(x, these experts); ReLU by default.
+        output_dim: D_out, by default D.
+        init: "0.4", uniform in ±1/√(last dimension) and zero biases, as Tutel 0.4 draws; or "0.3", as `nn.Linear`
+            draws, expert by expert, as Tutel 0.3.3 does.
+
+    Raises:
+        ConfigError: H does not divide by s, both activations are given, or `init` is unknown.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        hidden_size_per_expert: int,
+        num_experts_per_device: int = 1,
+        sharded_count: int = 1,
+        activation_fn: Activation | None = None,
+        activation_fn_with_self: Callable[[Tensor, nn.Module], Tensor] | None = None,
+        output_dim: int | None = None,
+        has_fc1_bias: bool = True,
+        has_fc2_bias: bool = True,
+        init: str = "0.4",
+    ) -> None:
+        super().__init__()
+        if hidden_size_per_expert % sharded_count:
+            raise ConfigError(
+                f"hidden_size_per_expert = {hidden_size_per_expert} cannot be split over {sharded_count} ranks; choose "
+                "a multiple"
+            )
+        if activation_fn is not None and activation_fn_with_self is not None:
+            raise ConfigError("give activation_fn or activation_fn_with_self, not both")
+        if init not in INITIALISATIONS:
+            raise ConfigError(f"unknown initialisation {init!r}; choose {' or '.join(INITIALISATIONS)}")
+        self.skip_expert = int(os.environ.get("SKIP_EXPERT", "0")) != 0
+        self.model_dim, self.hidden_size_per_expert = model_dim, hidden_size_per_expert
+        self.local_experts, self.sharded_count = num_experts_per_device, sharded_count
+        self.hidden_size = hidden_size_per_expert // sharded_count
+        self.output_dim = output_dim or model_dim
+        self.init = init
+        if activation_fn_with_self is not None:
+            with_self = activation_fn_with_self
+            activation_fn = lambda x: with_self(x, self)  # noqa: E731
+        self.activation_fn: Activation = activation_fn or nn.functional.relu
+        e, H = num_experts_per_device, self.hidden_size
+        self.batched_fc1_w = nn.Parameter(torch.empty(e, H, model_dim))
+        self.batched_fc2_w = nn.Parameter(torch.empty(e, H, self.output_dim))
+        b1 = nn.Parameter(torch.empty(e, H)) if has_fc1_bias else None
+        b2 = nn.Parameter(torch.empty(e, -(-self.output_dim // sharded_count))) if has_fc2_bias else None
+        self.register_parameter("batched_fc1_bias", b1)
+        self.register_parameter("batched_fc2_bias", b2)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        w1, w2, b1, b2 = self.batched_fc1_w, self.batched_fc2_w, self.batched_fc1_bias, self.batched_fc2_bias
+        for i in range(self.local_experts):
+            if self.init == "0.3":
+                up = nn.Linear(self.model_dim, self.hidden_size, bias=b1 is not None)
+                down = nn.Linear(self.hidden_size, self.output_dim, bias=b2 is not None)
+                w1[i], w2[i] = up.weight, down.weight.t()
+                if b1 is not None:
+                    b1[i] = up.bias
+                if b2 is not None:
+                    b2[i] = down.bias[: b2.shape[1]]
+            else:
+                for w in (w1[i], w2[i]):
+                    w.copy_((torch.rand(w.shape, dtype=torch.float32, device=w.device) * 2 - 1) * w.shape[1] ** -0.5)
+                for b in (b1, b2):
+                    if b is not None:
+                        b[i].zero_()
+
+    def weights(self, shards: Shards) -> Weights:
+        """What this rank computes with, gathered from other ranks where `shards` says so; differentiable."""
+        w1, w2 = shards.join(self.batched_fc1_w), shards.join(self.batched_fc2_w)
+        b1 = None if self.batched_fc1_bias is None else shards.join(self.batched_fc1_bias)
+        b2, start = None, 0
+        if self.batched_fc2_bias is not None:
+            b2 = shards.join(self.batched_fc2_bias)
+            start = min(shards.first * self.batched_fc2_bias.shape[1], self.output_dim)
+            b2 = b2[:, : self.output_dim - start]
+        return Weights(w1, w2.transpose(1, 2), b1, b2, start)
+
+    def fused(self, ctx: MOELayer, x_SM: Tensor, rows: int) -> tuple[Weights, str] | None:
+        """Weights in x's dtype and the activation's name, where the library's own operation does best what `forward`
+        does.
+
+        Args:
+            rows: that x is routed to, about.
+        """
+        if type(self).forward is not FusedExpertsNetwork.forward or self.skip_expert:
+            return None
+        if x_SM.is_cuda and self.output_dim != self.model_dim or not suits(self, x_SM, rows * self.hidden_size):
+            return None
+        name = activation_name(self.activation_fn)
+        return None if name is None else (cast(self.weights(shards_of(ctx)), x_SM), name)
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        """Of a pass in which a rank sends `rows` rows, for the choice of a schedule."""
+        experts = self.local_experts * ep
+        hidden = self.hidden_size * self.sharded_count
+        return Workload(
+            1, rows * esp, self.model_dim, hidden, experts, k=1, expert="ffn", ep=ep, esp=esp, itemsize=itemsize
+        )
+
+    def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
+        """[e, rows, D] -> [e, rows, D_out], with shards this rank's summand."""
+        if self.skip_expert:
+            return x
+        weights = self.weights(shards_of(ctx))
+        h = x @ weights.w1.transpose(1, 2)
+        if weights.b1 is not None:
+            h = h + weights.b1[:, None]
+        y = self.activation_fn(h) @ weights.w2.transpose(1, 2)
+        if weights.b2 is not None:
+            after = self.output_dim - weights.b2_start - weights.b2.shape[1]
+            y = y + nn.functional.pad(weights.b2, (weights.b2_start, after))[:, None]
+        return y
+
+    def extra_repr(self) -> str:
+        return (
+            f"model_dim={self.model_dim}, hidden_size={self.hidden_size}, output_dim={self.output_dim}, "
+            f"num_experts_per_device={self.local_experts}, has_fc1_bias={self.batched_fc1_bias is not None}, "
+            f"has_fc2_bias={self.batched_fc2_bias is not None}"
+        )
+
+
+def suits(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
+    """Whether the library's operation may stand for calling these experts, and is the faster.
+
+    Not where a call does more than `forward`, as with a wrapper's hooks. On a CPU small products are not for it, nor is
+    half precision, which `forward` rounds where Tutel rounds.
+
+    Args:
+        hidden: elements of the hidden activations.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return False
+    return x_SM.is_cuda or x_SM.dtype.itemsize >= 4 and hidden * x_SM.shape[1] >= _SMALL
+
+
+def cast(weights: Weights, x_SM: Tensor) -> Weights:
+    """In the dtype of the computation; the kernels of a GPU want W2 in their own layout."""
+    w1, w2, b1, b2 = (None if t is None else t.to(x_SM.dtype) for t in (weights.w1, weights.w2, weights.b1, weights.b2))
+    assert w1 is not None and w2 is not None
+    return Weights(w1, w2.contiguous() if x_SM.is_cuda else w2, b1, b2, weights.b2_start)
+
+
+ExpertModule = FusedExpertsNetwork

@@ -1,0 +1,101 @@
+"""The gated experts: y = (act(x·W1) ∘ x·W2)·W3."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.kernels.weights import Weights
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.tutel.experts.ffn import Activation, cast, suits
+from fusedmoe.tutel.impls.activation import activation_name
+from fusedmoe.tutel.impls.communicate import zero_gather
+from fusedmoe.tutel.impls.placement import topology_of
+
+if TYPE_CHECKING:
+    from fusedmoe.tutel.impls.moe_layer import MOELayer
+
+_GATED = {"silu": "swiglu", "gelu": "geglu"}
+
+
+class LlamaFFNNetwork(nn.Module):
+    """A rank's gated experts, without biases.
+
+    Parameters, flat, each of s ranks holding an s-th of them: W_fc1 and W_fc2 of [e, D, H], W_fc3 of [e, H, D]; normal
+    with standard deviation 0.01. Flat parts are no parts of an expert, so they are always gathered.
+
+    Attributes:
+        whole_only: the layer does not split an expert's work over its ranks, whatever its adaptive degree.
+    """
+
+    whole_only = True
+
+    def __init__(
+        self,
+        model_dim: int,
+        hidden_size_per_expert: int,
+        num_experts_per_device: int = 1,
+        sharded_count: int = 1,
+        activation_fn: Activation = nn.functional.silu,
+    ) -> None:
+        super().__init__()
+        e, D, H = num_experts_per_device, model_dim, hidden_size_per_expert
+        self.model_dim, self.hidden_size, self.local_experts = D, H, e
+        self.sharded_count, self.activation_fn = sharded_count, activation_fn
+        self._up, self._down = torch.Size((e, D, H)), torch.Size((e, H, D))
+        for name in ("W_fc1", "W_fc2", "W_fc3"):
+            self.register_parameter(name, nn.Parameter(torch.empty(-(-e * D * H // sharded_count))))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, 0, 0.01)
+
+    def whole(self, ctx: MOELayer) -> tuple[Tensor, Tensor, Tensor]:
+        """W1, W2 [e, D, H] and W3 [e, H, D]; with an adaptive degree of 0 of all experts."""
+        return self._joined(ctx, self.W_fc1, self._up), self._joined(ctx, self.W_fc2, self._up), self._joined(
+            ctx, self.W_fc3, self._down
+        )
+
+    def _joined(self, ctx: MOELayer, flat: Tensor, shape: torch.Size) -> Tensor:
+        if ctx.adaptive_degree == 0 and ctx.world_size > 1:
+            experts = zero_gather(flat, group=ctx.group).view(ctx.num_global_experts // shape[0], -1)
+            return experts[:, : shape.numel()].reshape(-1, *shape[1:])
+        if ctx.sharded_count == 1:
+            return flat.view(shape)
+        topology = topology_of(ctx.group, ctx.sharded_count, 1)
+        start = topology.world.index // ctx.sharded_count * ctx.sharded_count
+        sharers = topology.subgroup("shards", topology.world.ranks[start : start + ctx.sharded_count])
+        return zero_gather(flat, shape, sharers.handle)
+
+    def fused(self, ctx: MOELayer, x_SM: Tensor, rows: int) -> tuple[Weights, str] | None:
+        """As `FusedExpertsNetwork.fused`."""
+        gated = _GATED.get(activation_name(self.activation_fn) or "")
+        if type(self).forward is not LlamaFFNNetwork.forward or not suits(self, x_SM, rows * self.hidden_size):
+            return None
+        if gated is None:
+            return None
+        w1, w2, w3 = self.whole(ctx)
+        halves = torch.stack([w1.transpose(1, 2), w2.transpose(1, 2)], 1)
+        return cast(Weights(halves, w3.transpose(1, 2)), x_SM), gated
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        """As `FusedExpertsNetwork.workload`."""
+        experts = self.local_experts * ep
+        return Workload(
+            1, rows, self.model_dim, self.hidden_size, experts, k=1, expert="swiglu", ep=ep, itemsize=itemsize
+        )
+
+    def forward(self, x: Tensor, ctx: MOELayer) -> Tensor:
+        w1, w2, w3 = self.whole(ctx)
+        return (self.activation_fn(x @ w1) * (x @ w2)) @ w3
+
+    def extra_repr(self) -> str:
+        return (
+            f"model_dim={self.model_dim}, hidden_size={self.hidden_size}, num_experts_per_device={self.local_experts}"
+        )
+
+
+ExpertModule = LlamaFFNNetwork

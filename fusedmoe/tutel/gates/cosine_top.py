@@ -1,0 +1,61 @@
+"""The cosine gate (Chi et al. 2022, X-MoE)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.tutel.gates.top import refuse_unknown
+
+_MAX_LOG_SCALE = math.log(100.0)
+
+
+class CosineTopKGate(nn.Module):
+    """logits = cos(P·x + b, s_e) · exp(min(temperature, ln 100)).
+
+    Parameters: `temperature` [1], the logarithm of 1/τ; `cosine_projector` (weight [P, D], bias [P]); `sim_matrix`
+    [P, E], normal with standard deviation 0.01. With `fp32_gate` all of it computes in float32.
+
+    Args:
+        k: experts of a token, at most E.
+        proj_dim: P.
+        init_t: τ at the start.
+        options: as for `LinearTopKGate`.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_global_experts: int,
+        k: int = 1,
+        fp32_gate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        proj_dim: int = 256,
+        init_t: float = 0.5,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        refuse_unknown(options)
+        self.top_k = min(num_global_experts, int(k))
+        self.fp32_gate = fp32_gate
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.temperature = nn.Parameter(torch.full((1,), -math.log(init_t), **made))
+        self.cosine_projector = nn.Linear(model_dim, proj_dim, **made)
+        self.sim_matrix = nn.Parameter(torch.randn(proj_dim, num_global_experts, **made))
+        nn.init.normal_(self.sim_matrix, 0, 0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        project, sim_PE, log_scale = self.cosine_projector, self.sim_matrix, self.temperature
+        weight, bias = project.weight, project.bias
+        if self.fp32_gate:
+            weight, bias, sim_PE, log_scale = weight.float(), bias.float(), sim_PE.float(), log_scale.float()
+        token_SP = nn.functional.normalize(nn.functional.linear(x.to(weight.dtype), weight, bias), dim=1)
+        cosine_SE = token_SP @ nn.functional.normalize(sim_PE, dim=0)
+        return cosine_SE * log_scale.clamp(max=_MAX_LOG_SCALE).exp()
+
+
+Gate = CosineTopKGate

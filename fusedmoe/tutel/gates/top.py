@@ -1,0 +1,64 @@
+"""The linear gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.gates.linear import router_logits
+
+# What the layer reads of a gate's description; a gate takes it and leaves it.
+OF_THE_LAYER = ("capacity_factor", "gate_noise")
+
+
+class LinearTopKGate(nn.Module):
+    """logits = x·Wᵀ, in the dtype of the weights, or in float32 with `fp32_gate`.
+
+    Parameters: `wg.weight` [E, D], initialised as `nn.Linear` is; float32 with `fp32_gate`.
+
+    Args:
+        k: experts of a token, at most E.
+        options: `capacity_factor` and `gate_noise`, which the layer reads.
+
+    Raises:
+        ConfigError: any other option.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_global_experts: int,
+        k: int = 1,
+        fp32_gate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        refuse_unknown(options)
+        own = torch.float32 if fp32_gate else dtype
+        self.wg = nn.Linear(model_dim, num_global_experts, bias=False, device=device, dtype=own)
+        self.top_k = min(num_global_experts, int(k))
+        self.fp32_gate = fp32_gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gate_product(x, self.wg.weight, self.fp32_gate)
+
+
+def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
+    """x·Wᵀ in the weights' dtype, or by the library's router in float32."""
+    if fp32 or weight_EM.dtype in (torch.float32, torch.float64):
+        return router_logits(x_SM.float() if fp32 else x_SM.to(weight_EM.dtype), weight_EM.float() if fp32 else weight_EM)
+    return nn.functional.linear(x_SM.to(weight_EM.dtype), weight_EM)
+
+
+def refuse_unknown(options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in OF_THE_LAYER:
+            raise ConfigError(f"this gate has no option {name!r}; besides its own it takes {', '.join(OF_THE_LAYER)}")
+
+
+Gate = LinearTopKGate

@@ -1,0 +1,67 @@
+"""From a router's scores to each token's experts, their weights and their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.order import order
+from fusedmoe.layers.gates.select import top_experts
+from fusedmoe.layers.moe import expert_load
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What T tokens chose.
+
+    Attributes:
+        expert_SK: [T, K] int64.
+        weight_SK: [T, K] in the scores' dtype, differentiable.
+        priority_S: [T] the surest tokens are placed first; None for token order.
+        count_E: [E] tokens that chose each expert, drops included.
+    """
+
+    expert_SK: Tensor
+    weight_SK: Tensor
+    priority_S: Tensor | None
+    count_E: Tensor
+
+    @property
+    def experts(self) -> int:
+        return len(self.count_E)
+
+    def locations(self) -> Tensor:
+        """[T, K]: each slot's place among those of its expert, drops included: slot k of all tokens before k + 1."""
+        layout = order(self.expert_SK, self.experts, None, self.priority_S)
+        return layout.row_SK - layout.offsets_E1.long()[self.expert_SK]
+
+    def dispatch_count(self) -> Tensor:
+        """[E], as Tutel tells it: without priorities `count_E`.
+
+        With priorities Tutel reads it off the last token, and it is no count: the tokens with that expert as an earlier
+        choice, plus one, plus the last token's place where that is its last choice. Told so all the same, since runs
+        are compared by it; capacities rest on `count_E`.
+        """
+        if self.priority_S is None or not len(self.expert_SK):
+            return self.count_E
+        told_E = expert_load(self.expert_SK[:, :-1], self.experts)
+        last = self.expert_SK[-1, -1]
+        told_E[last] = self.locations()[-1, -1]
+        return told_E + 1
+
+
+def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> Choice:
+    """The k highest scores of each token; between equal ones the lower expert wins.
+
+    Weights are the scores, for k > 1 with `normalize` divided by their sum (at least eps): not renewed after drops.
+    """
+    expert_SK = top_experts(scores_SE, k)
+    weight_SK = scores_SE.gather(1, expert_SK)
+    if normalize and k > 1:
+        # Added one by one, as half precision rounds.
+        total_S = sum(weight_SK.unbind(1), torch.zeros_like(scores_SE[:, 0]))
+        weight_SK = weight_SK / total_S.clamp(min=torch.finfo(scores_SE.dtype).eps)[:, None]
+    priority_S = scores_SE.detach().amax(1) if prioritised else None
+    return Choice(expert_SK, weight_SK, priority_S, expert_load(expert_SK, scores_SE.shape[1]))

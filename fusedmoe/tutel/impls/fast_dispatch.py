@@ -1,0 +1,194 @@
+"""Routing and padded dispatch as functions: scores to choices, tokens to [E, C, D] and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedmoe.autograd.order import permute, take_slots, unpermute
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.layout import Layout, offsets
+from fusedmoe.tutel.impls.capacity import capacity_of
+from fusedmoe.tutel.impls.choice import choose
+from fusedmoe.tutel.impls.communicate import simple_all_reduce
+from fusedmoe.tutel.impls.losses import gshard_loss
+from fusedmoe.tutel.impls.scale import scaled
+
+
+class Critical(NamedTuple):
+    """What `extract_critical` decides, one tensor [T] for each of the k choices."""
+
+    num_global_experts: int
+    indices: list[Tensor]
+    locations: list[Tensor]
+    gates: list[Tensor]
+    capacity: int
+    dispatch_count: Tensor
+
+
+def extract_critical(
+    scores: Tensor,
+    top_k: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None = gshard_loss,
+    capacity_factor: float = 1.0,
+    batch_prioritized_routing: bool = False,
+    normalize_gate: bool = True,
+    alignment: int = 1,
+    group: dist.ProcessGroup | None = None,
+    inequivalent_tokens: bool = False,
+) -> tuple[Critical, Tensor | None]:
+    """Routes [T, E] scores: (E, experts, places, weights, capacity, counts), and the loss of `loss_fn(scores, top_ids)`.
+
+    Args:
+        capacity_factor, alignment: see `impls/capacity.py`; with a factor ≤ 0 collective over `group`.
+        inequivalent_tokens: the capacity rests on the largest T of the group; collective.
+    """
+    E = scores.shape[1]
+    choice = choose(scores, min(top_k, E), normalize=normalize_gate, prioritised=batch_prioritized_routing)
+    loss = None if loss_fn is None else loss_fn(scores, choice.expert_SK)
+    tokens = most_over(group, len(scores), scores.device) if inequivalent_tokens else len(scores)
+
+    def most_chosen() -> int:
+        return most_over(group, int(choice.count_E.max()), scores.device)
+
+    capacity = capacity_of(capacity_factor, min(top_k, E), tokens, E, most_chosen, alignment)
+    indices, locations = (list(t.int().unbind(1)) for t in (choice.expert_SK, choice.locations()))
+    gates = list(choice.weight_SK.unbind(1))
+    return Critical(E, indices, locations, gates, capacity, choice.dispatch_count()), loss
+
+
+def most_over(group: dist.ProcessGroup | None, value: int, device: torch.device) -> int:
+    """The largest value of any rank of the group."""
+    return int(simple_all_reduce(torch.tensor(value, device=device), group, dist.ReduceOp.MAX))
+
+
+def get_dispatch_count(critial_data: Sequence[Any]) -> Tensor:
+    count: Tensor = critial_data[-1]
+    return count
+
+
+def get_topk_selection(critial_data: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The chosen experts [T, K], and how many tokens chose each, [E]."""
+    return torch.stack(list(critial_data[1]), 1), get_dispatch_count(critial_data)
+
+
+def get_reversed_sample_ids(critial_data: Sequence[Any], return_id_type: str = "sample_id") -> Tensor:
+    """[E, C]: which token ("sample_id"), or which of its choices ("top_id"), each place holds; -1 for none."""
+    if return_id_type not in ("sample_id", "top_id"):
+        raise ConfigError(f"return_id_type = {return_id_type!r}; choose sample_id or top_id")
+    places = _Places.of(critial_data[0], critial_data[4], critial_data[1], critial_data[2])
+    slots = len(critial_data[1])
+    ids_N = places.layout.slot_N // slots if return_id_type == "sample_id" else places.layout.slot_N % slots
+    empty = ids_N.new_full((places.experts * places.capacity,), -1)
+    return empty.index_copy(0, places.place_N, ids_N).view(places.experts, places.capacity)
+
+
+class _Places(NamedTuple):
+    """Slots that have a place in [E, C], sorted by it: their layout, and the places."""
+
+    experts: int
+    capacity: int
+    layout: Layout
+    place_N: Tensor
+
+    @classmethod
+    def of(cls, experts: int, capacity: int, indices: Sequence[Tensor], locations: Sequence[Tensor]) -> _Places:
+        """From each choice's experts (negative for none) and places."""
+        expert_SK, place_SK = torch.stack(list(indices), 1).long(), torch.stack(list(locations), 1).long()
+        kept_SK = (expert_SK >= 0) & (place_SK >= 0) & (place_SK < capacity)
+        slot_N = kept_SK.reshape(-1).nonzero()[:, 0]
+        flat_N = (expert_SK * capacity + place_SK).reshape(-1)[slot_N]
+        flat_N, by = flat_N.sort(stable=True)
+        slot_N = slot_N[by]
+        rows = torch.arange(len(slot_N), device=slot_N.device)
+        row_SK = torch.full_like(expert_SK, -1).view(-1).index_copy(0, slot_N, rows).view(expert_SK.shape)
+        counts_E = torch.bincount(flat_N // max(capacity, 1), minlength=experts)
+        layout = Layout(counts_E, offsets(counts_E), slot_N // expert_SK.shape[1], slot_N, row_SK)
+        return cls(experts, capacity, layout, flat_N)
+
+
+class TutelMoeFastDispatcher:
+    """Moves rows by given choices: `update(indices, locations, gates)`, then `encode` [T, D] -> [E·C, D], `decode` back.
+
+    A negative index, or a location beyond the capacity, is no row. Rows keep their dtype; half precision is weighted
+    and summed in float32.
+    """
+
+    def __init__(self, num_global_experts: int, capacity: int, model_dim: int, dispatch_dtype: torch.dtype) -> None:
+        self.num_global_experts, self.capacity, self.model_dim = int(num_global_experts), int(capacity), int(model_dim)
+        self.dtype = self.original_dtype = dispatch_dtype
+
+    def update(
+        self,
+        indices_: Sequence[Tensor],
+        locations_: Sequence[Tensor],
+        gates_: Sequence[Tensor],
+        capacity: int | None = None,
+        is_postscore: bool = True,
+    ) -> None:
+        self.indices_, self.locations_, self.gates_ = list(indices_), list(locations_), list(gates_)
+        self.capacity = self.capacity if capacity is None else int(capacity)
+        self.is_postscore = is_postscore
+        self.sample_size = len(self.indices_[0])
+        self._places = _Places.of(self.num_global_experts, self.capacity, self.indices_, self.locations_)
+
+    def encode(self, data: Tensor) -> Tensor:
+        rows_NM = permute(data, self._places.layout)
+        if not self.is_postscore:
+            rows_NM = self._weighted(rows_NM)
+        blank = rows_NM.new_zeros(self.num_global_experts * self.capacity, rows_NM.shape[1])
+        return blank.index_copy(0, self._places.place_N, rows_NM.to(data.dtype))
+
+    def decode(self, data: Tensor) -> Tensor:
+        rows_NM = data.reshape(-1, data.shape[-1]).index_select(0, self._places.place_N)
+        if self.is_postscore:
+            rows_NM = self._weighted(rows_NM)
+        return unpermute(rows_NM, self._places.layout).to(data.dtype)
+
+    def _weighted(self, rows_NM: Tensor) -> Tensor:
+        weight_SK = torch.stack(self.gates_, 1)
+        dtype = torch.promote_types(rows_NM.dtype, torch.float32)
+        return scaled(rows_NM, take_slots(weight_SK.to(dtype), self._places.layout))
+
+
+fast_dispatcher = TutelMoeFastDispatcher
+
+
+class GatingEncoder:
+    """`GatingEncoder.apply(dispatcher, data, *gates)`: the dispatcher's `encode` with these weights, or with none."""
+
+    @staticmethod
+    def apply(config: TutelMoeFastDispatcher, reshaped_input: Tensor, *gates_: Tensor) -> Tensor:
+        config.gates_, config.is_postscore = list(gates_) or config.gates_, not gates_
+        return config.encode(reshaped_input)
+
+
+class GatingDecoder:
+    """`GatingDecoder.apply(dispatcher, rows, *gates)`: the dispatcher's `decode` with these weights, or with none."""
+
+    @staticmethod
+    def apply(config: TutelMoeFastDispatcher, expert_output: Tensor, *gates_: Tensor) -> Tensor:
+        config.gates_, config.is_postscore = list(gates_) or config.gates_, bool(gates_)
+        return config.decode(expert_output)
+
+
+def fast_encode(data: Tensor, critial_data: Sequence[Any], is_postscore: bool = True) -> Tensor:
+    """[T, D] -> [E, C, D], places without a token zero; weighted here unless `is_postscore`."""
+    E, C = int(critial_data[0]), int(critial_data[4])
+    return _dispatcher(data, critial_data, is_postscore).encode(data).view(E, C, data.shape[-1])
+
+
+def fast_decode(data: Tensor, critial_data: Sequence[Any], is_postscore: bool = True) -> Tensor:
+    """[E, C, D] -> [T, D], the sum of each token's rows, weighted here if `is_postscore`."""
+    return _dispatcher(data, critial_data, is_postscore).decode(data)
+
+
+def _dispatcher(data: Tensor, critial_data: Sequence[Any], is_postscore: bool) -> TutelMoeFastDispatcher:
+    experts, indices, locations, gates, capacity = critial_data[:5]
+    dispatcher = TutelMoeFastDispatcher(experts, capacity, data.shape[-1], data.dtype)
+    dispatcher.update(indices, locations, gates, is_postscore=is_postscore)
+    return dispatcher

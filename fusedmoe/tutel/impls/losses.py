@@ -1,0 +1,40 @@
+"""Tutel's auxiliary losses, by the library's."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fusedmoe.layers.losses import balance_loss
+from fusedmoe.layers.losses import load_importance_loss as library_load_importance_loss
+
+
+def gshard_loss(scores_w_noise: Tensor, top_ids: Tensor) -> Tensor:
+    """E · Σ_e mean_S(p_e) · the share of tokens whose *first* choice is e (Lepikhin et al. 2021).
+
+    Args:
+        scores_w_noise: [S, E] softmax of the (noisy) logits.
+        top_ids: [S, K] choices.
+    """
+    return balance_loss(scores_w_noise, top_ids[:, :1])
+
+
+def load_importance_loss(
+    scores_wo_noise: Tensor, topk_logits: Tensor, num_global_experts: int, gate_noise: float
+) -> Tensor:
+    """(cv²(importance) + cv²(load)) / 2, as Tutel defines the load.
+
+    Tutel compares the *softmax* without noise with the raw noisy logit of the last choice, where Shazeer et al. (2017)
+    compare logits with logits; clients' runs rest on it.
+
+    Args:
+        scores_wo_noise: [S, E] softmax of the logits without noise.
+        topk_logits: [S, K] noisy logits of the choices.
+        gate_noise: a positive number, in evaluation too; the noise has standard deviation gate_noise / E.
+
+    Raises:
+        ConfigError: `gate_noise` is not positive.
+    """
+    scores, threshold = scores_wo_noise, topk_logits[:, -1:]
+    if scores.dtype.itemsize < 4:
+        scores, threshold = scores.float(), threshold.float()
+    return library_load_importance_loss(scores, scores, threshold, gate_noise / num_global_experts)

@@ -1,0 +1,423 @@
+"""`moe_layer`, with Tutel's arguments, attributes and numbers."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.gates.linear import outside_autocast
+from fusedmoe.tutel.impls import losses
+from fusedmoe.tutel.impls.capacity import alignment_of, capacity_of
+from fusedmoe.tutel.impls.choice import Choice, choose
+from fusedmoe.tutel.impls.communicate import skips_all_to_all
+from fusedmoe.tutel.impls.fast_dispatch import most_over
+from fusedmoe.tutel.impls.groups import get_world_size
+from fusedmoe.tutel.impls.placement import alone, topology_of
+from fusedmoe.tutel.impls.road import Degree, LocalExperts, Road
+
+Description = Mapping[str, Any]
+
+
+class MOELayer(nn.Module):
+    """Tutel's layer: y = Σ over a token's experts of gate · expert(x).
+
+    Args:
+        gate_type: `{'type': 'top' | 'cosine_top' | 'custom', 'k': …, 'capacity_factor': …, 'gate_noise': …, …}`, a list
+            of such (chosen by `gate_index`), or 'Top2Gate'. Left as it is.
+        model_dim: D, even.
+        experts: `{'type': 'ffn' | 'llama_ffn' | 'custom', 'num_experts_per_device': n, …}`, or `count_per_node`, by
+            default 1; −n or 1/n: n ranks share an expert. Left as it is.
+        scan_expert_func: called with the name of each expert parameter and the parameter.
+        result_func: applied to the result.
+        group: the ranks over which experts are spread; None for all.
+        seeds: set before the experts, before gate i (plus i), and at the end: (gate, experts, after).
+        a2a_ffn_overlap_degree: chunks whose travel overlaps with other chunks' computation, by Tutel's own plan; the
+            capacity is rounded up to a multiple, as in Tutel. "auto": the library's scheduler chooses by what this
+            machine takes, and nothing is rounded.
+        is_postscore: gates multiply results; else what experts are given.
+        batch_prioritized_routing: the surest tokens get their places first (also BATCH_PRIO=1).
+        normalize_gate: with k > 1 the gates of a token are divided by their sum.
+        is_gshard_loss: else the load-and-importance loss, which needs gate_noise > 0.
+        parallel_type: how ranks that share an expert work: 'adaptive:R', 'data' (R = 1), 'model' (R = their number),
+            'auto'. R = 0 gathers all experts everywhere, R ≥ 1 splits an expert's work in R parts. Results are the same.
+        use_2dh: all-to-all inside nodes of LOCAL_SIZE ranks first.
+
+    Attributes:
+        l_aux: the loss of the last forward, also an attribute of its result.
+        dispatch_count: [E] tokens of this rank that chose each expert (see `Choice.dispatch_count`).
+        protected_shape: of the experts' last results, [e, rows, …].
+
+    Parameters and buffers: `gates.i.…`, `experts.…`, `_num_global_experts`. A checkpoint without the latter is taken
+    with a warning, one with another number raises AssertionError; an expert parameter that it lacks becomes zeros, and
+    one with as many elements is viewed.
+
+    Raises:
+        ConfigError: arguments that cannot work, or that are unknown.
+    """
+
+    def __init__(
+        self,
+        gate_type: str | Description | Sequence[Description],
+        model_dim: int,
+        experts: Description | None = None,
+        scan_expert_func: Callable[[str, nn.Parameter], None] | None = None,
+        result_func: Callable[[Tensor], Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        seeds: Sequence[int | None] | None = None,
+        a2a_ffn_overlap_degree: Degree = 1,
+        is_postscore: bool = True,
+        batch_prioritized_routing: bool = False,
+        normalize_gate: bool = True,
+        is_gshard_loss: bool = True,
+        parallel_type: str = "adaptive:1",
+        use_2dh: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        assert model_dim % 2 == 0, f"model_dim must be even, not {model_dim}"
+        if "pad_samples" in kwargs:
+            logging.warning("pad_samples has no effect: nothing is ever padded")
+            del kwargs["pad_samples"]
+        if kwargs:
+            raise ConfigError(f"moe_layer has no argument {', '.join(map(repr, kwargs))}")
+        if experts is None:
+            raise ConfigError("moe_layer needs experts={'type': …}")
+        self._group = _Held(group)
+        self.result_func = result_func
+        self.skip_moe = int(os.environ.get("SKIP_MOE", "0")) != 0
+        described = dict(experts)
+        counts = [described.pop(name) for name in ("num_experts_per_device", "count_per_node") if name in described]
+        wanted = counts[0] if counts else 1
+        self.num_local_experts: int = 1 if wanted == -1 else wanted
+        every = self.global_expert_count(self.num_local_experts, group)
+        self.register_buffer("_num_global_experts", torch.tensor(every))
+        self._experts_in_all = every
+        self.world_size = get_world_size(group)
+        self.sharded_count = max(1, self.world_size // every)
+        if self.sharded_count > 1:
+            self.num_local_experts = 1
+        s = self.sharded_count
+        self.auto_parallel, self.use_model_parallel = False, True
+        self.valid_rs = [0, *(r for r in range(1, s + 1) if s % r == 0)]
+        self.adaptive_degree = self._degree_of(parallel_type)
+        self.model_dim, self.is_postscore = model_dim, is_postscore
+        self.batch_prioritized_routing = batch_prioritized_routing or int(os.environ.get("BATCH_PRIO", 0)) != 0
+        self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
+        self.a2a_ffn_overlap_degree, self.use_2dh = a2a_ffn_overlap_degree, use_2dh
+        self.megablocks_size = 0
+        self._roads: dict[int, Road] = {}
+        gate_seed, expert_seed, last_seed = (*(seeds or ()), None, None, None)[:3]
+        _seed(expert_seed)
+        self.experts = self._make_experts(described)
+        for name, parameter in self.experts.named_parameters():
+            if scan_expert_func is not None:
+                scan_expert_func(name, parameter)
+        for parameter in self.experts.parameters():
+            parameter._tutel_expert = True  # type: ignore[attr-defined]
+        gates = []
+        for number, description in enumerate(_gate_descriptions(gate_type)):
+            _seed(None if gate_seed is None else gate_seed + number)
+            gates.append(self._make_gate(dict(description)))
+        self.gates = nn.ModuleList(gates)
+        _seed(last_seed)
+
+    @staticmethod
+    def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
+        """E for n experts on each rank of the group, or for −n or 1/n: n ranks share one.
+
+        Raises:
+            ConfigError: 0, or ranks that cannot share evenly.
+        """
+        count = num_local_experts
+        if not isinstance(count, int):
+            count = -round(1 / count) if count else 0
+        size = get_world_size(group)
+        if count == 0:
+            raise ConfigError("num_experts_per_device = 0; give a count, or −n for n ranks that share an expert")
+        if count > 0:
+            return count * size
+        if size % -count:
+            raise ConfigError(f"{size} ranks cannot share experts by {-count}; choose a divisor")
+        return size // -count
+
+    @property
+    def num_global_experts(self) -> int:
+        return self._experts_in_all
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        given = self._group.value
+        return given if given is not None or not dist.is_initialized() else dist.group.WORLD
+
+    def _degree_of(self, parallel_type: str) -> int:
+        s = self.sharded_count
+        if parallel_type.startswith("adaptive:"):
+            degree = min(max(int(parallel_type.removeprefix("adaptive:")), 0), s)
+            self._require_valid(degree)
+            return degree
+        known = {"data": 1, "model": s, "auto": 1}
+        if parallel_type not in known:
+            raise ConfigError(f"unknown parallel_type {parallel_type!r}; choose adaptive:R, {', '.join(known)}")
+        return known[parallel_type]
+
+    def _require_valid(self, degree: int) -> None:
+        if degree not in self.valid_rs:
+            raise ConfigError(f"adaptive degree {degree}: {self.sharded_count} ranks share an expert, so one of {self.valid_rs}")
+
+    def _make_experts(self, described: dict[str, Any]) -> nn.Module:
+        kind = described.pop("type", None)
+        described["model_dim"], described["sharded_count"] = self.model_dim, self.sharded_count
+        if kind != "custom":
+            made: nn.Module = _module_of("experts", kind).ExpertModule(
+                num_experts_per_device=self.num_local_experts, **described
+            )
+            return made
+        module = described.pop("module")
+        try:
+            made = module(num_experts_per_device=self.num_local_experts, **described)
+        except TypeError:  # the argument's older name
+            made = module(local_experts=self.num_local_experts, **described)
+        return made
+
+    def _make_gate(self, described: dict[str, Any]) -> nn.Module:
+        kind = described.pop("type", None)
+        module = described.pop("module") if kind == "custom" else _module_of("gates", kind).Gate
+        gate: Any = module(model_dim=self.model_dim, num_global_experts=self.num_global_experts, **described)
+        if not hasattr(gate, "gate_noise"):
+            gate.gate_noise = described.get("gate_noise", 0.0)
+        if not hasattr(gate, "capacity_factor"):
+            gate.capacity_factor = described.get("capacity_factor", float(os.environ.get("CAP_FACTOR", 1.0)))
+        if not hasattr(gate, "top_k"):
+            raise ConfigError(f"{type(gate).__name__} does not say how many experts a token gets: set self.top_k")
+        made: nn.Module = gate
+        return made
+
+    def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """Named parameters of the gates ('gate') or of this rank's experts ('local_experts')."""
+        owners = {"gate": self.gates, "local_experts": self.experts}
+        if param_type not in owners:
+            raise ConfigError(f"unknown kind of parameters {param_type!r}; choose {' or '.join(owners)}")
+        return owners[param_type].named_parameters()
+
+    def forward(
+        self,
+        input: Tensor,
+        gate_index: int = 0,
+        capacity_factor: float | None = None,
+        top_k: int | None = None,
+        a2a_ffn_overlap_degree: Degree | None = None,
+        reserve_dims: int = 1,
+        inequivalent_tokens: bool = False,
+        adaptive_r: int | None = None,
+        megablocks_size: int = 0,
+    ) -> Any:
+        """[…, D] -> […, D_out] in the input's dtype. Ranks may have any number of tokens, none included.
+
+        Args:
+            gate_index: which gate routes.
+            capacity_factor, top_k: in place of the gate's; a factor of 0 drops nothing, −f drops nothing up to f.
+            a2a_ffn_overlap_degree, adaptive_r: in place of the layer's, from now on.
+            reserve_dims: how many last dimensions make up a token; custom experts are given them as they are.
+            inequivalent_tokens: the capacity rests on the largest number of tokens of any rank.
+            megablocks_size: for evaluation in one process, where the capacity is rounded up to a multiple of it, as
+                in Tutel; without effect elsewhere. (Nothing is ever computed for empty places.)
+        """
+        if self.skip_moe:
+            self.l_aux = input.l_aux = None  # type: ignore[attr-defined]
+            return input if self.result_func is None else self.result_func(input)
+        if input.dim() < 2:
+            raise ConfigError(f"moe_layer got input of shape {list(input.shape)}; it takes [tokens, …, model_dim]")
+        if a2a_ffn_overlap_degree is not None:
+            self.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
+        if adaptive_r is not None:
+            self._require_valid(adaptive_r)
+            self.adaptive_degree = adaptive_r
+        gate: Any = self.gates[gate_index]
+        if not self.is_gshard_loss and not gate.gate_noise > 0:
+            raise ConfigError("the load-and-importance loss (is_gshard_loss=False) needs a gate with gate_noise > 0")
+        alone = self.world_size == 1
+        effective = alone and self.num_local_experts > 1 and not torch.is_grad_enabled()
+        self.megablocks_size = megablocks_size if effective else 0
+        token_shape = input.shape[-reserve_dims:]
+        road = self._road()
+        with topology_of(self.group).guard("moe_layer.forward"):
+            x_SM = input.reshape(-1, token_shape.numel())
+            x_SM = x_SM.to(self._row_dtype(x_SM))
+            choice, l_aux = self._route(x_SM, gate, top_k)
+            self.dispatch_count = choice.dispatch_count()
+            capacity = self._capacity(x_SM, choice, gate, capacity_factor, inequivalent_tokens)
+            experts = self._local_experts(x_SM, choice, token_shape, capacity)
+            weight_SK = choice.weight_SK.to(torch.promote_types(choice.weight_SK.dtype, torch.float32))
+            y_SM = road.travel(
+                x_SM,
+                choice,
+                weight_SK,
+                capacity,
+                experts,
+                postscore=self.is_postscore,
+                degree=self.a2a_ffn_overlap_degree,
+                length=self._block_rows(capacity),
+                stay=skips_all_to_all() and not alone,
+            )
+        shape = (*input.shape[:-reserve_dims], *self.protected_shape[-reserve_dims:])
+        y = y_SM.to(input.dtype).reshape(shape)
+        self.l_aux = y.l_aux = l_aux  # type: ignore[attr-defined]
+        return y if self.result_func is None else self.result_func(y)
+
+    def _row_dtype(self, x_SM: Tensor) -> torch.dtype:
+        kind = x_SM.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return next((parameter.dtype for parameter in self.experts.parameters()), x_SM.dtype)
+
+    def _route(self, x_SM: Tensor, gate: Any, top_k: int | None) -> tuple[Choice, Tensor]:
+        E = self.num_global_experts
+        with outside_autocast(x_SM.device.type):
+            logits_SE = noisy_SE = gate(x_SM)
+            if self.training and gate.gate_noise > 0:
+                noisy_SE = logits_SE + gate.gate_noise * torch.randn_like(logits_SE) / E
+            scores_SE = noisy_SE.softmax(1)
+            k = min(int(top_k or gate.top_k), E)
+            choice = choose(
+                scores_SE, k, normalize=self.normalize_gate, prioritised=self.batch_prioritized_routing
+            )
+            if self.is_gshard_loss:
+                return choice, losses.gshard_loss(scores_SE, choice.expert_SK)
+            chosen_SK = noisy_SE.gather(1, choice.expert_SK)
+            return choice, losses.load_importance_loss(logits_SE.softmax(1), chosen_SK, E, gate.gate_noise)
+
+    def _capacity(
+        self, x_SM: Tensor, choice: Choice, gate: Any, factor: float | None, inequivalent_tokens: bool
+    ) -> int:
+        degree = self.a2a_ffn_overlap_degree
+        tokens = most_over(self.group, len(x_SM), x_SM.device) if inequivalent_tokens else len(x_SM)
+
+        def most_chosen() -> int:
+            return most_over(self.group, int(choice.count_E.max()), x_SM.device)
+
+        return capacity_of(
+            gate.capacity_factor if factor is None else factor,
+            choice.expert_SK.shape[1],
+            tokens,
+            self.num_global_experts,
+            most_chosen,
+            alignment_of(self.sharded_count, 1 if degree == "auto" else degree, self.megablocks_size),
+        )
+
+    def _parts(self) -> int:
+        """r: into how many parts an expert's work is split, where it is split at all."""
+        return min(self.adaptive_degree, 1) if getattr(self.experts, "whole_only", False) else self.adaptive_degree
+
+    def _road(self) -> Road:
+        """By the adaptive degree; collective when one is used first."""
+        r, s = self._parts(), self.sharded_count
+        if r not in self._roads:
+            if r == 0 or self.world_size == 1:
+                self._roads[r] = Road(topology_of(None) if self.world_size == 1 else alone())
+            else:
+                self._roads[r] = Road(topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r)
+        return self._roads[r]
+
+    def _block_rows(self, capacity: int) -> int:
+        """Places of a local expert's block: capacity of every rank that sends to it."""
+        r, s = self._parts(), self.sharded_count
+        return capacity if r == 0 else self.world_size * capacity * r // s
+
+    def _local_experts(
+        self, x_SM: Tensor, choice: Choice, token_shape: torch.Size, capacity: int
+    ) -> LocalExperts:
+        count = self.num_global_experts if self._parts() == 0 else self.num_local_experts
+        module: Any = self.experts
+        fused = None
+        if hasattr(module, "fused"):
+            fused = module.fused(self, x_SM, choice.expert_SK.numel())
+        if fused is not None:
+            self.protected_shape = self._shape_like(token_shape, count, self._block_rows(capacity), fused[0].w2.shape[1])
+
+        def blocks(rows_eCM: Tensor) -> Tensor:
+            return self.expert_local(rows_eCM, token_shape)
+
+        return LocalExperts(count, fused, blocks, tuple(module.parameters()), getattr(module, "workload", None))
+
+    def expert_local(self, x: Tensor, reserve_shape: Sequence[int]) -> Tensor:
+        """The experts on [e, C, D], which custom ones are given as [e, C, *reserve_shape]; returns [e, C, …]."""
+        if hasattr(self.experts, "fused"):  # those of this package know nothing of a token's dimensions
+            y: Tensor = self.experts(x, self)
+            self.protected_shape = self._shape_like(reserve_shape, *y.shape)
+        else:
+            y = self.experts(x.view(*x.shape[:2], *reserve_shape), self)
+            self.protected_shape = y.shape
+        return y.reshape(*y.shape[:2], y.shape[2:].numel())
+
+    @staticmethod
+    def _shape_like(token_shape: Sequence[int], *blocks: int) -> torch.Size:
+        """Results [e, C, D_out] keep the shape of tokens where they are as large."""
+        same = torch.Size(token_shape).numel() == blocks[-1]
+        return torch.Size((*blocks[:2], *token_shape) if same else blocks)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        count = prefix + "_num_global_experts"
+        if count not in state_dict:
+            logging.warning("%s is missing: a checkpoint of an old format; it is taken to fit", count)
+            state_dict[count] = self._num_global_experts
+        found = int(state_dict[count])
+        assert found == self.num_global_experts, (
+            f"the checkpoint has {found} experts in all and this layer {self.num_global_experts} ({prefix or 'moe_layer'})"
+        )
+        for name, parameter in self.experts.named_parameters():
+            key = f"{prefix}experts.{name}"
+            if key not in state_dict:
+                logging.warning("%s is missing in the checkpoint; it becomes zeros", key)
+                state_dict[key] = torch.zeros_like(parameter)
+            elif state_dict[key].numel() == parameter.numel():
+                state_dict[key] = state_dict[key].view(parameter.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        gates = [f"k={gate.top_k}, noise={gate.gate_noise}" for gate in self.gates]
+        return f"Top-K(s) = {gates}, Total-Experts = {self.num_global_experts} [managed by {self.world_size} device(s)],"
+
+
+class _Held:
+    """A process group that survives a deep copy of its layer, on the same ranks."""
+
+    def __init__(self, value: dist.ProcessGroup | None) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return self
+
+
+def _seed(seed: int | None) -> None:
+    if seed is not None:
+        torch.manual_seed(seed)
+
+
+def _gate_descriptions(gate_type: str | Description | Sequence[Description]) -> Sequence[Description]:
+    if isinstance(gate_type, str):
+        named = re.fullmatch(r"Top(\d+)Gate", gate_type)
+        if named is None:
+            raise ConfigError(f"unknown gate_type {gate_type!r}; give {{'type': 'top', 'k': 2}}")
+        logging.warning("gate_type=%r is an old form of {'type': 'top', 'k': %s}", gate_type, named[1])
+        return [{"type": "top", "k": int(named[1])}]
+    return [gate_type] if isinstance(gate_type, Mapping) else list(gate_type)
+
+
+def _module_of(folder: str, kind: Any) -> Any:
+    """The module `fusedmoe.tutel.gates.KIND` or `fusedmoe.tutel.experts.KIND`."""
+    known = {"gates": ("top", "cosine_top"), "experts": ("ffn", "llama_ffn")}[folder]
+    if kind not in known:
+        raise ConfigError(f"unknown type {kind!r} of {folder}; choose {', '.join(known)} or custom")
+    return importlib.import_module(f"fusedmoe.tutel.{folder}.{kind}")
+
+
+moe_layer = MOELayer

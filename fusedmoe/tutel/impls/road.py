@@ -1,0 +1,193 @@
+"""The way of a layer's rows: order, dispatch, experts, combine, all of them the library's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
+from fusedmoe.autograd.moe import through_experts
+from fusedmoe.autograd.order import order, permute, take_slots, unpermute
+from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
+from fusedmoe.autograd.experts import experts as fused_experts
+from fusedmoe.comm.all_to_all import AllToAll, make_all_to_all
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import RankError
+from fusedmoe.kernels.layout import Layout, contiguous_layout
+from fusedmoe.kernels.weights import Weights
+from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
+from fusedmoe.schedule.task import PIPELINE
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.tutel.impls.choice import Choice
+from fusedmoe.tutel.impls.scale import scaled
+
+Degree = int | Literal["auto"]
+# Rows of every local expert as a block, [e, C, D] -> [e, C, D_out].
+Blocks = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalExperts:
+    """The experts of a rank, in one of two ways.
+
+    Attributes:
+        count: e.
+        fused: parameters and activation for the library's own operation; else
+        blocks: any function of [e, C, D], with rows of zeros where an expert has fewer, and
+        parameters: what gets gradients in it.
+        workload: tells what a pass amounts to, `workload(rows, itemsize, ep, esp)`; None if unknown.
+    """
+
+    count: int
+    fused: tuple[Weights, str] | None
+    blocks: Blocks
+    parameters: Sequence[Tensor]
+    workload: Callable[[int, int, int, int], Workload] | None
+
+    def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, length: int = 0) -> Tensor:
+        """Σ over each row's sorted copies of their weighted results; blocks are at least `length` rows long."""
+        if self.fused is not None:
+            return fused_experts(x_SM, layout, weight_N, *self.fused)
+        layout = layout.exact()
+        rows_NM = permute(x_SM, layout)
+        length = max(length, *layout.counts)
+        expert_N = torch.arange(self.count, device=rows_NM.device).repeat_interleave(
+            layout.counts_E, output_size=layout.rows
+        )
+        place_N = expert_N * length - layout.offsets_E1.long()[expert_N] + torch.arange(
+            layout.rows, device=rows_NM.device
+        )
+        blank = rows_NM.new_zeros(self.count * length, rows_NM.shape[1])
+        block = blank.index_copy(0, place_N, rows_NM).view(self.count, length, rows_NM.shape[1])
+        out_NM = self.blocks(block).flatten(0, 1).index_select(0, place_N)
+        if weight_N is not None:
+            out_NM = scaled(out_NM, weight_N[: layout.rows])
+        return unpermute(out_NM, layout)
+
+    def in_chunks(self) -> ChunkExperts:
+        return FusedChunks(*self.fused) if self.fused is not None else ModuleChunks(self, self.parameters)
+
+
+class Road:
+    """How rows get to the experts of a topology and back.
+
+    Args:
+        topology: ep counts experts' ranks, esp the parts of an expert's work.
+        dispatch: "direct" or "2dh".
+        copies: how many ranks of ep compute the same expert; its rows are dealt out to them in turn.
+    """
+
+    def __init__(self, topology: Topology, dispatch: str = "direct", copies: int = 1) -> None:
+        self.topology, self.copies = topology, copies
+        self._all_to_all: AllToAll = make_all_to_all(dispatch, topology)
+        self._plans: dict[tuple[Any, ...], Plans] = {}
+
+    def travel(
+        self,
+        x_SM: Tensor,
+        choice: Choice,
+        weight_SK: Tensor,
+        capacity: int,
+        experts: LocalExperts,
+        *,
+        postscore: bool,
+        degree: Degree,
+        length: int,
+        stay: bool = False,
+    ) -> Tensor:
+        """y_SM: for each token the weighted sum over its experts that had room for it; zeros where none had.
+
+        Args:
+            weight_SK: multiplies results, or without `postscore` what experts are given.
+            capacity: rows that an expert accepts of this rank.
+            degree: chunks that overlap with each other; "auto" has the library choose. Results do not depend on it.
+            length: rows of a block that experts without an operation of their own are given, at least.
+            stay: rows stay on this rank, whose experts stand for all others; for timing what remains.
+        """
+        topology = self.topology
+        layout = order(choice.expert_SK, choice.experts, capacity, choice.priority_S)
+        if stay:
+            layout = self._dealt(layout, choice, lambda expert, _: expert % experts.count, experts.count)
+        elif self.copies > 1:
+            share = self.copies
+            layout = self._dealt(layout, choice, lambda e, n: e * share + n % share, choice.experts * share)
+        weight_N = take_slots(weight_SK, layout)
+        if stay or topology.ep.size * topology.esp.size == 1:
+            if postscore:
+                return experts(x_SM, layout, weight_N, length)
+            layout = layout.exact()
+            rows_NM = scaled(permute(x_SM, layout), weight_N[: layout.rows]).to(x_SM.dtype)
+            return unpermute(experts(rows_NM, contiguous_layout(layout.counts_E, layout.rows), None, length), layout)
+        layout = layout.exact()
+        weight_N = weight_N[: layout.rows]
+        exchange = Exchange(self._all_to_all, topology.esp, layout.counts_E, x_SM.dtype)
+        # What the pipeline gathers from, and by which layout.
+        source, of_source, factor_N = x_SM, layout, weight_N
+        if not postscore:
+            source, factor_N = scaled(permute(x_SM, layout), weight_N[: layout.rows]).to(x_SM.dtype), None
+            of_source = contiguous_layout(layout.counts_E, layout.rows)
+        chunks = experts.in_chunks()
+        plans = self._plans_for(degree, experts, chunks.any_degree, exchange, x_SM)
+        if plans is None:
+            rows_NM = permute(source, of_source)
+            out_NM = through_experts(rows_NM, factor_N, exchange, partial(experts, length=length))
+            return unpermute(out_NM, layout)
+        y = pipeline(source, factor_N, Pipeline(of_source, exchange, chunks, plans, self._stop, streams=self._streams()))
+        return y if postscore else unpermute(y, layout)
+
+    def _dealt(
+        self, layout: Layout, choice: Choice, number: Callable[[Tensor, Tensor], Tensor], experts: int
+    ) -> Layout:
+        """The same slots without the dropped ones, sorted by other numbers: `number(expert, place in it)`."""
+        place_SK = layout.row_SK - layout.offsets_E1.long()[choice.expert_SK]
+        dealt_SK = torch.where(layout.row_SK < 0, -1, number(choice.expert_SK, place_SK))
+        return order(dealt_SK, experts, None, choice.priority_S)
+
+    def _plans_for(
+        self, degree: Degree, experts: LocalExperts, any_degree: bool, exchange: Exchange, x_SM: Tensor
+    ) -> Plans | None:
+        """None: everything in one piece. The first of a kind is collective."""
+        topology = self.topology
+        workload = costs = None
+        if degree == "auto":
+            if experts.workload is None:
+                return None
+            rows = 1 << (exchange.most_rows - 1).bit_length() if exchange.most_rows else 1  # plans are for few sizes
+            workload = experts.workload(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size)
+        elif degree <= 1:
+            return None
+        key = (degree, workload, any_degree)
+        if key not in self._plans:
+            if degree == "auto":
+                schedule = Schedule.named("auto")
+                costs = measured_costs(topology, x_SM.device, x_SM.dtype)
+            else:
+                schedule = Schedule("tutel", degrees=(degree, degree))
+            assert schedule is not None
+            kinds = PIPELINE if topology.esp.size > 1 else ("dispatch", "expert", "combine")
+            plans = schedule.plans(kinds, workload, costs, any_degree=any_degree)
+            require_same_plans(topology, plans)
+            self._plans[key] = plans
+        return self._plans[key]
+
+    def _streams(self) -> dict[str, torch.cuda.Stream] | None:
+        if not torch.cuda.is_available() or self.topology.ep.handle is None:
+            return None
+        if torch.distributed.get_backend(self.topology.ep.handle) != "nccl":
+            return None
+        if not hasattr(self, "_links"):
+            self._links = {"intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
+        return {"compute": torch.cuda.current_stream(), **self._links}
+
+    def _stop(self, error: BaseException) -> None:
+        if not isinstance(error, RankError):  # which is posted already
+            self.topology.fail("moe_layer", f"{type(error).__name__}: {error}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Road:
+        return self  # process groups cannot be copied, and a copied layer stands on the same ranks

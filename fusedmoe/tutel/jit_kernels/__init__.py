@@ -1,0 +1,1 @@
+"""Tutel's low-level kernels by name."""

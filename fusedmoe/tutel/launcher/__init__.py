@@ -1,0 +1,1 @@
+"""Tutel's launchers: ranks from Open MPI's or torchrun's environment."""
