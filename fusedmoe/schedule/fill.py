@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.task import Task, standard_dependencies
+from fusedmoe.schedule.timeline import RESOURCES
 from fusedmoe.schedule.workload import StackCosts
+
+_GRADIENT = "gradient-all-reduce"
 
 
 def fill_idle(costs: StackCosts, forward: Sequence[Pass], backward: Sequence[Pass], piece_bytes: int) -> Plan:
     """The plan of a step whose gradients go in pieces, each as soon as `inter` has nothing else to do.
 
-    What else is on `inter` goes first, but a piece that has started ends (no pre-emption): it can hold up what gets
-    ready meanwhile. A piece never reaches over the end of a layer's gradient. Contention is not looked at: where it
-    counts, the plan is the same and takes longer.
+    A piece never reaches over the end of a layer's gradient.
     """
     bare = step_plan(costs, forward, backward)
-    without = [task for task in bare.inter if task.kind != "gradient-all-reduce"]
-    seconds = costs.seconds(bare)
-    clock = _Clock(Plan.of({"compute": bare.compute, "intra": bare.intra, "inter": without}), seconds)
-    waiting = _pieces(costs.gradient_bytes, piece_bytes)
-    gates = standard_dependencies([*(task for task in bare if task.kind != "gradient-all-reduce"), *waiting])
+    orders = {resource: [task for task in bare.on(resource) if task.kind != _GRADIENT] for resource in RESOURCES}
+    return fill(orders, costs.seconds(bare), gradient_pieces(costs.gradient_bytes, piece_bytes), costs.all_reduce)
+
+
+def fill(
+    orders: Mapping[str, Sequence[Task]], seconds: Mapping[Task, float], pieces: Iterable[Task], line: Line
+) -> Plan:
+    """The plan of these orders, with gradient pieces wherever `inter` would be idle.
+
+    What else is on `inter` goes first, but a piece that has started ends (no pre-emption): it can hold up what gets
+    ready meanwhile. Contention is not looked at: where it counts, the plan is the same and takes longer.
+    """
+    without = orders["inter"]
+    clock = _Clock(Plan.of(orders), seconds)
+    waiting = list(pieces)
+    gates = standard_dependencies([*(task for resource in RESOURCES for task in orders[resource]), *waiting])
     inter: list[Task] = []
     free_s = 0.0
     for task in [*without, None]:
@@ -32,21 +45,21 @@ def fill_idle(costs: StackCosts, forward: Sequence[Pass], backward: Sequence[Pas
             start_s = max([free_s, *(end for end in ends if end is not None)])
             if None in ends or start_s >= ready_s:
                 break
-            free_s = start_s + costs.all_reduce.seconds(waiting[0].size or 0)
+            free_s = start_s + line.seconds(waiting[0].size or 0)
             inter.append(waiting.pop(0))
         if task is not None:
             free_s = max(free_s, ready_s) + seconds[task]
             clock.end(task, free_s)
             inter.append(task)
-    return Plan.of({"compute": bare.compute, "intra": bare.intra, "inter": inter})
+    return Plan.of({**orders, "inter": inter})
 
 
-def _pieces(gradient_bytes: Sequence[int], piece_bytes: int) -> list[Task]:
-    """In the order of back-propagation."""
+def gradient_pieces(gradient_bytes: Sequence[int], piece_bytes: int | None) -> list[Task]:
+    """Of `piece_bytes` each, the last of a layer smaller (None: each layer's in one); in back-propagation's order."""
     return [
-        Task("gradient-all-reduce", number, layer, "backward", min(piece_bytes, gradient_bytes[layer] - start))
-        for layer in reversed(range(len(gradient_bytes)))
-        for number, start in enumerate(range(0, gradient_bytes[layer], piece_bytes))
+        Task(_GRADIENT, number, layer, "backward", min(piece_bytes or size, size - start))
+        for layer, size in reversed(list(enumerate(gradient_bytes)))
+        for number, start in enumerate(range(0, size, piece_bytes or size or 1))
     ]
 
 

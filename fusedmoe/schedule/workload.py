@@ -125,13 +125,14 @@ class Workload:
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), MicroBatches(dense, weights))
 
     def step_costs(self, model: CostModel, gradient_bytes: Sequence[int], parts: Iterable[str]) -> StackCosts:
-        """What a training step of such layers costs on a machine.
+        """What a training step costs on a machine, of such layers one after the other: nothing but their pipelines is
+        in chunks.
 
         Args:
             gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
             parts: of the layers' pipelines (`LayerCosts.with_parts`).
         """
-        layer = self.layer_costs(model).with_parts(parts)
+        layer = replace(self.layer_costs(model).with_parts(parts), micro=None)
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
         return StackCosts(
             tuple(replace(layer, gradient_bytes=size) for size in gradient_bytes), all_reduce, model.contention

@@ -1,0 +1,111 @@
+"""Plans of a whole step in micro-batches: attention is split as well, and chunks go on from layer to layer (FlowMoE).
+
+A step is what it was, with every layer's parts in chunks from its attention to its combine; chunk i of a layer waits
+for chunk i of the layer before and for no other. Weight gradients may be tasks of their own (Lancet): what waits for a
+pass waits for the gradients of its input only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.fill import gradient_pieces
+from fusedmoe.schedule.listing import list_plan
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import LINKS, PIPELINE, ROADS, Task
+from fusedmoe.schedule.workload import StackCosts
+
+
+class Split(NamedTuple):
+    """How a step is split.
+
+    `forward`, `backward`: micro-batches of both passes. `piece_bytes`: of a gradient all-reduce (S_p); None: a layer's
+    in one piece. `weights`: weight gradients are tasks of their own.
+    """
+
+    forward: int
+    backward: int
+    piece_bytes: int | None = None
+    weights: bool = False
+
+
+def can_split(costs: StackCosts) -> bool:
+    """Whether micro-batches can go through all layers."""
+    return bool(costs.layers) and all(layer.micro is not None for layer in costs.layers)
+
+
+def micro_plan(costs: StackCosts, split: Split, *, one_link: bool = False) -> Plan:
+    """The plan of a step that is split so, every order by list scheduling.
+
+    Args:
+        one_link: collectives inside a node and between nodes share one queue.
+    Raises:
+        ConfigError: layers that cannot be split (`LayerCosts.micro`).
+    """
+    tasks = list(_step_tasks(costs, split))
+    return list_plan(tasks, task_seconds(costs, tasks, split), dict.fromkeys(LINKS, "inter") if one_link else LINKS)
+
+
+def forward_plan(costs: StackCosts, layers: Iterable[int], degree: int) -> Plan:
+    """The forward pass of some layers that follow each other, in micro-batches, by list scheduling."""
+    tasks = [task for layer in layers for task in pass_tasks(costs, layer, "forward", degree)]
+    return list_plan(tasks, task_seconds(costs, tasks, Split(degree, 1)))
+
+
+def pass_tasks(costs: StackCosts, layer: int, phase: str, degree: int) -> Iterator[Task]:
+    """All parts of one layer's pass in so many micro-batches, in the order in which rows go through them."""
+    of = costs.layers[layer]
+    if of.micro is None:
+        raise ConfigError(f"micro-batches: layer {layer} cannot be split; nothing is known of its dense part in pieces")
+    for kind in ROADS[phase]:
+        if kind in (of.chunks[phase] if kind in PIPELINE else of.micro.dense[phase]):
+            for chunk in range(degree):
+                yield Task(kind, chunk, layer, phase)
+
+
+def with_weights(tasks: Iterable[Task]) -> Iterator[Task]:
+    """The tasks of a backward pass, behind each the weight gradient that is cut off from it."""
+    for task in tasks:
+        yield task
+        if task.kind in _WEIGHTS:
+            yield task._replace(kind=_WEIGHTS[task.kind])
+
+
+def task_seconds(costs: StackCosts, tasks: Iterable[Task], split: Split) -> dict[Task, float]:
+    """The duration of each."""
+    degrees = {"forward": split.forward, "backward": split.backward, None: split.forward}
+    known: dict[tuple[str, int | None, str | None], float] = {}
+    seconds = {}
+    for task in tasks:
+        kind, chunk, layer, phase, size = task
+        if size is not None:
+            seconds[task] = costs.all_reduce.seconds(size)
+            continue
+        if (kind, layer, phase) not in known:
+            cut = split.weights and phase == "backward" and kind in _WEIGHTS
+            known[kind, layer, phase] = costs.task_s(task, 1 if chunk is None else degrees[phase], cut)
+        seconds[task] = known[kind, layer, phase]
+    return seconds
+
+
+# What weight gradients are cut off from, and what they are called.
+_WEIGHTS = {"expert": "weight-gradient", "attention": "attention-weight-gradient"}
+
+
+def _step_tasks(costs: StackCosts, split: Split) -> Iterator[Task]:
+    layers = range(len(costs.layers))
+    for layer in layers:
+        yield from pass_tasks(costs, layer, "forward", split.forward)
+    if costs.loss_s is not None:
+        yield from (Task("loss", chunk, None, None) for chunk in range(split.forward))
+    pieces: dict[int, list[Task]] = {}
+    for piece in gradient_pieces(costs.gradient_bytes, split.piece_bytes):
+        pieces.setdefault(piece.layer or 0, []).append(piece)
+    for layer in reversed(layers):
+        tasks = pass_tasks(costs, layer, "backward", split.backward)
+        yield from with_weights(tasks) if split.weights else tasks
+        yield from pieces.get(layer, ())
+    if costs.optimizer_s is not None:
+        yield Task("optimizer", None, None, None)
