@@ -4,8 +4,8 @@
     fusedmoe.tutel.install()                                      # or: `import tutel` means this package
     python -m fusedmoe.tutel script.py …                          # or: the same around a script as it is
 
-A thin facade: routing, order, experts, communication and schedules are the library's own. What is Tutel's are the names,
-the layout of parameters and checkpoints, and these semantics, each stated where it is made:
+A thin facade: routing, order, experts, communication and schedules are the library's own. What is Tutel's are the
+names, the layout of parameters and checkpoints, and these semantics, each stated where it is made:
 
 - capacity: k·int(cf·⌈T/E⌉), rounded up as the caller's overlap degree asks (`impls/capacity.py`);
 - losses: GShard's by first choices, and load-and-importance with raw logits as thresholds (`impls/losses.py`);

@@ -41,9 +41,10 @@ class _Finder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         real = real_name(name)
-        if real == name or find_spec(real) is None:
+        spec = None if real == name else find_spec(real)
+        if spec is None:
             return None
-        return ModuleSpec(name, _Same(real), is_package=find_spec(real).submodule_search_locations is not None)
+        return ModuleSpec(name, _Same(real), is_package=spec.submodule_search_locations is not None)
 
 
 class _Same(Loader):

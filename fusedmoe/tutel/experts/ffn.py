@@ -42,6 +42,11 @@ class FusedExpertsNetwork(nn.Module):
         ConfigError: H does not divide by s, both activations are given, or `init` is unknown.
     """
 
+    batched_fc1_w: nn.Parameter
+    batched_fc2_w: nn.Parameter
+    batched_fc1_bias: nn.Parameter | None
+    batched_fc2_bias: nn.Parameter | None
+
     def __init__(
         self,
         model_dim: int,

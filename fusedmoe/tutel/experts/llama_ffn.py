@@ -31,6 +31,9 @@ class LlamaFFNNetwork(nn.Module):
     """
 
     whole_only = True
+    W_fc1: nn.Parameter
+    W_fc2: nn.Parameter
+    W_fc3: nn.Parameter
 
     def __init__(
         self,

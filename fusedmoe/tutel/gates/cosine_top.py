@@ -49,10 +49,9 @@ class CosineTopKGate(nn.Module):
         nn.init.normal_(self.sim_matrix, 0, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:
-        project, sim_PE, log_scale = self.cosine_projector, self.sim_matrix, self.temperature
-        weight, bias = project.weight, project.bias
-        if self.fp32_gate:
-            weight, bias, sim_PE, log_scale = weight.float(), bias.float(), sim_PE.float(), log_scale.float()
+        project = self.cosine_projector
+        own = (project.weight, project.bias, self.sim_matrix, self.temperature)
+        weight, bias, sim_PE, log_scale = (p.float() if self.fp32_gate else p for p in own)
         token_SP = nn.functional.normalize(nn.functional.linear(x.to(weight.dtype), weight, bias), dim=1)
         cosine_SE = token_SP @ nn.functional.normalize(sim_PE, dim=0)
         return cosine_SE * log_scale.clamp(max=_MAX_LOG_SCALE).exp()

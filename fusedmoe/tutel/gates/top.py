@@ -50,9 +50,10 @@ class LinearTopKGate(nn.Module):
 
 def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
     """x·Wᵀ in the weights' dtype, or by the library's router in float32."""
-    if fp32 or weight_EM.dtype in (torch.float32, torch.float64):
-        return router_logits(x_SM.float() if fp32 else x_SM.to(weight_EM.dtype), weight_EM.float() if fp32 else weight_EM)
-    return nn.functional.linear(x_SM.to(weight_EM.dtype), weight_EM)
+    if fp32:
+        return router_logits(x_SM.float(), weight_EM.float())
+    x_SM = x_SM.to(weight_EM.dtype)
+    return nn.functional.linear(x_SM, weight_EM) if x_SM.dtype.itemsize < 4 else router_logits(x_SM, weight_EM)
 
 
 def refuse_unknown(options: dict[str, Any]) -> None:

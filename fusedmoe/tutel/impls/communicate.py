@@ -364,7 +364,7 @@ def allreduce_backward(input: Tensor, op: Any = _SUM, group: ProcessGroup | None
 def batch_all_to_all_v(
     datas: Sequence[Tensor], partition_sizes: Tensor | Sequence[int], group: ProcessGroup | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """Flat tensors of equal length: `partition_sizes[i]` elements of each go to rank i. Also, how many came from whom."""
+    """Flat tensors of equal length, `partition_sizes[i]` elements of each for rank i; and how many came from whom."""
     members = as_group(group)
     send_W = torch.as_tensor(sizes_of(partition_sizes), device=datas[0].device)
     if len(send_W) != members.size:

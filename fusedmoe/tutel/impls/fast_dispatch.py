@@ -41,7 +41,7 @@ def extract_critical(
     group: dist.ProcessGroup | None = None,
     inequivalent_tokens: bool = False,
 ) -> tuple[Critical, Tensor | None]:
-    """Routes [T, E] scores: (E, experts, places, weights, capacity, counts), and the loss of `loss_fn(scores, top_ids)`.
+    """Routes [T, E] scores: (E, experts, places, weights, capacity, counts), and the loss, `loss_fn(scores, top_ids)`.
 
     Args:
         capacity_factor, alignment: see `impls/capacity.py`; with a factor ≤ 0 collective over `group`.
@@ -112,7 +112,7 @@ class _Places(NamedTuple):
 
 
 class TutelMoeFastDispatcher:
-    """Moves rows by given choices: `update(indices, locations, gates)`, then `encode` [T, D] -> [E·C, D], `decode` back.
+    """Moves rows by given choices: `update(indices, locations, gates)`, `encode` [T, D] -> [E·C, D], `decode` back.
 
     A negative index, or a location beyond the capacity, is no row. Rows keep their dtype; half precision is weighted
     and summed in float32.

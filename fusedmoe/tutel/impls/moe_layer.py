@@ -48,7 +48,7 @@ class MOELayer(nn.Module):
         normalize_gate: with k > 1 the gates of a token are divided by their sum.
         is_gshard_loss: else the load-and-importance loss, which needs gate_noise > 0.
         parallel_type: how ranks that share an expert work: 'adaptive:R', 'data' (R = 1), 'model' (R = their number),
-            'auto'. R = 0 gathers all experts everywhere, R ≥ 1 splits an expert's work in R parts. Results are the same.
+            'auto'. R = 0 gathers all experts everywhere, R ≥ 1 splits an expert's work in R parts; same results.
         use_2dh: all-to-all inside nodes of LOCAL_SIZE ranks first.
 
     Attributes:
@@ -171,7 +171,8 @@ class MOELayer(nn.Module):
 
     def _require_valid(self, degree: int) -> None:
         if degree not in self.valid_rs:
-            raise ConfigError(f"adaptive degree {degree}: {self.sharded_count} ranks share an expert, so one of {self.valid_rs}")
+            sharers = f"{self.sharded_count} ranks share an expert"
+            raise ConfigError(f"adaptive degree {degree}: {sharers}, so choose one of {self.valid_rs}")
 
     def _make_experts(self, described: dict[str, Any]) -> nn.Module:
         kind = described.pop("type", None)
@@ -265,7 +266,7 @@ class MOELayer(nn.Module):
                 experts,
                 postscore=self.is_postscore,
                 degree=self.a2a_ffn_overlap_degree,
-                length=self._block_rows(capacity),
+                places=self._places(capacity),
                 stay=skips_all_to_all() and not alone,
             )
         shape = (*input.shape[:-reserve_dims], *self.protected_shape[-reserve_dims:])
@@ -327,10 +328,10 @@ class MOELayer(nn.Module):
                 self._roads[r] = Road(topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r)
         return self._roads[r]
 
-    def _block_rows(self, capacity: int) -> int:
-        """Places of a local expert's block: capacity of every rank that sends to it."""
+    def _places(self, capacity: int) -> int:
+        """Places for rows of one source in a local expert's block."""
         r, s = self._parts(), self.sharded_count
-        return capacity if r == 0 else self.world_size * capacity * r // s
+        return capacity if r == 0 or self.world_size == 1 else -(-capacity * r // s)
 
     def _local_experts(
         self, x_SM: Tensor, choice: Choice, token_shape: torch.Size, capacity: int
@@ -341,7 +342,9 @@ class MOELayer(nn.Module):
         if hasattr(module, "fused"):
             fused = module.fused(self, x_SM, choice.expert_SK.numel())
         if fused is not None:
-            self.protected_shape = self._shape_like(token_shape, count, self._block_rows(capacity), fused[0].w2.shape[1])
+            sources = 1 if self._parts() == 0 else self.world_size
+            rows = sources * self._places(capacity)
+            self.protected_shape = self._shape_like(token_shape, count, rows, fused[0].w2.shape[1])
 
         def blocks(rows_eCM: Tensor) -> Tensor:
             return self.expert_local(rows_eCM, token_shape)
@@ -371,7 +374,7 @@ class MOELayer(nn.Module):
             state_dict[count] = self._num_global_experts
         found = int(state_dict[count])
         assert found == self.num_global_experts, (
-            f"the checkpoint has {found} experts in all and this layer {self.num_global_experts} ({prefix or 'moe_layer'})"
+            f"{prefix or 'moe_layer'}: the checkpoint has {found} experts in all, this layer {self.num_global_experts}"
         )
         for name, parameter in self.experts.named_parameters():
             key = f"{prefix}experts.{name}"
@@ -384,7 +387,8 @@ class MOELayer(nn.Module):
 
     def extra_repr(self) -> str:
         gates = [f"k={gate.top_k}, noise={gate.gate_noise}" for gate in self.gates]
-        return f"Top-K(s) = {gates}, Total-Experts = {self.num_global_experts} [managed by {self.world_size} device(s)],"
+        experts = f"Total-Experts = {self.num_global_experts} [managed by {self.world_size} device(s)]"
+        return f"Top-K(s) = {gates}, {experts},"
 
 
 class _Held:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
+from fusedmoe.autograd.experts import experts as fused_experts
 from fusedmoe.autograd.moe import through_experts
 from fusedmoe.autograd.order import order, permute, take_slots, unpermute
 from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
-from fusedmoe.autograd.experts import experts as fused_experts
 from fusedmoe.comm.all_to_all import AllToAll, make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
@@ -50,19 +50,32 @@ class LocalExperts:
     parameters: Sequence[Tensor]
     workload: Callable[[int, int, int, int], Workload] | None
 
-    def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, length: int = 0) -> Tensor:
-        """Σ over each row's sorted copies of their weighted results; blocks are at least `length` rows long."""
+    def __call__(
+        self,
+        x_SM: Tensor,
+        layout: Layout,
+        weight_N: Tensor | None,
+        places: int = 0,
+        counts_RE: Tensor | None = None,
+    ) -> Tensor:
+        """Σ over each row's sorted copies of their weighted results.
+
+        Args:
+            places: in a block, at least, for the rows of each source.
+            counts_RE: rows of each source for each expert, in the order in which they are sorted; None for one source.
+        """
         if self.fused is not None:
             return fused_experts(x_SM, layout, weight_N, *self.fused)
         layout = layout.exact()
         rows_NM = permute(x_SM, layout)
-        length = max(length, *layout.counts)
-        expert_N = torch.arange(self.count, device=rows_NM.device).repeat_interleave(
-            layout.counts_E, output_size=layout.rows
-        )
-        place_N = expert_N * length - layout.offsets_E1.long()[expert_N] + torch.arange(
-            layout.rows, device=rows_NM.device
-        )
+        counts_ER = layout.counts_E[:, None] if counts_RE is None else counts_RE.t()
+        places = max(places, int(counts_ER.max()))
+        length = places * counts_ER.shape[1]
+        counts_G = counts_ER.reshape(-1)
+        # Row n is the i-th of its source and expert: its place is theirs and i.
+        shift_G = torch.arange(len(counts_G), device=counts_G.device) * places - (counts_G.cumsum(0) - counts_G)
+        place_N = shift_G.repeat_interleave(counts_G, output_size=layout.rows)
+        place_N = place_N + torch.arange(layout.rows, device=place_N.device)
         blank = rows_NM.new_zeros(self.count * length, rows_NM.shape[1])
         block = blank.index_copy(0, place_N, rows_NM).view(self.count, length, rows_NM.shape[1])
         out_NM = self.blocks(block).flatten(0, 1).index_select(0, place_N)
@@ -98,7 +111,7 @@ class Road:
         *,
         postscore: bool,
         degree: Degree,
-        length: int,
+        places: int,
         stay: bool = False,
     ) -> Tensor:
         """y_SM: for each token the weighted sum over its experts that had room for it; zeros where none had.
@@ -107,7 +120,7 @@ class Road:
             weight_SK: multiplies results, or without `postscore` what experts are given.
             capacity: rows that an expert accepts of this rank.
             degree: chunks that overlap with each other; "auto" has the library choose. Results do not depend on it.
-            length: rows of a block that experts without an operation of their own are given, at least.
+            places: for rows of each source in the blocks that experts without an operation of their own are given.
             stay: rows stay on this rank, whose experts stand for all others; for timing what remains.
         """
         topology = self.topology
@@ -120,25 +133,28 @@ class Road:
         weight_N = take_slots(weight_SK, layout)
         if stay or topology.ep.size * topology.esp.size == 1:
             if postscore:
-                return experts(x_SM, layout, weight_N, length)
+                return experts(x_SM, layout, weight_N, places)
             layout = layout.exact()
             rows_NM = scaled(permute(x_SM, layout), weight_N[: layout.rows]).to(x_SM.dtype)
-            return unpermute(experts(rows_NM, contiguous_layout(layout.counts_E, layout.rows), None, length), layout)
+            return unpermute(experts(rows_NM, contiguous_layout(layout.counts_E, layout.rows), None, places), layout)
         layout = layout.exact()
         weight_N = weight_N[: layout.rows]
         exchange = Exchange(self._all_to_all, topology.esp, layout.counts_E, x_SM.dtype)
         # What the pipeline gathers from, and by which layout.
-        source, of_source, factor_N = x_SM, layout, weight_N
+        source, of_source = x_SM, layout
+        factor_N: Tensor | None = weight_N
         if not postscore:
             source, factor_N = scaled(permute(x_SM, layout), weight_N[: layout.rows]).to(x_SM.dtype), None
             of_source = contiguous_layout(layout.counts_E, layout.rows)
         chunks = experts.in_chunks()
         plans = self._plans_for(degree, experts, chunks.any_degree, exchange, x_SM)
         if plans is None:
+            compute = partial(experts, places=places, counts_RE=exchange.counts_RE)
             rows_NM = permute(source, of_source)
-            out_NM = through_experts(rows_NM, factor_N, exchange, partial(experts, length=length))
+            out_NM = through_experts(rows_NM, factor_N, exchange, compute)
             return unpermute(out_NM, layout)
-        y = pipeline(source, factor_N, Pipeline(of_source, exchange, chunks, plans, self._stop, streams=self._streams()))
+        run = Pipeline(of_source, exchange, chunks, plans, self._stop, streams=self._streams())
+        y = pipeline(source, factor_N, run)
         return y if postscore else unpermute(y, layout)
 
     def _dealt(

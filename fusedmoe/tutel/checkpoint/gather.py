@@ -1,0 +1,53 @@
+"""One checkpoint with all experts from those of W ranks.
+
+    python -m fusedmoe.tutel.checkpoint.gather --inputs 'out/{rank}-of-{size}.ckpt' --input_size 2 --output all.ckpt
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.tutel.checkpoint.files import add_counts, experts_of, joined, layer_of, read
+from fusedmoe.tutel.system import apply_rank_size_from_pattern
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """
+    Raises:
+        ConfigError: no file holds a layer.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input_size", type=int, required=True, help="W")
+    parser.add_argument("--inputs", required=True, help="file names with {rank} and {size}")
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--namespace", default="", help="where in the files the state_dict is: keys, by slashes")
+    parser.add_argument("--default_num_global_experts", type=int, default=0, help="for files that do not tell")
+    args = parser.parse_args(arguments)
+    parts: dict[str, list[Tensor]] = {}
+    for rank in range(args.input_size):
+        path = apply_rank_size_from_pattern(args.inputs, rank, args.input_size, create_dir=False)
+        whole, state = read(path, args.namespace)
+        if not experts_of(state) and args.default_num_global_experts > 0:
+            add_counts(state, args.default_num_global_experts)
+        layers = experts_of(state)
+        if not layers:
+            raise ConfigError(
+                f"{path} holds no moe_layer, or is of an old format: give --default_num_global_experts, the number of "
+                "experts in all"
+            )
+        for key in state:
+            if layer_of(key, layers) is not None:
+                parts.setdefault(key, []).append(state[key])
+    for key, tensors in parts.items():
+        state[key] = joined(tensors, layers[next(prefix for prefix in layers if key.startswith(prefix))])
+    torch.save(whole, args.output)
+    print(f"{len(parts)} parameters of experts, from {args.input_size} ranks, are in {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""CUDA kernels from source, compiled when first called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.errors import ConfigError
+
+IS_HIP_EXTENSION = torch.version.hip is not None
+
+_EXTENT = re.compile(r"//\s*\[thread_extent\]\s*(blockIdx|threadIdx)\.([xyz])\s*=\s*(\d+)")
+_NAME = re.compile(r"__global__[^(]*?\bvoid\b(?:[^(]*__launch_bounds__\([^)]*\))?\s*(\w+)\s*\(")
+
+
+class JitCompiler:
+    """`generate_kernel({'N': 4}, source)`: a function of tensors and numbers.
+
+    The source holds one `__global__` function, `@NAME@` where numbers are filled in, and comments that tell its grid:
+    `// [thread_extent] blockIdx.x = 128`.
+    """
+
+    @staticmethod
+    def create_raw(source: str) -> Callable[..., None]:
+        """The function of a source that is filled in. It is called with tensors, then `extra=[numbers]`.
+
+        Raises:
+            ConfigError: no `__global__` function is found; when called, without a CUDA GPU.
+        """
+        named = _NAME.search(source)
+        if named is None:
+            raise ConfigError("the source has no `__global__ void name(…)`")
+        extents = {(kind, axis): int(size) for kind, axis, size in _EXTENT.findall(source)}
+        grid, block = (
+            tuple(extents.get((kind, axis), 1) for axis in "xyz") for kind in ("blockIdx", "threadIdx")
+        )
+        compiled: list[Any] = []
+
+        def call(*inputs: Tensor, extra: list[Any] | None = None) -> None:
+            if not torch.cuda.is_available():
+                raise ConfigError(f"kernel {named[1]} is CUDA source and needs a CUDA GPU")
+            if not compiled:
+                compiled.append(torch.cuda._compile_kernel(source, named[1]))
+            compiled[0](grid=grid, block=block, args=[*inputs, *(extra or [])])
+
+        return call
+
+    @staticmethod
+    def generate_kernel(keyword_dict: Mapping[str, Any], template: str) -> Callable[..., None]:
+        """`create_raw` of a template with `@NAME@` replaced."""
+        for name, value in keyword_dict.items():
+            template = template.replace(f"@{name}@", str(value))
+        return JitCompiler.create_raw(template)

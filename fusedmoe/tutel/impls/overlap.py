@@ -1,0 +1,40 @@
+"""Padded dispatch in chunks, for clients that call it with an expert function of their own.
+
+The layer does not: its chunks follow a plan (`impls/road.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.tutel.impls.communicate import all_to_all
+
+
+def a2a_ffn_overlap_forward(
+    input: Tensor,
+    expert_fn: Callable[[Tensor], Tensor],
+    a2a_ffn_overlap_degree: int,
+    use_2dh: bool,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """[E, C, D] -> [E, C, D_out]: each of the chunks of C goes to its experts, through `expert_fn` and back.
+
+    All chunks leave at once; one is computed as soon as it is there, while the others are on their way.
+
+    Raises:
+        ConfigError: C is not a multiple of the degree.
+    """
+    if input.shape[1] % a2a_ffn_overlap_degree:
+        raise ConfigError(f"{input.shape[1]} places cannot be split into {a2a_ffn_overlap_degree} equal chunks")
+    chunks = input.chunk(a2a_ffn_overlap_degree, dim=1)
+    if use_2dh:
+        came = (all_to_all(chunk, 1, 0, group, use_2dh=True) for chunk in chunks)
+        return torch.cat([all_to_all(expert_fn(rows), 0, 1, group, use_2dh=True) for rows in came], 1)
+    arriving = [all_to_all(chunk, 1, 0, group, background=True) for chunk in chunks]
+    leaving = [all_to_all(expert_fn(arrive()), 0, 1, group, background=True) for arrive in arriving]
+    return torch.cat([leave() for leave in leaving], 1)

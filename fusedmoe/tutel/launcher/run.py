@@ -1,0 +1,43 @@
+"""Starts LOCAL_SIZE ranks on this host, one host for each of Open MPI's processes.
+
+    mpirun … -x MASTER_ADDR -x LOCAL_SIZE=8 python -m fusedmoe.tutel.launcher.run -m package.script …
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from fusedmoe.errors import ConfigError
+
+
+def command(environment: Mapping[str, str], arguments: Sequence[str]) -> list[str]:
+    """The torchrun that starts this host's ranks.
+
+    Raises:
+        ConfigError: several hosts, and no MASTER_ADDR.
+    """
+    hosts = int(environment.get("OMPI_COMM_WORLD_SIZE", 1))
+    if hosts > 1 and "MASTER_ADDR" not in environment:
+        raise ConfigError(f"{hosts} hosts need MASTER_ADDR, the address of the first one")
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        f"--nproc_per_node={environment.get('LOCAL_SIZE', 1)}",
+        f"--nnodes={hosts}",
+        f"--node_rank={environment.get('OMPI_COMM_WORLD_RANK', 0)}",
+        f"--master_addr={environment['MASTER_ADDR'] if hosts > 1 else 'localhost'}",
+        f"--master_port={environment.get('MASTER_PORT', 23232)}",
+        *("-m", "fusedmoe.tutel.launcher.execl", *arguments),
+    ]
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("LOCAL_SIZE", "1")
+    started = command(os.environ, sys.argv[1:])
+    os.execv(started[0], started)
+
+
+if __name__ == "__main__":
+    main()
