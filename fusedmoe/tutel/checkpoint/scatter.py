@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         add_counts(state, args.default_num_global_experts)
     layers = experts_of(state)
     if not layers:
-        raise ConfigError(f"{args.input} holds no moe_layer; is it of an old format? --default_num_global_experts helps")
+        raise ConfigError(f"{args.input} holds no moe_layer; if it is old, --default_num_global_experts helps")
     pieces = {}
     for key, tensor in state.items():
         experts = layer_of(key, layers)

@@ -22,7 +22,7 @@ Activation = Callable[[Tensor], Tensor]
 INITIALISATIONS = ("0.4", "0.3")
 # Measured on a CPU, forward and backward: below so many multiply-adds in a product one batched product over padded
 # blocks is the faster (at 2²¹ by a quarter, at 2²⁴ as fast).
-_SMALL = 2**23
+SMALL = 2**23
 
 
 class FusedExpertsNetwork(nn.Module):
@@ -174,7 +174,7 @@ def suits(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
     """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         return False
-    return x_SM.is_cuda or x_SM.dtype.itemsize >= 4 and hidden * x_SM.shape[1] >= _SMALL
+    return x_SM.is_cuda or x_SM.dtype.itemsize >= 4 and hidden * x_SM.shape[1] >= SMALL
 
 
 def cast(weights: Weights, x_SM: Tensor) -> Weights:
