@@ -30,6 +30,8 @@ _POINTERS = {
 
 # Compute capabilities that stand for the generations of GPUs there are kernels for, 90 for sm_90.
 TARGETS = (80, 90, 100)
+# Registers that a thread can have.
+MOST_REGISTERS = 255
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.aot import AotCase
+from fusedmoe.kernels.aot import MOST_REGISTERS, AotCase
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate.configs import GENERATIONS, Tile, fused_tile, rowwise_tile
 from fusedmoe.kernels.gate.product import capability, logits, logits_tile, taken_apart
@@ -370,6 +370,8 @@ def _launch(rule: GateRule, tile: Tile) -> dict[str, Any]:
         "EP": tile.columns,
         "KP": triton.next_power_of_2(rule.k),
         "num_warps": tile.warps,
+        # Left to itself the assembler spills a few bytes where that lets one more program onto a multiprocessor.
+        "maxnreg": MOST_REGISTERS,
     }
 
 
@@ -463,7 +465,7 @@ def _choose_cases(
             "BK": tile.depth,
             **_launch(rule, tile),
         }
-        options = {"num_warps": arguments.pop("num_warps"), "num_stages": tile.stages}
+        options = {"num_stages": tile.stages} | {name: arguments.pop(name) for name in ("num_warps", "maxnreg")}
         expect = {90: ("HGMMA",)} if dtypes is not None and 90 in found else {}
         quick = not rare and (rule.k, experts, dtypes) == (8, 128, (torch.bfloat16,) * 2)
         name = f"{title} {tile}"
@@ -488,7 +490,7 @@ def _dlogits_case(rule: GateRule, experts: int, weights: bool, rare: bool) -> Ao
         "STATISTICS": rule.statistics,
         **_launch(rule, tile),
     }
-    options = {"num_warps": arguments.pop("num_warps")}
+    options = {name: arguments.pop(name) for name in ("num_warps", "maxnreg")}
     quick = not rare and weights and (rule.k, experts) == (8, 128)
     name = f"gate dlogits {_title(rule, False)}{' weights' * weights} E={experts} {tile}"
     return AotCase(name, dlogits_kernel, arguments, options, quick=quick, rare=rare)

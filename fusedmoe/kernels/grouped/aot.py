@@ -110,7 +110,7 @@ def _case(launch: _Launch, targets: list[int]) -> AotCase:
         f"{variant} {config}{'' if variant.even else ' {}x{}'.format(*sides)}",
         kernel,
         {name: value for name, value in arguments.items() if name in known},
-        {"num_warps": config.warps, "num_stages": config.stages},
+        config.options,
         tuple(targets),
         {target: _expect(launch, target) for target in targets if target == 90 or not rare},
         quick=common and variant.even and variant.dtype == "bfloat16" and (config in first or config.specialised),

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusedmoe.kernels.aot import MOST_REGISTERS
+
 Capability = tuple[int, int]
 
 OPERATIONS = ("up", "down", "dhidden", "dinput", "dw1", "dw2")
@@ -26,6 +28,8 @@ class Config:
         warps, stages: of a program, and of its software pipeline.
         group: row tiles of a band (see `swizzle`).
         specialised: whether programs are persistent and their warps specialised (`specialised.py`).
+        all_registers: tells the assembler that a thread may have all the registers there are. Left to itself it spills
+            a few bytes where that lets one more program onto a multiprocessor.
     """
 
     bm: int
@@ -35,10 +39,17 @@ class Config:
     stages: int
     group: int = 8
     specialised: bool = False
+    all_registers: bool = False
 
     def __str__(self) -> str:
         shape = f"{self.bm}x{self.bn}x{self.bk} w{self.warps} s{self.stages} g{self.group}"
-        return f"{shape} specialised" if self.specialised else shape
+        return shape + " specialised" * self.specialised + " all" * self.all_registers
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's compiler is told."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return {**options, "maxnreg": MOST_REGISTERS} if self.all_registers else options
 
 
 class Candidate(NamedTuple):
@@ -162,11 +173,10 @@ _AMPERE = {
     "dw2": _MATRIX_AMPERE,
 }
 # Sizes that are not even: masks everywhere, and rows that start at odd addresses.
-_RAGGED = (Candidate(Config(64, 64, 32, 8, 3)),)
-_RAGGED_MATRIX_AMPERE = (Candidate(Config(64, 64, 32, 8, 2)),)
+_RAGGED = (Candidate(Config(64, 64, 32, 8, 3, all_registers=True)),)
 # Full float32 products run on the ordinary cores, where a program's registers are soon full.
-_FLOAT32 = (Candidate(Config(64, 64, 16, 4, 2)),)
-_FLOAT32_RAGGED = (Candidate(Config(32, 64, 16, 8, 2)),)
+_FLOAT32 = (Candidate(Config(64, 64, 16, 4, 2, all_registers=True)),)
+_FLOAT32_RAGGED = (Candidate(Config(32, 64, 16, 4, 2, all_registers=True)),)
 # The interpreter pays for programs and steps, not for their size.
 _INTERPRETER = (Candidate(Config(32, 64, 32, 4, 1, 4)),)
 
@@ -186,7 +196,7 @@ def candidates(
     if dtype == torch.float32:
         return _FLOAT32 if even else _FLOAT32_RAGGED
     if not even:
-        return _RAGGED_MATRIX_AMPERE if operation in ("dw1", "dw2") and capability < (9, 0) else _RAGGED
+        return _RAGGED
     if capability >= (10, 0):
         return _BLACKWELL[operation]
     return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]

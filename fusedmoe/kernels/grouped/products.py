@@ -290,6 +290,5 @@ def _constants(variant: Variant, config: Config) -> dict[str, Any]:
         "BN": config.bn,
         "BK": config.bk,
         "GROUP": config.group,
-        "num_warps": config.warps,
-        "num_stages": config.stages,
+        **config.options,
     }
