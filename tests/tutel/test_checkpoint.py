@@ -1,0 +1,138 @@
+"""Checkpoints: Tutel's keys and shapes; those of two ranks for one, four and eight, with the same evaluation loss."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.tutel import moe
+from fusedmoe.tutel.checkpoint import gather, scatter
+from tests.cluster import Cluster
+
+D, H = 8, 16
+
+
+def model(experts: int, kind: str = "ffn", **more: Any) -> nn.ModuleDict:
+    """4 experts in all; −n: n ranks share one."""
+    described = {"type": kind, "num_experts_per_device": experts, "hidden_size_per_expert": H, **more}
+    layer = moe.moe_layer({"type": "top", "k": 2, "capacity_factor": 0.0}, D, described)
+    return nn.ModuleDict({"dense": nn.Linear(D, D), "moe": layer})
+
+
+def evaluate(m: nn.ModuleDict) -> float:
+    x = torch.randn(12, D, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return float(m["moe"](m["dense"](x)).square().sum())
+
+
+def train_and_save(rank: int, world: int, folder: str, kind: str) -> float:
+    torch.manual_seed(0)
+    m = model(4 // world, kind)
+    torch.manual_seed(10 + rank)
+    with torch.no_grad():
+        for p in m["moe"].experts.parameters():
+            p.copy_(torch.randn_like(p))
+    torch.save(m.state_dict(), f"{folder}/{rank}-of-{world}.ckpt")
+    return evaluate(m)
+
+
+def load(rank: int, world: int, folder: str, kind: str) -> float:
+    m = model(4 // world if world <= 4 else -(world // 4), kind)
+    state = torch.load(f"{folder}/{rank}-of-{world}.ckpt", weights_only=True)
+    m.load_state_dict(state)
+    after = m.state_dict()
+    assert list(after) == list(state) and all(torch.equal(after[key], state[key]) for key in state)
+    return evaluate(m)
+
+
+@pytest.mark.parametrize("kind", ["ffn", "llama_ffn"])
+def test_two_ranks_to_one_four_and_eight(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    expected = cluster.run(2, train_and_save, str(tmp_path), kind)
+    assert expected[0] == expected[1]
+    files = str(tmp_path / "{rank}-of-{size}.ckpt")
+    whole = str(tmp_path / "whole.ckpt")
+    gather.main(["--inputs", files, "--input_size", "2", "--output", whole])
+    assert torch.load(whole, weights_only=True)["moe._num_global_experts"] == 4
+    for world in (1, 4, 8):
+        scatter.main(["--input", whole, "--output_size", str(world), "--outputs", files])
+        losses = [load(0, 1, str(tmp_path), kind)] if world == 1 else cluster.run(world, load, str(tmp_path), kind)
+        assert losses == pytest.approx([expected[0]] * world, rel=1e-5)
+    gather.main(["--inputs", files, "--input_size", "8", "--output", str(tmp_path / "again.ckpt")])
+    first, again = (torch.load(path, weights_only=True) for path in (whole, tmp_path / "again.ckpt"))
+    assert list(first) == list(again) and all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_keys_and_shapes_are_tutels() -> None:
+    layer = moe.moe_layer(
+        [{"type": "top", "k": 2}, {"type": "cosine_top", "proj_dim": 6}],
+        D,
+        {"type": "ffn", "num_experts_per_device": 3, "hidden_size_per_expert": H, "output_dim": 10},
+    )
+    shapes = {key: tuple(value.shape) for key, value in layer.state_dict().items()}
+    assert shapes == {
+        "_num_global_experts": (),
+        "experts.batched_fc1_w": (3, H, D),
+        "experts.batched_fc2_w": (3, H, 10),
+        "experts.batched_fc1_bias": (3, H),
+        "experts.batched_fc2_bias": (3, 10),
+        "gates.0.wg.weight": (3, D),
+        "gates.1.temperature": (1,),
+        "gates.1.sim_matrix": (6, 3),
+        "gates.1.cosine_projector.weight": (6, D),
+        "gates.1.cosine_projector.bias": (6,),
+    }
+    assert layer.state_dict()["_num_global_experts"].dtype == torch.int64
+    bare = moe.moe_layer(
+        {"type": "top"},
+        D,
+        {"type": "ffn", "hidden_size_per_expert": H, "has_fc1_bias": False, "has_fc2_bias": False},
+    )
+    assert not [key for key in bare.state_dict() if "bias" in key]
+    llama = moe.moe_layer({"type": "top"}, D, {"type": "llama_ffn", "hidden_size_per_expert": H, "count_per_node": 2})
+    assert {key: tuple(p.shape) for key, p in llama.experts.named_parameters()} == {
+        name: (2 * D * H,) for name in ("W_fc1", "W_fc2", "W_fc3")
+    }
+
+
+def test_loading_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    m = model(4)
+    state = m.state_dict()
+    del state["moe._num_global_experts"], state["moe.experts.batched_fc2_bias"]
+    state["moe.experts.batched_fc1_w"] = state["moe.experts.batched_fc1_w"].view(4, -1) + 1
+    state["dense.weight"] = state["dense.weight"] + 1
+    before = m["moe"].experts.batched_fc1_w.detach().clone()
+    with torch.no_grad():
+        m["moe"].experts.batched_fc2_bias.fill_(1)
+    with caplog.at_level(logging.WARNING):
+        m.load_state_dict(state)
+    assert "_num_global_experts is missing" in caplog.text and "batched_fc2_bias is missing" in caplog.text
+    assert m["moe"].experts.batched_fc2_bias.abs().sum() == 0
+    torch.testing.assert_close(m["moe"].experts.batched_fc1_w.detach(), before + 1)
+    with pytest.raises(AssertionError, match="3 experts in all"):
+        m.load_state_dict({**state, "moe._num_global_experts": torch.tensor(3)})
+
+
+def test_old_files_and_namespaces(tmp_path: Path) -> None:
+    m = model(4)
+    state = m.state_dict()
+    del state["moe._num_global_experts"]
+    for rank in range(2):
+        parts = {key: value.chunk(2)[rank] if ".experts." in key else value for key, value in state.items()}
+        torch.save({"epoch": 3, "model": parts}, tmp_path / f"old{rank}")
+    command = ["--inputs", f"{tmp_path}/old{{rank}}", "--input_size", "2", "--output", f"{tmp_path}/whole"]
+    with pytest.raises(ConfigError, match="old format"):
+        gather.main([*command, "--namespace", "model"])
+    gather.main([*command, "--namespace", "model", "--default_num_global_experts", "4"])
+    found = torch.load(tmp_path / "whole", weights_only=True)
+    assert found["epoch"] == 3 and int(found["model"]["moe._num_global_experts"]) == 4
+    assert all(torch.equal(found["model"][key], state[key]) for key in state)
+    with pytest.raises(ConfigError, match="cannot be held by 3 ranks"):
+        scatter.main(
+            ["--input", f"{tmp_path}/whole", "--namespace", "model", "--output_size", "3", "--outputs", "{rank}"]
+        )

@@ -1,0 +1,49 @@
+"""`import tutel` gives this package: by install(), and around an unmodified script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+CLIENT = "tests/tutel/client.py"
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment)
+
+
+def test_unmodified_script() -> None:
+    done = python("-m", "fusedmoe.tutel", CLIENT, "--flag", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "client ['--flag', '3'] __main__ 1"
+
+
+def test_unmodified_script_on_two_ranks() -> None:
+    done = python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fusedmoe.tutel", CLIENT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("client [] __main__ 2") == 2
+
+
+def test_install_and_a_real_tutel_before_it() -> None:
+    code = f"import fusedmoe.tutel; fusedmoe.tutel.install(); fusedmoe.tutel.install(); exec(open({CLIENT!r}).read())"
+    assert python("-c", code).returncode == 0
+    late = python(
+        "-c",
+        "import sys, types; sys.modules['tutel'] = types.ModuleType('tutel')\n"
+        "import fusedmoe.tutel; fusedmoe.tutel.install()",
+    )
+    assert late.returncode and "ConfigError: tutel is imported already" in late.stderr
+
+
+def test_modules_and_unknown_names() -> None:
+    done = python("-m", "fusedmoe.tutel", "-m", "tutel.checkpoint.scatter", "--help")
+    assert done.returncode == 0 and "--output_size" in done.stdout
+    code = "import fusedmoe.tutel; fusedmoe.tutel.install(); import tutel.nothing"
+    assert "ModuleNotFoundError: No module named 'tutel.nothing'" in python("-c", code).stderr
