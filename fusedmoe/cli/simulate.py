@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.bar import Bar
-from fusedmoe.schedule.grid import ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, Result, run_grid
+from fusedmoe.schedule.grid import ABLATION, ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.testbeds import TESTBEDS
 
@@ -30,6 +30,14 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--grid", choices=GRIDS, required=True, help="fsmoe: Table 5 of the FSMoE paper")
     parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help=f"of a step (default: {LAYERS})")
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=SAMPLE,
+        metavar="N",
+        help="cases of each testbed in which policies of whole models are simulated too, which takes about three "
+        f"seconds a case (default: {SAMPLE}, drawn once; 486 are all)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
@@ -38,9 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the grid and prints its table, or JSON."""
     if arguments.layers < 1:
         raise ConfigError(f"--layers {arguments.layers}: a step has at least one layer")
+    if arguments.sample < 1:
+        raise ConfigError(f"--sample {arguments.sample}: take at least one case")
     with Bar("simulating") as bar:
-        results = run_grid(arguments.layers, bar.show)
-    assumptions = _assumptions(arguments.layers)
+        results = run_grid(arguments.layers, arguments.sample, bar.show)
+    assumptions = _assumptions(arguments.layers, arguments.sample)
     if arguments.json:
         print(json.dumps(_as_dict(results, arguments.layers, assumptions), indent=2))
     else:
@@ -52,9 +62,9 @@ def _name(result: Result) -> str:
     return "ideal" if result.contention == 1.0 else "calibrated"
 
 
-def _assumptions(layers: int) -> list[str]:
+def _assumptions(layers: int, sample: int) -> list[str]:
     shares = ", ".join(f"{testbed.costs.contention:g} ({name})" for name, testbed in TESTBEDS.items())
-    return [text.format(layers=layers, contention=shares) for text in ASSUMPTIONS]
+    return [text.format(layers=layers, contention=shares, sample=sample) for text in ASSUMPTIONS]
 
 
 def _as_dict(results: list[Result], layers: int, assumptions: list[str]) -> dict[str, Any]:
@@ -69,9 +79,12 @@ def _as_dict(results: list[Result], layers: int, assumptions: list[str]) -> dict
 def _print_table(results: list[Result], assumptions: list[str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     speedups = Table(title="Mean speed-up over Tutel (with PipeMoE), 1,458 cases on each testbed")
+    parts = Table(title="FlowMoE part by part, mean speed-up over Tutel")
     gaps = Table(title="Time of the joint policy over the bound that no schedule beats")
-    speedups.add_column("testbed")
-    gaps.add_column("testbed")
+    for table in (speedups, parts, gaps):
+        table.add_column("testbed")
+    for part in ABLATION:
+        parts.add_column(part if part == ABLATION[0] else f"+ {part}", justify="right")
     for column in (*COLUMNS, "differing_degrees"):
         speedups.add_column(column.replace("_", " "), justify="right")
     for quantile in results[0].as_dict()["gap_to_bound"]:
@@ -81,10 +94,11 @@ def _print_table(results: list[Result], assumptions: list[str]) -> None:
             found, label = result.as_dict(), f"{testbed} {_name(result)}"
             cells = (f"{found[column]:.3f}" for column in COLUMNS)
             speedups.add_row(label, *cells, str(result.differing_degrees))
+            parts.add_row(label, *(f"{share:.3f}" for share in found["ablation"].values()))
             gaps.add_row(label, *(f"{max(0.0, gap):.1%}" for gap in found["gap_to_bound"].values()))
         cells = (str(published.get(column, "")) for column in (*COLUMNS, "differing_degrees"))
         speedups.add_row(f"{testbed} published", *cells, end_section=True)
-    console.print(speedups)
-    console.print(gaps)
+    for table in (speedups, parts, gaps):
+        console.print(table)
     for text in assumptions:
         console.print(f"· {text}", highlight=False, markup=False)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.passes import chunk_times, links_bound_s, pass_bound_s
+from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import LayerCosts, StackCosts
 
 
 def bound_s(costs: StackCosts, limit: int = MAX_DEGREE) -> float:
     """Seconds that no plan of a step beats, with up to `limit` equal chunks and any order of the tasks.
 
+    Where layers can be split (`LayerCosts.micro`), no resource takes less than its work in the fewest pieces.
+    Otherwise:
+
     Layers follow each other, so the step takes at least the sum of their passes (`pass_bound_s`) and dense parts. And
     from the end of any layer's backward pass on, the links between nodes have to carry the gradients that are ready
     only now, in one piece at best, and all passes that follow. The largest of these sums, one for each layer.
     """
+    if costs.can_split:
+        return _resource_bound_s(costs)
     layers = costs.layers
     head = sum(_pass_s(layer, "forward", costs, limit) for layer in layers) + (costs.loss_s or 0.0)
     head += sum(_pass_s(layer, "backward", costs, limit) for layer in layers)
@@ -28,6 +34,18 @@ def bound_s(costs: StackCosts, limit: int = MAX_DEGREE) -> float:
         one = chunk_times(layer.chunks["backward"], 1)  # the fewest starts
         inter, intra = inter + one.dispatch + one.combine, intra + one.all_gather + one.reduce_scatter
     return best + (costs.optimizer_s or 0.0)
+
+
+def _resource_bound_s(costs: StackCosts) -> float:
+    compute, inter, intra = (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), 0.0, 0.0
+    for layer in costs.layers:
+        for phase in PHASES:
+            one = chunk_times(layer.chunks[phase], 1)
+            compute += one.expert + layer.dense_total_s(phase)
+            inter, intra = inter + one.dispatch + one.combine, intra + one.all_gather + one.reduce_scatter
+    total = sum(costs.gradient_bytes)
+    inter += costs.all_reduce.seconds(total) if total else 0.0
+    return max(compute, links_bound_s(inter, intra, costs.contention))
 
 
 def _pass_s(layer: LayerCosts, phase: str, costs: StackCosts, limit: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -11,10 +12,10 @@ import numpy as np
 
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.degree import choose_degree
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, any_order
+from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.testbeds import TESTBEDS, Testbed
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
 from fusedmoe.schedule.workload import StackCosts, Workload
 
 #: Layers of a simulated step, unless the caller says otherwise.
@@ -24,7 +25,16 @@ LAYERS = 4
 BASELINE = "pipemoe"
 
 #: The columns of a result, in order: policies, and the bound that no schedule beats.
-COLUMNS = ("sequential", "tutel", "tutel_improved", "lina", "fsmoe_no_iio", "fsmoe", "joint", "bound")
+COLUMNS = (
+    *("sequential", "tutel", "tutel_improved", "lina", "fsmoe_no_iio", "fsmoe"),
+    *("lancet", "flowmoe", "joint", "bound"),
+)
+
+#: FlowMoE part by part, each with all before it (its Table 5).
+ABLATION = ("pipelined experts", "attention", "all-reduce", "tuned")
+
+#: In so many cases of each testbed policies of whole models are simulated, unless the caller says otherwise.
+SAMPLE = 48
 
 #: What the paper measured: mean speed-ups over Tutel (Table 5), cases whose best degrees differ (§2.3).
 PUBLISHED: dict[str, dict[str, float]] = {
@@ -41,6 +51,10 @@ ASSUMPTIONS = (
     "Speed-ups are over Tutel with PipeMoE, as in Table 5: one communication queue, one degree for both passes, the "
     "best by a model of all-to-all and experts alone, gradients reduced after the backward pass. Column tutel is "
     "Tutel's own choice instead: the better of 1, 2, 4, 8 for the whole layer.",
+    "lancet, flowmoe and joint split attention too, into micro-batches that go on from layer to layer, and lancet and "
+    "joint run weight gradients (half of the experts' backward pass, and attention's projections) by themselves; in "
+    "{sample} cases of each testbed, drawn once. The ablation is over Tutel as well.",
+    "The bound is the busiest resource's work, each part in one piece: no schedule takes less.",
     "f = * (no drop) has the volume of f = 1. Degrees go up to 16; differing degrees are counted up to 8.",
     "ideal: links do not disturb each other. calibrated: a link goes on at {contention} of its speed while the other "
     "works too; this number is chosen to meet the paper's FSMoE, the other figures follow.",
@@ -55,20 +69,28 @@ _DIFFERING_LIMIT = 8
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of a step in every case of one testbed: [cases] by column, and with the baseline."""
+    """Seconds of a step in the cases of one testbed: [cases] by column, and with the baseline and the ablation.
+
+    NaN where a case is not in the sample that policies of whole models are simulated in.
+    """
 
     testbed: str
     contention: float
     seconds: dict[str, Any]
     differing_degrees: int
 
+    def speedup(self, name: str) -> float:
+        """Mean of baseline's time / time over all cases that there are of it."""
+        return float(np.nanmean(self.seconds[BASELINE] / self.seconds[name]))
+
     def speedups(self) -> dict[str, float]:
-        """Mean over all cases of baseline's time / time, by column."""
-        return {name: float(np.mean(self.seconds[BASELINE] / self.seconds[name])) for name in COLUMNS}
+        """Of every column."""
+        return {name: self.speedup(name) for name in COLUMNS}
 
     def gaps(self) -> Any:
-        """[cases] how much longer the joint policy takes than the bound, as a share of the bound."""
-        return self.seconds["joint"] / self.seconds["bound"] - 1.0
+        """[sampled cases] how much longer the joint policy takes than the bound, as a share of the bound."""
+        gaps = self.seconds["joint"] / self.seconds["bound"] - 1.0
+        return gaps[~np.isnan(gaps)]
 
     def as_dict(self) -> dict[str, Any]:
         """The means, the count of differing degrees, and the distribution of the gaps, in plain types."""
@@ -77,6 +99,7 @@ class Result:
         return {
             "contention": self.contention,
             **self.speedups(),
+            "ablation": {name: self.speedup(name) for name in ABLATION},
             "differing_degrees": self.differing_degrees,
             "gap_to_bound": {"mean": float(gaps.mean()), **quantiles},
         }
@@ -101,10 +124,15 @@ def workloads(testbed: Testbed) -> Iterator[Workload]:
         )
 
 
-def run_grid(layers: int = LAYERS, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Result]:
+def run_grid(
+    layers: int = LAYERS,
+    sample: int = SAMPLE,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Result]:
     """Both testbeds, each first without contention and then with its own.
 
-    `progress` is told how many of all cases are done.
+    `sample`: in so many cases of each testbed policies of whole models are simulated too. `progress` is told how many
+    of all cases are done.
     """
     cases = [(name, testbed, list(workloads(testbed))) for name, testbed in TESTBEDS.items()]
     total, done = sum(len(found) for _, _, found in cases), 0
@@ -113,11 +141,13 @@ def run_grid(layers: int = LAYERS, progress: Callable[[int, int], None] = lambda
         contentions = (1.0, testbed.costs.contention)
         rows: list[list[dict[str, float]]] = [[] for _ in contentions]
         differing = [0 for _ in contentions]
-        for workload in found:
+        sampled = set(random.Random(0).sample(range(len(found)), min(sample, len(found))))
+        for number, workload in enumerate(found):
             layer = workload.layer_costs(testbed.costs)
             costs = StackCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"))
             for index, row in enumerate(_rows(costs, contentions)):
-                rows[index].append(row)
+                whole = _whole_row(replace(costs, contention=contentions[index])) if number in sampled else {}
+                rows[index].append(row | whole)
                 degrees = {
                     choose_degree(chunks, contention=contentions[index], limit=_DIFFERING_LIMIT).degree
                     for chunks in layer.chunks.values()
@@ -126,19 +156,25 @@ def run_grid(layers: int = LAYERS, progress: Callable[[int, int], None] = lambda
             done += 1
             progress(done, total)
         for contention, part, count in zip(contentions, rows, differing, strict=True):
-            columns = {column: np.array([row[column] for row in part]) for column in (BASELINE, *COLUMNS)}
+            names = dict.fromkeys((BASELINE, *COLUMNS, *ABLATION))
+            columns = {name: np.array([row.get(name, np.nan) for row in part]) for name in names}
             results.append(Result(name, contention, columns, count))
     return results
 
 
 def _rows(costs: StackCosts, contentions: tuple[float, ...]) -> Iterator[dict[str, float]]:
-    """Seconds by column, for each contention. What has one communication queue is the same for all."""
-    free = {name: policy.plan(costs) for name, policy in POLICIES.items() if name not in ("fsmoe", "joint")}
-    same = {name: makespan(plan, costs) for name, plan in free.items()}
-    assert not any(plan.intra for plan in free.values())
+    """Seconds by column of what plans layer by layer, and the bound, for each contention. What has one communication
+    queue is the same for all."""
+    same = {name: makespan(POLICIES[name].plan(costs), costs) for name in (BASELINE, *COLUMNS) if name in _ONE_QUEUE}
     for contention in contentions:
         here = replace(costs, contention=contention)
-        plans: dict[str, Plan] = {"fsmoe": POLICIES["fsmoe"].plan(here), "joint": any_order(here)}
-        row = same | {name: makespan(plan, here) for name, plan in plans.items()}
-        row["joint"] = min(row.values())
-        yield row | {"bound": bound_s(here)}
+        yield same | {"fsmoe": makespan(POLICIES["fsmoe"].plan(here), here), "bound": bound_s(here)}
+
+
+# Their plans have nothing on the links inside the node.
+_ONE_QUEUE = ("sequential", "tutel", "pipemoe", "tutel_improved", "lina", "fsmoe_no_iio")
+
+
+def _whole_row(costs: StackCosts) -> dict[str, float]:
+    plans = {name: policy(costs) for name, policy in WHOLE_POLICIES.items()} | ablation(costs)
+    return {name: makespan(plan, costs) for name, plan in plans.items()}

@@ -15,8 +15,8 @@ from fusedmoe.errors import ConfigError
 Placement = tuple[int | None, ...]
 """For each weight gradient its gap; None: in none."""
 
-# Of a second, in whole numbers, for the exact programme.
-_TICK_S = 1e-7
+# Of the longest gap, for the exact programme, which counts in whole numbers: finer ones cost it much time.
+_TICKS = 2**12
 
 
 class Gap(NamedTuple):
@@ -43,8 +43,11 @@ def place_greedily(gaps: Sequence[Gap], weights_s: Sequence[float]) -> Placement
     return tuple(placed)
 
 
-def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit_s: float = 10.0) -> Placement:
-    """What hides most, by an integer programme (OR-Tools CP-SAT). The best found where `limit_s` is not enough.
+def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: float = 10.0) -> Placement:
+    """What hides most, by an integer programme (OR-Tools CP-SAT); never worse than the greedy placement.
+
+    `limit`: of the solver's work, in units of about a second that are the same on every machine, so that all ranks
+    stop at the same placement: the best found so far.
 
     Raises `ConfigError` where OR-Tools is not installed.
     """
@@ -53,27 +56,31 @@ def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit_s: f
     except ImportError:
         raise ConfigError("exact placement needs OR-Tools: pip install 'fusedmoe[plan]'") from None
     model = cp_model.CpModel()
-    ticks = [round(seconds / _TICK_S) for seconds in weights_s]
+    tick_s = max((gap.seconds for gap in gaps), default=0.0) / _TICKS or 1.0
+    ticks = [round(seconds / tick_s) for seconds in weights_s]
     chosen = {(one, number): model.new_bool_var("") for number, gap in enumerate(gaps) for one in gap.allowed}
     for one in range(len(weights_s)):
         model.add_at_most_one(chosen[one, number] for number, gap in enumerate(gaps) if one in gap.allowed)
     hidden = []
     for number, gap in enumerate(gaps):
-        amount = model.new_int_var(0, round(gap.seconds / _TICK_S), "")
+        amount = model.new_int_var(0, round(gap.seconds / tick_s), "")
         model.add(amount <= sum(ticks[one] * chosen[one, number] for one in gap.allowed))
         hidden.append(amount)
     model.maximize(sum(hidden))
+    greedy = place_greedily(gaps, weights_s)
+    for (one, number), variable in chosen.items():
+        model.add_hint(variable, greedy[one] == number)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = limit_s
-    solver.parameters.num_workers = 1  # the same on every rank
+    solver.parameters.max_deterministic_time = limit
+    solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return place_greedily(gaps, weights_s)
+        return greedy
     found: list[int | None] = [None] * len(weights_s)
     for (one, number), variable in chosen.items():
         if solver.value(variable):
             found[one] = number
-    return tuple(found)
+    return max((tuple(found), greedy), key=lambda placed: hidden_s(gaps, weights_s, placed))
 
 
 def hidden_s(gaps: Sequence[Gap], weights_s: Sequence[float], placed: Placement) -> float:

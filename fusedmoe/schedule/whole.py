@@ -14,7 +14,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.fill import gradient_pieces
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, PIPELINE, ROADS, Task
+from fusedmoe.schedule.task import PIPELINE, ROADS, Task
 from fusedmoe.schedule.workload import StackCosts
 
 
@@ -31,21 +31,24 @@ class Split(NamedTuple):
     weights: bool = False
 
 
-def can_split(costs: StackCosts) -> bool:
-    """Whether micro-batches can go through all layers."""
-    return bool(costs.layers) and all(layer.micro is not None for layer in costs.layers)
-
-
-def micro_plan(costs: StackCosts, split: Split, *, one_link: bool = False) -> Plan:
+def micro_plan(costs: StackCosts, split: Split, *, exposed: bool = False) -> Plan:
     """The plan of a step that is split so, every order by list scheduling.
 
     Args:
-        one_link: collectives inside a node and between nodes share one queue.
+        exposed: all gradients wait for the end of the backward pass.
     Raises:
         ConfigError: layers that cannot be split (`LayerCosts.micro`).
     """
     tasks = list(_step_tasks(costs, split))
-    return list_plan(tasks, task_seconds(costs, tasks, split), dict.fromkeys(LINKS, "inter") if one_link else LINKS)
+    pieces = [task for task in tasks if exposed and task.kind == "gradient-all-reduce"]
+    if pieces:
+        tasks = [task for task in tasks if task.kind not in ("gradient-all-reduce", "optimizer")]
+    plan = list_plan(tasks, task_seconds(costs, tasks, split))
+    if not pieces:
+        return plan
+    end = [Task("optimizer", None, None, None)] * (costs.optimizer_s is not None)
+    orders = {"compute": [*plan.compute, *end], "intra": plan.intra, "inter": [*plan.inter, *pieces]}
+    return Plan.of(orders, {piece: plan.compute[-1:] for piece in pieces})
 
 
 def forward_plan(costs: StackCosts, layers: Iterable[int], degree: int) -> Plan:

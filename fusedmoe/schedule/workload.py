@@ -217,6 +217,11 @@ class StackCosts:
         check_contention(self.contention)
 
     @property
+    def can_split(self) -> bool:
+        """Whether micro-batches can go through all layers."""
+        return bool(self.layers) and all(layer.micro is not None for layer in self.layers)
+
+    @property
     def gradient_bytes(self) -> tuple[int, ...]:
         """Of each layer."""
         return tuple(layer.gradient_bytes for layer in self.layers)

@@ -1,0 +1,194 @@
+"""Whole steps in micro-batches: what waits for what, what they cost, and what the FlowMoE paper proves of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.cost import Durations, Line
+from fusedmoe.schedule.fill import fill, gradient_pieces
+from fusedmoe.schedule.grid import workloads
+from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
+from fusedmoe.schedule.workload import LayerCosts, StackCosts, Workload
+
+GRADIENT = "gradient-all-reduce"
+WEIGHTS = ("weight-gradient", "attention-weight-gradient")
+
+
+def random_layer(rng: random.Random) -> LayerCosts:
+    testbed = rng.choice(list(TESTBEDS))
+    cases = list(workloads(TESTBEDS[testbed]))
+    shape = replace(rng.choice(cases), ep=rng.choice([1, 8]), esp=rng.choice([1, 4]))
+    return shape.layer_costs(TESTBEDS[testbed].costs)
+
+
+def random_stack(rng: random.Random, layers: int | None = None) -> StackCosts:
+    found = tuple(random_layer(rng) for _ in range(layers or rng.randint(1, 3)))
+    if rng.random() < 0.5:
+        found = found[:1] * len(found)
+    line = Line(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-10, -8.5))
+    return StackCosts(
+        found, line, rng.choice([1.0, 0.6]), loss_s=rng.choice([None, 1e-3]), optimizer_s=rng.choice([None, 2e-3])
+    )
+
+
+def random_split(rng: random.Random) -> Split:
+    degrees = rng.randint(1, 5), rng.randint(1, 5)
+    return Split(*degrees, rng.choice([None, 2**20, 2**24]), rng.random() < 0.5)
+
+
+def test_a_split_step_does_the_same_work():
+    """Pieces of everything take as long as the whole, apart from their starts."""
+    rng = random.Random()
+    for _ in range(30):
+        costs, split = random_stack(rng), random_split(rng)
+        whole, plan = micro_plan(costs, Split(1, 1)), micro_plan(costs, split, exposed=rng.random() < 0.3)
+        gathered = [task for task in plan if task.kind == GRADIENT]
+        assert sum(task.size or 0 for task in gathered) == sum(costs.gradient_bytes)
+        once, seconds = costs.seconds(whole), costs.seconds(plan)
+        for kind in ("expert", "attention", "dispatch"):
+            of_kind = sum(seconds[task] for task in plan if task.kind == kind)
+            weights = dict(zip(("expert", "attention"), WEIGHTS, strict=True)).get(kind)
+            of_kind += sum(seconds[task] for task in plan if task.kind == weights)
+            assert of_kind >= sum(once[task] for task in whole if task.kind == kind) * (1 - 1e-9)
+        assert makespan(plan, costs) >= bound_s(costs) * (1 - 1e-12)
+        if split.forward == split.backward == 1 and not split.weights:
+            assert {(t.kind, t.layer, t.phase) for t in plan} == {(t.kind, t.layer, t.phase) for t in whole}
+
+
+def test_chunks_go_on_from_layer_to_layer():
+    costs = replace(random_stack(random.Random(1), 2), loss_s=None, optimizer_s=None)
+    plan = micro_plan(costs, Split(3, 3, weights=True))
+    last = list(costs.layers[0].chunks["forward"])[-1]
+    for chunk in range(3):
+        assert plan.dependencies[Task("attention", chunk, 1)] == (Task(last, chunk, 0),)
+        weight = Task("weight-gradient", chunk, 1, "backward")
+        assert plan.dependencies[weight] == (Task("expert", chunk, 1, "backward"),)
+    piece = next(task for task in plan.inter if task.kind == GRADIENT and task.layer == 1)
+    needed = {(task.kind, task.chunk) for task in plan.dependencies[piece]}
+    assert needed == {(kind, chunk) for kind in ("attention", WEIGHTS[1]) for chunk in range(3)}
+
+
+def test_no_policy_beats_the_bound_and_joint_is_never_worse():
+    rng = random.Random()
+    for _ in range(3):
+        costs = random_stack(rng)
+        seconds = {name: makespan(policy(costs, 4), costs) for name, policy in WHOLE_POLICIES.items()}
+        seconds |= {name: makespan(plan, costs) for name, plan in ablation(costs, 4).items()}
+        assert min(seconds.values()) >= bound_s(costs) * (1 - 1e-12)
+        assert seconds["joint"] <= min(seconds.values()) * (1 + 1e-12)
+        assert all(policy(costs, 4) == policy(costs, 4) for policy in WHOLE_POLICIES.values())
+
+
+def test_layers_that_cannot_be_split_are_refused():
+    costs = random_stack(random.Random(2))
+    bare = replace(costs, layers=tuple(replace(layer, micro=None) for layer in costs.layers))
+    assert not bare.can_split
+    with pytest.raises(ConfigError, match="cannot be split"):
+        micro_plan(bare, Split(2, 2))
+
+
+def test_lancet_plans_of_many_layers():
+    model = TESTBEDS["B"].costs
+    layer = Workload(2, 1024, 2048, 4096, experts=8, ep=8, esp=4).layer_costs(model)
+    costs = StackCosts((layer,) * 6, model.line("all-reduce/dp"))
+    ranges = forward_ranges(costs)
+    assert [place for one in ranges for place in range(one.start, one.stop)] == list(range(6))
+    assert any(one.parts > 1 for one in ranges)
+    plan = lancet_plan(costs)
+    weights = [task for task in plan.compute if task.kind in WEIGHTS]
+    assert len(weights) == 12
+    experts = plan.compute.index(Task("expert", 0, 0, "backward"))
+    assert any(plan.compute.index(weight) < experts for weight in weights)  # not all at the end
+
+
+# FlowMoE's theorems, of the backward pass of a few layers, experts only: any chunks in the order of its Eqs. 4 and 5.
+
+
+def backward_orders(rng: random.Random) -> tuple[dict[str, list[Task]], dict[Task, float], list[int]]:
+    layers, degree = rng.randint(1, 3), rng.randint(1, 3)
+    orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
+    seconds: dict[Task, float] = {}
+    for layer in reversed(range(layers)):
+        took = {kind: rng.uniform(0.1, 2.0) for kind in ("dispatch", "expert", "combine", "attention")}
+        for kind in took:
+            tasks = [Task(kind, chunk, layer, "backward") for chunk in range(degree)]
+            orders["inter" if kind in ("dispatch", "combine") else "compute"] += tasks
+            seconds |= dict.fromkeys(tasks, took[kind])
+    gradients = [rng.randrange(1, 8) * 256 for _ in range(layers)]
+    return orders, seconds, gradients
+
+
+def test_theorem_1():
+    """All-reduces between all-to-alls, each started only when it is ready and keeps nobody waiting, never lengthen the
+    step over all-reduces at its end."""
+    rng = random.Random()
+    for _ in range(1000):
+        orders, seconds, gradients = backward_orders(rng)
+        line = Line(rng.choice([0.0, 0.05]), rng.uniform(1e-4, 2e-3))
+        pieces = gradient_pieces(gradients, None)
+        of = seconds | {piece: line.seconds(piece.size or 0) for piece in pieces}
+        end = {piece: (orders["compute"][-1],) for piece in pieces}
+        at_the_end = Plan.of({**orders, "inter": [*orders["inter"], *pieces]}, end)
+        assert makespan(patient(orders, of, pieces), Durations(of)) <= makespan(at_the_end, Durations(of)) * (1 + 1e-9)
+
+
+def patient(orders, seconds, pieces) -> Plan:
+    """Puts each piece into the first gap that is long enough for all of it."""
+    inter, waiting = list(orders["inter"]), list(pieces)
+    place = 0
+    for piece in waiting:
+        for at in range(place, len(inter) + 1):
+            trial = [*inter[:at], piece, *inter[at:]]
+            try:
+                before = Plan.of({**orders, "inter": inter + waiting[waiting.index(piece) :]})
+                after = Plan.of({**orders, "inter": trial + waiting[waiting.index(piece) + 1 :]})
+            except ConfigError:
+                continue
+            if ends(after, seconds, orders) <= ends(before, seconds, orders) * (1 + 1e-12):
+                inter, place = trial, at + 1
+                break
+        else:
+            inter, place = [*inter, piece], len(inter) + 1
+    return Plan.of({**orders, "inter": inter})
+
+
+def ends(plan: Plan, seconds, orders) -> float:
+    """The end of all that is not an all-reduce."""
+    return max(span.end_s for span in simulate(plan, Durations(seconds)).spans if span.kind != GRADIENT)
+
+
+def test_theorem_2():
+    """Where starting costs nothing, halves of the pieces never make the step longer: the pool runs them whenever the
+    link is free. With a start-up cost they can."""
+    rng = random.Random()
+    longer = 0
+    for _ in range(1000):
+        orders, seconds, gradients = backward_orders(rng)
+        slope = rng.uniform(1e-4, 2e-3)
+        for alpha in (0.0, 0.3):
+            line = Line(alpha, slope)
+            took = []
+            for size in (1024, 512, 256, 1):
+                if size == 1 and alpha:
+                    continue
+                pieces = gradient_pieces(gradients, size if size > 1 else 32)
+                of = seconds | {piece: line.seconds(piece.size or 0) for piece in pieces}
+                took.append(makespan(fill(orders, of, pieces, line), Durations(of)))
+            if alpha:
+                longer += took[-1] > took[0] * (1 + 1e-9)
+            else:
+                # The smallest pieces are within one of theirs of the best that any size reaches.
+                assert took[-1] <= min(took) + 2 * len(gradients) * slope * 32
+    assert longer > 100
