@@ -35,8 +35,6 @@ def test_parallel() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
     command = [*torchrun, "examples/parallel.py"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("gradient norm") == 5 and "(4, 2, 32, 32)" in done.stdout

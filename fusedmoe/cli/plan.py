@@ -76,7 +76,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help=SUMMARY,
         usage="fusedmoe plan [FLAG ...]",
         description=DESCRIPTION,
-        epilog=EXAMPLES + "\npolicies (--schedule; auto is joint):\n"
+        epilog=EXAMPLES
+        + "\npolicies (--schedule; auto is joint):\n"
         + "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -48,9 +48,7 @@ def test_a_step_beside_its_plan(cluster: Cluster, tmp_path: Path, schedule: str)
     assert all("optimizer" not in found for found in kinds.values())
 
 
-def test_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["profile", "--budget", "0.5"]) == 0
     assert main(["trace", *TINY, "--steps", "1", "--png", "a.svg", "--json", "b.json"]) == 0

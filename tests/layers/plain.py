@@ -42,9 +42,7 @@ def plain_moe(x_SM: Tensor, expert_SK: Tensor, p: dict[str, Tensor], activation:
     return y_SM
 
 
-def gradients(
-    layer: MoELayer, x_SM: Tensor, dy_SM: Tensor, expert_SK: Tensor, dtype: torch.dtype
-) -> dict[str, Tensor]:
+def gradients(layer: MoELayer, x_SM: Tensor, dy_SM: Tensor, expert_SK: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """y, dx and the gradient of every parameter by `plain_moe` in `dtype`, returned in float64."""
     assert isinstance(layer.experts, FeedForward) and isinstance(layer.gate, TopK)
     p = {name: q.detach().to(dtype).requires_grad_() for name, q in layer.named_parameters()}

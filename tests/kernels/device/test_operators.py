@@ -61,9 +61,7 @@ def step(call: Callable[[Tensor], Tensor], layer: fusedmoe.MoELayer, x_SM: Tenso
     return [x_SM.grad.clone(), *(parameter.grad.clone() for parameter in layer.parameters())]
 
 
-def test_a_layer_never_waits(
-    device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]
-) -> None:
+def test_a_layer_never_waits(device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
     layer, x_SM = a_layer(device), torch.randn(41, 32, device=device, requires_grad=True)
     step(layer, layer, x_SM)  # compiles and, on a GPU, tunes
     with no_sync():
