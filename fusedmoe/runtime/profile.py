@@ -10,9 +10,10 @@ layer. Nothing is drawn from the global generators, and nothing is kept.
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,13 +32,14 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line, fit
+from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task import PIPELINE, Task
 
 #: Seconds that measuring may take, unless the caller says otherwise.
 BUDGET_S = 30.0
 
-#: How often each size is measured; its time is the mean.
+#: How often each size is measured; its time is the median.
 ROUNDS = 5
 
 # The paper's ladders: 1 to 24 (1 to 12) units of elements, of a collective's buffer in fp32 and of a product's left
@@ -58,6 +60,7 @@ _LEAST_BETA = 1e-15
 
 _ALONE = (Plan.parse("inter: D0"), Plan.parse("intra: AG0"))
 _TOGETHER = Plan.parse("intra: AG0\ninter: D0\nafter AG0:")  # it waits for nothing
+_EMPTY, _EMPTY_ROUNDS = Plan.of(three_queues(PIPELINE, 8)), 9
 
 Show = Callable[[int, int], None]
 T = TypeVar("T")
@@ -69,7 +72,7 @@ class Profile:
 
     Attributes:
         costs: the lines through the points, and the contention.
-        points: for each line (n, mean seconds), n in bytes or FLOP.
+        points: for each line (n, median seconds), n in bytes or FLOP.
         seconds: how long measuring took.
     """
 
@@ -109,7 +112,11 @@ def profile(
     All-to-all over ep, all-gather and reduce-scatter over esp and all-reduce over dp, as far as these have more than
     one rank, at 1 to 24 times 2¹⁸ fp32 elements, and matrix products of 1 to 12 times 2¹⁹ elements with a square of
     1024. n is the bytes that a rank puts into a collective (of an all-gather: that it gets), as in
-    `schedule.workload`. Each time is the mean of five rounds through all sizes; in each the slowest rank counts.
+    `schedule.workload`. Each time is the median of five rounds through all sizes (the paper's is their
+    mean, which one disturbance moves); in each the slowest rank counts.
+
+    No line starts in less than what the executor itself takes for a task: where products or links start for nothing,
+    more chunks still cost something.
 
     Args:
         device: where computation runs, on CUDA the current device.
@@ -129,6 +136,10 @@ def profile(
 
 
 def _nothing(done: int, total: int) -> None:
+    pass
+
+
+def _no_work(task: Task) -> None:
     pass
 
 
@@ -205,15 +216,29 @@ class _Profiler:
             before_s = self._elapsed_s()
             rounds.append(self._round(ladder, len(rounds) * len(ladder), total))
             round_s = self._elapsed_s() - before_s
-        means = np.mean(rounds, axis=0)
+        medians = np.median(rounds, axis=0)
         points: dict[str, list[tuple[float, float]]] = {name: [] for name in self._works}
-        for (name, size), seconds in zip(ladder, means, strict=True):
+        for (name, size), seconds in zip(ladder, medians, strict=True):
             points[name].append((float(self._works[name].n(size)), float(seconds)))
-        lines = self._of_rank_0({name: line_through(of) for name, of in points.items()})
+        task_s = self._task_s()
+        fitted = {name: line_through(of) for name, of in points.items()}
+        lines = self._of_rank_0(
+            {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
+        )
         contention = self._contention(lines, points, total) if contends else 1.0
         costs = CostModel(lines, contention, machine)
         seconds = self._elapsed_s()
         return Profile(costs, {name: tuple(of) for name, of in points.items()}, seconds)
+
+    def _task_s(self) -> float:
+        """What the executor takes for a task that does nothing."""
+        bodies = dict.fromkeys(PIPELINE, _no_work)
+        taken = []
+        for _ in range(_EMPTY_ROUNDS):
+            began = time.perf_counter()
+            execute(_EMPTY, bodies, stop=self._stop, streams=self._streams())
+            taken.append((time.perf_counter() - began) / len(_EMPTY))
+        return statistics.median(taken)
 
     def _collectives(self) -> dict[str, _Work]:
         topology, buffer = self._topology, self._buffer
@@ -352,16 +377,17 @@ class _Profiler:
         return contention_of(*(float(middle) for middle in np.median(rounds, axis=0)))
 
     def _execution_s(self, plan: Plan, bodies: Mapping[str, Callable[[Task], None]]) -> float:
-        streams = None
-        if self._device.type == "cuda":
-            current = torch.cuda.current_stream()
-            if not hasattr(self, "_links"):
-                self._links = {"intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
-            streams = {"compute": current, **self._links}
         self._ready()
         self._together()
-        execute(plan, bodies, stop=self._stop, streams=streams, recorder=self._recorder)
+        execute(plan, bodies, stop=self._stop, streams=self._streams(), recorder=self._recorder)
         return self._recorder.timeline().duration_s
+
+    def _streams(self) -> dict[str, torch.cuda.Stream] | None:
+        if self._device.type != "cuda":
+            return None
+        if not hasattr(self, "_links"):
+            self._links = {"intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
+        return {"compute": torch.cuda.current_stream(), **self._links}
 
     def _stop(self, error: BaseException) -> None:
         if not isinstance(error, RankError):  # which is posted already
