@@ -323,7 +323,7 @@ class MOELayer(nn.Module):
         r, s = self._parts(), self.sharded_count
         if r not in self._roads:
             if r == 0 or self.world_size == 1:
-                self._roads[r] = Road(topology_of(None) if self.world_size == 1 else alone())
+                self._roads[r] = Road(alone())
             else:
                 self._roads[r] = Road(topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r)
         return self._roads[r]
@@ -366,6 +366,13 @@ class MOELayer(nn.Module):
         """Results [e, C, D_out] keep the shape of tokens where they are as large."""
         same = torch.Size(token_shape).numel() == blocks[-1]
         return torch.Size((*blocks[:2], *token_shape) if same else blocks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles are not part of a graph, and make their way themselves.
+        state = self.__dict__ | {"_roads": {}}
+        if state.get("l_aux") is not None:
+            state["l_aux"] = state["l_aux"].detach()
+        return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         count = prefix + "_num_global_experts"

@@ -204,6 +204,3 @@ class Road:
     def _stop(self, error: BaseException) -> None:
         if not isinstance(error, RankError):  # which is posted already
             self.topology.fail("moe_layer", f"{type(error).__name__}: {error}")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Road:
-        return self  # process groups cannot be copied, and a copied layer stands on the same ranks
