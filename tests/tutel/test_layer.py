@@ -1,0 +1,361 @@
+"""Arguments, attributes, environment and custom parts of the layer."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.losses import balance_loss
+from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.tutel import moe, net
+from fusedmoe.tutel.experts import ffn
+from fusedmoe.tutel.impls import losses, road
+from fusedmoe.tutel.impls.activation import activation_name
+from fusedmoe.tutel.impls.capacity import alignment_of, capacity_of
+from tests.cluster import Cluster
+from tests.tutel.cases import draw, fill
+
+D, H = 16, 32
+FFN = {"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": H}
+
+
+def make(gate: Any = None, experts: dict[str, Any] | None = None, **more: Any) -> moe.MOELayer:
+    return moe.moe_layer(gate or {"type": "top", "k": 2}, D, {**FFN, **(experts or {})}, **more)
+
+
+def tokens(*shape: int) -> Tensor:
+    return draw(shape or (24, D), 7).float()
+
+
+def test_refusals() -> None:
+    with pytest.raises(AssertionError, match="even"):
+        moe.moe_layer({"type": "top"}, 7, FFN)
+    with pytest.raises(ConfigError, match="no argument 'degree'"):
+        make(degree=3)
+    with pytest.raises(ConfigError, match="unknown gate_type"):
+        make("SwitchGate")
+    with pytest.raises(ConfigError, match="unknown type 'rnn' of experts"):
+        make(experts={"type": "rnn"})
+    with pytest.raises(ConfigError, match="num_experts_per_device = 0"):
+        make(experts={"num_experts_per_device": 0})
+    with pytest.raises(ConfigError, match="no option 'kk'"):
+        make({"type": "top", "kk": 2})
+    with pytest.raises(ConfigError, match="cannot share"):
+        make(experts={"num_experts_per_device": -3})
+    with pytest.raises(ConfigError, match="gate_noise > 0"):
+        make(is_gshard_loss=False).eval()(tokens())
+    with pytest.raises(ConfigError, match="set self.top_k"):
+        make({"type": "custom", "module": lambda model_dim, num_global_experts: nn.Linear(model_dim, 4)})
+    with pytest.raises(ConfigError, match="adaptive degree 2"):
+        make()(tokens(), adaptive_r=2)
+    with pytest.raises(ConfigError, match="unknown parallel_type"):
+        make(parallel_type="pipeline")
+
+
+def test_old_forms_warn(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        layer = make("Top2Gate", pad_samples=True)
+    assert "pad_samples" in caplog.text and "Top2Gate" in caplog.text
+    assert layer.gates[0].top_k == 2
+
+
+def test_attributes() -> None:
+    seen: dict[str, nn.Parameter] = {}
+    layer = make(
+        [{"type": "top", "k": 3, "capacity_factor": 1.5}, {"type": "cosine_top", "gate_noise": 0.5}],
+        scan_expert_func=lambda name, p: seen.setdefault(name, p),
+        result_func=lambda y: (y, y.l_aux),
+    )
+    assert list(seen) == ["batched_fc1_w", "batched_fc2_w", "batched_fc1_bias", "batched_fc2_bias"]
+    assert all(p._tutel_expert for p in seen.values()) and not hasattr(layer.gates[0].wg.weight, "_tutel_expert")
+    assert (layer.num_global_experts, layer.num_local_experts, layer.sharded_count, layer.world_size) == (4, 4, 1, 1)
+    assert (layer.valid_rs, layer.adaptive_degree, layer.group) == ([0, 1], 1, None)
+    first, second = layer.gates
+    assert (first.top_k, first.capacity_factor, first.gate_noise) == (3, 1.5, 0.0)
+    assert (second.top_k, second.capacity_factor, second.gate_noise) == (1, 1.0, 0.5)
+    assert [name for name, _ in layer.get_parameter_iterator("gate")][0] == "0.wg.weight"
+    assert dict(layer.get_parameter_iterator("local_experts")) == seen
+    y, aux = layer(tokens(), gate_index=1)
+    assert aux is y.l_aux is layer.l_aux and int(layer.dispatch_count.sum()) == 24
+    assert layer.protected_shape[0] == 4 and layer.protected_shape[-1] == D
+    assert moe.moe_layer.global_expert_count(3) == 3
+    assert make(experts={"num_experts_per_device": -1}).num_global_experts == 1
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied(tokens(), gate_index=0)[0], layer(tokens(), gate_index=0)[0])
+
+
+def test_seeds() -> None:
+    gates = [{"type": "top"}, {"type": "top"}]
+    layer = make(gates, seeds=(5, 9, 11))
+    after = torch.randn(3)
+    torch.manual_seed(11)
+    assert torch.equal(after, torch.randn(3))
+    for i, gate in enumerate(layer.gates):
+        torch.manual_seed(5 + i)
+        assert torch.equal(gate.wg.weight, nn.Linear(D, 4, bias=False).weight)
+    torch.manual_seed(9)
+    other = make(gates)
+    assert torch.equal(other.experts.batched_fc1_w, layer.experts.batched_fc1_w)
+
+
+def test_both_initialisations() -> None:
+    old = make(experts={"init": "0.3"}, seeds=(1, 2, 3)).experts
+    torch.manual_seed(2)
+    up, down = nn.Linear(D, H), nn.Linear(H, D)
+    assert torch.equal(old.batched_fc1_w[0], up.weight) and torch.equal(old.batched_fc1_bias[0], up.bias)
+    assert torch.equal(old.batched_fc2_w[0], down.weight.t()) and torch.equal(old.batched_fc2_bias[0], down.bias)
+    new = make(seeds=(1, 2, 3)).experts
+    assert not new.batched_fc1_bias.any() and not new.batched_fc2_bias.any()
+    assert 0.9 * D**-0.5 < new.batched_fc1_w.abs().max() <= D**-0.5
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tokens()
+    monkeypatch.setenv("CAP_FACTOR", "0.25")
+    monkeypatch.setenv("BATCH_PRIO", "1")
+    layer = make()
+    assert layer.gates[0].capacity_factor == 0.25 and layer.batch_prioritized_routing
+    assert make({"type": "top", "capacity_factor": 3.0}).gates[0].capacity_factor == 3.0
+    monkeypatch.setenv("SKIP_EXPERT", "1")
+    skipping = make({"type": "top", "k": 2, "capacity_factor": 0.0})
+    torch.testing.assert_close(skipping(x), x)  # weights of a token add up to one
+    monkeypatch.setenv("SKIP_MOE", "1")
+    y = make(result_func=lambda t: (t, t.l_aux))(x)
+    assert y[0] is x and y[1] is None
+
+
+def plain(layer: moe.MOELayer, x: Tensor, capacity: int, k: int = 2) -> Tensor:
+    """The definition, token by token."""
+    E = layer.experts
+    prob = F.linear(x, layer.gates[0].wg.weight).softmax(1)
+    chosen = prob.topk(k, 1)
+    weight = chosen.values / chosen.values.sum(1, keepdim=True) if k > 1 else chosen.values
+    taken = [0] * layer.num_global_experts
+    y = torch.zeros_like(x)
+    for i in range(k):
+        for s in range(len(x)):
+            e = int(chosen.indices[s, i])
+            taken[e] += 1
+            if taken[e] <= capacity:
+                h = (E.batched_fc1_w[e] @ x[s] + E.batched_fc1_bias[e]).relu()
+                y[s] += weight[s, i] * (h @ E.batched_fc2_w[e] + E.batched_fc2_bias[e])
+    return y
+
+
+@pytest.mark.parametrize("factor,capacity", [(1.0, 12), (0.5, 6), (0.0, 24), (-0.25, 2)])
+def test_definition(factor: float, capacity: int) -> None:
+    layer = make({"type": "top", "k": 2, "capacity_factor": factor})
+    fill(layer, 0, 1)
+    torch.testing.assert_close(layer(tokens()), plain(layer, tokens(), capacity), rtol=1e-4, atol=1e-5)
+
+
+def test_capacity() -> None:
+    def never() -> int:
+        raise AssertionError
+
+    assert capacity_of(1.25, 2, 24, 4, never) == 14
+    assert capacity_of(1.25, 2, 24, 4, never, alignment=4) == 16
+    assert capacity_of(0.7, 1, 25, 4, never) == int(0.7 * 7)
+    assert capacity_of(0.0, 2, 24, 4, lambda: 9) == 9
+    assert [capacity_of(-f, 2, 24, 4, lambda: 9) for f in (0.5, 2.0)] == [6, 9]
+    assert capacity_of(1.0, 2, 0, 4, never) == 0
+    assert [alignment_of(2, 4), alignment_of(1, 1, 8), alignment_of(3, 100)] == [8, 8, 384]
+
+
+def test_losses() -> None:
+    scores = draw((10, 4), 3).softmax(1)
+    top_ids = scores.topk(2, 1).indices
+    torch.testing.assert_close(losses.gshard_loss(scores, top_ids), balance_loss(scores, top_ids[:, :1]))
+    logits = draw((10, 4), 5)
+    load = torch.special.ndtr((scores - logits[:, 1:2]) / (0.5 / 4)).sum(0)
+    importance = scores.sum(0)
+    expected = sum(t.var() / (t.mean() ** 2 + 1e-10) for t in (load, importance)) / 2
+    torch.testing.assert_close(losses.load_importance_loss(scores, logits[:, :2], 4, 0.5), expected)
+
+
+def test_activation_names() -> None:
+    known = {
+        "relu": [F.relu, torch.relu, nn.ReLU(), lambda x: F.relu(x), lambda x: x.relu()],
+        "gelu": [F.gelu, nn.GELU(), lambda x: F.gelu(x)],
+        "gelu_tanh": [lambda x: F.gelu(x, approximate="tanh")],
+        "silu": [F.silu, nn.SiLU()],
+    }
+    for name, functions in known.items():
+        assert [activation_name(function) for function in functions] == [name] * len(functions)
+    before = torch.random.get_rng_state()
+    strange = [
+        lambda x: F.relu(x) * 2,
+        lambda x: F.dropout(F.relu(x)),
+        lambda x: F.relu(x + 1),
+        lambda x: F.relu(x, inplace=True),
+        F.leaky_relu,
+        nn.PReLU(),
+        lambda x: x,
+        lambda x: None,
+        lambda x: F.relu(torch.ones(2)),
+        lambda x: (F.relu(x), F.gelu(x))[0],
+    ]
+    assert [activation_name(function) for function in strange] == [None] * len(strange)  # type: ignore[arg-type]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+class Gate(nn.Module):
+    def __init__(self, model_dim: int, num_global_experts: int, k: int) -> None:
+        super().__init__()
+        self.top_k = k
+        self.own = nn.Linear(model_dim, num_global_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x)
+
+
+class Expert(nn.Module):
+    """Scales the channels of [e, C, 4, 4]; an older argument name."""
+
+    def __init__(self, model_dim: int, local_experts: int, sharded_count: int, start: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((local_experts, 1, 4, 1), start))
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, ctx: moe.MOELayer) -> Tensor:
+        names = ("group", "sharded_count", "adaptive_degree", "num_global_experts", "model_dim", "megablocks_size")
+        self.seen = {"shape": tuple(x.shape)} | {name: getattr(ctx, name) for name in names}
+        self.seen["count"] = ctx.dispatch_count.tolist()
+        return x * self.scale
+
+
+def test_custom_gate_and_experts_with_reserved_dims() -> None:
+    gate = {"type": "custom", "module": Gate, "k": 2}
+    layer = moe.moe_layer(
+        gate, D, {"type": "custom", "module": Expert, "num_experts_per_device": 4, "start": 3.0}
+    )
+    assert (layer.gates[0].capacity_factor, layer.gates[0].gate_noise) == (1.0, 0.0)
+    x = tokens(2, 12, 4, 4)
+    y = layer(x, reserve_dims=2, capacity_factor=0.0)
+    torch.testing.assert_close(y, 3 * x)
+    seen = layer.experts.seen
+    assert seen["shape"] == (4, max(seen["count"]), 4, 4) == tuple(layer.protected_shape)
+    assert (seen["sharded_count"], seen["adaptive_degree"], seen["num_global_experts"]) == (1, 1, 4)
+    y.sum().backward()
+    assert layer.experts.scale.grad is not None
+
+
+def test_built_in_experts_with_reserved_dims() -> None:
+    layer = make()
+    flat = layer(tokens(24, D))
+    torch.testing.assert_close(layer(tokens(24, 4, 4), reserve_dims=2), flat.view(24, 4, 4))
+
+
+def test_autocast_and_hooks() -> None:
+    layer = make({"type": "top", "k": 2, "fp32_gate": True})
+    expected = layer(tokens())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(tokens())
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+    calls: list[int] = []
+    layer.experts.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(layer(tokens()), expected)
+    assert calls == [1]
+
+
+# On several ranks.
+
+
+def sharded(rank: int, world: int) -> None:
+    """However an expert's work is split over the ranks that share it, results are those of one process."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer = make(experts={"num_experts_per_device": 1 / 4})
+        whole = make(experts={"num_experts_per_device": 1}, group=net.create_standalone_group())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (layer.num_global_experts, layer.sharded_count, layer.valid_rs) == (1, 4, [0, 1, 2, 4])
+    fill(layer, rank, world)
+    fill(whole, 0, 1)
+    x = [draw((9 - 2 * r, D), 3 + r) for r in range(world)]
+    for r in range(world):
+        y = whole(x[r], capacity_factor=0.7)
+        y.square().sum().backward()
+        if r == rank:
+            expected = y.detach()
+    for degree in layer.valid_rs:
+        layer.zero_grad()
+        y = layer(x[rank], capacity_factor=0.7, adaptive_r=degree)
+        y.square().sum().backward()
+        # The capacity is rounded up to a multiple of the shards, as in Tutel.
+        torch.testing.assert_close(y, plain_capacity(whole, x[rank]), msg=f"adaptive_r = {degree}")
+        gathered = {name: net.simple_all_gather(p.grad) for name, p in layer.experts.named_parameters()}
+        assert expected.shape == y.shape
+        if degree == 0:
+            first = gathered
+        for name, grad in gathered.items():
+            torch.testing.assert_close(grad, first[name], msg=f"{name} at adaptive_r = {degree}")
+
+
+def plain_capacity(whole: moe.MOELayer, x: Tensor) -> Tensor:
+    capacity = capacity_of(0.7, 1, len(x), 1, lambda: 0, alignment=4)
+    return plain(whole, x, capacity, k=1).detach()
+
+
+def test_shared_experts(cluster: Cluster) -> None:
+    cluster.run(4, sharded)
+
+
+def overlapped(rank: int, world: int) -> None:
+    """Chunks change nothing, whoever picks their number, for experts in one operation and for any function."""
+    # Sending takes long, so that the scheduler has a reason to send in chunks.
+    costs = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(road, "measured_costs", lambda *_: costs)
+        patch.setattr(ffn, "SMALL", 0)
+        in_chunks(rank, world)
+
+
+def in_chunks(rank: int, world: int) -> None:
+    chunks = {}
+    for number, experts in enumerate(({}, {"activation_fn": lambda x: F.relu(x) * 1.0})):
+        # Capacities of 2·int(1.2·7) = 16 and 2·int(1.2·4) = 8: multiples of every degree.
+        layer = make({"type": "top", "k": 2, "capacity_factor": 1.2}, {"num_experts_per_device": 2, **experts})
+        fill(layer, rank, world)
+        x = draw((25 - 9 * rank, D), 7 + rank).float()
+        results = {}
+        for degree in (1, 2, 4, "auto"):
+            layer.zero_grad()
+            y = layer(x, a2a_ffn_overlap_degree=degree)
+            assert layer.a2a_ffn_overlap_degree == degree
+            y.square().sum().backward()
+            results[degree] = [y.detach(), *(p.grad for p in layer.parameters())]
+            torch.testing.assert_close(results[degree], results[1])
+        plans = layer._roads[1]._plans
+        chunks[number] = {key[0]: max(found.forward.degrees.values()) for key, found in plans.items()}
+    assert all(found[2] == 2 and found[4] == 4 and found["auto"] > 1 for found in chunks.values()), chunks
+
+
+def test_overlap_degrees(cluster: Cluster) -> None:
+    cluster.run(2, overlapped)
+
+
+def unequal(rank: int, world: int) -> None:
+    """Custom experts get W·C places, as many as the largest rank needs; a rank without tokens takes part."""
+    module = lambda **more: Expert(start=2.0, **more)  # noqa: E731
+    layer = moe.moe_layer({"type": "top", "k": 2}, D, {"type": "custom", "module": module, "count_per_node": 2})
+    x = tokens(0 if rank else 24, 4, 4)
+    y = layer(x, reserve_dims=2, capacity_factor=0.0, inequivalent_tokens=True)
+    torch.testing.assert_close(y, 2 * x)
+    (y.sum() + layer.l_aux).backward()
+    assert layer.experts.seen["shape"][0] == 2
+    most = int(net.simple_all_reduce(layer.dispatch_count.max(), op=dist.ReduceOp.MAX))
+    assert layer.experts.seen["shape"][1] == world * most
+
+
+def test_ranks_with_unequal_tokens(cluster: Cluster) -> None:
+    cluster.run(2, unequal)
