@@ -80,6 +80,10 @@ def run(setting: Setting, rounds: int, folder: Path, seconds: int = _SECONDS) ->
                 "MASTER_PORT": str(_PORT),
                 "GLOO_SOCKET_IFNAME": nodes.interfaces[node],
                 "OMP_NUM_THREADS": "1",
+                # Memory that is given back to the system comes again page by page, in no time that repeats itself.
+                "MALLOC_MMAP_THRESHOLD_": str(2**25),
+                "MALLOC_TRIM_THRESHOLD_": str(2**33),
+                "MALLOC_TOP_PAD_": str(2**26),
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names
             }
             rank_of = (sys.executable, "-m", "bench.cluster.rank", setting.name, str(rounds), str(seconds), str(folder))

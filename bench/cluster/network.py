@@ -67,9 +67,11 @@ class TwoNodes:
             _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", interface)
             for device in ("lo", interface):
                 _run("ip", "-n", name, "link", "set", device, "up")
-            # Loopback carries packets of 64 KiB: a bucket must hold one, with room.
-            for device, rate, burst in ((interface, inter, "32kb"), ("lo", intra, "128kb")):
-                shape = ("tbf", "rate", f"{rate}mbit", "burst", burst, "latency", "100ms")
+            # A link that was idle sends a full bucket at once: small ones, so that chunks travel no faster than one
+            # message. Loopback's packets of 64 KiB would not go through.
+            _run("ip", "-n", name, "link", "set", "lo", "mtu", "9000")
+            for device, rate in ((interface, inter), ("lo", intra)):
+                shape = ("tbf", "rate", f"{rate}mbit", "burst", "16kb", "latency", "100ms")
                 _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
 
     def remove(self) -> None:

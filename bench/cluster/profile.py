@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.cluster.parts import Computation
@@ -21,7 +21,7 @@ from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts
 
-_BUDGET_S = 12.0
+_BUDGET_S = 20.0
 _REPEATS = 5
 
 
@@ -47,27 +47,39 @@ class Profile:
         }
 
 
-def measure(setting: Setting, topology: Topology, computation: Computation) -> Profile:
-    """Collective. All ranks measure at the same time, so that what they share is shared as in a step.
+class Profiler:
+    """Collectives, matrix products and contention by the library's profiler; what computes in a step by itself, in the
+    sizes that it has there, as often as `round` is called. Of an emulated accelerator also the matrix products.
 
-    Collectives, matrix products and contention by the library's profiler; what computes in a step by itself, in the
-    sizes that it has there. Of an emulated accelerator also the matrix products.
+    All ranks measure at the same time, so that what they share is shared as in a step. Everything is collective.
     """
-    found = profile(topology, torch.device("cpu"), budget_s=_BUDGET_S, machine=setting.name)
-    clock = Clock(topology)
-    for name, part, call in _parts(setting, computation):
-        clock.add(name, part, call)
-    one_way = Topology.from_sizes(ep=2, esp=setting.esp, mp=setting.esp, ranks_per_node=setting.ranks_per_node)
-    for name, group in (("all-to-all", topology.ep), ("all-to-all over one process group", one_way.ep)):
-        clock.add(name, setting.row_bytes, _all_to_all(group, setting.row_bytes))
-    points = clock.medians()
-    model = found.costs
-    if setting.emulated_flops is not None:
-        products = [(setting.expert_flop / 2 * part, seconds / 2) for part, seconds in points["expert forward"]]
-        model = replace(model, lines={**model.lines, "gemm": line_through(products)})
-    layer = _layer_costs(setting, computation, model, points)
-    stack = StackCosts((layer,) * setting.layers, model.line("all-reduce/dp"), model.contention)
-    return Profile(model, stack, found.seconds, {**found.points, **points})
+
+    def __init__(self, setting: Setting, topology: Topology, computation: Computation) -> None:
+        self._setting, self._computation = setting, computation
+        self._found = profile(topology, torch.device("cpu"), budget_s=_BUDGET_S, machine=setting.name)
+        self._clock = Clock(topology)
+        for name, part, call in _parts(setting, computation):
+            self._clock.add(name, part, call)
+        one_way = Topology.from_sizes(ep=2, esp=setting.esp, mp=setting.esp, ranks_per_node=setting.ranks_per_node)
+        for name, group in (("all-to-all", topology.ep), ("all-to-all over one process group", one_way.ep)):
+            self._clock.add(name, setting.row_bytes, _all_to_all(group, setting.row_bytes))
+        for _ in range(1 + _REPEATS):  # the first is not counted
+            self._clock.round()
+
+    def round(self) -> None:
+        """Measures every part once more: machines are not always equally fast."""
+        self._clock.round()
+
+    def profile(self) -> Profile:
+        """By the medians so far."""
+        setting, found, points = self._setting, self._found, self._clock.medians()
+        model = found.costs
+        if setting.emulated_flops is not None:
+            products = [(setting.expert_flop / 2 * part, seconds / 2) for part, seconds in points["expert forward"]]
+            model = replace(model, lines={**model.lines, "gemm": line_through(products)})
+        layer = _layer_costs(setting, self._computation, model, points)
+        stack = StackCosts((layer,) * setting.layers, model.line("all-reduce/dp"), model.contention)
+        return Profile(model, stack, found.seconds, {**found.points, **points})
 
 
 def _layer_costs(
@@ -96,23 +108,22 @@ class Clock:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._calls: list[tuple[str, float, Callable[[], Any]]] = []
+        self._rounds: list[list[float]] = []
 
     def add(self, name: str, size: float, call: Callable[[], Any]) -> None:
         self._calls.append((name, size, call))
 
+    def round(self) -> None:
+        """Every call once."""
+        self._rounds.append([self.seconds(call) for _, _, call in self._calls])
+
     def medians(self) -> dict[str, list[tuple[float, float]]]:
-        """(size, seconds) of all calls by name. Collective."""
-        seconds: list[list[float]] = [[] for _ in self._calls]
-        for repeat in range(1 + _REPEATS):  # the first is not counted
-            for number, (_, _, call) in enumerate(self._calls):
-                taken = self.seconds(call)
-                if repeat:
-                    seconds[number].append(taken)
-        every = all_gather_object(self._topology.world, seconds)
+        """(size, seconds) of all calls by name, over all rounds but the first. Collective."""
+        every = np.array(all_gather_object(self._topology.world, self._rounds[1:]))  # [ranks, rounds, calls]
+        medians = np.median(every.max(0), 0)
         found: dict[str, list[tuple[float, float]]] = {}
-        for number, (name, size, _) in enumerate(self._calls):
-            slowest = [max(of) for of in zip(*(rank[number] for rank in every), strict=True)]
-            found.setdefault(name, []).append((size, statistics.median(slowest)))
+        for (name, size, _), seconds in zip(self._calls, medians, strict=True):
+            found.setdefault(name, []).append((size, float(seconds)))
         return found
 
     def seconds(self, call: Callable[[], Any]) -> float:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from bench.cluster import layer as layers
 from bench.cluster.job import make_trainer
 from bench.cluster.parts import computation
-from bench.cluster.profile import Clock, Profile, measure
+from bench.cluster.profile import Clock, Profile, Profiler
 from bench.cluster.setting import LIMIT, SETTINGS, Setting
 from bench.cluster.step import Step
 from bench.cluster.sweep import cross, degrees_of, plan_of
@@ -70,19 +70,23 @@ def _measure(setting: Setting, topology: Topology, rounds: int, folder: Path) ->
     torch.manual_seed(0)
     parts = computation(setting)
     _tell(topology, "profile")
-    profile = measure(setting, topology, parts)
-    costs = profile.stack
+    profiler = Profiler(setting, topology, parts)
+    costs = profiler.profile().stack
     plans = {policy: how.plan(costs, LIMIT) for policy, how in POLICIES.items()}
     topology.agree({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
     step = Step(setting, topology, parts)
     _tell(topology, "policies")
     difference = _same_results(step, plans)
-    steps = _in_turns(topology, {policy: _runner(step, plan) for policy, plan in plans.items()}, rounds)
-    _draw(setting, topology, step, plans, costs, folder)
+    runs = {policy: _runner(step, plan) for policy, plan in plans.items()}
+    steps = _in_turns(topology, runs, rounds, profiler.round)
     _tell(topology, "sweep")
     chosen = degrees_of(plans["fsmoe"])
     swept = {pair: plan_of(costs, *pair) for pair in cross(chosen)}
     sweep = _in_turns(topology, {str(pair): _runner(step, plan) for pair, plan in swept.items()}, rounds)
+    # Plans are made by what was measured before; what they should take is said by what was measured among them.
+    profile = profiler.profile()
+    costs = profile.stack
+    _draw(setting, topology, step, plans, costs, folder)
     _tell(topology, "layer")
     layer = _layer_json(setting, topology, profile, rounds)
     job = None
@@ -111,12 +115,18 @@ def _runner(step: Step, plan: Plan) -> Callable[[], Any]:
     return lambda: step.run(plan)
 
 
-def _in_turns(topology: Topology, runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, on the slowest rank, by round. Every round begins with another one."""
+def _in_turns(
+    topology: Topology,
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of each, on the slowest rank, by round. Every round begins with another one, after `between`."""
     clock = Clock(topology)
     own: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(1 + rounds):  # the first is not counted
+        between()
         for name in names[number % len(names) :] + names[: number % len(names)]:
             torch.manual_seed(1000 * number + topology.rank)
             taken = clock.seconds(runs[name])

@@ -55,11 +55,11 @@ class Setting:
 
 
 #: Two ranks, one a node, that really compute, on one thread each.
-COMPUTED = Setting("computed", 1, 200, 1600, layers=4, S=2048, M=256, H=3072, E=4)
+COMPUTED = Setting("computed", 1, 100, 400, layers=4, S=1024, M=192, H=5120, E=4)
 
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(
-    "emulated", 2, 200, 1600, layers=4, S=1024, M=256, H=4096, E=4, emulated_flops=6e10, gradient_bytes=512 * 1024
+    "emulated", 2, 100, 400, layers=3, S=1024, M=256, H=4096, E=4, emulated_flops=4e10, gradient_bytes=256 * 1024
 )
 
 SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED)}
