@@ -51,12 +51,13 @@ def main() -> int:
             except KeyboardInterrupt:
                 console.print("interrupted: nothing is left running, nothing is written")
                 return 130
-            results[name] = json.loads((out / "result.json").read_text())
+            results[name] = {"machine": _machine(), **json.loads((out / "result.json").read_text())}
             options.pictures.mkdir(parents=True, exist_ok=True)
             for picture in out.glob("*.png"):
                 (options.pictures / f"{name}-{picture.name}").write_bytes(picture.read_bytes())
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"machine": _machine(), "settings": results}, indent=1) + "\n")
+    before = json.loads(options.json.read_text())["settings"] if options.json.exists() else {}
+    options.json.write_text(json.dumps({"settings": before | results}, indent=1) + "\n")
     show(results, console)
     console.print(f"\n{options.json}; pictures in {options.pictures}", highlight=False)
     return 0
@@ -137,7 +138,9 @@ def _machine() -> dict[str, Any]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.cluster", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="others stay in the file (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each (default 5)")
     parser.add_argument("--json", type=Path, default=ROOT / "bench/results/cluster.json")
     parser.add_argument("--pictures", type=Path, default=ROOT / "runs/cluster", help="folder of the timelines")
