@@ -9,7 +9,7 @@ from fusedmoe.schedule.fill import fill, gradient_pieces
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.ranges import Range, best_ranges
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.task import LINKS, Task, standard_dependencies
+from fusedmoe.schedule.task import LINKS, WEIGHT_GRADIENTS, Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
 from fusedmoe.schedule.weights import Gap, Placement, place_greedily
 from fusedmoe.schedule.whole import Split, forward_plan, pass_tasks, task_seconds, with_weights
@@ -20,6 +20,8 @@ PARTS, LONGEST = (1, 2, 4, 8), 4
 
 #: Of a gradient all-reduce: the buckets of PyTorch's DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
+
+_WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
 
 
 def lancet_plan(costs: StackCosts, parts: Sequence[int] = PARTS) -> Plan:
@@ -72,7 +74,7 @@ def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[
     for task in tasks:
         ancestors[task] = set().union(*({one} | ancestors[one] for one in before[task])) if before[task] else set()
     links = [task for task in tasks if task.kind in LINKS]
-    weights = [task for task in tasks if task.kind.endswith("weight-gradient")]
+    weights = [task for task in tasks if task.kind in _WEIGHTS]
     # No collective of the pass waits for a weight gradient, so one that it does not wait for has no path either way.
     gaps = [
         Gap(seconds[link], frozenset(n for n, weight in enumerate(weights) if link not in ancestors[weight]))
@@ -92,7 +94,7 @@ def _backward_orders(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> di
         if task.kind in LINKS:
             orders[LINKS[task.kind]].append(task)
             orders["compute"] += beside.get(task, [])
-        elif not task.kind.endswith("weight-gradient"):
+        elif task.kind not in _WEIGHTS:
             orders["compute"].append(task)
     orders["compute"] += beside.get(None, [])
     return orders

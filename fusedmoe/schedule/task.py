@@ -24,6 +24,9 @@ ROADS = {
     "backward": ("order", *PIPELINE, "unorder", "gate", "attention"),
 }
 
+#: Parts whose backward pass may be without its weight gradients, and what these are called then.
+WEIGHT_GRADIENTS = {"expert": "weight-gradient", "attention": "attention-weight-gradient"}
+
 #: The kinds that move data, by the link that they use; every other kind computes.
 LINKS = {
     "dispatch": "inter",
@@ -91,7 +94,7 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
             before = stage
         earlier = road or earlier
     for (phase, _), of in stages.items():
-        for kind, source in (("weight-gradient", "expert"), ("attention-weight-gradient", "attention")):
+        for source, kind in WEIGHT_GRADIENTS.items():
             sources = of.get(source, [])
             for task in of.get(kind, ()):
                 after[task] = tuple(one for one in sources if one.chunk == task.chunk) or tuple(sources)

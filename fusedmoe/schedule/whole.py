@@ -14,7 +14,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.fill import gradient_pieces
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE, ROADS, Task
+from fusedmoe.schedule.task import PIPELINE, ROADS, WEIGHT_GRADIENTS, Task
 from fusedmoe.schedule.workload import StackCosts
 
 
@@ -72,8 +72,8 @@ def with_weights(tasks: Iterable[Task]) -> Iterator[Task]:
     """The tasks of a backward pass, behind each the weight gradient that is cut off from it."""
     for task in tasks:
         yield task
-        if task.kind in _WEIGHTS:
-            yield task._replace(kind=_WEIGHTS[task.kind])
+        if task.kind in WEIGHT_GRADIENTS:
+            yield task._replace(kind=WEIGHT_GRADIENTS[task.kind])
 
 
 def task_seconds(costs: StackCosts, tasks: Iterable[Task], split: Split) -> dict[Task, float]:
@@ -87,14 +87,10 @@ def task_seconds(costs: StackCosts, tasks: Iterable[Task], split: Split) -> dict
             seconds[task] = costs.all_reduce.seconds(size)
             continue
         if (kind, layer, phase) not in known:
-            cut = split.weights and phase == "backward" and kind in _WEIGHTS
+            cut = split.weights and phase == "backward" and kind in WEIGHT_GRADIENTS
             known[kind, layer, phase] = costs.task_s(task, 1 if chunk is None else degrees[phase], cut)
         seconds[task] = known[kind, layer, phase]
     return seconds
-
-
-# What weight gradients are cut off from, and what they are called.
-_WEIGHTS = {"expert": "weight-gradient", "attention": "attention-weight-gradient"}
 
 
 def _step_tasks(costs: StackCosts, split: Split) -> Iterator[Task]:

@@ -10,7 +10,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line, check_contention
 from fusedmoe.schedule.gradient import gradient_ranges
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task
 from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import PHASES
 
@@ -142,9 +142,8 @@ class Workload:
 # Matrix products of attention: projections; with scores, and these with the values.
 _PROJECTIONS, _ATTENTION_GEMMS = 4, 6
 
-# Kinds of weight gradients, and what they are cut off from.
-_WEIGHTS_OF = {"weight-gradient": "expert", "attention-weight-gradient": "attention"}
-_WEIGHTS = {source: kind for kind, source in _WEIGHTS_OF.items()}
+# What weight gradients are cut off from.
+_SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ class StackCosts:
                 result[task] = self.all_reduce.seconds(len(pieces[task]))
                 continue
             if (kind, layer, phase) not in known:
-                without = (_WEIGHTS.get(kind, ""), layer, phase) in counts
+                without = (WEIGHT_GRADIENTS.get(kind, ""), layer, phase) in counts
                 known[kind, layer, phase] = self.task_s(task, counts[kind, layer, phase], without)
             result[task] = known[kind, layer, phase]
         return result
@@ -269,8 +268,8 @@ def _piece_s(layer: LayerCosts, phase: str, kind: str, count: int, without_weigh
         part = layer.chunks[phase].get(kind)
     elif micro is None:
         part = None
-    elif kind in _WEIGHTS_OF:
-        part = micro.weights.get(_WEIGHTS_OF[kind]) if phase == "backward" else None
+    elif kind in _SOURCES:
+        part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None
     else:
         part = micro.dense[phase].get(kind)
     if part is not None and without_weights:
