@@ -70,6 +70,10 @@ class TwoNodes:
             # A link that was idle sends a full bucket at once: small ones, so that chunks travel no faster than one
             # message. Loopback's packets of 64 KiB would not go through.
             _run("ip", "-n", name, "link", "set", "lo", "mtu", "9000")
+            # A connection that was idle would begin slowly again, and a collective by itself take longer than between
+            # others.
+            setting = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
+            _run("ip", "netns", "exec", name, "sh", "-c", f"echo 0 > {setting}")
             for device, rate in ((interface, inter), ("lo", intra)):
                 shape = ("tbf", "rate", f"{rate}mbit", "burst", "16kb", "latency", "100ms")
                 _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)

@@ -55,7 +55,7 @@ class Setting:
 
 
 #: Two ranks, one a node, that really compute, on one thread each.
-COMPUTED = Setting("computed", 1, 100, 400, layers=4, S=1024, M=192, H=5120, E=4)
+COMPUTED = Setting("computed", 1, 100, 400, layers=3, S=2048, M=192, H=5120, E=4)
 
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(
