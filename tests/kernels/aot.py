@@ -60,6 +60,8 @@ def cases() -> list[tuple[str, AotCase]]:
     for _, case in found:
         if case.name in names:
             raise ValueError(f"several cases have the name {case.name}")
+        if len({*case.targets}) < len(case.targets):
+            raise ValueError(f"{case.name} has a target twice")
         names.add(case.name)
     return found
 

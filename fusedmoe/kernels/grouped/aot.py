@@ -84,7 +84,7 @@ def _launches(target: int) -> Iterator[_Launch]:
         if not variant.even and _is_common(variant):
             all_sides = ODD
         if not variant.even and variant.operation == "dw1":
-            all_sides += _BIAS_GRADIENTS
+            all_sides = tuple(dict.fromkeys(all_sides + _BIAS_GRADIENTS))
         for candidate in candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even):
             for sides in all_sides:
                 yield _Launch(variant, candidate.config, sides)

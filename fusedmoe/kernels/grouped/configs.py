@@ -7,7 +7,7 @@ entry is compiled again by the tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -160,7 +160,17 @@ _HOPPER = {
     "dw1": _MATRIX,
     "dw2": _MATRIX,
 }
-_BLACKWELL = {**_HOPPER, "down": _LARGE_FIRST, "dinput": _LARGE_FIRST}
+_BLACKWELL = {
+    **_HOPPER,
+    "down": _LARGE_FIRST,
+    "dhidden": (
+        Candidate(_SQUARE, rows=1024),
+        Candidate(replace(_HALF, all_registers=True)),
+        Candidate(_FLAT),
+        Candidate(_SQUARE_4),
+    ),
+    "dinput": _LARGE_FIRST,
+}
 # Without bulk copies addresses take registers.
 _ROWS_AMPERE = (Candidate(_SQUARE, rows=256), Candidate(_SMALL))
 _MATRIX_AMPERE = (Candidate(_SQUARE), Candidate(_SMALL))

@@ -126,9 +126,11 @@ def up_kernel(
                 _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT, BIAS)
             else:
                 h_left, h_right = halves(h, BM, BH // 2)
-                column = h0 + half * (BH // 2) + tl.arange(0, BH // 4)
-                _finish_plain(h_left, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT, BIAS)
-                _finish_plain(h_right, b1_ptr, h_ptr, a_ptr, expert, row, inside, column + BH // 4, H, ACT, BIAS)
+                for quarter in tl.static_range(2):
+                    h_first, h_second = halves(h_left if quarter == 0 else h_right, BM, BH // 4)
+                    column = h0 + half * (BH // 2) + quarter * (BH // 4) + tl.arange(0, BH // 8)
+                    _finish_plain(h_first, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT, BIAS)
+                    _finish_plain(h_second, b1_ptr, h_ptr, a_ptr, expert, row, inside, column + BH // 8, H, ACT, BIAS)
 
 
 def define_up(

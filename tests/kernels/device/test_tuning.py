@@ -93,6 +93,8 @@ def test_configurations_of_hopper(operation: str, device: torch.device) -> None:
         pytest.skip("float32 does not fit them")
     for config in {candidate.config for candidate in candidates(operation, torch.bfloat16, (9, 0))}:
         assert check(variant(operation), config, device) == ""
+        if operation in ("up", "dhidden"):
+            assert check(variant(operation)._replace(activation="gelu"), config, device) == ""
 
 
 @pytest.mark.parametrize("operation", ["down", "dinput"])
