@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import any_order, pipemoe
+from fusedmoe.schedule.policies import POLICIES, any_order, pipemoe
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.whole import Split, micro_plan
 from fusedmoe.schedule.workload import StackCosts
@@ -38,7 +38,9 @@ def joint(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
     search.try_all(search.best._replace(forward=degree) for degree in degrees)
     search.try_all(search.best._replace(piece_bytes=search.piece(pieces)) for pieces in _PIECES)
     search.try_all([search.best._replace(weights=not search.best.weights)])
-    return min([search.plan, any_order(costs, limit), lancet(costs, limit)], key=lambda plan: makespan(plan, costs))
+    others = [policy.plan(costs, limit) for name, policy in POLICIES.items() if name != "joint"]
+    others += [any_order(costs, limit), lancet(costs, limit), *ablation(costs, limit).values()]
+    return min([search.plan, *others], key=lambda plan: makespan(plan, costs))
 
 
 #: Policies by name. `joint` stands for the one of `policies.POLICIES` where layers can be split.
