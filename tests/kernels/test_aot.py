@@ -1,21 +1,97 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("triton")
 
+import triton
+
+from fusedmoe.kernels.aot import TARGETS
 from tests.kernels import aot
+
+HOW = "python -m tests.kernels.aot writes bench/aot.json anew"
+
+
+def differences(found: aot.Found) -> list[str]:
+    """From the record, where it was made by the same compiler."""
+    version, record = aot.recorded()
+    if version != triton.__version__:
+        return []
+    return [f"{at}: {got}, recorded {record.get(at)}" for at, got in found.items() if got != record.get(at)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", [80, 90, 100])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("module", [module.__name__ for module in aot.modules()])
 def test_every_kernel_compiles(module: str, target: int) -> None:
+    """In every configuration, if not in every variant: those cases that are rare are for the record alone."""
     found = aot.check(module=module, target=target)
     assert found and not aot.errors(found)
+    assert not differences(found), HOW
 
 
 def test_a_selection_compiles_for_every_target() -> None:
     found = aot.check(quick=True)
     assert found and not aot.errors(found)
+    assert not differences(found), HOW
+
+
+def test_the_record_has_every_case() -> None:
+    """One that was added is compiled and written down with it, one that is gone is gone there."""
+    _, record = aot.recorded()
+    missing = aot.missing(record)
+    assert not missing, f"{len(missing)} cases are not recorded, e.g. {missing[:3]}: {HOW}"
+    known = {(case.name, at) for _, case in aot.cases() for at in case.targets}
+    assert not record.keys() - known, HOW
+
+
+def test_nothing_recorded_spills_or_is_too_large() -> None:
+    for (name, at), found in aot.recorded()[1].items():
+        assert found["stack"] == 0, (name, at)
+        assert 0 < found["registers"] <= 255 and 0 <= found["shared"] <= aot.SHARED[at], (name, at)
+
+
+def test_every_kernel_has_cases() -> None:
+    """Those that are launched are named so; the other functions on the device are parts of them."""
+    written = {
+        f"{file.relative_to(aot.ROOT).with_suffix('').as_posix().replace('/', '.')}.{name}"
+        for file in (aot.ROOT / "fusedmoe").rglob("*.py")
+        for name in re.findall(r"^@triton\.jit.*\n(?:def (\w+_kernel)\()", file.read_text(), re.M)
+    }
+    covered = {f"{case.kernel.__module__}.{case.kernel.__name__}" for _, case in aot.cases()}
+    assert written == covered
+
+
+def test_half_precision_products_must_have_the_instructions_of_hopper() -> None:
+    """wgmma for all of them, and bulk copies wherever sizes are even."""
+    products = [case for module, case in aot.cases() if module == "fusedmoe.kernels.grouped.aot" and 90 in case.targets]
+    assert products
+    for case in products:
+        words = case.name.split()
+        if words[1] in ("bfloat16", "float16"):
+            assert "HGMMA" in case.expect[90], case.name
+        assert ("UTMALDG" in case.expect[90]) == ("even" in words), case.name
+        assert ("USETMAXREG" in case.expect[90]) == ("specialised" in words), case.name
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "text"),
+    [
+        ("read_usage", {"registers": 255, "stack": 8}, "spills: takes 8 bytes"),
+        ("read_instructions", ["HGMMA", "LDGSTS", "UTMALDG", "STL"], "spills"),
+        ("read_instructions", ["HGMMA", "LDGSTS"], "has no UTMALDG"),
+        ("read_instructions", ["HMMA", "LDGSTS", "UTMALDG"], "has no HGMMA"),
+        ("SHARED", {90: 1000}, "bytes of shared memory"),
+    ],
+)
+def test_a_fault_is_an_error(function: str, wrong: object, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel is compiled, and then something made up is found in it."""
+    case = next(case for _, case in aot.cases() if case.quick and "UTMALDG" in case.expect.get(90, ()))
+    task = ("fusedmoe.kernels.grouped.aot", case.name, 90)
+    found = aot.compile_case(task)
+    assert "error" not in found and 0 < found["registers"] <= 255 and found["shared"] > 1000
+    monkeypatch.setattr(aot, function, wrong if function == "SHARED" else lambda cubin: wrong)
+    assert text in aot.compile_case(task)["error"]

@@ -20,6 +20,7 @@ from fusedmoe.kernels.grouped import products, tiles
 from fusedmoe.kernels.grouped.aot import EVEN, ODD, aot_cases, variants
 from fusedmoe.kernels.grouped.configs import (
     OPERATIONS,
+    Candidate,
     Config,
     Key,
     Variant,
@@ -29,6 +30,7 @@ from fusedmoe.kernels.grouped.configs import (
 )
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Weights
+from tests.kernels import aot
 
 ROWS, EXPERTS = 100, 3
 KERNELS = ("up_kernel", "dhidden_kernel", "product_kernel", "specialised_kernel", "dweight_kernel")
@@ -165,3 +167,20 @@ def test_sizes_are_what_they_are_said_to_be() -> None:
         assert is_even(*EVEN, dtype) and not any(is_even(*sides, dtype) for sides in ODD)
     kinds = {tuple("one" if n == 1 else "16" if n % 16 == 0 else "odd" for n in sides) for sides in ODD}
     assert kinds == {("odd", "odd"), ("16", "16"), ("16", "odd"), ("odd", "16"), ("one", "odd"), ("odd", "one")}
+
+
+def test_a_configuration_without_a_case_is_missed(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+    """The cases follow the choice: what is added to the one is in the other, and then missing in the record."""
+    new = Config(64, 64, 64, 4, 2)
+    module = "fusedmoe.kernels.grouped.aot"
+    more = [*candidates("up", torch.bfloat16, (9, 0)), Candidate(new)]
+
+    def with_another(operation: str, dtype: torch.dtype, capability: Any, even: bool = True) -> Any:
+        found = candidates(operation, dtype, capability, even)
+        return more if (operation, dtype, capability, even) == ("up", torch.bfloat16, (9, 0), True) else found
+
+    before = {case.name for case in aot_cases()}
+    monkeypatch.setattr(f"{module}.candidates", with_another)
+    added = {case.name for case in aot_cases()} - before
+    assert len(added) == len(ACTIVATIONS) * 4 and all(str(new) in name for name in added)
+    assert aot.missing(aot.recorded()[1]) and not before & {name for name, _ in aot.missing(aot.recorded()[1])}

@@ -41,12 +41,12 @@ def product_tile(operation: str, apart: str, capability: Capability | None) -> T
         return Tile(64, 256, 128, 4, 1)
     if operation == "logits":
         if apart == "both":
-            return Tile(64, 64, 32, 4, 3)
+            return Tile(64, 64, 32, 8, 3)
         return Tile(64, 128, 32, 8, 3) if apart else Tile(128, 128, 64, 8, 3)
     if apart == "both":
-        return Tile(64, 64, 32, 4 if operation == "dx" else 8, 2)
+        return Tile(64, 64, 32, 8, 2)
     if capability >= _BLACKWELL:
-        return Tile(64, 128, 64, 8, 2)
+        return Tile(64, 128, 32 if operation == "dx" else 64, 8, 2)
     return Tile(128 if operation == "dx" else 64, 128, 32, 8, 2)
 
 
@@ -55,12 +55,16 @@ def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile 
     columns = width(experts)
     if capability is None:
         return Tile(64, columns, 128, 4, 1)
+    # Rows of logits that are no multiple of 16 take more registers: they come and go by single numbers.
+    ragged = experts % 16 != 0
+    if ragged and (columns > 128 or columns == 128 and apart == "both"):
+        return None
     if apart:
         return Tile(64, columns, 32, 8, 3) if columns <= 128 else None
     # Blackwell's products give a thread a whole row, which reductions like but registers do not.
     if capability >= _BLACKWELL:
         return Tile(64, columns, 64, 4 if columns <= 64 else 8, 3) if columns <= 128 else None
-    return Tile(64, columns, 64, 4 if columns <= 128 else 8, 3) if columns <= 256 else None
+    return Tile(64, columns, 64, 8 if columns > (64 if ragged else 128) else 4, 3) if columns <= 256 else None
 
 
 def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
