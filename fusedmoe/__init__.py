@@ -9,6 +9,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers import experts, gates, hooks, losses, orders
 from fusedmoe.layers.fsmoe import CallbackBase, ExpertBase, LinearGate, MOELayer, SimpleOrder
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.pipeline import pipeline
 from fusedmoe.layers.schedule import Schedule
 
 __version__ = "0.1.0"
@@ -36,4 +37,5 @@ __all__ = [
     "losses",
     "ops",
     "orders",
+    "pipeline",
 ]

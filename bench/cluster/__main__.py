@@ -1,7 +1,7 @@
 """`make bench-cluster`: every policy on two nodes of one machine, measured beside its prediction.
 
-Needs root, for network namespaces; says so and ends where it cannot be. Takes some five minutes, and wants the machine
-for itself. Writes bench/results/cluster.json and pictures of predicted and measured timelines.
+Needs root, for network namespaces; says so and ends where it cannot be. Takes a quarter of an hour, and wants the
+machine for itself. Writes bench/results/cluster.json and pictures of predicted and measured timelines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.cluster.setting import SETTINGS, Setting
 from bench.gpu.process import ROOT, Process
 
 _PORT = 29555  # in a namespace of our own
-_SECONDS = 420  # that a setting may take
+_SECONDS = 900  # that a setting may take
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def run(setting: Setting, rounds: int, folder: Path, seconds: int = _SECONDS) ->
 
     Nothing outlives it: neither processes nor namespaces. Raises `RuntimeError` for ranks that fail or take longer.
     """
-    nodes = TwoNodes(setting.inter_mbit, setting.intra_mbit)
+    nodes = TwoNodes(setting.inter_mbit, setting.intra_mbit, setting.bucket_kb)
     running: dict[int, Process] = {}
     try:
         nodes.make()

@@ -3,6 +3,8 @@
 Between the nodes runs a pair of virtual interfaces; a token bucket holds each end to the rate, so each direction has
 all of it. Ranks of one node reach each other by the node's own address, that is over its loopback device, which is held
 to a rate of its own (one bucket for both directions: a bus). Messages up to the buckets' size go through unhindered.
+But a bucket must hold what the link carries between two looks at it, or the rate is not reached; and where all cores
+compute, there are milliseconds between them.
 
 Names carry the process id, so that two runs do not meet; what a killed run has left behind is removed by the next.
 """
@@ -43,12 +45,13 @@ class TwoNodes:
     Args:
         inter_mbit: rate of the link between the nodes, each way.
         intra_mbit: rate of each node's loopback, both ways together.
+        bucket_kb: size of the link's buckets.
     Attributes:
         interfaces: the name of each node's end of the link.
     """
 
-    def __init__(self, inter_mbit: int, intra_mbit: int) -> None:
-        self._rates = inter_mbit, intra_mbit
+    def __init__(self, inter_mbit: int, intra_mbit: int, bucket_kb: int) -> None:
+        self._rates, self._bucket_kb = (inter_mbit, intra_mbit), bucket_kb
         self.names = tuple(f"{_PREFIX}{os.getpid()}-{node}" for node in "ab")
         self.interfaces = tuple(f"fm{os.getpid()}{node}" for node in "ab")
 
@@ -68,14 +71,16 @@ class TwoNodes:
             for device in ("lo", interface):
                 _run("ip", "-n", name, "link", "set", device, "up")
             # A link that was idle sends a full bucket at once: small ones, so that chunks travel no faster than one
-            # message. Loopback's packets of 64 KiB would not go through.
-            _run("ip", "-n", name, "link", "set", "lo", "mtu", "9000")
+            # message. Loopback's packets of 64 KiB would not go through; and the fewer packets, the less of the
+            # processors they take from what computes.
+            for device in ("lo", interface):
+                _run("ip", "-n", name, "link", "set", device, "mtu", "9000")
             # A connection that was idle would begin slowly again, and a collective by itself take longer than between
             # others.
             setting = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
             _run("ip", "netns", "exec", name, "sh", "-c", f"echo 0 > {setting}")
-            for device, rate in ((interface, inter), ("lo", intra)):
-                shape = ("tbf", "rate", f"{rate}mbit", "burst", "16kb", "latency", "100ms")
+            for device, rate, bucket_kb in ((interface, inter, self._bucket_kb), ("lo", intra, 16)):
+                shape = ("tbf", "rate", f"{rate}mbit", "burst", f"{bucket_kb}kb", "latency", "100ms")
                 _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
 
     def remove(self) -> None:

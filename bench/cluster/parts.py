@@ -13,6 +13,8 @@ from bench.cluster.setting import Setting
 #: What an emulated part takes to start.
 START_S = 0.3e-3
 _SEQUENCE = 256
+# Rows of a product, whatever the chunks: how they are split shall change what travels when, not what a product takes.
+_BLOCK = 128
 
 
 class Computation(Protocol):
@@ -73,10 +75,12 @@ class Computed:
         out = torch.empty(x_eCPM.shape)
         rows = _rows(chunk, x_PeCM.shape[0])
         for e in range(len(out)):
-            x, h = self._x[layer, e, rows], self._h[layer, e, rows]
+            x = self._x[layer, e, rows]
             x.view(x_eCPM[e].shape).copy_(x_eCPM[e])
-            torch.mm(x, self._w1[layer][e].t(), out=h)
-            torch.mm(h.relu(), self._w2[layer][e].t(), out=out[e].view(x.shape))
+            blocks = (x.split(_BLOCK), self._h[layer, e, rows].split(_BLOCK), out[e].view(x.shape).split(_BLOCK))
+            for x_b, h_b, out_b in zip(*blocks, strict=True):
+                torch.mm(x_b, self._w1[layer][e].t(), out=h_b)
+                torch.mm(h_b.relu(), self._w2[layer][e].t(), out=out_b)
         return out.permute(2, 0, 1, 3).contiguous()
 
     def experts_backward(self, layer: int, dy_PeCM: Tensor, chunk: slice) -> Tensor:
@@ -85,11 +89,12 @@ class Computed:
         rows = _rows(chunk, dy_PeCM.shape[0])
         for e in range(len(out)):
             x, h = self._x[layer, e, rows], self._h[layer, e, rows]
-            dy = dy_eCPM[e].view(x.shape)
-            self.dw2[layer, e].addmm_(dy.t(), h.relu())
-            dh = (dy @ self._w2[layer][e]).mul_(h > 0)
-            self.dw1[layer, e].addmm_(dh.t(), x)
-            torch.mm(dh, self._w1[layer][e], out=out[e].view(x.shape))
+            dy, dx = dy_eCPM[e].view(x.shape), out[e].view(x.shape)
+            for x_b, h_b, dy_b, dx_b in zip(*(rows.split(_BLOCK) for rows in (x, h, dy, dx)), strict=True):
+                self.dw2[layer, e].addmm_(dy_b.t(), h_b.relu())
+                dh_b = (dy_b @ self._w2[layer][e]).mul_(h_b > 0)
+                self.dw1[layer, e].addmm_(dh_b.t(), x_b)
+                torch.mm(dh_b, self._w1[layer][e], out=dx_b)
         return out.permute(2, 0, 1, 3).contiguous()
 
 

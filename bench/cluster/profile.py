@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,18 +12,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.cluster.parts import Computation
 from bench.cluster.setting import LIMIT, Setting
+from bench.cluster.step import Step
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.runtime.profile import line_through, profile
+from fusedmoe.runtime.profile import line_through
+from fusedmoe.runtime.profile import profile as measure
+from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.orders import three_queues
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts
 
 _BUDGET_S = 20.0
-_REPEATS = 5
+_REPEATS = 3
+# Steps that are done to measure what computes: whole, and in as many chunks as may be.
+_DEGREES = (1, LIMIT)
+
+Points = Sequence[tuple[float, float]]
+# A kind and phase, and its share of a layer.
+Sample = tuple[str, float]
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,7 @@ class Profile:
     model: CostModel
     stack: StackCosts
     seconds: float
-    points: Mapping[str, Sequence[tuple[float, float]]]
+    points: Mapping[str, Points]
 
     def to_json(self) -> dict[str, Any]:
         layer = self.stack.layers[0]
@@ -48,43 +60,79 @@ class Profile:
 
 
 class Profiler:
-    """Collectives, matrix products and contention by the library's profiler; what computes in a step by itself, in the
-    sizes that it has there, as often as `round` is called. Of an emulated accelerator also the matrix products.
+    """Collectives and contention by the library's profiler, all-to-alls again in the sizes of the chunks; what computes
+    by steps that are done for this alone, since nothing computes as fast there as by itself: caches are cold, and
+    threads that send want the processor.
 
     All ranks measure at the same time, so that what they share is shared as in a step. Everything is collective.
     """
 
-    def __init__(self, setting: Setting, topology: Topology, computation: Computation) -> None:
-        self._setting, self._computation = setting, computation
-        self._found = profile(topology, torch.device("cpu"), budget_s=_BUDGET_S, machine=setting.name)
-        self._clock = Clock(topology)
-        for name, part, call in _parts(setting, computation):
-            self._clock.add(name, part, call)
+    def __init__(self, setting: Setting, topology: Topology, step: Step) -> None:
+        self._setting, self._topology, self._step = setting, topology, step
+        self._found = measure(topology, torch.device("cpu"), budget_s=_BUDGET_S, machine=setting.name)
+        free = dict.fromkeys(
+            (f"{kind} {phase}" for kind in ("attention", "expert") for phase in PHASES), Line(0.0, 0.0)
+        )
+        layers = (_layer_costs(setting, step, self._found.costs, free),) * setting.layers
+        self._probes = {degree: _in_chunks(StackCosts(layers), degree) for degree in _DEGREES}
+        self._computing: list[dict[Sample, float]] = []
+        self._exchanging = Clock(topology)
+        for degree in (1, 2, LIMIT):
+            size = setting.row_bytes // degree
+            self._exchanging.add("all-to-all", size, _all_to_all(topology.ep, size))
         one_way = Topology.from_sizes(ep=2, esp=setting.esp, mp=setting.esp, ranks_per_node=setting.ranks_per_node)
-        for name, group in (("all-to-all", topology.ep), ("all-to-all over one process group", one_way.ep)):
-            self._clock.add(name, setting.row_bytes, _all_to_all(group, setting.row_bytes))
+        whole = _all_to_all(one_way.ep, setting.row_bytes)
+        self._exchanging.add("all-to-all over one process group", setting.row_bytes, whole)
         for _ in range(1 + _REPEATS):  # the first is not counted
-            self._clock.round()
+            self.round()
 
     def round(self) -> None:
-        """Measures every part once more: machines are not always equally fast."""
-        self._clock.round()
+        """Measures everything once more: machines are not always equally fast."""
+        self._exchanging.round()
+        taken: dict[Sample, list[float]] = {}
+        for degree, plan in self._probes.items():
+            recorder = Recorder(self._topology.rank)
+            self._exchanging.seconds(partial(self._step.run, plan, recorder))
+            for span in recorder.timeline().on("compute"):
+                share = 1.0 if span.chunk is None else 1.0 / degree
+                taken.setdefault((f"{span.kind} {span.phase}", share), []).append(span.duration_s)
+        self._computing.append({sample: statistics.mean(seconds) for sample, seconds in taken.items()})
 
     def profile(self) -> Profile:
         """By the medians so far."""
-        setting, found, points = self._setting, self._found, self._clock.medians()
-        model = found.costs
+        setting, found = self._setting, self._found
+        points = {**found.points, **self._exchanging.medians(), **self._computed()}
+        lines = {**found.costs.lines, "all-to-all/ep": line_through(points["all-to-all"])}
         if setting.emulated_flops is not None:
-            products = [(setting.expert_flop / 2 * part, seconds / 2) for part, seconds in points["expert forward"]]
-            model = replace(model, lines={**model.lines, "gemm": line_through(products)})
-        layer = _layer_costs(setting, self._computation, model, points)
+            products = [(setting.expert_flop / 2 * share, seconds / 2) for share, seconds in points["expert forward"]]
+            lines["gemm"] = line_through(products)
+        model = replace(found.costs, lines=lines)
+        computing = {name: _line(points[name]) for name, _ in self._computing[0]}
+        layer = _layer_costs(setting, self._step, model, computing)
         stack = StackCosts((layer,) * setting.layers, model.line("all-reduce/dp"), model.contention)
-        return Profile(model, stack, found.seconds, {**found.points, **points})
+        return Profile(model, stack, found.seconds, points)
+
+    def _computed(self) -> dict[str, list[tuple[float, float]]]:
+        """(share of a layer, seconds) by what computes: medians, on the slowest rank. Collective."""
+        ranks = all_gather_object(self._topology.world, self._computing[1:])
+        found: dict[str, list[tuple[float, float]]] = {}
+        for name, share in self._computing[0]:
+            rounds = zip(*([one[name, share] for one in rank] for rank in ranks), strict=True)
+            found.setdefault(name, []).append((share, statistics.median(map(max, rounds))))
+        return found
 
 
-def _layer_costs(
-    setting: Setting, computation: Computation, model: CostModel, points: Mapping[str, list[tuple[float, float]]]
-) -> LayerCosts:
+def _line(points: Points) -> Line:
+    """Of what is never split one point is known, and enough."""
+    return line_through(points) if len(points) > 1 else Line(points[0][1], 0.0)
+
+
+def _in_chunks(costs: StackCosts, degree: int) -> Plan:
+    passes = [Pass(three_queues, degree)] * len(costs.layers)
+    return step_plan(costs, passes, passes)
+
+
+def _layer_costs(setting: Setting, step: Step, model: CostModel, computing: Mapping[str, Line]) -> LayerCosts:
     def chunks(line: Line, volume: float) -> Chunks:
         return Chunks(line.alpha_s, line.beta_s * volume)
 
@@ -92,14 +140,12 @@ def _layer_costs(
     found: dict[str, dict[str, Chunks]] = {}
     for phase in PHASES:
         exchange = chunks(model.line("all-to-all/ep"), sent)
-        expert = chunks(line_through(points[f"expert {phase}"]), 1.0)
-        found[phase] = {"dispatch": exchange, "expert": expert, "combine": exchange}
+        found[phase] = {"dispatch": exchange, "expert": chunks(computing[f"expert {phase}"], 1.0), "combine": exchange}
         if setting.esp > 1:
             found[phase]["all-gather"] = chunks(model.line("all-gather/esp"), gathered)
             found[phase]["reduce-scatter"] = chunks(model.line("reduce-scatter/esp"), gathered)
-    forward_s, both_s = (points[f"attention {what}"][0][1] for what in ("forward", "both"))
-    dense_s = {"forward": {"attention": forward_s}, "backward": {"attention": max(0.0, both_s - forward_s)}}
-    return LayerCosts(found, dense_s, computation.gradient_bytes)
+    dense_s = {phase: {"attention": computing[f"attention {phase}"].seconds(1.0)} for phase in PHASES}
+    return LayerCosts(found, dense_s, step.gradient_bytes)
 
 
 class Clock:
@@ -132,23 +178,6 @@ class Clock:
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
-
-
-def _parts(setting: Setting, computation: Computation) -> Iterator[tuple[str, float, Callable[[], Any]]]:
-    """What computes: its name, the share of the whole, and what does it."""
-    capacity, local = setting.S // setting.E, setting.E // 2
-    x_SM = torch.randn(setting.S, setting.M)
-
-    def both() -> None:
-        computation.attention(0, x_SM)
-        computation.attention_backward(0, x_SM)
-
-    yield "attention forward", 1.0, partial(computation.attention, 0, x_SM)
-    yield "attention both", 1.0, both
-    for part in (LIMIT, 4, 2, 1):
-        rows, slots = torch.randn(setting.ranks, local, capacity // part, setting.M), slice(0, capacity // part)
-        yield "expert forward", 1 / part, partial(computation.experts, 0, rows, slots)
-        yield "expert backward", 1 / part, partial(computation.experts_backward, 0, rows, slots)
 
 
 def _all_to_all(group: Group, size: int) -> Callable[[], Any]:

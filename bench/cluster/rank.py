@@ -68,13 +68,12 @@ def main() -> None:
 
 def _measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
-    parts = computation(setting)
+    step = Step(setting, topology, computation(setting))
     _tell(topology, "profile")
-    profiler = Profiler(setting, topology, parts)
+    profiler = Profiler(setting, topology, step)
     costs = profiler.profile().stack
     plans = {policy: how.plan(costs, LIMIT) for policy, how in POLICIES.items()}
     topology.agree({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
-    step = Step(setting, topology, parts)
     _tell(topology, "policies")
     difference = _same_results(step, plans)
     runs = {policy: _runner(step, plan) for policy, plan in plans.items()}

@@ -13,6 +13,7 @@ class Setting:
     nodes (EP = 2), and each one over the ranks of a node (ESP). `hidden` is H of a whole expert.
 
     Attributes:
+        bucket_kb: of the link between the nodes (`network`).
         emulated_flops: FLOP/s of an accelerator whose computation is emulated, by a timed wait of the modelled length;
             None: it is computed, on one thread a rank.
         gradient_bytes: of a layer's dense part where that is emulated; where it is computed, M decides.
@@ -22,6 +23,7 @@ class Setting:
     ranks_per_node: int
     inter_mbit: int
     intra_mbit: int
+    bucket_kb: int
     layers: int
     S: int
     M: int
@@ -54,12 +56,13 @@ class Setting:
         return 2 * 4 * self.S * self.M**2 / self.esp
 
 
-#: Two ranks, one a node, that really compute, on one thread each.
-COMPUTED = Setting("computed", 1, 100, 400, layers=3, S=2048, M=192, H=5120, E=4)
+#: Two ranks, one a node, that really compute, on one thread each. Experts are wide and rows narrow, so that a slow link
+#: is enough: what travels takes little of the processors then.
+COMPUTED = Setting("computed", 1, 40, 400, 64, layers=2, S=8192, M=96, H=10752, E=4)
 
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(
-    "emulated", 2, 100, 400, layers=3, S=1024, M=256, H=4096, E=4, emulated_flops=4e10, gradient_bytes=256 * 1024
+    "emulated", 2, 100, 400, 16, layers=3, S=1024, M=256, H=4096, E=4, emulated_flops=4e10, gradient_bytes=256 * 1024
 )
 
 SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED)}

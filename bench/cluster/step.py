@@ -27,6 +27,7 @@ class Step:
 
     def __init__(self, setting: Setting, topology: Topology, computation: Computation) -> None:
         self._setting, self._topology, self._computation = setting, topology, computation
+        self.gradient_bytes = computation.gradient_bytes
         self._capacity = setting.S // setting.E
         counts_E = torch.full((setting.E,), self._capacity)
         self._exchange = Exchange(Direct(topology.ep), topology.esp, counts_E, torch.float32)

@@ -69,14 +69,22 @@ class Exchange(Part):
         counts_E: rows that this rank sends to each of the E experts.
         dtype: of the rows that will travel.
         refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
+        sizes: carries sizes in place of `esp`, for an exchange that begins while rows of another one are gathered.
     Attributes:
         most_rows: that any of the ranks sends; the same number on all of them.
+        send_PE, come_QPE: rows that leave for each peer, and that come by sharding peer, source rank, local expert.
     Raises:
         RankError: this or another rank refused, or the ranks' dtypes differ.
     """
 
     def __init__(
-        self, algorithm: AllToAll, esp: Group, counts_E: Tensor, dtype: torch.dtype, refusal: str | None = None
+        self,
+        algorithm: AllToAll,
+        esp: Group,
+        counts_E: Tensor,
+        dtype: torch.dtype,
+        refusal: str | None = None,
+        sizes: Group | None = None,
     ) -> None:
         ep = algorithm.group
         me = ep.job.rank
@@ -88,7 +96,7 @@ class Exchange(Part):
         ours_PE = torch.cat([counts_E.view(ep.size, -1), *more], 1)
         ones = [1] * ep.size
         theirs_PE = all_to_all_rows(ep, ours_PE, ones, ones, "exchange of counts")
-        all_QPE = all_gather_rows(esp, theirs_PE[None], [1] * esp.size, "exchange of counts").cpu().numpy()
+        all_QPE = all_gather_rows(sizes or esp, theirs_PE[None], [1] * esp.size, "exchange of counts").cpu().numpy()
         notes = sorted(all_QPE[..., -1].reshape(-1).tolist())
         culprits = [note // len(_DTYPES) // 2 for note in notes if note // len(_DTYPES) % 2]
         if refusal is not None:
@@ -101,9 +109,9 @@ class Exchange(Part):
             verdict = ep.board.post(me, CHECK, f"rows of different dtypes cannot travel together: {found}")
             raise RankError(f"rank {me}: ended because {verdict}")
         self._device = counts_E.device
-        self._send_PE, self._come_QPE = ours_PE[:, :-2].cpu().numpy(), all_QPE[..., :-2]
+        self.send_PE, self.come_QPE = ours_PE[:, :-2].cpu().numpy(), all_QPE[..., :-2]
         self.most_rows = int(all_QPE[..., -2].max())
-        super().__init__(algorithm, esp, self._send_PE, self._come_QPE, counts_E.device)
+        super().__init__(algorithm, esp, self.send_PE, self.come_QPE, counts_E.device)
 
     def parts(self, degree: int) -> list[Part]:
         """The exchange in `degree` parts, each with its share of every rank's rows for every expert (`share`).
@@ -112,8 +120,12 @@ class Exchange(Part):
         """
         if degree == 1:
             return [self]
-        shares = ((share(self._send_PE, i, degree), share(self._come_QPE, i, degree)) for i in range(degree))
-        return [Part(self._algorithm, self._esp, send, come, self._device) for send, come in shares]
+        shares = ((share(self.send_PE, i, degree), share(self.come_QPE, i, degree)) for i in range(degree))
+        return [self.part(send, come) for send, come in shares]
+
+    def part(self, send_PE: np.ndarray, come_QPE: np.ndarray) -> Part:
+        """Other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
+        return Part(self._algorithm, self._esp, send_PE, come_QPE, self._device)
 
 
 def share(counts: np.ndarray, part: int, degree: int) -> np.ndarray:

@@ -230,10 +230,14 @@ class Topology:
         """A group of some ranks, this one among them; made on first use, by its members only."""
         if ranks not in self._subgroups:
             handle = self._process_group(ranks) if len(ranks) > 1 else None
-            self._subgroups[ranks] = Group(
-                axis, ranks, ranks.index(self.rank), handle, self.job, self._downward(ranks)
-            )
+            self._subgroups[ranks] = Group(axis, ranks, ranks.index(self.rank), handle, self.job, self._downward(ranks))
         return self._subgroups[ranks]
+
+    def beside(self, group: Group) -> Group:
+        """Another group of the same ranks, for what goes on at the same time as something over `group`."""
+        if group.size == 1:
+            return group
+        return replace(group, handle=self._process_group(group.ranks), downward=None)
 
     def _downward(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return self._process_group(ranks) if self._duplex and len(ranks) > 1 else None

@@ -97,7 +97,8 @@ def experts_backward(
             activation.forward(h, a_b)
             activation.backward(da_b, h, dh_b)
         if ds_N is not None:
-            torch.bmm(da_b[:, None], a_b[:, :, None], out=ds_N[start:stop, None, None])
+            # Two passes over what is cached; a product of a row and a column each takes four times as long.
+            torch.sum(torch.mul(da_b, a_b, out=act_b), 1, out=ds_N[start:stop])
             if weights.b2 is not None:
                 ds_N[start:stop] += dy_b[:, weights.b2_columns()] @ weights.b2[expert]
         torch.mm(dh_b, weights.up(expert), out=dx_NM[start:stop])

@@ -146,7 +146,7 @@ class MoELayer(nn.Module):
                 f"{gate.experts} experts cannot be split over ep = {ep.size} ranks; choose a multiple of {ep.size} "
                 "experts, or another topology"
             )
-        self._all_to_all = make_all_to_all(dispatch, self.topology)
+        self.all_to_all = make_all_to_all(dispatch, self.topology)
         local = gate.experts // ep.size
         self.gate, self.experts, self.shared = gate, experts, shared
         gate.setup(model_dim, device=device, dtype=dtype)
@@ -223,7 +223,7 @@ class MoELayer(nn.Module):
         with span(recorder, "gate", kind="gate", phase="forward"):
             routing = self._replicated(self.gate, x_SM)
             self._count(routing)
-        refusal = refusal or self._refuse_logits(routing)
+        refusal = refusal or self.refuse_logits(routing)
         if refusal and self.topology.ep.size == self.topology.esp.size == 1:
             self._refuse(refusal)
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
@@ -264,13 +264,11 @@ class MoELayer(nn.Module):
         if self._in_chunks:
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
             return self._pipelined(ordered.rows_NM, layout, ordered.weight_N, exchange)
-        return through_experts(
-            ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, self.recorder
-        )
+        return through_experts(ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, self.recorder)
 
     def _meet(self, counts_E: Tensor, rows: Tensor, refusal: str | None) -> Exchange:
         with span(self.recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
-            return Exchange(self._all_to_all, self.topology.esp, counts_E, rows.dtype, refusal)
+            return Exchange(self.all_to_all, self.topology.esp, counts_E, rows.dtype, refusal)
 
     def _pipelined(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, exchange: Exchange) -> Tensor:
         """Dispatch, experts and combine by plans."""
@@ -373,6 +371,11 @@ class MoELayer(nn.Module):
         """Whether the gate does anything with the load."""
         return type(self.gate).update is not Gate.update
 
+    def count(self, routing: Routing, kept_E: Tensor) -> None:
+        """What a forward outside this layer (`fusedmoe.pipeline`) routed, and the rows of each expert that it kept."""
+        self._count(routing)
+        self._kept_E = kept_E
+
     def _count(self, routing: Routing | SoftRouting) -> None:
         experts = self.gate.experts
         if isinstance(routing, SoftRouting):
@@ -412,7 +415,8 @@ class MoELayer(nn.Module):
         with self.topology.guard("MoELayer.check"):
             self._refuse_logits_seen(self._watch.wait())
 
-    def _refuse_logits(self, routing: Routing | SoftRouting) -> str | None:
+    def refuse_logits(self, routing: Routing | SoftRouting) -> str | None:
+        """What is wrong with the router's logits, if anything."""
         logits_SE = routing.logits_SE
         if logits_SE is None:
             return None
@@ -507,4 +511,3 @@ def expert_load(expert_SK: Tensor, experts: int) -> Tensor:
 def _recomputing() -> bool:
     """Whether this forward runs inside a backward, for activation checkpointing: nothing may then count twice."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-

@@ -104,7 +104,7 @@ def test_the_sweep_is_around_the_choice() -> None:
 
 @needs_namespaces
 def test_two_nodes_are_joined_and_leave_nothing() -> None:
-    nodes = TwoNodes(200, 1600)
+    nodes = TwoNodes(200, 1600, 32)
     nodes.make()
     try:
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout

@@ -20,6 +20,7 @@ from fusedmoe.layers.gates.linear import outside_autocast
 # Shortens the product before it is rounded up: 1.1 · 100 / 2 is 55 rows, though floats say 55.00000000000001.
 _ROUNDING = 1e-12
 INIT_STD = 0.02
+_STEPS = ("route", "score", "choose")
 
 
 @dataclass
@@ -163,8 +164,34 @@ class Gate(nn.Module):
             return self.route(x_SM)
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
-        """What ``forward`` does after its checks, outside autocast."""
-        raise NotImplementedError(f"{type(self).__name__} defines no route()")
+        """What ``forward`` does after its checks, outside autocast.
+
+        A gate whose batch may be split defines the three steps instead; it may do them at once here where that is
+        faster.
+        """
+        return self.choose(*self.score(x_SM, *self.draw(x_SM)))
+
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        """What belongs to the tokens of a whole batch beside x, random numbers above all: [S, ...] each."""
+        return ()
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        """What the choice depends on, [S, ...] each, of every token by itself: a part of the tokens, and of what was
+        drawn for them, has that part of the whole batch's scores."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither route() nor score()")
+
+    def choose(self, *scores: Tensor) -> Routing | SoftRouting:
+        """The routing of the tokens with these scores. Experts and weights depend on each token alone; capacity and
+        losses are those of these tokens."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither route() nor choose()")
+
+    @property
+    def splits(self) -> bool:
+        """Whether a batch may be split before this gate: it defines the three steps, and tokens do not compete."""
+        # Who brings a route() of its own brings a step with it, or both are another gate's.
+        place = {name: next(i for i, of in enumerate(type(self).__mro__) if name in vars(of)) for name in _STEPS}
+        defined = type(self).score is not Gate.score
+        return not self.needs_whole_batch and defined and place["route"] >= min(place["score"], place["choose"])
 
     def row_capacity(self, tokens: int) -> int | None:
         """Rows that one expert accepts from ``tokens`` tokens of a rank: ceil(k·f·tokens/E); None: no limit.

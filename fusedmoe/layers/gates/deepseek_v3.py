@@ -94,15 +94,21 @@ class DeepSeekV3(Gate):
         nn.init.zeros_(self.bias_E)
 
     def route(self, x_SM: Tensor) -> Routing:
-        normalize = self.normalize and self.k > 1
         if self.groups_kept == self.groups and fused.serves(self, x_SM, self.weight_EM):
-            rule = fused.make_rule(self, "sigmoid", normalize=normalize, scale=self.route_scale, sequence=self.sequence)
+            normalize, scale = self.normalize and self.k > 1, self.route_scale
+            rule = fused.make_rule(self, "sigmoid", normalize=normalize, scale=scale, sequence=self.sequence)
             return fused.make_routing(self, gate(x_SM, self.weight_EM, rule, self.bias_E))
-        logits_SE = router_logits(x_SM, self.weight_EM)
+        return self.choose(*self.score(x_SM))
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        return (router_logits(x_SM, self.weight_EM),)
+
+    def choose(self, *scores: Tensor) -> Routing:
+        (logits_SE,) = scores
         score_SE = logits_SE.sigmoid()
-        expert_SK = self._choose(score_SE.detach() + self.bias_E.to(score_SE.dtype))
+        expert_SK = self._best(score_SE.detach() + self.bias_E.to(score_SE.dtype))
         weight_SK = score_SE.gather(1, expert_SK)
-        if normalize:
+        if self.normalize and self.k > 1:
             weight_SK = share_of_sum(weight_SK)
         terms = {
             "balance": lambda: balance_loss(share_of_sum(score_SE), expert_SK, sequence=self.sequence),
@@ -111,13 +117,13 @@ class DeepSeekV3(Gate):
         return Routing(
             expert_SK=expert_SK,
             weight_SK=weight_SK * self.route_scale,
-            capacity=self.row_capacity(x_SM.shape[0]),
+            capacity=self.row_capacity(logits_SE.shape[0]),
             priority_S=None,
             aux_loss=self.weigh(logits_SE, terms),
             logits_SE=logits_SE.detach(),
         )
 
-    def _choose(self, biased_SE: Tensor) -> Tensor:
+    def _best(self, biased_SE: Tensor) -> Tensor:
         if self.groups_kept == self.groups:
             return top_experts(biased_SE, self.k)
         size = self.experts // self.groups

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.gate import GateChoice, gate_from_logits
 from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import INIT_STD, Gate, Routing, fill_normal
-from fusedmoe.layers.gates.linear import router_logits
+from fusedmoe.layers.gates.linear import router_dtype, router_logits
 from fusedmoe.layers.gates.select import pick, top_experts
 from fusedmoe.layers.gates.topk import noisy_load_importance
 from fusedmoe.layers.losses import balance_loss, z_loss
@@ -55,18 +55,24 @@ class GShard(Gate):
         fill_normal(self.weight_EM, INIT_STD)
         nn.init.zeros_(self.noise_weight_EM)
 
-    def route(self, x_SM: Tensor) -> Routing:
-        noise_std_SE: Tensor | None = None
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        if not self.training:
+            return ()
+        return (torch.randn(len(x_SM), self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        """Noisy logits; where they are used, also those without noise and its standard deviation."""
         if self.training or "importance_load" in self.aux:
             # one product for both: x is read once, its gradient written once
             both = router_logits(x_SM, torch.cat((self.weight_EM, self.noise_weight_EM)))
             clean_SE, raw_SE = both.split(self.experts, dim=1)
-            noise_std_SE = nn.functional.softplus(raw_SE)
-        else:
-            clean_SE = router_logits(x_SM, self.weight_EM)
-        noisy_SE = clean_SE
-        if self.training and noise_std_SE is not None:
-            noisy_SE = clean_SE + torch.randn_like(noise_std_SE) * noise_std_SE
+            std_SE = nn.functional.softplus(raw_SE)
+            noisy_SE = clean_SE + drawn[0] * std_SE if drawn else clean_SE
+            return noisy_SE, clean_SE, std_SE
+        return (router_logits(x_SM, self.weight_EM),)
+
+    def choose(self, *scores: Tensor) -> Routing:
+        noisy_SE = scores[0]
         choice: GateChoice | None = None
         if fused.serves(self, noisy_SE):
             choice = gate_from_logits(noisy_SE, fused.make_rule(self, "softmax", normalize=True))
@@ -76,10 +82,9 @@ class GShard(Gate):
             weight_SK = pick(noisy_SE, expert_SK).softmax(1)
 
         def importance_load() -> Tensor:
-            assert noise_std_SE is not None
-            std_SE = noise_std_SE.clamp(min=_MIN_STD)
+            _, clean_SE, std_SE = scores
             gate_SE = torch.zeros_like(noisy_SE).scatter(1, expert_SK, weight_SK)
-            return noisy_load_importance(gate_SE, clean_SE, noisy_SE, std_SE, self.k)
+            return noisy_load_importance(gate_SE, clean_SE, noisy_SE, std_SE.clamp(min=_MIN_STD), self.k)
 
         if choice is not None:
             return fused.make_routing(self, choice, {"importance_load": importance_load})
@@ -91,7 +96,7 @@ class GShard(Gate):
         return Routing(
             expert_SK=expert_SK,
             weight_SK=weight_SK,
-            capacity=self.row_capacity(x_SM.shape[0]),
+            capacity=self.row_capacity(noisy_SE.shape[0]),
             priority_S=None,
             aux_loss=self.weigh(noisy_SE, terms),
             logits_SE=noisy_SE.detach(),

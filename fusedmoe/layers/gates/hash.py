@@ -49,13 +49,18 @@ class Hash(Gate):
         self.seed = seed
         self.token_ids: Tensor | None = None
 
-    def route(self, x_SM: Tensor) -> Routing:
-        S = x_SM.shape[0]
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        return () if self.token_ids is None else (self._id_keys(self.token_ids, x_SM),)
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            key_S = self._row_keys(x_SM) if self.token_ids is None else self._id_keys(self.token_ids, x_SM)
+            key_S = drawn[0] if drawn else self._row_keys(x_SM)
             salt_E = _mix(torch.arange(self.experts, device=x_SM.device) + _wrap((self.seed + 1) * _GOLDEN))
             expert_SK = top_experts(_mix(_mix(key_S)[:, None] + salt_E), self.k)
-        return constant_routing(self, expert_SK, x_SM, self.row_capacity(S))
+        return expert_SK, constant_weights(self, x_SM)
+
+    def choose(self, *scores: Tensor) -> Routing:
+        return constant_routing(self, *scores)
 
     def _id_keys(self, token_ids: Tensor, x_SM: Tensor) -> Tensor:
         self.require(
@@ -71,13 +76,17 @@ class Hash(Gate):
         return (bits_SM * factor_M).sum(1, dtype=torch.int32).to(torch.int64)
 
 
-def constant_routing(gate: Gate, expert_SK: Tensor, x_SM: Tensor, capacity: int | None) -> Routing:
-    """Routing with the constant weight 1/k, without logits and losses."""
-    weight_SK = torch.full(expert_SK.shape, 1 / gate.k, dtype=router_dtype(x_SM), device=x_SM.device)
+def constant_weights(gate: Gate, x_SM: Tensor) -> Tensor:
+    """1/k for every slot."""
+    return torch.full((len(x_SM), gate.k), 1 / gate.k, dtype=router_dtype(x_SM), device=x_SM.device)
+
+
+def constant_routing(gate: Gate, expert_SK: Tensor, weight_SK: Tensor) -> Routing:
+    """Routing without logits and losses."""
     return Routing(
         expert_SK=expert_SK,
         weight_SK=weight_SK,
-        capacity=capacity,
+        capacity=gate.row_capacity(len(expert_SK)),
         priority_S=None,
         aux_loss=weight_SK.new_zeros(()),
         logits_SE=None,

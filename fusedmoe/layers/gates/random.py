@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.layers.gates.hash import constant_routing
+from fusedmoe.layers.gates.hash import constant_routing, constant_weights
 from fusedmoe.layers.gates.select import top_experts
 
 
@@ -25,7 +25,11 @@ class Random(Gate):
     def __init__(self, experts: int, k: int = 1, capacity_factor: float | None = None) -> None:
         super().__init__(experts, k, capacity_factor)
 
-    def route(self, x_SM: Tensor) -> Routing:
-        S = x_SM.shape[0]
-        score_SE = torch.rand(S, self.experts, dtype=torch.float32, device=x_SM.device)
-        return constant_routing(self, top_experts(score_SE, self.k), x_SM, self.row_capacity(S))
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        return (torch.rand(len(x_SM), self.experts, dtype=torch.float32, device=x_SM.device),)
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        return top_experts(drawn[0], self.k), constant_weights(self, x_SM)
+
+    def choose(self, *scores: Tensor) -> Routing:
+        return constant_routing(self, *scores)

@@ -49,7 +49,13 @@ class Sigmoid(Gate):
         if fused.serves(self, x_SM, self.weight_EM):
             rule = fused.make_rule(self, "sigmoid", normalize=False)
             return fused.make_routing(self, gate(x_SM, self.weight_EM, rule))
-        logits_SE = router_logits(x_SM, self.weight_EM)
+        return self.choose(*self.score(x_SM))
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        return (router_logits(x_SM, self.weight_EM),)
+
+    def choose(self, *scores: Tensor) -> Routing:
+        (logits_SE,) = scores
         expert_SK = top_experts(logits_SE, self.k)
         terms = {
             "balance": lambda: balance_loss(share_of_sum(logits_SE.sigmoid()), expert_SK),
@@ -58,7 +64,7 @@ class Sigmoid(Gate):
         return Routing(
             expert_SK=expert_SK,
             weight_SK=pick(logits_SE, expert_SK).sigmoid(),
-            capacity=self.row_capacity(x_SM.shape[0]),
+            capacity=self.row_capacity(logits_SE.shape[0]),
             priority_S=None,
             aux_loss=self.weigh(logits_SE, terms),
             logits_SE=logits_SE.detach(),

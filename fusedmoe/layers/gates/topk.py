@@ -61,14 +61,22 @@ class TopK(Gate):
         return {"weight_EM": (self.experts, model_dim)}
 
     def route(self, x_SM: Tensor) -> Routing:
-        noisy = self.noise > 0 and self.training
-        if not noisy and "importance_load" not in self.aux and fused.serves(self, x_SM, self.weight_EM):
+        drawn = self.draw(x_SM)
+        if not drawn and "importance_load" not in self.aux and fused.serves(self, x_SM, self.weight_EM):
             return fused.make_routing(self, gate(x_SM, self.weight_EM, self._rule()))
+        return self.choose(*self.score(x_SM, *drawn))
+
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        if not (self.noise > 0 and self.training):
+            return ()
+        return (torch.randn(len(x_SM), self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         clean_SE = router_logits(x_SM, self.weight_EM)
-        logits_SE = clean_SE
-        if noisy:
-            logits_SE = clean_SE + torch.randn_like(clean_SE) * (self.noise / self.experts)
-        return self.route_by(logits_SE, clean_SE)
+        return (clean_SE, *(clean_SE + noise_SE * (self.noise / self.experts) for noise_SE in drawn))
+
+    def choose(self, *scores: Tensor) -> Routing:
+        return self.route_by(scores[-1], scores[0])
 
     def _rule(self) -> GateRule:
         return fused.make_rule(self, "softmax", normalize=self.normalize and self.k > 1)
@@ -133,11 +141,16 @@ class Switch(TopK):
         self.require(0 <= jitter < 1, f"jitter must be at least 0 and below 1, got {jitter}")
         self.jitter = jitter
 
-    def route(self, x_SM: Tensor) -> Routing:
-        if self.jitter and self.training:
-            factor_SM = torch.empty(x_SM.shape, dtype=router_dtype(x_SM), device=x_SM.device)
-            x_SM = x_SM * factor_SM.uniform_(1 - self.jitter, 1 + self.jitter)
-        return super().route(x_SM)
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        if not (self.jitter and self.training):
+            return ()
+        factor_SM = torch.empty(x_SM.shape, dtype=router_dtype(x_SM), device=x_SM.device)
+        return (factor_SM.uniform_(1 - self.jitter, 1 + self.jitter),)
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        for factor_SM in drawn:
+            x_SM = x_SM * factor_SM
+        return super().score(x_SM)
 
 
 class BatchPrioritised(TopK):

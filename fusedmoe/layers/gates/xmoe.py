@@ -66,8 +66,10 @@ class XMoE(TopK):
         nn.init.constant_(self.log_scale, -math.log(self.temperature))
 
     def route(self, x_SM: Tensor) -> Routing:
+        return self.choose(*self.score(x_SM))
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         token_SP = nn.functional.normalize(router_logits(x_SM, self.proj_PM), dim=1)
         expert_EP = nn.functional.normalize(self.expert_EP.to(token_SP.dtype), dim=1)
         scale = self.log_scale.to(token_SP.dtype).clamp(max=_MAX_LOG_SCALE).exp()
-        logits_SE = router_logits(token_SP, expert_EP) * scale
-        return self.route_by(logits_SE, logits_SE)
+        return (router_logits(token_SP, expert_EP) * scale,)

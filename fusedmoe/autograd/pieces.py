@@ -1,0 +1,142 @@
+"""Pieces: what micro-batches of both passes are made of, and how a chunk's rows of several pieces travel together.
+
+The forward pass may have other chunks than the backward pass. The samples of a batch are therefore cut wherever either
+pass cuts them, and a chunk is some pieces that follow each other. Cuts are shares of the batch, so that there are as
+many pieces on every rank, some of them empty where a rank has fewer samples.
+
+Worked example, 6 samples, 2 chunks forward and 3 backward: cuts at 0, 1/3, 1/2, 2/3, 1, so pieces of samples 0–1, 2, 3
+and 4–5; the forward chunks are pieces 0, 1 | 2, 3, the backward chunks 0 | 1, 2 | 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.moe import received_layout
+from fusedmoe.comm.exchange import Part
+from fusedmoe.kernels.layout import Layout
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """`shares`: where pieces begin, and the end, as shares of a batch. `forward`, `backward`: each chunk's pieces."""
+
+    shares: tuple[Fraction, ...]
+    forward: tuple[range, ...]
+    backward: tuple[range, ...]
+
+    @classmethod
+    def of(cls, forward: int, backward: int) -> Cuts:
+        """For so many chunks of the two passes."""
+        shares = sorted({Fraction(i, degree) for degree in (forward, backward) for i in range(degree + 1)})
+
+        def chunks(degree: int) -> tuple[range, ...]:
+            ends = [shares.index(Fraction(i, degree)) for i in range(degree + 1)]
+            return tuple(range(*pair) for pair in zip(ends, ends[1:], strict=False))
+
+        return cls(tuple(shares), chunks(forward), chunks(backward))
+
+    def chunks(self, phase: str) -> tuple[range, ...]:
+        return self.forward if phase == "forward" else self.backward
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """A batch's pieces, along the first dimension; views."""
+        ends = [int(len(x) * share) for share in self.shares]
+        return [x[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+
+
+class Sent:
+    """This rank's rows of a chunk, in the order in which they travel: by destination, piece and expert there.
+
+    Args:
+        layouts: of each piece, rows sorted by expert, without slack.
+        peers: ranks that the experts are split over.
+    Attributes:
+        counts: of the rows by (peer, piece, its local expert), flat.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], peers: int) -> None:
+        self.layouts = layouts
+        self._sizes = [layout.rows for layout in layouts]
+        counts_pPE = torch.stack([layout.counts_E for layout in layouts]).view(len(layouts), peers, -1)
+        self.counts = counts_pPE.transpose(0, 1).reshape(-1)
+        self._order_N: Tensor | None = None
+        if len(layouts) > 1:
+            rows_pP = counts_pPE.sum(2)
+            place_pP = (rows_pP.view(-1).cumsum(0) - rows_pP.view(-1)).view_as(rows_pP)
+            self._order_N = _ranges(place_pP.t().reshape(-1), rows_pP.t().reshape(-1))
+
+    def join(self, rows: Sequence[Tensor]) -> Tensor:
+        """Each piece's sorted rows -> all rows as they travel."""
+        return rows[0] if self._order_N is None else torch.cat(list(rows))[self._order_N]
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """The inverse of `join`."""
+        if self._order_N is None:
+            return [rows]
+        return list(torch.empty_like(rows).index_copy_(0, self._order_N, rows).split(self._sizes))
+
+
+class Received:
+    """The rows of a chunk that come to the local experts: by source, piece and local expert.
+
+    Args:
+        part: the chunk's moves.
+        counts_RpE: rows by source, piece and local expert.
+    Attributes:
+        layout: sorts them by local expert.
+    """
+
+    def __init__(self, part: Part, counts_RpE: Tensor) -> None:
+        self.part, self.counts_RpE = part, counts_RpE
+        self.layout = received_layout(counts_RpE.reshape(-1, counts_RpE.shape[2]), part.rows)
+
+    def numbers(self, start_pRE: Tensor) -> Tensor:
+        """[R]: the number of each row, where those of piece p, source r and expert e begin with start_pRE[p, r, e]."""
+        return _ranges(start_pRE.transpose(0, 1).reshape(-1), self.counts_RpE.reshape(-1))
+
+
+class Regrouped:
+    """Where the rows of other chunks of the same pieces are among those of `chunks`, which have all pieces in order."""
+
+    def __init__(self, chunks: Sequence[Received]) -> None:
+        counts_pRE = torch.cat([chunk.counts_RpE.transpose(0, 1) for chunk in chunks])
+        flat = counts_pRE.reshape(-1)
+        self._start_pRE = (flat.cumsum(0) - flat).view_as(counts_pRE)
+        numbers, sorted_places, start, piece = [], [], 0, 0
+        for chunk in chunks:
+            pieces = chunk.counts_RpE.shape[1]
+            numbers.append(chunk.numbers(self._start_pRE[piece : piece + pieces]))
+            sorted_places.append(start + chunk.layout.row_SK[:, 0])
+            start, piece = start + chunk.part.rows, piece + pieces
+        number_R = torch.cat(numbers)
+        self._place_R = torch.empty_like(number_R)
+        self._place_R[number_R] = torch.arange(len(number_R), device=number_R.device)
+        self._sorted_place_R = torch.cat(sorted_places)
+
+    def places(self, chunk: Received, first_piece: int) -> tuple[Tensor, Tensor]:
+        """For the rows of a chunk that begins with this piece: as received, among received; sorted, among sorted."""
+        pieces = slice(first_piece, first_piece + chunk.counts_RpE.shape[1])
+        place = self._place_R[chunk.numbers(self._start_pRE[pieces])]
+        return place, self._sorted_place_R[place[chunk.layout.slot_N]]
+
+
+def counts_of(sizes_QPG: np.ndarray, pieces: int, device: torch.device) -> Tensor:
+    """[R, pieces, e]: rows of a chunk by source, piece and local expert, from the sizes that an exchange agreed on."""
+    shape = (sizes_QPG.shape[0] * sizes_QPG.shape[1], pieces, sizes_QPG.shape[2] // pieces)
+    return torch.from_numpy(np.ascontiguousarray(sizes_QPG)).reshape(shape).to(device)
+
+
+def _ranges(start_G: Tensor, count_G: Tensor) -> Tensor:
+    """start, start + 1, … of each segment, one after the other."""
+    before_G = count_G.cumsum(0) - count_G
+    rows = int(count_G.sum())
+    return torch.arange(rows, device=count_G.device) + torch.repeat_interleave(
+        start_G - before_G, count_G, output_size=rows
+    )

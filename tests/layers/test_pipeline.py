@@ -1,0 +1,250 @@
+"""Blocks in micro-batches do what they do one after the other: losses, gradients, drops, updated parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe import ConfigError, experts, gates, orders
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.pipeline import Parts
+from tests.cluster import Cluster
+
+M, H, E, L, LAYERS = 12, 8, 4, 5, 2
+
+GATES: dict[str, Callable[[int, float | None], gates.Gate]] = {
+    "topk": lambda k, f: gates.TopK(E, k, f, aux={"balance": 0.5, "z": 0.1}),
+    "noisy": lambda k, f: gates.TopK(E, k, f, noise=1.0, aux={"importance_load": 0.5, "balance": 0.5}),
+    "gshard": lambda k, f: gates.GShard(E, k, f, aux={"importance_load": 0.5, "balance": 0.5}),
+    "switch": lambda k, f: gates.Switch(E, f, jitter=0.1),
+    "sigmoid": lambda k, f: gates.Sigmoid(E, k, f, aux={"balance": 0.5}),
+    "deepseek": lambda k, f: gates.DeepSeekV3(E, k, f, sequence=L, aux={"balance": 0.5}),
+    "xmoe": lambda k, f: gates.XMoE(E, k, f),
+    "hash": lambda k, f: gates.Hash(E, k, f),
+    "random": lambda k, f: gates.Random(E, k, f),
+}
+
+
+class Attention(nn.Module):
+    """Causal, one head: what a user's own block might have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_u = nn.LayerNorm(M), nn.LayerNorm(M)
+        self.qkv, self.out = nn.Linear(M, 3 * M), nn.Linear(M, M, bias=False)
+
+    def forward(self, x_BLM: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(self.norm(x_BLM)).chunk(3, -1)
+        y_BLM = x_BLM + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return y_BLM, self.norm_u(y_BLM)
+
+
+def make_blocks(gate: str, k: int, factor: float | None, topology: Topology, **options: Any) -> list[Parts]:
+    torch.manual_seed(0)
+    return [
+        Parts(
+            Attention().double(),
+            fusedmoe.MoELayer(
+                M, GATES[gate](k, factor), experts.SwiGLU(H), topology=topology, mp_input="split", dtype=torch.double,
+                **options,
+            ),
+        )
+        for _ in range(LAYERS)
+    ]  # fmt: skip
+
+
+def one_after_the_other(blocks: list[Parts]) -> Callable[[Tensor], Tensor]:
+    def run(x_BLM: Tensor) -> Tensor:
+        for dense, layer in blocks:
+            x_BLM, u_BLM = dense(x_BLM)
+            x_BLM = x_BLM + layer(u_BLM)
+        return x_BLM
+
+    return run
+
+
+def train(run: Callable[[Tensor], Tensor], blocks: list[Parts], batch: int, rank: int, steps: int) -> list[Tensor]:
+    """Losses, gradients, drops and parameters of some steps."""
+    modules = nn.ModuleList([module for block in blocks for module in block])
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
+    found: list[Tensor] = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + rank)
+        x_BLM = torch.randn(batch, L, M, dtype=torch.double, requires_grad=True)
+        weight_BLM = torch.randn(batch, L, M, dtype=torch.double)
+        torch.manual_seed(7 * step + rank)  # of the gates' noise
+        z_BLM = run(x_BLM)
+        loss = (z_BLM * weight_BLM).sum() / 10 + sum(block.experts.aux_loss for block in blocks)
+        optimizer.zero_grad()
+        loss.backward()
+        assert x_BLM.grad is not None
+        found += [loss.detach(), z_BLM.detach(), x_BLM.grad]
+        for parameter in modules.parameters():
+            found.append(torch.zeros(()) if parameter.grad is None else parameter.grad.clone())
+        found += [torch.tensor(block.experts.dropped) for block in blocks]
+        found += [block.experts.load_E.clone() for block in blocks]
+        optimizer.step()
+    return found + [parameter.detach().clone() for parameter in modules.parameters()]
+
+
+def compare(
+    rank: int, world: int, gate: str, k: int, factor: float | None, degrees: tuple[int, int], batches: tuple[int, ...],
+    sizes: dict[str, int], steps: int = 2, options: dict[str, Any] | None = None,
+) -> int:  # fmt: skip
+    topology = Topology.from_sizes(**sizes, timeout_s=30) if world > 1 else Topology()
+    blocks = make_blocks(gate, k, factor, topology, **(options or {}))
+    others = copy.deepcopy(blocks)
+    batch = batches[rank % len(batches)]
+    want = train(one_after_the_other(blocks), blocks, batch, rank, steps)
+    got = train(fusedmoe.pipeline(others, degrees), others, batch, rank, steps)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    return int(sum(block.experts.dropped for block in others))
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("k", "factor"), [(1, None), (2, None), (1, 0.8), (2, 0.8)])
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 2), (4, 4), (3, 2)])
+def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, int]) -> None:
+    if gate == "switch" and k > 1:
+        pytest.skip("one expert a token")
+    dropped = compare(0, 1, gate, k, factor, degrees, (6,), {})
+    assert (dropped > 0) == (factor is not None) or gate in ("hash", "random")
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 2), (8, 8), (2, 3), (8, 3), (1, 4)])
+@pytest.mark.parametrize("batches", [(1,), (5,), (8, 0), (3, 8)])
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_two_ranks(cluster: Cluster, degrees: tuple[int, int], batches: tuple[int, ...], factor: float | None) -> None:
+    cluster.run(2, compare, "topk", 2, factor, degrees, batches, {"ep": 2})
+
+
+@pytest.mark.parametrize("degrees", [(2, 2), (4, 3)])
+@pytest.mark.parametrize("sizes", [{"ep": 4}, {"ep": 2, "esp": 2}, {"esp": 4}, {"ep": 2}])
+def test_four_ranks(cluster: Cluster, degrees: tuple[int, int], sizes: dict[str, int]) -> None:
+    cluster.run(4, compare, "topk", 2, 1.0, degrees, (4, 3, 0, 1), sizes)
+
+
+def test_two_level_dispatch(cluster: Cluster) -> None:
+    sizes = {"ep": 4, "ranks_per_node": 2}
+    cluster.run(4, compare, "gshard", 2, 1.0, (3, 2), (4, 3, 0, 1), sizes, 1, {"dispatch": "2dh"})
+
+
+def test_a_shared_expert(cluster: Cluster) -> None:
+    cluster.run(2, with_parts, experts.SwiGLU(H), experts.FeedForward(H), (2, 3))
+
+
+class Double(experts.RowExperts):
+    """Experts by autograd, whose backward follows the forward's chunks."""
+
+    def make(self, model_dim: int, place: Any, seed: int, **_: Any) -> None:
+        self.scale = nn.Parameter(torch.ones(place.local, model_dim, dtype=torch.double))
+        self.shardings["scale"] = {"ep": 0}
+
+    def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
+        of = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        return (rows_NM * self.scale[of]).tanh()
+
+
+def test_experts_of_another_kind(cluster: Cluster) -> None:
+    cluster.run(2, with_parts, Double(), None, (3, 3))
+    with pytest.raises(ConfigError, match="one degree for both passes"):
+        with_parts(0, 1, Double(), None, (2, 3))
+
+
+def with_parts(
+    rank: int, world: int, own: experts.Experts, shared: experts.Experts | None, degrees: tuple[int, int]
+) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
+    torch.manual_seed(0)
+    layer = fusedmoe.MoELayer(
+        M, gates.TopK(E, 2), own, shared=shared, topology=topology, mp_input="split", dtype=torch.double
+    )
+    blocks = [Parts(Attention().double(), layer)]
+    others = copy.deepcopy(blocks)
+    want = train(one_after_the_other(blocks), blocks, 4, rank, 2)
+    got = train(fusedmoe.pipeline(others, degrees), others, 4, rank, 2)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_evaluation_keeps_nothing() -> None:
+    blocks = make_blocks("topk", 2, 1.0, Topology())
+    run = fusedmoe.pipeline(blocks, (3, 2)).eval()
+    x_BLM = torch.randn(5, L, M, dtype=torch.double)
+    with torch.no_grad():
+        z_BLM = run(x_BLM)
+        torch.testing.assert_close(z_BLM, one_after_the_other(blocks)(x_BLM), rtol=1e-10, atol=1e-10)
+    assert not z_BLM.requires_grad
+
+
+def test_gradients_add_up_and_hooks_see_them() -> None:
+    blocks = make_blocks("topk", 1, None, Topology())
+    run = fusedmoe.pipeline(blocks, (2, 2))
+    weight, seen = blocks[0].dense.qkv.weight, []  # type: ignore[union-attr]
+    weight.register_hook(lambda grad: seen.append(grad.clone()))  # type: ignore[union-attr]
+    for _ in range(2):
+        run(torch.randn(4, L, M, dtype=torch.double)).square().sum().backward()
+    torch.testing.assert_close(weight.grad, seen[0] + seen[1])
+
+
+def test_a_second_backward_is_refused() -> None:
+    z = fusedmoe.pipeline(make_blocks("topk", 1, None, Topology()), (2, 2))(torch.randn(4, L, M, dtype=torch.double))
+    z.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="runs once"):
+        z.sum().backward()
+
+
+class OwnRoute(gates.TopK):
+    def route(self, x_SM: Tensor) -> Any:
+        return super().route(x_SM.flip(0))
+
+
+def test_gates_that_cannot_be_split() -> None:
+    for gate in (gates.BatchPrioritised(E), gates.ExpertChoice(E), gates.SoftMoE(E), OwnRoute(E)):
+        assert not gate.splits
+        layer = fusedmoe.MoELayer(M, gate, experts.SwiGLU(H))
+        with pytest.raises(ConfigError, match=f"{type(gate).__name__} looks at whole batches"):
+            fusedmoe.pipeline([(Attention(), layer)], (2, 2))
+    for make in GATES.values():
+        assert make(1, None).splits
+
+
+def test_what_cannot_work_is_refused() -> None:
+    blocks = make_blocks("topk", 2, None, Topology())
+    with pytest.raises(ConfigError, match="degrees"):
+        fusedmoe.pipeline(blocks, (0, 2))
+    with pytest.raises(ConfigError, match="no blocks"):
+        fusedmoe.pipeline([], (1, 1))
+    with pytest.raises(ConfigError, match="by products"):
+        fusedmoe.pipeline(make_blocks("topk", 2, 1.0, Topology(), order=orders.Einsum()), (1, 1))
+    for shape in ((4,), (4, L, M + 1)):
+        with pytest.raises(ConfigError, match="shape"):
+            fusedmoe.pipeline(blocks, (1, 1))(torch.randn(shape, dtype=torch.double))
+
+
+def bad_logits(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    run = fusedmoe.pipeline(make_blocks("topk", 2, None, topology), (2, 2))
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    if rank == 1:
+        x_BLM[3] = torch.nan
+    run(x_BLM)
+
+
+def different_degrees(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    fusedmoe.pipeline(make_blocks("topk", 2, None, topology), (2, 2 + rank))
+
+
+@pytest.mark.parametrize(("function", "text"), [(bad_logits, "NaN or infinite"), (different_degrees, "on ranks")])
+def test_all_ranks_end_with_one_error(cluster: Cluster, function: Callable[..., None], text: str) -> None:
+    for outcome in cluster.outcomes(2, function):
+        assert outcome.error is not None and outcome.error[0] == "RankError" and text in outcome.error[1]

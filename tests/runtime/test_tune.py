@@ -1,0 +1,94 @@
+"""Tuning S_p: close to the best of a fine sweep after eight samples, and again when steps change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.runtime.tune import PieceTuner
+from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.grid import workloads
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.workload import StackCosts
+
+
+def random_setting(rng: random.Random) -> tuple[int, Callable[[int], float]]:
+    """The largest gradient of a layer, and what a step takes by S_p."""
+    testbed = TESTBEDS[rng.choice(list(TESTBEDS))]
+    shape = replace(rng.choice(list(workloads(testbed))), ep=rng.choice([1, 8]), esp=rng.choice([1, 4]))
+    line = Line(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-10, -8.5))
+    costs = StackCosts((shape.layer_costs(testbed.costs),) * 4, line)
+    degree = rng.choice([2, 4])
+
+    def step_s(piece_bytes: int) -> float:
+        return makespan(micro_plan(costs, Split(degree, degree, piece_bytes)), costs)
+
+    return max(costs.gradient_bytes), step_s
+
+
+def tune(tuner: PieceTuner, step_s: Callable[[int], float], steps: int) -> None:
+    for _ in range(steps):
+        tuner.note(step_s(tuner.piece_bytes))
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_eight_samples_come_within_5_percent_of_a_fine_sweep(part: int) -> None:
+    rng = random.Random()
+    for _ in range(10):
+        largest, step_s = random_setting(rng)
+        tuner = PieceTuner(largest, steps=1, seed=rng.randrange(2**31))
+        tune(tuner, step_s, 8)
+        assert tuner.settled and len(tuner.tried) == 8
+        best = min(step_s(int(size)) for size in np.geomspace(largest / 64, largest, 24))
+        assert step_s(tuner.piece_bytes) <= 1.05 * best, (tuner.tried, best)
+
+
+def test_every_size_is_measured_for_some_steps_and_the_best_is_kept() -> None:
+    tuner, seen = PieceTuner(1000, samples=3, steps=4, drift=None), []
+    for _ in range(12):
+        assert not tuner.settled
+        seen.append(tuner.piece_bytes)
+        # One step in four is slow: a median of four is not moved by it beyond what the others are.
+        tuner.note(abs(tuner.piece_bytes - 300) + (1e6 if len(seen) % 4 == 0 else 0.0))
+    assert [len(set(seen[i : i + 4])) for i in (0, 4, 8)] == [1, 1, 1] and len(set(seen)) == 3
+    assert tuner.settled and tuner.piece_bytes == min(set(seen), key=lambda size: abs(size - 300))
+    tune(tuner, lambda size: 1e9, 100)
+    assert tuner.settled
+
+
+def test_steps_that_change_start_it_again() -> None:
+    tuner = PieceTuner(1 << 20, samples=2, steps=2)
+    tune(tuner, lambda size: 1.0, 4)
+    tune(tuner, lambda size: 1.09, 10)
+    assert tuner.settled
+    tune(tuner, lambda size: 1.12, 2)
+    assert not tuner.settled and not tuner.tried
+    tune(tuner, lambda size: 1.12, 4)
+    assert tuner.settled
+
+
+def test_all_ranks_try_the_same() -> None:
+    tuners = [PieceTuner(12345, steps=1, seed=3) for _ in range(2)]
+    for tuner in tuners:
+        tune(tuner, lambda size: size % 97, 8)
+    assert tuners[0].tried == tuners[1].tried
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3])
+def test_a_gradient_of_few_bytes(largest: int) -> None:
+    tuner = PieceTuner(largest, steps=1)
+    tune(tuner, float, 8)
+    assert tuner.settled and 1 <= tuner.piece_bytes <= largest
+
+
+@pytest.mark.parametrize("wrong", [{"largest_bytes": 0}, {"samples": 0}, {"steps": 0}, {"drift": 0.0}])
+def test_numbers_that_cannot_be(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="S_p"):
+        PieceTuner(**{"largest_bytes": 10, **wrong})
