@@ -31,6 +31,12 @@ def test_functions() -> None:
     assert load("functions.py")["main"]().shape == (64, 16)  # type: ignore[operator]
 
 
+def test_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    last = load("blocks.py")["main"](steps=30)  # type: ignore[operator]
+    first = float(capsys.readouterr().out.split("loss")[1].split()[0])
+    assert last < 0.9 * first
+
+
 def test_parallel() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}

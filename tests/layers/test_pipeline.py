@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.pipeline import Parts
 from tests.cluster import Cluster
 
-M, H, E, L, LAYERS = 12, 8, 4, 5, 2
+M, H, E, L, LAYERS = 12, 8, 8, 5, 2
 
 GATES: dict[str, Callable[[int, float | None], gates.Gate]] = {
     "topk": lambda k, f: gates.TopK(E, k, f, aux={"balance": 0.5, "z": 0.1}),
@@ -130,6 +131,26 @@ def test_two_ranks(cluster: Cluster, degrees: tuple[int, int], batches: tuple[in
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"ep": 2, "esp": 2}, {"esp": 4}, {"ep": 2}])
 def test_four_ranks(cluster: Cluster, degrees: tuple[int, int], sizes: dict[str, int]) -> None:
     cluster.run(4, compare, "topk", 2, 1.0, degrees, (4, 3, 0, 1), sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_any_split_of_any_gate(cluster: Cluster, world: int) -> None:
+    """Five steps each, on fresh random choices of everything."""
+    rng = random.Random()
+    for _ in range(40 if world == 1 else 15):
+        gate = rng.choice(list(GATES))
+        k = 1 if gate == "switch" else rng.choice([1, 2, 4, 8])
+        factor = rng.choice([None, 0.5, 1.0, 1.25, 2.0])
+        degrees = rng.randint(1, 8), rng.randint(1, 8)
+        batches = tuple(rng.randint(0, 9) for _ in range(world))
+        sizes = rng.choice([{"ep": 4}, {"ep": 2, "esp": 2}, {"esp": 4}, {"ep": 2}]) if world == 4 else {"ep": 2}
+        given = (gate, k, factor, degrees, batches, sizes if world > 1 else {}, 5)
+        try:
+            compare(0, 1, *given) if world == 1 else cluster.run(world, compare, *given)
+        except AssertionError as error:
+            raise AssertionError(f"{given}") from error
 
 
 def test_two_level_dispatch(cluster: Cluster) -> None:
