@@ -6,6 +6,7 @@ asks for. A run is bounded in time; ranks that fail or hang are ended, and fresh
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -140,6 +141,8 @@ def _serve(pipe: Connection) -> None:
         except BaseException as error:
             value = (False, (type(error).__name__, str(error), traceback.format_exc()))
         finally:
+            # On all ranks now, or a group that an error has left behind waits for its peers in a later run.
+            gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps(value))

@@ -10,7 +10,7 @@ and rows that exceed an expert's capacity are those that would in the whole batc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -130,6 +130,7 @@ class _Layer:
     chunks: list[_Chunk | None]
     sizes: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     taken_E: Tensor | None = None
+    placed: int = 0  # pieces whose rows have their place
     out: list[Tensor | None] = field(default_factory=list)
     dscores: list[tuple[Tensor | None, ...]] = field(default_factory=list)  # of the auxiliary loss, of each piece
     exchange: Exchange | None = None
@@ -190,8 +191,10 @@ class _Forward:
             if layer.stage.waits:
                 dropped_SK = order(expert_SK, E, capacity).row_SK < 0
             else:
+                assert pieces.start == layer.placed, "pieces must be routed in order"
                 dropped_SK = self._full(layer, expert_SK, capacity)
             chosen = list(torch.where(dropped_SK, -1, expert_SK).split([len(one) for one in chosen]))
+        layer.placed = pieces.stop
         for piece, expert_SK in zip(found, chosen, strict=True):
             piece.layout = order(expert_SK, E).exact()
             with torch.set_grad_enabled(self._keep):
@@ -312,24 +315,28 @@ class _Backward:
 
     def _prepare(self, layer: _Layer) -> list[_Chunk]:
         if self._same:
-            return [replace(_there(chunk)) for chunk in layer.chunks]
+            return [_there(chunk) for chunk in layer.chunks]
         found = []
         for pieces in self._stack.cuts.backward:
             send, come = zip(*(layer.sizes[p] for p in pieces), strict=True)
             part = _there(layer.exchange).part(np.concatenate(send, 1), np.concatenate(come, 2))
             sent = Sent([_there(_piece(layer, p).layout) for p in pieces], self._stack.peers)
-            device = sent.counts.device
-            received = Received(part, counts_of(np.concatenate(come, 2), len(pieces), device))
+            received = Received(part, counts_of(np.concatenate(come, 2), len(pieces), sent.counts.device))
             found.append(_Chunk(sent, part, received, torch.empty(0)))
-        if layer.experts.any_degree:
-            chunks = [_there(chunk) for chunk in layer.chunks]
-            x_RM, kept_RH = (torch.cat([_there(c.x_RM) for c in chunks]), torch.cat([c.kept for c in chunks]))
-            weights = torch.cat([_there(chunk.weights) for chunk in chunks])
-            regrouped = Regrouped([chunk.received for chunk in chunks])
-            for chunk, pieces in zip(found, self._stack.cuts.backward, strict=True):
-                place, sorted_place = regrouped.places(chunk.received, pieces.start)
-                chunk.x_RM, chunk.kept, chunk.weights = x_RM[place], kept_RH[sorted_place], weights[place]
         return found
+
+    def _regroup(self, number: int) -> None:
+        """What the forward's chunks kept of a layer goes to the backward's."""
+        layer = self._layers[number]
+        chunks = [_there(chunk) for chunk in layer.chunks]
+        layer.chunks = []
+        regrouped = Regrouped([chunk.received for chunk in chunks])
+        x_RM, kept_RH = torch.cat([_there(c.x_RM) for c in chunks]), torch.cat([c.kept for c in chunks])
+        weights = torch.cat([_there(chunk.weights) for chunk in chunks])
+        del chunks
+        for chunk, pieces in zip(self._chunks[number], self._stack.cuts.backward, strict=True):
+            place, sorted_place = regrouped.places(chunk.received, pieces.start)
+            chunk.x_RM, chunk.kept, chunk.weights = x_RM[place], kept_RH[sorted_place], weights[place]
 
     def run(self) -> Tensor:
         names = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine", "attention")
@@ -353,6 +360,8 @@ class _Backward:
 
     def expert(self, task: Task) -> None:
         number, layer = self._at(task)
+        if layer.chunks and not self._same:
+            self._regroup(number)
         chunk = self._chunk(task)
         layout, weights = chunk.received.layout, _there(chunk.weights)
         weight_R = weights[:, 0][layout.slot_N]

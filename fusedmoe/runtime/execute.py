@@ -114,7 +114,12 @@ class _Run:
         for thread in links:
             thread.join()
         if errors:
-            raise errors[0]
+            try:
+                raise errors[0]
+            finally:
+                # Its traceback leads to this list: a circle would keep tensors and process groups until the collector
+                # comes by.
+                errors.clear()
 
     def on_streams(self, streams: Mapping[str, torch.cuda.Stream]) -> None:
         caller = torch.cuda.current_stream()

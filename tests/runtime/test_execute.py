@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -79,6 +82,29 @@ def test_what_a_body_raises_ends_all(kind: str) -> None:
     assert [str(error) for error in told] == ["no room"]
     assert threading.active_count() == before
     assert Task("combine", 3) not in ran
+
+
+@pytest.mark.parametrize("kind", PIPELINE)
+def test_an_error_keeps_nothing(kind: str) -> None:
+    """What bodies hold, process groups above all, is gone with the exception, and does not wait for the collector."""
+
+    class Held:
+        def fails(self, task: Task) -> None:
+            if task.kind == kind:
+                raise ValueError(str(task))
+
+    held = Held()
+    alive = weakref.ref(held)
+    plan = Plan.of(three_queues(PIPELINE, 2))
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            execute(plan, dict.fromkeys(PIPELINE, held.fails), stop=lambda error: None)
+        del held
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_the_waiting_side_is_told_before_it_is_joined() -> None:
