@@ -6,6 +6,8 @@ orders is what is done, on real rows over real links; only what computes may be 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -40,16 +42,13 @@ class Step:
         state = _State(self, plan)
         kinds = ("attention", "dispatch", "all-gather", "expert", "reduce-scatter", "combine", "gradient-all-reduce")
         bodies = {kind: getattr(state, kind.replace("-", "_")) for kind in kinds}
-        execute(plan, bodies, stop=self._fail, recorder=recorder)
+        execute(plan, bodies, stop=partial(self._topology.stop, "a step"), recorder=recorder)
         return {"z": state.z_SM, "dx": state.dx_SM, "gradient": state.gradient}
 
     def parts(self, degree: int) -> list[Part]:
         if degree not in self._parts:
             self._parts[degree] = self._exchange.parts(degree)
         return self._parts[degree]
-
-    def _fail(self, error: BaseException) -> None:
-        self._topology.fail("a step", f"{type(error).__name__}: {error}")
 
 
 class _State:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusedmoe.autograd.chunk_experts import ChunkExperts, Totals
+from fusedmoe.autograd.hooks import Direction
 from fusedmoe.autograd.order import order, take_slots
 from fusedmoe.autograd.pieces import Cuts, Received, Regrouped, Sent, counts_of
 from fusedmoe.autograd.pipeline import Plans
@@ -90,10 +91,6 @@ class Stack:
     recorder: Recorder | None = None
     streams: Mapping[str, torch.cuda.Stream] | None = None
 
-    def parameters(self, like: Tensor) -> list[list[Tensor | None]]:
-        """Of each layer: those of its dense part and gate, then the experts'."""
-        return [[*stage.dense_parameters, *stage.experts(like).parameters] for stage in self.stages]
-
 
 @dataclass(eq=False)
 class _Piece:
@@ -136,35 +133,64 @@ class _Layer:
     exchange: Exchange | None = None
 
 
-class _Forward:
+class _Pass:
+    """What both passes have in common."""
+
+    def __init__(self, stack: Stack, phase: Direction, layers: list[_Layer]) -> None:
+        self._stack, self._phase, self.layers = stack, phase, layers
+        self._chunks: list[list[_Chunk | None]] = []
+        self._alive: list[Tensor] = []
+
+    def _execute(self) -> None:
+        stack, plan = self._stack, self._stack.plans.of(self._phase)
+        bodies = {task.kind: getattr(self, task.kind.replace("-", "_")) for task in plan}
+        execute(plan, bodies, stop=stack.stop, streams=stack.streams, recorder=stack.recorder)
+
+    def _at(self, task: Task) -> tuple[int, _Layer]:
+        assert task.layer is not None
+        return task.layer, self.layers[task.layer]
+
+    def _pieces(self, task: Task) -> range:
+        return self._stack.cuts.chunks(self._phase)[task.chunk or 0]
+
+    def _chunk(self, task: Task) -> _Chunk:
+        assert task.layer is not None
+        return _there(self._chunks[task.layer][task.chunk or 0])
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        """A stream must not get memory back while another still reads it."""
+        if self._stack.streams is not None:
+            self._alive.append(tensor)
+        return tensor
+
+
+class _Forward(_Pass):
     """One forward pass."""
 
-    def __init__(self, stack: Stack, x: Tensor, keep: bool) -> None:
-        self._stack, self._keep = stack, keep
+    def __init__(self, stack: Stack, x: Tensor, experts: Sequence[ChunkExperts], keep: bool) -> None:
+        self._keep = keep
         self.inputs = stack.cuts.split(x)
-        self._alive: list[Tensor] = []
         chunks, pieces = len(stack.cuts.forward), len(self.inputs)
-        self.layers = [
-            _Layer(stage, stage.experts(x), _leaves(stage, keep), [None] * pieces, [None] * chunks, out=[None] * pieces)
-            for stage in stack.stages
+        layers = [
+            _Layer(stage, of, _leaves(stage, keep), [None] * pieces, [None] * chunks, out=[None] * pieces)
+            for stage, of in zip(stack.stages, experts, strict=True)
         ]
+        super().__init__(stack, "forward", layers)
+        self._chunks = [layer.chunks for layer in layers]
         tokens = x.numel() // x.shape[-1] if x.numel() else 0
         self.capacities = [stage.capacity(tokens) for stage in stack.stages]
         per_sample = tokens // len(x) if len(x) else 0
         self._drawn = [_split_tokens(stage.draw(x), stack.cuts, len(x), per_sample) for stage in stack.stages]
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
-        names = ("attention", "order", "dispatch", "all-gather", "expert", "reduce-scatter", "combine")
-        bodies = {name: getattr(self, name.replace("-", "_")) for name in names}
-        stack = self._stack
-        execute(stack.plans.forward, bodies, stop=stack.stop, streams=stack.streams, recorder=stack.recorder)
+        self._execute()
         last = self.layers[-1]
         z = torch.cat([_piece(last, p).y.detach() + _there(last.out[p]) for p in range(len(self.inputs))])
         return z, [self._whole_gate(layer) for layer in self.layers]
 
     def attention(self, task: Task) -> None:
         number, layer = self._at(task)
-        for p in self._stack.cuts.forward[task.chunk or 0]:
+        for p in self._pieces(task):
             if number:
                 before = self.layers[number - 1]
                 x = _piece(before, p).y.detach() + _there(before.out[p])
@@ -174,7 +200,7 @@ class _Forward:
                 x = x.detach().requires_grad_(self._keep and x.is_floating_point())
                 layer.pieces[p] = _Piece(x, *layer.stage.piece(layer.parameters, x, self._drawn[number][p]))
         if not layer.stage.waits:
-            self._place(number, self._stack.cuts.forward[task.chunk or 0])
+            self._place(number, self._pieces(task))
 
     def order(self, task: Task) -> None:
         number, _ = self._at(task)
@@ -215,8 +241,8 @@ class _Forward:
         return full_S.view_as(expert_SK)
 
     def dispatch(self, task: Task) -> None:
-        number, layer = self._at(task)
-        pieces = [_piece(layer, p) for p in self._stack.cuts.forward[task.chunk or 0]]
+        _, layer = self._at(task)
+        pieces = [_piece(layer, p) for p in self._pieces(task)]
         layouts = [_there(piece.layout) for piece in pieces]
         sent = Sent(layouts, self._stack.peers)
         rows = sent.join([permute(piece.u_SM.detach(), layout) for piece, layout in zip(pieces, layouts, strict=True)])
@@ -248,7 +274,7 @@ class _Forward:
     def combine(self, task: Task) -> None:
         _, layer = self._at(task)
         chunk = self._chunk(task)
-        pieces = self._stack.cuts.forward[task.chunk or 0]
+        pieces = self._pieces(task)
         for p, rows in zip(pieces, chunk.sent.split(chunk.part.combine(self._hold(chunk.rows))), strict=True):
             piece = _piece(layer, p)
             layer.out[p] = gather_sum(rows, _there(piece.layout)).view(piece.y.shape)
@@ -273,19 +299,6 @@ class _Forward:
             layer.dscores = list(zip(*(nothing if g is None else g.split(sizes) for g in grads), strict=True))
         return aux.detach()
 
-    def _at(self, task: Task) -> tuple[int, _Layer]:
-        assert task.layer is not None
-        return task.layer, self.layers[task.layer]
-
-    def _chunk(self, task: Task) -> _Chunk:
-        return _there(self._at(task)[1].chunks[task.chunk or 0])
-
-    def _hold(self, tensor: Tensor) -> Tensor:
-        """A stream must not get memory back while another still reads it."""
-        if self._stack.streams is not None:
-            self._alive.append(tensor)
-        return tensor
-
     def finish(self) -> None:
         """What the backward needs of sizes, and nothing that only this pass needed."""
         self._alive.clear()
@@ -299,11 +312,12 @@ class _Forward:
                 layer.sizes += zip(*sizes, strict=True)
 
 
-class _Backward:
+class _Backward(_Pass):
     """One backward pass."""
 
     def __init__(self, stack: Stack, layers: list[_Layer], dz: Tensor, daux: Sequence[Tensor | None]) -> None:
-        self._stack, self._layers, self._daux = stack, layers, daux
+        super().__init__(stack, "backward", layers)
+        self._daux = daux
         self._dz = stack.cuts.split(dz)  # of each piece, of the layer that is at work
         self.totals: list[Totals] = [None] * len(layers)
         self.dense: list[dict[int, Tensor]] = [{} for _ in layers]
@@ -311,45 +325,41 @@ class _Backward:
         self._chunks = [self._prepare(layer) for layer in layers]
         self._drows: list[list[Tensor | None]] = [[None] * len(self._dz) for _ in layers]
         self._dweights: list[list[Tensor | None]] = [[None] * len(self._dz) for _ in layers]
-        self._alive: list[Tensor] = []
 
-    def _prepare(self, layer: _Layer) -> list[_Chunk]:
+    def _prepare(self, layer: _Layer) -> list[_Chunk | None]:
         if self._same:
-            return [_there(chunk) for chunk in layer.chunks]
-        found = []
+            return layer.chunks
+        found: list[_Chunk | None] = []
         for pieces in self._stack.cuts.backward:
-            send, come = zip(*(layer.sizes[p] for p in pieces), strict=True)
-            part = _there(layer.exchange).part(np.concatenate(send, 1), np.concatenate(come, 2))
+            send, come = (np.concatenate([layer.sizes[p][i] for p in pieces], -1) for i in (0, 1))
+            part = _there(layer.exchange).part(send, come)
             sent = Sent([_there(_piece(layer, p).layout) for p in pieces], self._stack.peers)
-            received = Received(part, counts_of(np.concatenate(come, 2), len(pieces), sent.counts.device))
+            received = Received(part, counts_of(come, len(pieces), sent.counts.device))
             found.append(_Chunk(sent, part, received, torch.empty(0)))
         return found
 
     def _regroup(self, number: int) -> None:
         """What the forward's chunks kept of a layer goes to the backward's."""
-        layer = self._layers[number]
+        layer = self.layers[number]
         chunks = [_there(chunk) for chunk in layer.chunks]
         layer.chunks = []
         regrouped = Regrouped([chunk.received for chunk in chunks])
         x_RM, kept_RH = torch.cat([_there(c.x_RM) for c in chunks]), torch.cat([c.kept for c in chunks])
         weights = torch.cat([_there(chunk.weights) for chunk in chunks])
         del chunks
-        for chunk, pieces in zip(self._chunks[number], self._stack.cuts.backward, strict=True):
+        for chunk, pieces in zip(map(_there, self._chunks[number]), self._stack.cuts.backward, strict=True):
             place, sorted_place = regrouped.places(chunk.received, pieces.start)
             chunk.x_RM, chunk.kept, chunk.weights = x_RM[place], kept_RH[sorted_place], weights[place]
 
     def run(self) -> Tensor:
-        names = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine", "attention")
-        bodies = {name: getattr(self, name.replace("-", "_")) for name in names}
-        stack = self._stack
-        execute(stack.plans.backward, bodies, stop=stack.stop, streams=stack.streams, recorder=stack.recorder)
+        self._execute()
         return torch.cat(self._dz)
 
     def dispatch(self, task: Task) -> None:
         _, layer = self._at(task)
         chunk = self._chunk(task)
         rows = []
-        for p in self._stack.cuts.backward[task.chunk or 0]:
+        for p in self._pieces(task):
             piece = _piece(layer, p)
             rows.append(permute(self._dz[p].reshape(piece.u_SM.shape).to(piece.u_SM.dtype), _there(piece.layout)))
         chunk.rows = chunk.part.dispatch(chunk.sent.join(rows))
@@ -380,7 +390,7 @@ class _Backward:
     def combine(self, task: Task) -> None:
         number, _ = self._at(task)
         chunk = self._chunk(task)
-        pieces = self._stack.cuts.backward[task.chunk or 0]
+        pieces = self._pieces(task)
         rows = chunk.sent.split(chunk.part.combine(self._hold(chunk.rows)))
         weights = chunk.sent.split(chunk.part.combine(_there(chunk.weights))[:, 0])
         for p, drows, dweights in zip(pieces, rows, weights, strict=True):
@@ -389,7 +399,7 @@ class _Backward:
 
     def attention(self, task: Task) -> None:
         number, layer = self._at(task)
-        for p in self._stack.cuts.backward[task.chunk or 0]:
+        for p in self._pieces(task):
             piece = _piece(layer, p)
             layer.pieces[p] = None
             self._dz[p] = self._through(number, p, piece)
@@ -397,7 +407,7 @@ class _Backward:
 
     def _through(self, number: int, p: int, piece: _Piece) -> Tensor:
         """The gradient of a piece's input; what its parameters get is added up."""
-        layer = self._layers[number]
+        layer = self.layers[number]
         du_SM = gather_sum(_there(self._drows[number][p]), _there(piece.layout))
         pairs = [(piece.y, self._dz[p].reshape(piece.y.shape)), (piece.u_SM, du_SM)]
         pairs.append((_there(piece.weight_N), _there(self._dweights[number][p])))
@@ -419,28 +429,16 @@ class _Backward:
                 totals[place] = grad if place not in totals else totals[place] + grad
         return torch.zeros_like(piece.x) if dx is None else dx
 
-    def _at(self, task: Task) -> tuple[int, _Layer]:
-        assert task.layer is not None
-        return task.layer, self._layers[task.layer]
-
-    def _chunk(self, task: Task) -> _Chunk:
-        assert task.layer is not None
-        return self._chunks[task.layer][task.chunk or 0]
-
-    def _hold(self, tensor: Tensor) -> Tensor:
-        """A stream must not get memory back while another still reads it."""
-        if self._stack.streams is not None:
-            self._alive.append(tensor)
-        return tensor
-
 
 class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stack: Stack, keep: bool, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        run = _Forward(stack, x, keep)
+    def forward(
+        ctx: Any, x: Tensor, stack: Stack, experts: Sequence[ChunkExperts], keep: bool, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        run = _Forward(stack, x, experts, keep)
         z, aux = run.run()
         run.finish()
-        ctx.stack, ctx.layers, ctx.given = stack, run.layers if keep else None, parameters
+        ctx.stack, ctx.layers = stack, run.layers if keep else None
         ctx.set_materialize_grads(False)
         return (z, *aux)
 
@@ -460,7 +458,7 @@ class _Through(torch.autograd.Function):
             own = layer.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):
                 grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
-        return dx if ctx.needs_input_grad[0] else None, None, None, *grads
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, *grads
 
 
 def through_stack(x: Tensor, stack: Stack) -> tuple[Tensor, list[Tensor]]:
@@ -476,8 +474,11 @@ def through_stack(x: Tensor, stack: Stack) -> tuple[Tensor, list[Tensor]]:
     Raises:
         RankError: see `fusedmoe.comm.collectives`.
     """
-    parameters = [parameter for layer in stack.parameters(x) for parameter in layer]
-    z, *aux = _Through.apply(x, stack, torch.is_grad_enabled(), *parameters)
+    experts = [stage.experts(x) for stage in stack.stages]  # once: under autocast their parameters are cast here
+    parameters: list[Tensor | None] = []
+    for stage, of in zip(stack.stages, experts, strict=True):
+        parameters += [*stage.dense_parameters, *of.parameters]
+    z, *aux = _Through.apply(x, stack, experts, torch.is_grad_enabled(), *parameters)
     return z, aux
 
 

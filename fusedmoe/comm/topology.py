@@ -266,17 +266,20 @@ class Topology:
         if self.job.board is not None:
             self.job.board.post(self.rank, operation, message)
 
+    def stop(self, operation: str, error: BaseException) -> None:
+        """Posts an exception of this rank, but for one that the rank at fault, or who noticed first, has posted."""
+        if not isinstance(error, RankError):
+            self.fail(operation, f"{type(error).__name__}: {error}")
+
     @contextmanager
     def guard(self, operation: str = "the guarded block") -> Iterator[None]:
         """Posts any exception that leaves the block: other ranks, wherever they wait, end with it by name."""
         try:
             yield
-        except (RankError, _StopRecomputationError):
-            # The first is posted already, by the rank at fault or by the first that noticed. The second is no failure:
-            # activation checkpointing ends a recomputation with it.
-            raise
+        except _StopRecomputationError:
+            raise  # no failure: activation checkpointing ends a recomputation with it
         except BaseException as error:
-            self.fail(operation, f"{type(error).__name__}: {error}")
+            self.stop(operation, error)
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:

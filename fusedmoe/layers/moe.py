@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slo
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
 from fusedmoe.layers.watch import LogitsWatch, count_bad
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.task import PIPELINE, Task
 from fusedmoe.schedule.workload import Workload
 
@@ -162,7 +164,7 @@ class MoELayer(nn.Module):
         self._schedule = self._settled(Schedule.named(schedule) if isinstance(schedule, str) else schedule)
         self._plans: dict[Workload | None, Plans] = {}
         self._followed: _Followed | None = None
-        self._links: dict[str, torch.cuda.Stream] | None = None
+        self._streams = Streams()
         self.aux_loss = torch.zeros(())
         self.load_E = torch.zeros(gate.experts, dtype=torch.long)
         self._kept_E = torch.zeros(gate.experts, dtype=torch.long)
@@ -274,25 +276,15 @@ class MoELayer(nn.Module):
         """Dispatch, experts and combine by plans."""
         experts = self.experts.in_chunks(x_SM)
         followed = self._followed or _Followed(self._scheduled(x_SM, exchange, experts.any_degree))
-        streams = None
-        if x_SM.is_cuda:
-            if self._links is None:
-                self._links = {"intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
-            streams = {"compute": torch.cuda.current_stream(), **self._links}
-
-        def stop(error: BaseException) -> None:
-            if not isinstance(error, RankError):  # which is posted already
-                self.topology.fail("MoELayer", f"{type(error).__name__}: {error}")
-
         run = Pipeline(
             layout,
             exchange,
             experts,
             followed.plans,
-            stop,
+            partial(self.topology.stop, "MoELayer"),
             self.hooks,
             self.recorder,
-            streams,
+            self._streams.on(x_SM.device),
             followed.gradients,
             followed.beside,
         )
@@ -400,7 +392,7 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are not part of a graph.
-        return self.__dict__ | {"aux_loss": self.aux_loss.detach(), "_followed": None, "_links": None}
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach(), "_followed": None}
 
     @property
     def dropped(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,13 +16,14 @@ from fusedmoe.autograd.stack import Choice, Stack, through_stack
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.gates.base import Routing
 from fusedmoe.layers.gates.linear import outside_autocast
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Dropless, Einsum
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import ROADS, Task
@@ -64,7 +66,7 @@ class PipelinedBlocks(nn.Module):
         )
         self._cuts = Cuts.of(*degrees)
         self.topology.agree({"plans": [str(self._plans.forward), str(self._plans.backward)]}, "pipeline")
-        self._links: dict[str, torch.cuda.Stream] | None = None
+        self._streams = Streams()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, …, M] -> [B, …, M]; collective. `experts[i].aux_loss` is then the auxiliary loss of block i."""
@@ -78,16 +80,9 @@ class PipelinedBlocks(nn.Module):
         return z
 
     def _stack(self, x: Tensor) -> Stack:
-        streams = None
-        if x.is_cuda:
-            if self._links is None:
-                self._links = {"intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
-            streams = {"compute": torch.cuda.current_stream(), **self._links}
-        return Stack(self._stages, self._cuts, self._plans, self.topology.ep.size, self._stop, self.recorder, streams)
-
-    def _stop(self, error: BaseException) -> None:
-        if not isinstance(error, RankError):  # which is posted already
-            self.topology.fail("pipeline", f"{type(error).__name__}: {error}")
+        topology, streams = self.topology, self._streams.on(x.device)
+        stop = partial(topology.stop, "pipeline")
+        return Stack(self._stages, self._cuts, self._plans, topology.ep.size, stop, self.recorder, streams)
 
     def _layers(self) -> list[MoELayer]:
         return list(self.experts)  # type: ignore[arg-type]
@@ -116,15 +111,18 @@ def pipeline(blocks: Iterable[Parts], degrees: tuple[int, int] = (1, 1)) -> Pipe
 
 def _refuse(layer: MoELayer, number: int, topology: Topology, degrees: tuple[int, int]) -> None:
     gate = layer.gate
-    name = type(gate).__name__
+    name, like = type(gate).__name__, next(layer.experts.parameters(), torch.empty(0))
     for wrong, text in (
         (not gate.splits, f"{name} looks at whole batches, so that only what follows it can be split: use schedule=…"),
         (isinstance(layer.order, Einsum), "an order by products cannot be split: use Sparse() or Dropless()"),
         (bool(layer.hooks), "hooks see whole layers: use MoELayer(schedule=…) with them"),
-        (layer.topology is not topology, "all blocks must have the same topology"),
+        (
+            layer.topology is not topology and topology.size * layer.topology.size > 1,
+            "all blocks must have the same topology",
+        ),
         (topology.mp.size > 1, "tokens that are split over mp ranks do not come in whole samples"),
         (
-            degrees[0] != degrees[1] and not layer.experts.in_chunks(torch.empty(0)).any_degree,
+            degrees[0] != degrees[1] and not layer.experts.in_chunks(like).any_degree,
             f"experts that are modules of their own need one degree for both passes, not {degrees}",
         ),
     ):
@@ -191,7 +189,8 @@ class _Stage:
         return Exchange(self._layer.all_to_all, esp, counts, like.dtype, refusal, self._sizes)
 
     def experts(self, like: Tensor) -> ChunkExperts:
-        return self._layer.experts.in_chunks(like)
+        experts = self._layer.experts
+        return experts.in_chunks(like.new_empty(0, dtype=experts.row_dtype(like)))
 
 
 class _DensePart(nn.Module):

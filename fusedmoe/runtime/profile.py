@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,9 +29,10 @@ from fusedmoe.comm.collectives import (
     reduce_scatter_rows,
 )
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.cost import CostModel, Line, fit
 from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.plan import Plan
@@ -201,6 +203,7 @@ class _Profiler:
         self._topology, self._device, self._budget_s, self._show = topology, device, budget_s, show
         self._began = time.perf_counter()
         self._recorder = Recorder(topology.rank, device=device)
+        self._stop, self._streams = partial(topology.stop, "profile"), Streams()
         self._wire = device_of(topology.world)
         self._buffer = torch.zeros(_UNIT * _STEPS, device=self._wire)
         every = {**self._collectives(), "gemm": self._products(dtype)}
@@ -236,7 +239,7 @@ class _Profiler:
         taken = []
         for _ in range(_EMPTY_ROUNDS):
             began = time.perf_counter()
-            execute(_EMPTY, bodies, stop=self._stop, streams=self._streams())
+            execute(_EMPTY, bodies, stop=self._stop, streams=self._streams.on(self._device))
             taken.append((time.perf_counter() - began) / len(_EMPTY))
         return statistics.median(taken)
 
@@ -379,16 +382,6 @@ class _Profiler:
     def _execution_s(self, plan: Plan, bodies: Mapping[str, Callable[[Task], None]]) -> float:
         self._ready()
         self._together()
-        execute(plan, bodies, stop=self._stop, streams=self._streams(), recorder=self._recorder)
+        execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
         return self._recorder.timeline().duration_s
 
-    def _streams(self) -> dict[str, torch.cuda.Stream] | None:
-        if self._device.type != "cuda":
-            return None
-        if not hasattr(self, "_links"):
-            self._links = {"intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
-        return {"compute": torch.cuda.current_stream(), **self._links}
-
-    def _stop(self, error: BaseException) -> None:
-        if not isinstance(error, RankError):  # which is posted already
-            self._topology.fail("profile", f"{type(error).__name__}: {error}")

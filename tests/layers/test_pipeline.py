@@ -101,8 +101,12 @@ def compare(
 ) -> int:  # fmt: skip
     topology = Topology.from_sizes(**sizes, timeout_s=30) if world > 1 else Topology()
     blocks = make_blocks(gate, k, factor, topology, **(options or {}))
+    return assert_same(blocks, degrees, batches[rank % len(batches)], rank, steps)
+
+
+def assert_same(blocks: list[Parts], degrees: tuple[int, int], batch: int, rank: int, steps: int) -> int:
+    """As one after the other; how many slots were dropped in the last step."""
     others = copy.deepcopy(blocks)
-    batch = batches[rank % len(batches)]
     want = train(one_after_the_other(blocks), blocks, batch, rank, steps)
     got = train(fusedmoe.pipeline(others, degrees), others, batch, rank, steps)
     for one, other in zip(got, want, strict=True):
@@ -188,12 +192,27 @@ def with_parts(
     layer = fusedmoe.MoELayer(
         M, gates.TopK(E, 2), own, shared=shared, topology=topology, mp_input="split", dtype=torch.double
     )
-    blocks = [Parts(Attention().double(), layer)]
-    others = copy.deepcopy(blocks)
-    want = train(one_after_the_other(blocks), blocks, 4, rank, 2)
-    got = train(fusedmoe.pipeline(others, degrees), others, 4, rank, 2)
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert_same([Parts(Attention().double(), layer)], degrees, 4, rank, 2)
+
+
+@pytest.mark.parametrize("degrees", [(2, 2), (3, 2)])
+def test_under_autocast(degrees: tuple[int, int]) -> None:
+    """Experts compute in bfloat16, and their own parameters get gradients."""
+    torch.manual_seed(0)
+    blocks = [Parts(Attention(), fusedmoe.MoELayer(M, gates.TopK(E, 2), experts.SwiGLU(H))) for _ in range(LAYERS)]
+    x_BLM, dz_BLM = torch.randn(2, 6, L, M)
+    found = []
+    for run in (one_after_the_other(blocks), fusedmoe.pipeline(blocks, degrees)):
+        with torch.autocast("cpu", torch.bfloat16):
+            z_BLM = run(x_BLM)
+        z_BLM.backward(dz_BLM)
+        weights = [weight for block in blocks for weight in block.experts.parameters()]
+        found.append([z_BLM.detach(), *(weight.grad for weight in weights)])
+        for weight in weights:
+            weight.grad = None
+    for want, got in zip(*found, strict=True):
+        assert want is not None and got is not None
+        assert (got - want).norm() <= 0.02 * want.norm()
 
 
 def test_evaluation_keeps_nothing() -> None:

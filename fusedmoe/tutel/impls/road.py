@@ -18,10 +18,10 @@ from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
 from fusedmoe.comm.all_to_all import AllToAll, make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import RankError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
+from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.task import PIPELINE
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.tutel.impls.choice import Choice
@@ -100,6 +100,7 @@ class Road:
         self.topology, self.copies = topology, copies
         self._all_to_all: AllToAll = make_all_to_all(dispatch, topology)
         self._plans: dict[tuple[Any, ...], Plans] = {}
+        self._streams = Streams()
 
     def travel(
         self,
@@ -153,7 +154,8 @@ class Road:
             rows_NM = permute(source, of_source)
             out_NM = through_experts(rows_NM, factor_N, exchange, compute)
             return unpermute(out_NM, layout)
-        run = Pipeline(of_source, exchange, chunks, plans, self._stop, streams=self._streams())
+        stop = partial(topology.stop, "moe_layer")
+        run = Pipeline(of_source, exchange, chunks, plans, stop, streams=self._streams_of_nccl())
         y = pipeline(source, factor_N, run)
         return y if postscore else unpermute(y, layout)
 
@@ -192,15 +194,9 @@ class Road:
             self._plans[key] = plans
         return self._plans[key]
 
-    def _streams(self) -> dict[str, torch.cuda.Stream] | None:
+    def _streams_of_nccl(self) -> dict[str, torch.cuda.Stream] | None:
         if not torch.cuda.is_available() or self.topology.ep.handle is None:
             return None
         if torch.distributed.get_backend(self.topology.ep.handle) != "nccl":
             return None
-        if not hasattr(self, "_links"):
-            self._links = {"intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
-        return {"compute": torch.cuda.current_stream(), **self._links}
-
-    def _stop(self, error: BaseException) -> None:
-        if not isinstance(error, RankError):  # which is posted already
-            self.topology.fail("moe_layer", f"{type(error).__name__}: {error}")
+        return self._streams.on(torch.device("cuda"))
