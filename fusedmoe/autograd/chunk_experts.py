@@ -10,12 +10,20 @@ from torch import Tensor
 
 from fusedmoe.autograd.moe import Compute
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import experts_backward, experts_forward
+from fusedmoe.kernels.experts import (
+    experts_backward,
+    experts_backward_rows,
+    experts_backward_weights,
+    experts_forward,
+)
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Gradients, Weights
 
 # Gradients of parameters; None before the first chunk, and for a parameter without one.
 Totals = Sequence["Tensor | None"] | None
+
+# Adds a chunk's gradients of parameters to those of the chunks before.
+Rest = Callable[[Totals], Totals]
 
 
 class ChunkExperts(Protocol):
@@ -47,6 +55,12 @@ class ChunkExperts(Protocol):
         """
         ...
 
+    def backward_rows(
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Rest]:
+        """Gradients of rows and of their weights, and what gives those of the parameters later."""
+        ...
+
 
 class FusedChunks:
     """Feed-forward experts by their own kernels. A chunk keeps its pre-activations."""
@@ -63,13 +77,23 @@ class FusedChunks:
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None, totals: Totals
     ) -> tuple[Tensor, Tensor | None, Totals]:
-        into = None
-        if totals is not None:
-            w1, w2, b1, b2 = (None if total is None else _at_least_float32(total) for total in totals)
-            assert w1 is not None and w2 is not None
-            into = Gradients(x_RM, None, w1, w2, b1, b2)
+        into = _gradients(x_RM, totals)
         grads = experts_backward(dy_RM, x_RM, kept, layout, weight_R, self.weights, self.activation, into)
         return grads.x_SM, grads.weight_N, (grads.w1, grads.w2, grads.b1, grads.b2)
+
+    def backward_rows(
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Tensor, layout: Layout, weight_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Rest]:
+        dx_RM, dweight_R, left = experts_backward_rows(
+            dy_RM, x_RM, kept, layout, weight_R, self.weights, self.activation
+        )
+
+        def rest(totals: Totals) -> Totals:
+            into = _gradients(x_RM, totals)
+            grads = experts_backward_weights(dy_RM, x_RM, left, layout, weight_R, self.weights, into)
+            return grads.w1, grads.w2, grads.b1, grads.b2
+
+        return dx_RM, dweight_R, rest
 
 
 class ModuleChunks:
@@ -101,8 +125,29 @@ class ModuleChunks:
         dweight_R = others.pop(0) if own_weight_R is not None else None
         found = iter(others)
         grads = (next(found) if p.requires_grad else None for p in self.parameters)
-        totals = tuple(_add(total, grad) for total, grad in zip(totals, grads, strict=True))
+        totals = _add_all(totals, tuple(grads))
         return torch.zeros_like(own_x_RM) if dx_RM is None else dx_RM, dweight_R, totals
+
+    def backward_rows(
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Rest]:
+        """Autograd makes all gradients at once: nothing is left but to add up."""
+        dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
+        return dx_RM, dweight_R, lambda totals: _add_all(totals, grads)
+
+
+def _gradients(like: Tensor, totals: Totals) -> Gradients | None:
+    if totals is None:
+        return None
+    w1, w2, b1, b2 = (None if total is None else _at_least_float32(total) for total in totals)
+    assert w1 is not None and w2 is not None
+    return Gradients(like, None, w1, w2, b1, b2)
+
+
+def _add_all(totals: Totals, grads: Totals) -> Totals:
+    if totals is None or grads is None:
+        return grads if totals is None else totals
+    return tuple(_add(total, grad) for total, grad in zip(totals, grads, strict=True))
 
 
 def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:

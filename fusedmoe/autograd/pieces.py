@@ -1,16 +1,17 @@
-"""Pieces: what micro-batches of both passes are made of, and how a chunk's rows of several pieces travel together.
+"""Pieces: what the chunks of both passes are made of, and how a chunk's rows of several pieces travel together.
 
-The forward pass may have other chunks than the backward pass. The samples of a batch are therefore cut wherever either
-pass cuts them, and a chunk is some pieces that follow each other. Cuts are shares of the batch, so that there are as
-many pieces on every rank, some of them empty where a rank has fewer samples.
+A plan may split a layer's dense part into other chunks than its experts' rows, and the forward pass into others than
+the backward pass. The batch is therefore cut wherever any of them cuts it, and a chunk is some pieces that follow each
+other. Cuts are shares of the batch, so that there are as many pieces on every rank, some of them empty where a rank has
+fewer samples. The backward pass takes chunks from the end (FlowMoE Eq. 5): there chunk 0 is the last pieces.
 
 Worked example, 6 samples, 2 chunks forward and 3 backward: cuts at 0, 1/3, 1/2, 2/3, 1, so pieces of samples 0–1, 2, 3
-and 4–5; the forward chunks are pieces 0, 1 | 2, 3, the backward chunks 0 | 1, 2 | 3.
+and 4–5; the forward chunks are pieces 0, 1 | 2, 3, the backward chunks 3 | 1, 2 | 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,30 +26,31 @@ from fusedmoe.kernels.layout import Layout
 
 @dataclass(frozen=True)
 class Cuts:
-    """`shares`: where pieces begin, and the end, as shares of a batch. `forward`, `backward`: each chunk's pieces."""
+    """Where a batch is cut. `shares`: where pieces begin, and the end, as shares of it."""
 
     shares: tuple[Fraction, ...]
-    forward: tuple[range, ...]
-    backward: tuple[range, ...]
 
     @classmethod
-    def of(cls, forward: int, backward: int) -> Cuts:
-        """For so many chunks of the two passes."""
-        shares = sorted({Fraction(i, degree) for degree in (forward, backward) for i in range(degree + 1)})
+    def of(cls, counts: Iterable[int]) -> Cuts:
+        """For equal chunks, so many at a time."""
+        return cls(tuple(sorted({Fraction(i, count) for count in counts for i in range(count + 1)})))
 
-        def chunks(degree: int) -> tuple[range, ...]:
-            ends = [shares.index(Fraction(i, degree)) for i in range(degree + 1)]
-            return tuple(range(*pair) for pair in zip(ends, ends[1:], strict=False))
+    def __len__(self) -> int:
+        """The number of pieces."""
+        return len(self.shares) - 1
 
-        return cls(tuple(shares), chunks(forward), chunks(backward))
+    def chunk(self, chunk: int, count: int, phase: str) -> range:
+        """The pieces of one of `count` chunks of a pass."""
+        number = chunk if phase == "forward" else count - 1 - chunk
+        return range(self.shares.index(Fraction(number, count)), self.shares.index(Fraction(number + 1, count)))
 
-    def chunks(self, phase: str) -> tuple[range, ...]:
-        return self.forward if phase == "forward" else self.backward
+    def inside(self, other: Cuts, piece: int) -> range:
+        """The pieces here that a piece of coarser cuts consists of."""
+        return range(*(self.shares.index(other.shares[end]) for end in (piece, piece + 1)))
 
-    def split(self, x: Tensor) -> list[Tensor]:
-        """A batch's pieces, along the first dimension; views."""
-        ends = [int(len(x) * share) for share in self.shares]
-        return [x[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    def slice(self, pieces: range, size: int) -> slice:
+        """Where some pieces are along an axis of so many elements."""
+        return slice(*(int(size * self.shares[end]) for end in (pieces.start, pieces.stop)))
 
 
 class Sent:

@@ -17,7 +17,7 @@ from fusedmoe.kernels import experts_plain
 from fusedmoe.kernels.activation import Activation, define_activation
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Gradients, Weights
+from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 
 def flops(rows: int, weights: Weights, *, backward: bool = False) -> int:
@@ -66,6 +66,50 @@ def experts_backward(
         own = launch.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
     else:
         own = experts_plain.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    return own if into is None else own.added_to(into)
+
+
+def experts_backward_rows(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    h_NH: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+) -> tuple[Tensor, Tensor | None, Hidden]:
+    """The first half of `experts_backward`: gradients of x_SM and weight_N, and what the second half needs.
+
+    What waits for rows need not wait for products that only parameters need (Lancet §4).
+    """
+    if _fused(x_SM):
+        from fusedmoe.kernels.grouped import launch
+
+        return launch.experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    return experts_plain.experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+
+
+def experts_backward_weights(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    left: Hidden,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    into: Gradients | None = None,
+) -> Gradients:
+    """The second half of `experts_backward`: the parameters' gradients, its `x_SM` and `weight_N` without meaning.
+
+    `into`: gradients of other rows, in at least float32, to which these are added in place.
+    """
+    if not _fused(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
+        return experts_plain.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into)
+    if _fused(x_SM):
+        from fusedmoe.kernels.grouped import launch
+
+        own = launch.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
+    else:
+        own = experts_plain.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
     return own if into is None else own.added_to(into)
 
 

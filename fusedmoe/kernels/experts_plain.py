@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Gradients, Weights
+from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 # Rows of a block: large enough for full speed in the matrix products, small enough for its activations to stay cached.
 _BLOCK_ROWS = 512
@@ -60,32 +60,80 @@ def experts_backward(
     The router weight scales rows of width M (of x and of dy) and never rows of width H; an expert without rows gets
     zero gradients.
     """
-    x_SM, dy_SM = x_SM.contiguous(), dy_SM.contiguous()
+    rows = _Rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    parameters = _Parameters(dy_SM, x_SM, layout, weight_N, weights, into)
     hidden = weights.w2.shape[2]
-    if into is None:
-        dw1, dw2 = torch.empty_like(weights.w1), torch.empty_like(weights.w2)
-        db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
-        db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)
-    else:
-        dw1, dw2, db1, db2 = into.w1, into.w2, into.b1, into.b2
-    dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
-    ds_N = None if weight_N is None else x_SM.new_empty(layout.rows)
-    factor_N1 = None if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
-    scratch, scratch_y = _Scratch(x_SM, layout), _Scratch(dy_SM, layout)
-    act, da, a = (scratch.take(hidden) for _ in range(3))
-    dh = scratch.take(activation.halves * hidden)
-    h_NH = h_NH.view(layout.rows, activation.halves * hidden)
-    for expert, count in enumerate(layout.counts):
-        if count == 0 and into is None:
-            dw1[expert].zero_()
-            dw2[expert].zero_()
-    first = -1  # the expert whose gradients the current block adds to
-    for expert, start, stop in scratch.blocks(layout):
-        rows = stop - start
-        act_b, da_b, a_b, dh_b = act[:rows], da[:rows], a[:rows], dh[:rows]
-        dy_b = scratch_y.gather(dy_SM, layout, start, stop)
+    a, dh = rows.scratch.take(hidden), rows.scratch.take(activation.halves * hidden)
+    for expert, start, stop in rows.scratch.blocks(layout):
+        block = slice(0, stop - start)
+        rows.add(expert, start, stop, a[block], dh[block])
+        parameters.add(expert, start, stop, a[block], dh[block])
+    dx_SM, dweight_N = rows.gradients()
+    return Gradients(dx_SM, dweight_N, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
+
+
+def experts_backward_rows(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    h_NH: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+) -> tuple[Tensor, Tensor | None, Hidden]:
+    """The gradients of x_SM and weight_N alone, and what those of the parameters need."""
+    rows = _Rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    hidden = weights.w2.shape[2]
+    left = Hidden(x_SM.new_empty(layout.rows, hidden), x_SM.new_empty(layout.rows, activation.halves * hidden))
+    for expert, start, stop in rows.scratch.blocks(layout):
+        rows.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
+    return *rows.gradients(), left
+
+
+def experts_backward_weights(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    left: Hidden,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    into: Gradients | None = None,
+) -> Gradients:
+    """The gradients of the parameters alone, added to `into` if given; x_SM there is no rows' gradient."""
+    parameters = _Parameters(dy_SM, x_SM, layout, weight_N, weights, into)
+    for expert, start, stop in parameters.scratch.blocks(layout):
+        parameters.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
+    return Gradients(x_SM[:0], None, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
+
+
+class _Rows:
+    """The gradients of rows and of router weights, block by block."""
+
+    def __init__(
+        self,
+        dy_SM: Tensor,
+        x_SM: Tensor,
+        h_NH: Tensor,
+        layout: Layout,
+        weight_N: Tensor | None,
+        weights: Weights,
+        activation: Activation,
+    ) -> None:
+        self._dy_SM, self._layout, self._weight_N = dy_SM.contiguous(), layout, weight_N
+        self._weights, self._activation, self._hidden = weights, activation, weights.w2.shape[2]
+        self._h_NH = h_NH.view(layout.rows, activation.halves * self._hidden)
+        self._dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
+        self._ds_N = None if weight_N is None else x_SM.new_empty(layout.rows)
+        self.scratch = _Scratch(self._dy_SM, layout)
+        self._act, self._da = self.scratch.take(self._hidden), self.scratch.take(self._hidden)
+
+    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> None:
+        """Of a block; its activations are put into a_b and the gradients of their inputs into dh_b."""
+        weights, activation, hidden = self._weights, self._activation, self._hidden
+        act_b, da_b = self._act[: stop - start], self._da[: stop - start]
+        dy_b = self.scratch.gather(self._dy_SM, self._layout, start, stop)
         torch.mm(dy_b, weights.w2[expert], out=da_b)
-        h = h_NH[start:stop]
+        h = self._h_NH[start:stop]
         if activation.gated:
             g, u = h[:, :hidden], h[:, hidden:]
             activation.forward(g, act_b)
@@ -96,28 +144,65 @@ def experts_backward(
         else:
             activation.forward(h, a_b)
             activation.backward(da_b, h, dh_b)
-        if ds_N is not None:
+        if self._ds_N is not None:
             # Two passes over what is cached; a product of a row and a column each takes four times as long.
-            torch.sum(torch.mul(da_b, a_b, out=act_b), 1, out=ds_N[start:stop])
+            torch.sum(torch.mul(da_b, a_b, out=act_b), 1, out=self._ds_N[start:stop])
             if weights.b2 is not None:
-                ds_N[start:stop] += dy_b[:, weights.b2_columns()] @ weights.b2[expert]
-        torch.mm(dh_b, weights.up(expert), out=dx_NM[start:stop])
-        x_b = scratch.gather(x_SM, layout, start, stop)
+                self._ds_N[start:stop] += dy_b[:, weights.b2_columns()] @ weights.b2[expert]
+        torch.mm(dh_b, weights.up(expert), out=self._dx_NM[start:stop])
+
+    def gradients(self) -> tuple[Tensor, Tensor | None]:
+        """Of x_SM and of weight_N."""
+        return gather_sum(self._dx_NM, self._layout, self._weight_N), self._ds_N
+
+
+class _Parameters:
+    """The gradients of parameters, block by block: those of an expert's blocks follow each other."""
+
+    def __init__(
+        self,
+        dy_SM: Tensor,
+        x_SM: Tensor,
+        layout: Layout,
+        weight_N: Tensor | None,
+        weights: Weights,
+        into: Gradients | None,
+    ) -> None:
+        self._x_SM, self._dy_SM, self._layout = x_SM.contiguous(), dy_SM.contiguous(), layout
+        self._weights, self._into, self._last = weights, into, -1
+        self._factor_N1 = None if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
+        self.db1: Tensor | None
+        self.db2: Tensor | None
+        if into is None:
+            self.dw1, self.dw2 = torch.empty_like(weights.w1), torch.empty_like(weights.w2)
+            self.db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
+            self.db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)
+        else:
+            self.dw1, self.dw2, self.db1, self.db2 = into.w1, into.w2, into.b1, into.b2
+        for expert, count in enumerate(layout.counts):
+            if count == 0 and into is None:
+                self.dw1[expert].zero_()
+                self.dw2[expert].zero_()
+        self.scratch, self._scratch_y = _Scratch(self._x_SM, layout), _Scratch(self._dy_SM, layout)
+
+    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> None:
+        """Of a block, from its activations and the gradients of their inputs."""
+        rows, factor_N1 = stop - start, self._factor_N1
+        x_b = self.scratch.gather(self._x_SM, self._layout, start, stop)
+        dy_b = self._scratch_y.gather(self._dy_SM, self._layout, start, stop)
         if factor_N1 is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
-            x_b = torch.mul(x_b, factor_N1[start:stop], out=scratch.gathered(rows))
-            dy_b = torch.mul(dy_b, factor_N1[start:stop], out=scratch_y.gathered(rows))
-        beta = 1 if expert == first or into is not None else 0
-        first = expert
-        dw1_e, dw2_e = dw1[expert].view(-1, x_SM.shape[1]), dw2[expert]
+            x_b = torch.mul(x_b, factor_N1[start:stop], out=self.scratch.gathered(rows))
+            dy_b = torch.mul(dy_b, factor_N1[start:stop], out=self._scratch_y.gathered(rows))
+        beta = 1 if expert == self._last or self._into is not None else 0
+        self._last = expert
+        dw1_e, dw2_e = self.dw1[expert].view(-1, self._x_SM.shape[1]), self.dw2[expert]
         torch.addmm(dw1_e, dh_b.t(), x_b, beta=beta, out=dw1_e)
         torch.addmm(dw2_e, dy_b.t(), a_b, beta=beta, out=dw2_e)
-        if db1 is not None:
+        if self.db1 is not None:
             scaled = dh_b if factor_N1 is None else dh_b * factor_N1[start:stop]
-            db1[expert] += scaled.sum(0).view(db1.shape[1:])
-        if db2 is not None:
-            db2[expert] += dy_b[:, weights.b2_columns()].sum(0)
-    dx_SM = gather_sum(dx_NM, layout, weight_N)
-    return Gradients(dx_SM, ds_N, dw1, dw2, db1, db2)
+            self.db1[expert] += scaled.sum(0).view(self.db1.shape[1:])
+        if self.db2 is not None:
+            self.db2[expert] += dy_b[:, self._weights.b2_columns()].sum(0)
 
 
 def _activate(h: Tensor, out: Tensor, activation: Activation) -> None:

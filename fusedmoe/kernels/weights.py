@@ -35,6 +35,20 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
+class Hidden:
+    """What the gradients of rows leave for those of parameters: activations and their inputs' gradients, by sorted row.
+
+    Either both times the rows' router weights or neither, as the device's kernels like it.
+
+    Attributes:
+        a_NH: [N, H].   dh_NH: [N, H], gated [N, 2·H].
+    """
+
+    a_NH: Tensor
+    dh_NH: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Gradients:
     """What `experts_backward` returns: like the inputs, None where there was none."""
 

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts
-from fusedmoe.autograd.pieces import Cuts
 from fusedmoe.autograd.pipeline import Plans
-from fusedmoe.autograd.stack import Choice, Stack, through_stack
-from fusedmoe.comm.exchange import Exchange
-from fusedmoe.comm.group import Group
+from fusedmoe.autograd.stack import through_stack
+from fusedmoe.autograd.stage import Gradients, Stack
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.layout import contiguous_layout
-from fusedmoe.layers.gates.base import Routing
-from fusedmoe.layers.gates.linear import outside_autocast
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.orders import Dropless, Einsum
+from fusedmoe.layers.orders import Einsum
+from fusedmoe.layers.stage import BlockStage
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import ROADS, Task
+from fusedmoe.schedule.task import PIPELINE, ROADS, WEIGHT_GRADIENTS, Task
+
+Along = Literal["samples", "positions"]
+
+_KINDS = {"attention", "order", *PIPELINE, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce"}
 
 
 class Parts(NamedTuple):
@@ -34,6 +33,10 @@ class Parts(NamedTuple):
 
     `dense`: takes some samples [b, …, M]; y has their shape, and u is what the experts see, [b, …, M]. What it does to
     a sample must not depend on the others.
+
+    Along positions it takes some positions of all samples, [B, l, M], and what it gave for those before, and gives a
+    third result for those to come: (y, u, own) = dense(x, past), where own is a tuple of tensors (keys and values, say)
+    and past the list of those tuples, in order.
     """
 
     dense: nn.Module
@@ -41,89 +44,166 @@ class Parts(NamedTuple):
 
 
 class PipelinedBlocks(nn.Module):
-    """Blocks of dense parts and experts whose micro-batches overlap; see `pipeline`."""
+    """Blocks of dense parts and experts whose micro-batches overlap; see `pipeline`.
 
-    def __init__(self, blocks: Iterable[Parts], degrees: tuple[int, int] = (1, 1)) -> None:
+    Attributes:
+        dense, experts: the blocks' parts.
+        waits: of each block, whether all of a batch is routed before its first row is sent.
+        recorder: measures the tasks while it is set.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[Parts],
+        degrees: tuple[int, int] = (1, 1),
+        along: Along = "samples",
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
         parts = [Parts(*block) for block in blocks]
         if not parts:
             raise ConfigError("pipeline: no blocks")
         if min(degrees) < 1:
             raise ConfigError(f"pipeline: degrees must be at least 1, not {degrees}")
+        if along not in ("samples", "positions"):
+            raise ConfigError(f"pipeline: along = {along!r}; choose samples or positions")
         self.dense = nn.ModuleList(block.dense for block in parts)
         self.experts = nn.ModuleList(block.experts for block in parts)
-        self.topology = parts[0].experts.topology
-        self.degrees = degrees
+        self.topology, self.along = parts[0].experts.topology, along
         self.recorder: Recorder | None = None
         for number, layer in enumerate(self._layers()):
-            _refuse(layer, number, self.topology, degrees)
+            _refuse(layer, number, self.topology)
         sizes = self.topology.beside(self.topology.esp)
-        self._stages = [_Stage(block, sizes) for block in parts]
-        waits = [stage.waits for stage in self._stages]
-        kinds = self._layers()[0].parts
-        self._plans = Plans(
-            _even_plan("forward", degrees[0], kinds, waits), _even_plan("backward", degrees[1], kinds, waits)
-        )
-        self._cuts = Cuts.of(*degrees)
-        self.topology.agree({"plans": [str(self._plans.forward), str(self._plans.backward)]}, "pipeline")
+        self._stages = [BlockStage(*block, sizes, along == "positions", recompute) for block in parts]
         self._streams = Streams()
+        kinds, waits = self._layers()[0].parts, self.waits
+        plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(ROADS, degrees, strict=True))
+        self.follow(Plans(*plans))
+
+    @property
+    def waits(self) -> list[bool]:
+        return [stage.waits for stage in self._stages]
+
+    @property
+    def dense_parameters(self) -> list[list[nn.Parameter]]:
+        """Of each block what its dense part, gate and shared expert learn."""
+        return [list(stage.dense_parameters) for stage in self._stages]
+
+    def follow(self, plans: Plans, gradients: Gradients | None = None) -> None:
+        """From now on both passes run by these plans. Collective over all ranks.
+
+        Args:
+            plans: of all blocks' tasks: attention (with gate), dispatch, all-gather, expert, reduce-scatter, combine,
+                weight gradients, gradient all-reduces; each part of a layer in as many chunks as the plan has.
+            gradients: reduces what the backward plan has of gradient all-reduces.
+        Raises:
+            ConfigError: plans that these blocks cannot follow.
+            RankError: ranks with different plans.
+        """
+        for phase in ROADS:
+            self._check(phase, plans, gradients)
+        self.topology.agree({"plans": [str(plans.forward), str(plans.backward)]}, "pipeline")
+        self.plans, self._gradients = plans, gradients
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, …, M] -> [B, …, M]; collective. `experts[i].aux_loss` is then the auxiliary loss of block i."""
         with self.topology.guard("pipeline"):
-            if x.dim() < 2 or x.shape[-1] != self._layers()[0].model_dim:
-                want = f"[samples, …, {self._layers()[0].model_dim}]"
+            least = 2 if self.along == "samples" else 3
+            if x.dim() < least or x.shape[-1] != self._layers()[0].model_dim:
+                want = f"[samples, {'positions, ' * (least - 2)}…, {self._layers()[0].model_dim}]"
                 raise ConfigError(f"pipeline got input of shape {list(x.shape)}; it takes {want}")
             z, aux = through_stack(x, self._stack(x))
         for layer, loss in zip(self._layers(), aux, strict=True):
-            layer.aux_loss = loss
+            layer.aux_loss = loss / self.topology.mp.size
         return z
 
     def _stack(self, x: Tensor) -> Stack:
-        topology, streams = self.topology, self._streams.on(x.device)
-        stop = partial(topology.stop, "pipeline")
-        return Stack(self._stages, self._cuts, self._plans, topology.ep.size, stop, self.recorder, streams)
+        stop = partial(self.topology.stop, "pipeline")
+        return Stack(
+            self._stages,
+            self.plans,
+            self.topology.ep.size,
+            stop,
+            axis=int(self.along == "positions"),
+            gradients=self._gradients,
+            recorder=self.recorder,
+            streams=self._streams.on(x.device),
+        )
+
+    def _check(self, phase: str, plans: Plans, gradients: Gradients | None) -> None:
+        plan = plans.forward if phase == "forward" else plans.backward
+        for task in plan:
+            if task.kind not in _KINDS or task.phase != phase or (task.layer or 0) >= len(self._stages):
+                raise ConfigError(f"pipeline: {task} is not of the {phase} pass of {len(self._stages)} blocks")
+            if task.kind == "gradient-all-reduce" and gradients is None:
+                raise ConfigError("pipeline: the plan reduces gradients, so follow() needs what reduces them")
+        kinds = {"attention", *self._layers()[0].parts}
+        for number, stage in enumerate(self._stages):
+            counts = Counter(task.kind for task in plan if task.layer == number)
+            lacks = sorted(kinds - counts.keys())
+            if lacks:
+                raise ConfigError(f"pipeline: the {phase} plan has no {lacks[0]} of block {number}")
+            if phase == "forward" and stage.waits and counts["attention"] > 1 and not counts["order"]:
+                raise ConfigError(
+                    f"pipeline: block {number} cannot tell whose rows there is room for before all of a batch is "
+                    "routed (k > 1 with a capacity): the plan needs an order task between attention and dispatch"
+                )
+            degrees = plans.forward.degrees.get(("forward", number)), plans.backward.degrees.get(("backward", number))
+            if degrees[0] != degrees[1] and not stage.any_degree:
+                raise ConfigError(
+                    f"pipeline: block {number}: experts that are modules of their own need one degree for both passes, "
+                    f"not {degrees}"
+                )
 
     def _layers(self) -> list[MoELayer]:
         return list(self.experts)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
-        return f"degrees={self.degrees}"
+        degrees = [max(plan.degrees.values(), default=1) for plan in (self.plans.forward, self.plans.backward)]
+        return f"degrees={tuple(degrees)}, along={self.along!r}"
 
 
-def pipeline(blocks: Iterable[Parts], degrees: tuple[int, int] = (1, 1)) -> PipelinedBlocks:
+def pipeline(
+    blocks: Iterable[Parts], degrees: tuple[int, int] = (1, 1), along: Along = "samples", recompute: bool = False
+) -> PipelinedBlocks:
     """Blocks as one module that runs them in micro-batches, forward and backward each by a plan of its own.
 
     The results are those of the blocks one after the other: the gate routes token by token, and an expert with a
     capacity takes the rows that it would take of the whole batch. A layer whose tokens compete by more than their order
     (k > 1 with a capacity) has all of a batch's micro-batches routed before the first is sent.
 
+    `fusedmoe.training.plan_step` makes plans of these by what they cost, with gradient all-reduces between the rest.
+
     Args:
         blocks: pairs of a dense part and a `MoELayer`, see `Parts`. Parameters stay the modules' own.
         degrees: micro-batches forward and backward; a batch of fewer samples has empty ones.
+        along: "samples", or "positions" of a causal model: chunks of a sequence follow each other, so that one sample
+            is enough.
+        recompute: keep only inputs of dense parts for the backward pass, and compute the rest again there.
     Raises:
-        ConfigError: blocks that cannot be split: gates that look at the whole batch, orders by products, hooks, ranks
-            that split tokens (MP), experts of their own kind with different degrees.
+        ConfigError: blocks that cannot be split: gates that look at the whole batch, orders by products, hooks, tokens
+            that are the same on the ranks of an MP group, experts of their own kind with different degrees.
         RankError: ranks with different blocks or degrees. Making one is collective.
     """
-    return PipelinedBlocks(blocks, degrees)
+    return PipelinedBlocks(blocks, degrees, along, recompute)
 
 
-def _refuse(layer: MoELayer, number: int, topology: Topology, degrees: tuple[int, int]) -> None:
+def _refuse(layer: MoELayer, number: int, topology: Topology) -> None:
     gate = layer.gate
-    name, like = type(gate).__name__, next(layer.experts.parameters(), torch.empty(0))
     for wrong, text in (
-        (not gate.splits, f"{name} looks at whole batches, so that only what follows it can be split: use schedule=…"),
+        (
+            not gate.splits,
+            f"{type(gate).__name__} looks at whole batches, so that only what follows it can be split: use schedule=…",
+        ),
         (isinstance(layer.order, Einsum), "an order by products cannot be split: use Sparse() or Dropless()"),
         (bool(layer.hooks), "hooks see whole layers: use MoELayer(schedule=…) with them"),
         (
             layer.topology is not topology and topology.size * layer.topology.size > 1,
             "all blocks must have the same topology",
         ),
-        (topology.mp.size > 1, "tokens that are split over mp ranks do not come in whole samples"),
         (
-            degrees[0] != degrees[1] and not layer.experts.in_chunks(like).any_degree,
-            f"experts that are modules of their own need one degree for both passes, not {degrees}",
+            topology.mp.size > 1 and layer.mp_input != "split",
+            f"mp_input={layer.mp_input!r}, but micro-batches take each rank's own tokens: use mp_input='split'",
         ),
     ):
         if wrong:
@@ -141,73 +221,3 @@ def _even_plan(phase: str, degree: int, kinds: Sequence[str], waits: Sequence[bo
             elif kind in ("attention", *kinds):
                 tasks += [Task(kind, chunk, layer, phase) for chunk in range(degree)]
     return list_plan(tasks, dict.fromkeys(tasks, 1.0))
-
-
-class _Stage:
-    """A block as a stack calls it."""
-
-    def __init__(self, block: Parts, sizes: Group) -> None:
-        self._layer, self._sizes = block.experts, sizes
-        self._dense = _DensePart(block)
-        self._names = [name for name, _ in self._dense.named_parameters()]
-        gate = block.experts.gate
-        self.experts_in_all = gate.experts
-        self._limited = gate.capacity_factor is not None and not isinstance(block.experts.order, Dropless)
-        self.waits = self._limited and gate.k > 1
-
-    @property
-    def dense_parameters(self) -> list[Tensor]:
-        return list(self._dense.parameters())
-
-    def capacity(self, tokens: int) -> int | None:
-        return self._layer.gate.row_capacity(tokens) if self._limited else None
-
-    def draw(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self._layer.gate.draw(x.reshape(-1, x.shape[-1]))
-
-    def piece(
-        self, parameters: Sequence[Tensor], x: Tensor, drawn: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Routing]:
-        named = dict(zip(self._names, parameters, strict=True))
-        y, u_SM, scores = torch.func.functional_call(self._dense, named, (x, drawn))
-        return y, u_SM, scores, self.choose(scores)
-
-    def choose(self, scores: tuple[Tensor, ...]) -> Routing:
-        with outside_autocast(scores[0].device.type):
-            routing = self._layer.gate.choose(*scores)
-        assert isinstance(routing, Routing)
-        return routing
-
-    def count(self, routing: Choice, kept_E: Tensor) -> None:
-        assert isinstance(routing, Routing)
-        self._layer.count(routing, kept_E)
-
-    def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice]) -> Exchange:
-        found = (self._layer.refuse_logits(routing) for routing in routings if isinstance(routing, Routing))
-        refusal = next((text for text in found if text), None)
-        esp = self._layer.topology.esp
-        return Exchange(self._layer.all_to_all, esp, counts, like.dtype, refusal, self._sizes)
-
-    def experts(self, like: Tensor) -> ChunkExperts:
-        experts = self._layer.experts
-        return experts.in_chunks(like.new_empty(0, dtype=experts.row_dtype(like)))
-
-
-class _DensePart(nn.Module):
-    """What a block computes of a piece by itself: its dense part, the shared expert, and the gate's scores."""
-
-    def __init__(self, block: Parts) -> None:
-        super().__init__()
-        self.dense, self.gate, self.shared = block.dense, block.experts.gate, block.experts.shared
-        self._row_dtype = block.experts.experts.row_dtype
-
-    def forward(self, x: Tensor, drawn: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        y, u = self.dense(x)
-        u_SM = u.reshape(-1, x.shape[-1])
-        with outside_autocast(u_SM.device.type):
-            scores = self.gate.score(u_SM, *drawn)
-        u_SM = u_SM.to(self._row_dtype(u_SM))
-        if self.shared is not None:
-            every = contiguous_layout(torch.full((1,), len(u_SM), device=u_SM.device), len(u_SM))
-            y = y + self.shared(u_SM, every, None).view(y.shape)
-        return y, u_SM, scores

@@ -30,6 +30,17 @@ def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
     return Plan.of(orders)
 
 
+def half(plan: Plan, phase: str) -> Plan:
+    """One pass of all layers as a plan of both has it, with its gradient pieces and weight gradients."""
+    orders = {resource: [task for task in plan.on(resource) if task.phase == phase] for resource in RESOURCES}
+    after = {
+        task: tuple(one for one in before if one.phase == phase)
+        for task, before in plan.after.items()
+        if task.phase == phase
+    }
+    return Plan.of(orders, after)
+
+
 def beside(plan: Plan, layer: int) -> tuple[Task, ...]:
     """The gradient pieces after the last chunk of a layer's backward pass, before those of the next layer."""
     places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer)]

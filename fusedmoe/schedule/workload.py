@@ -124,15 +124,18 @@ class Workload:
         weights = {"expert": chunks["backward"]["expert"] * 0.5, "attention": projections}
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), MicroBatches(dense, weights))
 
-    def step_costs(self, model: CostModel, gradient_bytes: Sequence[int], parts: Iterable[str]) -> StackCosts:
-        """What a training step costs on a machine, of such layers one after the other: nothing but their pipelines is
-        in chunks.
+    def step_costs(
+        self, model: CostModel, gradient_bytes: Sequence[int], parts: Iterable[str], *, whole: bool = False
+    ) -> StackCosts:
+        """What a training step costs on a machine, of such layers one after the other.
 
         Args:
             gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
             parts: of the layers' pipelines (`LayerCosts.with_parts`).
+            whole: micro-batches may go through all of a layer; else nothing but its pipeline is in chunks.
         """
-        layer = replace(self.layer_costs(model).with_parts(parts), micro=None)
+        layer = self.layer_costs(model).with_parts(parts)
+        layer = layer if whole else replace(layer, micro=None)
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
         return StackCosts(
             tuple(replace(layer, gradient_bytes=size) for size in gradient_bytes), all_reduce, model.contention
@@ -169,11 +172,13 @@ class MicroBatches:
     """What a layer costs where micro-batches go through all of it, and where weight gradients are tasks of their own.
 
     `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
-    and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient".
+    and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient". `waits`: forward, all
+    micro-batches are routed before the first is sent ("order", which takes no time by itself).
     """
 
     dense: Mapping[str, Mapping[str, Chunks]]
     weights: Mapping[str, Chunks]
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -268,6 +273,8 @@ def _piece_s(layer: LayerCosts, phase: str, kind: str, count: int, without_weigh
         part = layer.chunks[phase].get(kind)
     elif micro is None:
         part = None
+    elif kind == "order" and micro.waits and phase == "forward":
+        part = Chunks(0.0, 0.0)
     elif kind in _SOURCES:
         part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None
     else:

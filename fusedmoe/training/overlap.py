@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.degree import MAX_DEGREE
-from fusedmoe.schedule.layer import beside, pass_of
+from fusedmoe.schedule.layer import beside, half, pass_of
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
+from fusedmoe.schedule.workload import StackCosts, Workload
 from fusedmoe.training.replicas import MpLoss
 from fusedmoe.training.stream import GradientStream, moe_layers
 
@@ -26,8 +30,12 @@ def plan_step(
     *,
     limit: int = MAX_DEGREE,
     mp_loss: MpLoss = "summands",
+    blocks: PipelinedBlocks | None = None,
 ) -> tuple[Plan, GradientStream]:
     """Plans a training step of a model and has its MoE layers follow the plan; collective over all ranks.
+
+    Layers that are blocks in micro-batches (`fusedmoe.pipeline`) follow plans of whole models, with their dense parts
+    and weight gradients (FlowMoE, Lancet); others only have the plan's chunks and gradient pieces.
 
         plan, stream = plan_step(model, topology, "fsmoe", costs, workload)
         …
@@ -36,10 +44,12 @@ def plan_step(
         sync_gradients(model, topology, stream=stream)
 
     Args:
-        policy: a name of `fusedmoe.schedule.policies.POLICIES`.
+        policy: a name of `fusedmoe.schedule.policies.POLICIES`, for blocks also of
+            `fusedmoe.schedule.whole_policies.WHOLE_POLICIES`.
         costs: of this machine, the same on every rank.
         workload: of one of the model's layers, which are taken to be alike.
         limit: the largest degree.
+        blocks: where they are no module of the model.
     Returns:
         The plan of the step, whose tasks that are not of the layers' pipelines follow autograd's order, and the
         gradients that it reduces on the way.
@@ -47,8 +57,16 @@ def plan_step(
         ConfigError: an unknown policy, or a model without MoE layers.
         RankError: ranks that come to different plans.
     """
-    if policy not in POLICIES:
-        raise ConfigError(f"unknown schedule {policy!r}; choose {', '.join(POLICIES)}")
+    found = [module for module in model.modules() if isinstance(module, PipelinedBlocks)]
+    if blocks is None and found:
+        blocks = found[0]
+    known = POLICIES if blocks is None else {**POLICIES, **WHOLE_POLICIES}
+    if policy not in known:
+        raise ConfigError(f"unknown schedule {policy!r}; choose {', '.join(known)}")
+    if blocks is not None:
+        if len(found) > 1:
+            raise ConfigError("plan_step: the model has several pipelines; make one of all its blocks")
+        return _plan_blocks(model, blocks, policy, costs, workload, limit, mp_loss)
     layers = moe_layers(model)
     if not layers:
         raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
@@ -60,3 +78,33 @@ def plan_step(
         plans = Plans(pass_of(plan, number, "forward"), pass_of(plan, number, "backward"))
         layer.follow(plans, stream, beside(plan, number))
     return plan, stream
+
+
+def _plan_blocks(
+    model: nn.Module,
+    blocks: PipelinedBlocks,
+    policy: str,
+    costs: CostModel,
+    workload: Workload,
+    limit: int,
+    mp_loss: MpLoss,
+) -> tuple[Plan, GradientStream]:
+    stream = GradientStream(model, blocks.topology, mp_loss=mp_loss, dense=blocks.dense_parameters)
+    step_costs = blocks_costs(blocks, costs, workload, stream)
+    how = WHOLE_POLICIES[policy] if policy in WHOLE_POLICIES else POLICIES[policy].plan
+    plan = how(step_costs, limit)
+    blocks.follow(Plans(half(plan, "forward"), half(plan, "backward")), stream)
+    return plan, stream
+
+
+def blocks_costs(
+    blocks: PipelinedBlocks, costs: CostModel, workload: Workload, stream: GradientStream
+) -> StackCosts:
+    """What a step of these blocks costs by their account of a machine."""
+    parts = blocks.experts[0].parts
+    found = workload.step_costs(costs, stream.layer_bytes, parts, whole=True)  # type: ignore[arg-type]
+    layers = (
+        replace(layer, micro=None if layer.micro is None else replace(layer.micro, waits=waits))
+        for layer, waits in zip(found.layers, blocks.waits, strict=True)
+    )
+    return replace(found, layers=tuple(layers))

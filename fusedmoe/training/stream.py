@@ -19,11 +19,16 @@ from fusedmoe.training.replicas import MpLoss, Replica, divisor, local_part, rep
 
 @dataclass(eq=False)
 class _Item:
-    """A parameter in the stream. `whole`: every rank had its gradient when the first part of it was reduced."""
+    """A parameter in the stream.
+
+    `gradient`: what was given; None: it is where autograd puts it. `whole`: every rank had its gradient when the first
+    part of it was reduced.
+    """
 
     replica: Replica
     divisor: int
     dtype: torch.dtype
+    gradient: Tensor | None = None
     ready: bool = False
     whole: bool | None = None
 
@@ -42,13 +47,22 @@ class GradientStream:
     Pieces are cut off in the order in which plans run them, the same on every rank. A parameter whose gradient is not
     there on every rank when its first piece goes is left out, and `sync_gradients(…, stream=…)` reduces it.
 
+    Args:
+        dense: each layer's parameters, where the model knows better (`PipelinedBlocks.dense_parameters`).
     Attributes:
         layer_bytes: of each layer, in the order of the layers, as they are sent (in at least float32).
     """
 
-    def __init__(self, model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        topology: Topology,
+        *,
+        mp_loss: MpLoss = "summands",
+        dense: Sequence[Sequence[nn.Parameter]] | None = None,
+    ) -> None:
         self._topology = topology
-        layers = _dense_parts(model, topology)
+        layers = _dense_parts(model, topology, dense)
         self._items = [
             _Item(replica, divisor(replica, topology, mp_loss), _sent_as(replica))
             for layer in reversed(layers)
@@ -71,7 +85,18 @@ class GradientStream:
         """
         self._open, self._place, self._recorder = True, (0, 0), recorder
         for item in self._items:
-            item.ready, item.whole = False, None
+            item.ready, item.whole, item.gradient = False, None, None
+
+    @property
+    def opened(self) -> bool:
+        """Whether a step's last backward pass has begun, or is to."""
+        return self._open
+
+    def give(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """A gradient before autograd has it, in contiguous memory of its own: pieces are reduced in place."""
+        item = self._by_parameter.get(id(parameter))
+        if item is not None:
+            item.gradient, item.ready = gradient, True
 
     def reduce(self, task: Task) -> None:
         """Reduces the next `task.size` bytes. Collective."""
@@ -107,6 +132,8 @@ class GradientStream:
             self._reduce((left.size - element) * left.dtype.itemsize)
             item = self._place[0]
         self._open = False
+        for one in self._items:
+            one.gradient = None
         return {id(done.replica.parameter) for done in self._items[:item] if done.whole}
 
     def _note(self, parameter: Tensor) -> None:
@@ -171,6 +198,8 @@ def _sent_as(replica: Replica) -> torch.dtype:
 
 def _flat(item: _Item) -> Tensor:
     """The gradient, flat and in memory of its own."""
+    if item.gradient is not None:
+        return local_part(item.gradient).view(-1)
     parameter = item.replica.parameter
     assert parameter.grad is not None
     if not parameter.grad.is_contiguous():
@@ -178,8 +207,14 @@ def _flat(item: _Item) -> Tensor:
     return local_part(parameter.grad).view(-1)
 
 
-def _dense_parts(model: nn.Module, topology: Topology) -> list[list[Replica]]:
-    """For each MoE layer, in order, the replicated parameters that come before its experts."""
+def _dense_parts(
+    model: nn.Module, topology: Topology, dense: Sequence[Sequence[nn.Parameter]] | None
+) -> list[list[Replica]]:
+    """For each MoE layer, in order, the replicated parameters that come before its experts, or those that are given."""
+    if dense is not None:
+        own = [{id(parameter) for parameter in of} for of in dense]
+        streamed = [replica for replica in replicas(model, topology) if _streams(replica)]
+        return [[replica for replica in streamed if id(replica.parameter) in of] for of in own]
     experts = {id(p): n for n, layer in enumerate(moe_layers(model)) for p in layer.experts.parameters()}
     found: list[list[Replica]] = [[] for _ in set(experts.values())]
     layer = 0
@@ -188,9 +223,13 @@ def _dense_parts(model: nn.Module, topology: Topology) -> list[list[Replica]]:
             layer = experts[id(replica.parameter)] + 1
             continue
         # A shared expert, and all else that comes after the experts of a layer, counts to the next one.
-        if layer < len(found) and replica.group.size > 1 and not (replica.managed or replica.named):
+        if layer < len(found) and _streams(replica):
             found[layer].append(replica)
     return found
+
+
+def _streams(replica: Replica) -> bool:
+    return replica.group.size > 1 and not (replica.managed or replica.named)
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import define_experts, experts_backward, experts_forward, flops
+from fusedmoe.kernels.experts import (
+    define_experts,
+    experts_backward,
+    experts_backward_rows,
+    experts_backward_weights,
+    experts_forward,
+    flops,
+)
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.order import build_layout
 from fusedmoe.kernels.weights import Gradients, Weights
@@ -27,7 +36,25 @@ def compute(
 ) -> dict[str, torch.Tensor | None]:
     y_SM, h_NH = experts_forward(x_SM, layout, weight_N, weights, ACTIVATIONS[name])
     grads = experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, ACTIVATIONS[name])
+    halves = in_halves(dy_SM, x_SM, h_NH, layout, weight_N, weights, name)
+    for one, other in zip(vars(grads).values(), vars(halves).values(), strict=True):
+        assert other is one is None or torch.equal(one, other)  # the same products in the same order
     return {"y": y_SM, **{f"d{name}": value for name, value in vars(grads).items()}}
+
+
+def in_halves(
+    dy_SM: torch.Tensor,
+    x_SM: torch.Tensor,
+    h_NH: torch.Tensor,
+    layout: Layout,
+    weight_N: torch.Tensor | None,
+    weights: Weights,
+    name: str,
+    into: Gradients | None = None,
+) -> Gradients:
+    dx_SM, dweight_N, left = experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, ACTIVATIONS[name])
+    grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into)
+    return replace(grads, x_SM=dx_SM, weight_N=dweight_N)
 
 
 def define(
@@ -130,6 +157,9 @@ def test_gradients_added_to_those_of_other_rows(bias: str, dtype: torch.dtype) -
     given = [None if g is None else torch.randn(g.shape).to(total) for g in (alone.w1, alone.w2, alone.b1, alone.b2)]
     into = Gradients(x_SM, None, *(None if g is None else g.clone() for g in given))  # type: ignore[arg-type]
     added = experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, swiglu, into)
+    again = Gradients(x_SM, None, *(None if g is None else g.clone() for g in given))  # type: ignore[arg-type]
+    halves = in_halves(dy_SM, x_SM, h_NH, layout, weight_N, weights, "swiglu", again)
+    assert torch.equal(halves.w1, added.w1) and torch.equal(halves.w2, added.w2) and halves.w1 is again.w1
     assert torch.equal(added.x_SM, alone.x_SM) and added.w1 is into.w1 and added.w2 is into.w2
     for name, before in zip(("w1", "w2", "b1", "b2"), given, strict=True):
         own, sum_ = getattr(alone, name), getattr(added, name)

@@ -6,6 +6,8 @@ true count are never read as results.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from fusedmoe.kernels.grouped.configs import has_bulk_copies
 from fusedmoe.kernels.grouped.products import Plan, dhidden, dweight, product, solid, up
 from fusedmoe.kernels.grouped.tuning import tuner, untuned
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Gradients, Weights
+from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 
 def make_plan(layout: Layout, like: Tensor) -> Plan:
@@ -50,12 +52,38 @@ def experts_backward(
     activation: Activation,
 ) -> Gradients:
     """Gradients, as `fusedmoe.kernels.experts.experts_backward`."""
-    x_SM, dy_SM = solid(x_SM), solid(dy_SM)
+    dx_SM, ds_N, left = experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
+    return replace(grads, x_SM=dx_SM, weight_N=ds_N)
+
+
+def experts_backward_rows(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    h_NH: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+) -> tuple[Tensor, Tensor | None, Hidden]:
+    """As `fusedmoe.kernels.experts.experts_backward_rows`; what is left is times the router weights."""
+    dy_SM = solid(dy_SM)
     plan = make_plan(layout, x_SM)
     h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
     dh, a, ds_N = dhidden(plan, dy_SM, h, weight_N, weights, activation)
     up_ENM = weights.w1.view(weights.w1.shape[0], -1, weights.w1.shape[-1])
     dx_SM = gather_sum(product(plan, "dinput", dh, up_ENM, False), layout)
+    if weights.b2 is not None and ds_N is not None:
+        ds_N = ds_N + bias_dot(plan, dy_SM, weights)
+    return dx_SM, ds_N, Hidden(a, dh)
+
+
+def experts_backward_weights(
+    dy_SM: Tensor, x_SM: Tensor, left: Hidden, layout: Layout, weight_N: Tensor | None, weights: Weights
+) -> Gradients:
+    """As `fusedmoe.kernels.experts.experts_backward_weights`."""
+    x_SM, dy_SM, dh, a = solid(x_SM), solid(dy_SM), left.dh_NH, left.a_NH
+    plan = make_plan(layout, x_SM)
     dw1 = dweight(plan, "dw1", dh, x_SM, "right").view_as(weights.w1)
     dw2 = dweight(plan, "dw2", dy_SM, a, "left")
     one_N1 = None
@@ -66,9 +94,7 @@ def experts_backward(
     if weights.b2 is not None and one_N1 is not None:
         factor_N1 = one_N1 if weight_N is None else weight_N.to(dh.dtype)[:, None]
         db2 = dweight(plan, "dw1", factor_N1, dy_SM, "right")[:, 0, weights.b2_columns()].contiguous()
-        if ds_N is not None:
-            ds_N = ds_N + bias_dot(plan, dy_SM, weights)
-    return Gradients(dx_SM, ds_N, dw1, dw2, db1, db2)
+    return Gradients(x_SM, None, dw1, dw2, db1, db2)
 
 
 def bias_dot(plan: Plan, dy_SM: Tensor, weights: Weights) -> Tensor:

@@ -1,0 +1,80 @@
+"""Linear maps whose weight gradients are computed later: the backward pass first gives the gradients of inputs.
+
+What waits for a layer's backward pass waits for the gradient of its input; those of its weights can be computed beside
+communication (Lancet §4). Inside `with later:` every `torch.nn.functional.linear` by one of the given parameters keeps
+its input and, in the backward pass, its output's gradient; `later.run(add)` then makes their product. What else uses
+parameters has its gradients at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Later(TorchFunctionMode):
+    """`parameters`: leaves; a gradient is told by its place among them."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._waiting: list[tuple[int | None, int | None, Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear:
+            return self._linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        places = self._places.get(id(weight)), self._places.get(id(bias))
+        if places[0] is None or not (input.requires_grad and torch.is_grad_enabled()):
+            return torch.nn.functional.linear(input, weight, bias)
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            input, cast = input.to(dtype), weight.detach().to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        else:
+            cast = weight.detach()
+        wanted = places[0] if weight.requires_grad else None
+        # A bias that is no leaf here, or has been cast, leads to its own by autograd.
+        later = bias is not None and bias.is_leaf and places[1] is not None
+        own = places[1] if later and bias is not None and bias.requires_grad else None
+        return _Linear.apply(input, cast, bias.detach() if later and bias is not None else bias, self, wanted, own)
+
+    def keep(self, weight: int | None, bias: int | None, x: Tensor, dy: Tensor) -> None:
+        if weight is not None or bias is not None:
+            self._waiting.append((weight, bias, x, dy))
+
+    def run(self, add: Callable[[int, Tensor], None]) -> None:
+        """Calls `add(place, gradient)` for every linear map whose backward has been; once."""
+        waiting, self._waiting = self._waiting, []
+        for weight, bias, x, dy in waiting:
+            rows = dy.reshape(-1, dy.shape[-1])
+            if weight is not None:
+                add(weight, rows.t() @ x.reshape(-1, x.shape[-1]))
+            if bias is not None:
+                add(bias, rows.sum(0))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, *places: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.later, ctx.places = later, places
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.later.keep(*ctx.places, x, dy)
+        dbias = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return dy @ weight, None, dbias, None, None, None

@@ -1,0 +1,232 @@
+"""The backward pass of a stack, task by task, from what the forward pass stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.chunk_experts import Totals
+from fusedmoe.autograd.pieces import Received, Regrouped, Sent, counts_of
+from fusedmoe.autograd.stack_forward import place_in_unit, unit_of
+from fusedmoe.autograd.stack_state import Chunk, Layer, Output, Pass, Unit, there
+from fusedmoe.autograd.stage import Stack
+from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots
+from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
+
+
+class Backward(Pass):
+    """One backward pass.
+
+    Attributes:
+        totals: of each layer, gradients of the experts' parameters.
+        dense: of each layer, gradients of the dense parts' parameters by place.
+    """
+
+    def __init__(self, stack: Stack, layers: list[Layer], dz: Tensor, daux: Sequence[Tensor | None]) -> None:
+        super().__init__(stack, "backward", layers)
+        self._daux = daux
+        # Of what each layer gives; last, since it is also the first layer's that is -1, of the input.
+        self._dz: list[Tensor | None] = [None] * (len(layers) + 1)
+        self._dz[len(layers) - 1] = dz
+        self.totals: list[Totals] = [None] * len(layers)
+        self.dense: list[dict[int, Tensor]] = [{} for _ in layers]
+        kinds = ("attention", WEIGHT_GRADIENTS["attention"])
+        self._left = [sum(self.counts.of(kind, number) for kind in kinds) for number in range(len(layers))]
+        self._same = []
+        for number, layer in enumerate(layers):
+            rows = self.counts.rows(number)
+            self._same.append(rows == len(layer.chunks))
+            # The first chunk here is the last one there.
+            there_too = dict(enumerate(reversed([layer.chunks[i] for i in range(len(layer.chunks))])))
+            self.chunks[number] = there_too if self._same[-1] else self._regrouped_chunks(layer, rows)
+
+    def run(self) -> Tensor:
+        """The gradient of the input."""
+        self.execute()
+        return there(self._dz[-1])
+
+    def _regrouped_chunks(self, layer: Layer, count: int) -> dict[int, Chunk]:
+        """Other chunks of the same pieces, as yet without rows."""
+        found = {}
+        for number in range(count):
+            places = layer.cuts.chunk(number, count, "backward")
+            send, come = (np.concatenate([layer.sizes[p][i] for p in places], -1) for i in (0, 1))
+            part = there(layer.exchange).part(send, come)
+            sent = Sent([there(layer.pieces[p]).layout for p in places], self.stack.peers)
+            received = Received(part, counts_of(come, len(places), sent.counts.device))
+            found[number] = Chunk(sent, part, received, torch.empty(0))
+        return found
+
+    def _regroup(self, number: int) -> None:
+        """What the forward's chunks kept of a layer goes to the backward's."""
+        layer = self.layers[number]
+        chunks = [layer.chunks[i] for i in range(len(layer.chunks))]
+        layer.chunks = {}
+        regrouped = Regrouped([chunk.received for chunk in chunks])
+        x_RM, kept_RH = torch.cat([there(c.x_RM) for c in chunks]), torch.cat([c.kept for c in chunks])
+        weights = torch.cat([there(chunk.weights) for chunk in chunks])
+        del chunks
+        for place, chunk in self.chunks[number].items():
+            pieces = layer.cuts.chunk(place, len(self.chunks[number]), "backward")
+            rows, sorted_rows = regrouped.places(chunk.received, pieces.start)
+            chunk.x_RM, chunk.kept, chunk.weights = x_RM[rows], kept_RH[sorted_rows], weights[rows]
+
+    def dispatch(self, task: Task) -> None:
+        number, layer = self.at(task)
+        chunk, dz = self.chunk(task), there(self._dz[number])
+        rows = []
+        for p in self.pieces(task):
+            _, to_u = there(layer.units[unit_of(layer.unit_cuts, layer.cuts, p)]).to
+            dz_SM = self.view(dz, layer.cuts, range(p, p + 1)).reshape(-1, dz.shape[-1])
+            rows.append(permute(self.hold(dz_SM.to(to_u.dtype)), there(layer.pieces[p]).layout))
+        chunk.rows = chunk.part.dispatch(chunk.sent.join(rows))
+
+    def all_gather(self, task: Task) -> None:
+        chunk = self.chunk(task)
+        chunk.rows = self.hold(chunk.part.all_gather(self.hold(chunk.rows)))
+
+    def expert(self, task: Task) -> None:
+        number, layer = self.at(task)
+        if layer.chunks and not self._same[number]:
+            self._regroup(number)
+        chunk = self.chunk(task)
+        layout, weights = chunk.received.layout, there(chunk.weights)
+        given = self.hold(chunk.rows), there(chunk.x_RM), chunk.kept, layout, weights[:, 0][layout.slot_N]
+        if self.counts.of(WEIGHT_GRADIENTS["expert"], number):
+            chunk.rows, dweight_R, chunk.rest = layer.experts.backward_rows(*given)
+        else:
+            chunk.rows, dweight_R, self.totals[number] = layer.experts.backward(*given, self.totals[number])
+        chunk.x_RM = chunk.kept = None
+        dweight_R = torch.zeros_like(given[-1]) if dweight_R is None else dweight_R
+        chunk.weights = put_slots(dweight_R.to(weights.dtype), layout)
+
+    def weight_gradient(self, task: Task) -> None:
+        assert task.layer is not None
+        for number in self._chunks_of(task):
+            chunk = self.chunks[task.layer][number]
+            self.totals[task.layer], chunk.rest = there(chunk.rest)(self.totals[task.layer]), None
+
+    def _chunks_of(self, task: Task) -> Sequence[int]:
+        assert task.layer is not None
+        return range(self.counts.rows(task.layer)) if task.chunk is None else (task.chunk,)
+
+    def reduce_scatter(self, task: Task) -> None:
+        chunk = self.chunk(task)
+        chunk.rows = self.hold(chunk.part.reduce_scatter(self.hold(chunk.rows)))
+        chunk.weights = chunk.part.reduce_scatter(there(chunk.weights))
+
+    def combine(self, task: Task) -> None:
+        _, layer = self.at(task)
+        chunk = self.chunk(task)
+        rows = chunk.sent.split(chunk.part.combine(self.hold(chunk.rows)))
+        weights = chunk.sent.split(chunk.part.combine(there(chunk.weights))[:, 0])
+        for p, drows, dweight in zip(self.pieces(task), rows, weights, strict=True):
+            piece = there(layer.pieces[p])
+            piece.drows, piece.dweight = drows, dweight
+        chunk.rows, chunk.weights = chunk.rows[:0], None
+
+    def attention(self, task: Task) -> None:
+        number, layer = self.at(task)
+        for place in reversed(self.units(task)):
+            unit = there(layer.units[place])
+            dx = self._through(number, place, unit)
+            if self._dz[number - 1] is None:
+                self._dz[number - 1] = dx.new_empty(there(self._dz[number]).shape)
+            self.view(there(self._dz[number - 1]), layer.unit_cuts, range(place, place + 1)).copy_(dx)
+            if unit.later is None:
+                layer.units[place] = None
+            for p in layer.cuts.inside(layer.unit_cuts, place):
+                layer.pieces[p] = None
+        self._end_part(number)
+
+    def attention_weight_gradient(self, task: Task) -> None:
+        number, layer = self.at(task)
+        for place in reversed(self.units(task)):
+            there(there(layer.units[place]).later).run(lambda at, gradient: self._add(number, at, gradient))
+            layer.units[place] = None
+        self._end_part(number)
+
+    def _through(self, number: int, place: int, unit: Unit) -> Tensor:
+        """The gradient of a unit's input; what its parameters get is added up."""
+        layer = self.layers[number]
+        to_y, to_u = unit.to
+        span = range(place, place + 1)
+        pairs: list[tuple[Any, Tensor]] = []
+
+        def give(to: Output, gradient: Tensor) -> None:
+            if to.edge is not None:
+                pairs.append((to.edge, gradient.to(to.dtype).reshape(to.shape)))
+
+        give(to_y, self.view(there(self._dz[number]), layer.unit_cuts, span))
+        give(to_u, self._drows(layer, place, unit))
+        for p in layer.cuts.inside(layer.unit_cuts, place):
+            piece = there(layer.pieces[p])
+            if piece.weight_N.requires_grad:
+                pairs.append((piece.weight_N, there(piece.dweight)))
+        daux = self._daux[number]
+        if daux is not None and layer.dscores is not None:
+            for score, dscore in zip(unit.scores, layer.dscores, strict=True):
+                if dscore is not None and score.requires_grad:
+                    own = self.view(dscore, layer.unit_cuts, span).reshape(score.shape)
+                    pairs.append((score, daux * own))
+        for own, down in zip(unit.own, unit.down, strict=True):
+            if down is not None and own.requires_grad:
+                pairs.append((own, down))
+        wanted = [at for at, one in enumerate(layer.parameters) if one.requires_grad]
+        past = [(other, at) for other, of in enumerate(unit.past) for at, one in enumerate(of) if one.requires_grad]
+        dx, *grads = torch.autograd.grad(
+            [to for to, _ in pairs],
+            [unit.x, *(layer.parameters[at] for at in wanted), *(unit.past[other][at] for other, at in past)],
+            [grad for _, grad in pairs],
+            allow_unused=True,
+        )
+        for at, grad in zip(wanted, grads, strict=False):
+            if grad is not None:
+                self._add(number, at, grad)
+        for (other, at), grad in zip(past, grads[len(wanted) :], strict=True):
+            earlier = there(layer.units[other])
+            if grad is not None:
+                before = earlier.down[at]
+                earlier.down[at] = grad if before is None else before + grad
+        return torch.zeros_like(unit.x) if dx is None else dx
+
+    def _drows(self, layer: Layer, place: int, unit: Unit) -> Tensor:
+        """The gradient of what the experts saw of a unit."""
+        inside = layer.cuts.inside(layer.unit_cuts, place)
+        parts = [gather_sum(there(there(layer.pieces[p]).drows), there(layer.pieces[p]).layout) for p in inside]
+        if len(parts) == 1:
+            return parts[0]
+        du = parts[0].new_empty(unit.to[1].shape)
+        size, axis = there(self._dz[len(self.layers) - 1]).shape[self.stack.axis], self.stack.axis
+        for p, part in zip(inside, parts, strict=True):
+            at = place_in_unit(layer, place, p, size, axis)
+            du[at] = part.view(du[at].shape)
+        return du
+
+    def _add(self, number: int, place: int, gradient: Tensor) -> None:
+        totals = self.dense[number]
+        totals[place] = gradient if place not in totals else totals[place] + gradient
+
+    def _end_part(self, number: int) -> None:
+        """After the last task of a layer's dense part its gradients are whole, and may be reduced."""
+        self._left[number] -= 1
+        gradients = self.stack.gradients
+        if self._left[number] or gradients is None or not gradients.opened:
+            return
+        own = self.layers[number].stage.dense_parameters
+        for place, gradient in self.dense[number].items():
+            # In memory of its own, since it is reduced in place; and with what passes before this one have added up.
+            parameter = own[place]
+            if parameter.grad is None:
+                whole = gradient.clone(memory_format=torch.contiguous_format)
+            else:
+                whole, parameter.grad = gradient + parameter.grad, None
+            self.dense[number][place] = whole
+            gradients.give(parameter, whole)
+
+    def gradient_all_reduce(self, task: Task) -> None:
+        there(self.stack.gradients).reduce(task)

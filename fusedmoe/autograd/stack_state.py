@@ -1,0 +1,177 @@
+"""What the two passes of a stack hand each other: units of dense parts, pieces of rows, chunks of both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fusedmoe.autograd.chunk_experts import ChunkExperts, Rest
+from fusedmoe.autograd.hooks import Direction
+from fusedmoe.autograd.linear_later import Later
+from fusedmoe.autograd.pieces import Cuts, Received, Sent
+from fusedmoe.autograd.stage import Choice, Stack, Stage
+from fusedmoe.comm.exchange import Exchange, Part
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.runtime.execute import execute
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import PIPELINE, Task
+
+
+@dataclass(eq=False)
+class Output:
+    """A result of a unit's graph. Its values can go when they are no longer needed; its gradient has its place."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    edge: GradientEdge | None  # None: no gradient
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Output:
+        return cls(tensor.shape, tensor.dtype, get_gradient_edge(tensor) if tensor.requires_grad else None)
+
+
+@dataclass(eq=False)
+class Unit:
+    """Some samples in one layer's dense part and gate, and the graph that these made.
+
+    `u`: what the experts see, until it has gone there. `past`, `own`: of other units' keys and values, leaves here, and
+    this unit's. `dpast`: the gradients that later units have for `own`.
+    """
+
+    x: Tensor
+    u: Tensor | None
+    to: tuple[Output, Output]  # y, u
+    scores: tuple[Tensor, ...]
+    routing: Choice
+    own: tuple[Tensor, ...]
+    past: Sequence[tuple[Tensor, ...]]
+    later: Later | None
+    dispatched: int = 0  # pieces that have gone
+    down: list[Tensor | None] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Piece:
+    """The rows of some samples in one layer: where they go, and with what weight."""
+
+    layout: Layout
+    weight_N: Tensor
+    drows: Tensor | None = None
+    dweight: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A chunk's rows in one layer and one pass."""
+
+    sent: Sent
+    part: Part
+    received: Received
+    rows: Tensor
+    weights: Tensor | None = None  # of received rows, and gradients of them
+    x_RM: Tensor | None = None
+    kept: Any = None
+    rest: Rest | None = None
+
+
+@dataclass(eq=False)
+class Layer:
+    """One layer. Cuts of units are coarser than those of pieces, or the same."""
+
+    stage: Stage
+    experts: ChunkExperts
+    parameters: list[Tensor]  # of the dense part, leaves of their own: hooks of the real ones see whole gradients only
+    unit_cuts: Cuts
+    cuts: Cuts
+    units: list[Unit | None]
+    pieces: list[Piece | None]
+    z: Tensor | None = None  # what the layer gives, as far as it has come
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    sizes: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # of each piece
+    dscores: list[Tensor | None] | None = None  # of the auxiliary loss, of the whole batch
+    exchange: Exchange | None = None
+
+
+class Counts:
+    """In how many chunks a plan has each part of each layer, and whether weight gradients are tasks of their own."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._counts = Counter((task.kind, task.layer) for task in plan)
+
+    def dense(self, layer: int) -> int:
+        return self._counts["attention", layer] or 1
+
+    def rows(self, layer: int) -> int:
+        return max((self._counts[kind, layer] for kind in PIPELINE), default=0) or 1
+
+    def of(self, kind: str, layer: int) -> int:
+        return self._counts[kind, layer]
+
+
+class Pass:
+    """What both passes have in common."""
+
+    def __init__(self, stack: Stack, phase: Direction, layers: list[Layer]) -> None:
+        self.stack, self.phase, self.layers = stack, phase, layers
+        self.plan = stack.plans.of(phase)
+        self.counts = Counts(self.plan)
+        self.chunks: list[dict[int, Chunk]] = [{} for _ in layers]
+        self._alive: list[Tensor] = []
+
+    def execute(self) -> None:
+        stack = self.stack
+        bodies = {task.kind: getattr(self, task.kind.replace("-", "_")) for task in self.plan}
+        execute(self.plan, bodies, stop=stack.stop, streams=stack.streams, recorder=stack.recorder)
+        self._alive.clear()
+
+    def at(self, task: Task) -> tuple[int, Layer]:
+        assert task.layer is not None
+        return task.layer, self.layers[task.layer]
+
+    def chunk(self, task: Task) -> Chunk:
+        assert task.layer is not None
+        return self.chunks[task.layer][task.chunk or 0]
+
+    def units(self, task: Task) -> range:
+        """Of a dense part's task."""
+        number, layer = self.at(task)
+        return layer.unit_cuts.chunk(task.chunk or 0, self.counts.dense(number), self.phase)
+
+    def pieces(self, task: Task) -> range:
+        """Of a task of the experts' pipeline."""
+        number, layer = self.at(task)
+        return layer.cuts.chunk(task.chunk or 0, self.counts.rows(number), self.phase)
+
+    def view(self, batch: Tensor, cuts: Cuts, pieces: range) -> Tensor:
+        """Some pieces of a batch, [B, …, M]."""
+        at = cuts.slice(pieces, batch.shape[self.stack.axis])
+        return batch[at] if self.stack.axis == 0 else batch[:, at]
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """A stream must not get memory back while another still reads it."""
+        if self.stack.streams is not None:
+            self._alive.append(tensor)
+        return tensor
+
+
+_T = TypeVar("_T")
+
+
+def there(value: _T | None) -> _T:
+    """What the plan's order has put in place."""
+    assert value is not None
+    return value
+
+
+def cuts_of(plans: Iterable[Plan], layer: int) -> tuple[Cuts, Cuts]:
+    """Where the plans of both passes cut a layer's dense part, and where its rows."""
+    counts = [Counts(plan) for plan in plans]
+    dense, rows = {of.dense(layer) for of in counts}, {of.rows(layer) for of in counts}
+    return Cuts.of(dense), Cuts.of(dense | rows)

@@ -1,0 +1,261 @@
+"""Blocks follow any plan of whole models, in chunks of any kind, and give what they give one after the other."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe import ConfigError, experts, gates
+from fusedmoe.autograd.linear_later import Later
+from fusedmoe.autograd.pipeline import Plans
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.pipeline import Parts
+from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.layer import half
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
+from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.training import plan_step, sync_gradients
+from tests.cluster import Cluster
+from tests.layers.test_pipeline import Attention, E, H, L, M, make_blocks, one_after_the_other, train
+
+LINES = ("gemm", "all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
+COSTS = CostModel({name: Line(1e-6, 1e-12 if name == "gemm" else 4e-9) for name in LINES}, contention=0.8)
+EVERY = {**POLICIES, **WHOLE_POLICIES}
+
+
+def workload(topology: Topology, k: int) -> Workload:
+    return Workload(4, L, M, H, E, k=k, expert="swiglu", ep=topology.ep.size, esp=topology.esp.size, itemsize=8)
+
+
+def costs_of(topology: Topology, k: int, kinds: Sequence[str], waits: bool) -> StackCosts:
+    found = workload(topology, k).step_costs(COSTS, [0, 0], kinds, whole=True)
+    layer = found.layers[0]
+    assert layer.micro is not None
+    return replace(found, layers=(replace(layer, micro=replace(layer.micro, waits=waits)),) * 2)
+
+
+def halves(plan: Plan) -> Plans:
+    return Plans(half(plan, "forward"), half(plan, "backward"))
+
+
+def follows(rank: int, world: int, policy: str, k: int, factor: float | None, sizes: dict[str, int]) -> None:
+    topology = Topology.from_sizes(**sizes, timeout_s=30) if world > 1 else Topology()
+    blocks = make_blocks("topk", k, factor, topology)
+    others = copy.deepcopy(blocks)
+    run = fusedmoe.pipeline(others)
+    costs = costs_of(topology, k, others[0].experts.parts, run.waits[0])
+    how = WHOLE_POLICIES[policy] if policy in WHOLE_POLICIES else POLICIES[policy].plan
+    run.follow(halves(how(costs, 4)))
+    want = train(one_after_the_other(blocks), blocks, 4 - rank, rank, 2)
+    for one, other in zip(train(run, others, 4 - rank, rank, 2), want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize(("k", "factor"), [(1, 0.8), (2, None), (2, 1.0)])
+def test_every_policy(policy: str, k: int, factor: float | None) -> None:
+    follows(0, 1, policy, k, factor, {})
+
+
+@pytest.mark.parametrize("policy", ["fsmoe", *WHOLE_POLICIES])
+def test_every_policy_on_ranks(cluster: Cluster, policy: str) -> None:
+    cluster.run(4, follows, policy, 2, 1.0, {"ep": 2, "esp": 2})
+
+
+def with_split(rank: int, world: int, split: Split, k: int, factor: float | None) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
+    blocks = make_blocks("noisy", k, factor, topology)
+    others = copy.deepcopy(blocks)
+    run = fusedmoe.pipeline(others, recompute=split.forward % 2 == 0)
+    run.follow(halves(micro_plan(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split)))
+    batch = 5 if rank == 0 else 0
+    want = train(one_after_the_other(blocks), blocks, batch, rank, 3)
+    for one, other in zip(train(run, others, batch, rank, 3), want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(("forward", "backward"), [(1, 3), (4, 2)])
+def test_weight_gradients_by_themselves(cluster: Cluster, forward: int, backward: int, weights: bool) -> None:
+    cluster.run(2, with_split, Split(forward, backward, weights=weights), 2, 0.8)
+
+
+class Causal(nn.Module):
+    """Two heads; later positions see the keys and values of earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_u = nn.LayerNorm(M), nn.LayerNorm(M)
+        self.qkv, self.out = nn.Linear(M, 3 * M), nn.Linear(M, M, bias=False)
+
+    def forward(
+        self, x_BLM: Tensor, past: Sequence[tuple[Tensor, ...]] = ()
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        heads = self.qkv(self.norm(x_BLM)).unflatten(-1, (2, 3, M // 2)).movedim(-3, 1)
+        q, k, v = (heads[..., i, :] for i in range(3))
+        keys, values = (torch.cat([*(of[i] for of in past), own], 2) for i, own in enumerate((k, v)))
+        before = keys.shape[2] - q.shape[2]
+        seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool).tril(before)
+        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+        y_BLM = x_BLM + self.out(mixed.movedim(1, -2).flatten(-2))
+        return y_BLM, self.norm_u(y_BLM), (k, v)
+
+
+def along_positions(
+    rank: int, world: int, k: int, factor: float | None, split: Split, batch: int, length: int, recompute: bool
+) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
+    torch.manual_seed(0)
+    gate = gates.TopK(E, k, factor, noise=1.0, aux={"balance": 0.5, "z": 0.1})
+    blocks = [
+        Parts(
+            Causal().double(),
+            fusedmoe.MoELayer(
+                M, copy.deepcopy(gate), experts.SwiGLU(H), topology=topology, mp_input="split", dtype=torch.double
+            ),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    others = copy.deepcopy(blocks)
+
+    def whole(x_BLM: Tensor) -> Tensor:
+        for dense, layer in blocks:
+            x_BLM, u_BLM, _ = dense(x_BLM)
+            x_BLM = x_BLM + layer(u_BLM)
+        return x_BLM
+
+    run = fusedmoe.pipeline(others, along="positions", recompute=recompute)
+    run.follow(halves(micro_plan(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split)))
+    found: list[list[Tensor]] = []
+    for of, model in ((blocks, whole), (others, run)):
+        modules = nn.ModuleList([module for block in of for module in block])
+        optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
+        got: list[Tensor] = []
+        for step in range(3):
+            torch.manual_seed(step + 10 * rank)
+            x_BLM = torch.randn(batch, length, M, dtype=torch.double, requires_grad=True)
+            z_BLM = model(x_BLM)
+            loss = (z_BLM * torch.randn_like(z_BLM)).sum() + sum(block.experts.aux_loss for block in of)
+            optimizer.zero_grad()
+            loss.backward()
+            assert x_BLM.grad is not None
+            got += [loss.detach(), z_BLM.detach(), x_BLM.grad]
+            got += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in modules.parameters()]
+            got += [torch.tensor(block.experts.dropped) for block in of]
+            optimizer.step()
+        found.append(got)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("k", "factor"), [(1, None), (2, None), (1, 0.8), (2, 1.0)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 7), (3, 4), (2, 2)])
+@pytest.mark.parametrize("split", [Split(1, 1), Split(2, 2), Split(4, 3, weights=True)])
+def test_along_positions(k: int, factor: float | None, batch: int, length: int, split: Split) -> None:
+    along_positions(0, 1, k, factor, split, batch, length, recompute=length == 4)
+
+
+def test_along_positions_on_ranks(cluster: Cluster) -> None:
+    cluster.run(2, along_positions, 2, None, Split(3, 2), 1, 8, False)
+
+
+def reduces(rank: int, world: int, policy: str, sizes: dict[str, int], passes: int) -> None:
+    """Gradients after a step whose all-reduces are in the plan, beside those that are reduced at its end."""
+    topology = Topology.from_sizes(**sizes, timeout_s=30)
+    blocks = make_blocks("topk", 2, None, topology)
+    found = []
+    for planned in (False, True):
+        others = copy.deepcopy(blocks)
+        run = fusedmoe.pipeline(others, (2, 2))
+        # What comes before and after the blocks has gradients, too.
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(M, M).double(), run, nn.Linear(M, 1).double())
+        stream = None
+        if planned:
+            plan, stream = plan_step(model, topology, policy, COSTS, workload(topology, 2), limit=4)
+            assert any(task.kind == "gradient-all-reduce" for task in plan)
+        for step in range(2):
+            for number in range(passes):
+                torch.manual_seed(100 * step + 10 * number + rank)
+                loss = model(torch.randn(4 - rank, L, M, dtype=torch.double)).square().mean()
+                if stream is not None and number == passes - 1:
+                    stream.open()
+                loss.backward()
+            sync_gradients(model, topology, stream=stream)
+            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+            model.zero_grad()
+    for want, got in zip(found[:2], found[2:], strict=True):
+        for one, other in zip(got, want, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("policy", ["fsmoe", *WHOLE_POLICIES])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_are_reduced_on_the_way(cluster: Cluster, policy: str, passes: int) -> None:
+    cluster.run(2, reduces, policy, {"ep": 2}, passes)
+
+
+def test_linear_maps_later() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 3, bias=False)).double()
+    leaves = [one.detach().requires_grad_() for one in model.parameters()]
+    named = dict(zip((name for name, _ in model.named_parameters()), leaves, strict=True))
+    x = torch.randn(2, 5, 4, dtype=torch.double, requires_grad=True)
+    dy = torch.randn(2, 5, 3, dtype=torch.double)
+    later = Later(leaves)
+    with later:
+        y = torch.func.functional_call(model, named, x)
+    dx, *now = torch.autograd.grad(y, [x, *leaves], dy, allow_unused=True)
+    got: dict[int, Tensor] = {place: grad for place, grad in enumerate(now) if grad is not None}
+    assert sorted(got) == [2, 3]  # the norm's
+    later.run(got.__setitem__)
+    want_dx, *want = torch.autograd.grad(model(x), [x, *model.parameters()], dy)
+    torch.testing.assert_close(dx, want_dx, rtol=1e-12, atol=1e-12)
+    for place, one in enumerate(want):
+        torch.testing.assert_close(got[place], one, rtol=1e-12, atol=1e-12)
+    later.run(lambda *_: pytest.fail("once"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_any_plan_of_any_policy(cluster: Cluster, world: int) -> None:
+    rng = random.Random()
+    for _ in range(30 if world == 1 else 12):
+        k, factor = rng.choice([1, 2, 4, 8]), rng.choice([None, 0.5, 1.0, 2.0])
+        split = Split(rng.randint(1, 8), rng.randint(1, 8), weights=rng.random() < 0.5)
+        given = split, k, factor
+        positions = k, factor, split, rng.randint(1, 3), rng.randint(1, 9), rng.random() < 0.5
+        try:
+            if world == 1:
+                with_split(0, 1, *given)
+                along_positions(0, 1, *positions)
+            else:
+                cluster.run(world, with_split, *given)
+                cluster.run(world, along_positions, *positions)
+        except AssertionError as error:
+            raise AssertionError(f"{given} {positions}") from error
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
+    run = fusedmoe.pipeline(make_blocks("topk", 2, 1.0, Topology()), (2, 2))
+    costs = costs_of(Topology(), 2, run.experts[0].parts, False)  # type: ignore[union-attr, arg-type]
+    with pytest.raises(ConfigError, match="order task"):
+        run.follow(halves(micro_plan(costs, Split(2, 2))))
+    with pytest.raises(ConfigError, match="no attention of block 0"):
+        run.follow(Plans(Plan(), Plan()))
+    with pytest.raises(ConfigError, match="along"):
+        fusedmoe.pipeline([(Attention(), fusedmoe.MoELayer(M, gates.TopK(E), experts.SwiGLU(H)))], along="length")  # type: ignore[list-item, arg-type]
