@@ -72,7 +72,8 @@ def test_chunks_go_on_from_layer_to_layer():
     plan = micro_plan(costs, Split(3, 3, weights=True))
     last = list(costs.layers[0].chunks["forward"])[-1]
     for chunk in range(3):
-        assert plan.dependencies[Task("attention", chunk, 1)] == (Task(last, chunk, 0),)
+        before = (Task("attention", chunk - 1, 1),) if chunk else ()
+        assert plan.dependencies[Task("attention", chunk, 1)] == (Task(last, chunk, 0), *before)
         weight = Task("weight-gradient", chunk, 1, "backward")
         assert plan.dependencies[weight] == (Task("expert", chunk, 1, "backward"),)
     piece = next(task for task in plan.inter if task.kind == GRADIENT and task.layer == 1)
