@@ -124,19 +124,22 @@ class Workload:
         weights = {"expert": chunks["backward"]["expert"] * 0.5, "attention": projections}
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), MicroBatches(dense, weights))
 
-    def step_costs(self, model: CostModel, gradient_bytes: Sequence[int], parts: Iterable[str]) -> StackCosts:
-        """What a training step costs on a machine, of such layers one after the other: nothing but their pipelines is
-        in chunks.
+    def step_costs(
+        self, model: CostModel, gradient_bytes: Sequence[int], parts: Iterable[str], *, whole: bool = False
+    ) -> StackCosts:
+        """What a training step costs on a machine, of such layers one after the other.
 
         Args:
             gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
             parts: of the layers' pipelines (`LayerCosts.with_parts`).
+            whole: micro-batches can go through all of a layer; otherwise nothing but its pipeline is in chunks.
         """
-        layer = replace(self.layer_costs(model).with_parts(parts), micro=None)
+        layer = self.layer_costs(model).with_parts(parts)
+        if not whole:
+            layer = replace(layer, micro=None)
+        of_size = {size: replace(layer, gradient_bytes=size) for size in set(gradient_bytes)}
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
-        return StackCosts(
-            tuple(replace(layer, gradient_bytes=size) for size in gradient_bytes), all_reduce, model.contention
-        )
+        return StackCosts(tuple(of_size[size] for size in gradient_bytes), all_reduce, model.contention)
 
 
 # Matrix products of attention: projections; with scores, and these with the values.

@@ -18,7 +18,7 @@ from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import RESOURCES
-from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
 from fusedmoe.schedule.workload import LayerCosts, StackCosts, Workload
 
@@ -53,7 +53,8 @@ def test_a_split_step_does_the_same_work():
     rng = random.Random()
     for _ in range(30):
         costs, split = random_stack(rng), random_split(rng)
-        whole, plan = micro_plan(costs, Split(1, 1)), micro_plan(costs, split, exposed=rng.random() < 0.3)
+        schedule, whole = micro_schedule(costs, split), micro_schedule(costs, Split(1, 1)).plan()
+        plan = exposed_plan(costs, split) if rng.random() < 0.3 else schedule.plan()
         gathered = [task for task in plan if task.kind == GRADIENT]
         assert sum(task.size or 0 for task in gathered) == sum(costs.gradient_bytes)
         once, seconds = costs.seconds(whole), costs.seconds(plan)
@@ -62,14 +63,15 @@ def test_a_split_step_does_the_same_work():
             weights = dict(zip(("expert", "attention"), WEIGHTS, strict=True)).get(kind)
             of_kind += sum(seconds[task] for task in plan if task.kind == weights)
             assert of_kind >= sum(once[task] for task in whole if task.kind == kind) * (1 - 1e-9)
-        assert makespan(plan, costs) >= bound_s(costs) * (1 - 1e-12)
+        assert makespan(plan, costs) >= split_bound_s(costs, split) * (1 - 1e-12) >= bound_s(costs) * (1 - 2e-12)
+        assert schedule.makespan_s(costs.contention) == pytest.approx(makespan(schedule.plan(), costs), rel=1e-12)
         if split.forward == split.backward == 1 and not split.weights:
             assert {(t.kind, t.layer, t.phase) for t in plan} == {(t.kind, t.layer, t.phase) for t in whole}
 
 
 def test_chunks_go_on_from_layer_to_layer():
     costs = replace(random_stack(random.Random(1), 2), loss_s=None, optimizer_s=None)
-    plan = micro_plan(costs, Split(3, 3, weights=True))
+    plan = micro_schedule(costs, Split(3, 3, weights=True)).plan()
     last = list(costs.layers[0].chunks["forward"])[-1]
     for chunk in range(3):
         before = (Task("attention", chunk - 1, 1),) if chunk else ()
@@ -97,7 +99,7 @@ def test_layers_that_cannot_be_split_are_refused():
     bare = replace(costs, layers=tuple(replace(layer, micro=None) for layer in costs.layers))
     assert not bare.can_split
     with pytest.raises(ConfigError, match="cannot be split"):
-        micro_plan(bare, Split(2, 2))
+        micro_schedule(bare, Split(2, 2))
 
 
 def test_lancet_plans_of_many_layers():
