@@ -24,19 +24,19 @@ _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
 _PIECES, _UNTUNED_BYTES = (1, 2, 4, 8, 16), 2**20
 
 
-def flowmoe(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def flowmoe(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Micro-batches through all layers, one degree for both passes; gradients in pieces below all-to-all (FlowMoE)."""
-    return WholeModel(costs, limit).flowmoe
+    return WholeModel(costs, limit, samples).flowmoe
 
 
-def lancet(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def lancet(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Ranges of layers in micro-batches forward; weight gradients beside communication backward (Lancet)."""
-    return WholeModel(costs, limit).lancet
+    return WholeModel(costs, limit, samples).lancet
 
 
-def joint(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def joint(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """The best in simulation of all policies, and of all degrees, gradient pieces and weight gradients together."""
-    return WholeModel(costs, limit).joint
+    return WholeModel(costs, limit, samples).joint
 
 
 def ablation(costs: StackCosts, limit: int = MAX_DEGREE) -> dict[str, Plan]:
@@ -52,20 +52,30 @@ WHOLE_POLICIES = {"flowmoe": flowmoe, "lancet": lancet, "joint": joint}
 class WholeModel:
     """The plans of one step by all policies, each made when it is first asked for: what they share is searched once.
 
-    `progress(done, total)` is told how far the search of `joint` has come, of which all others are parts.
+    Args:
+        limit: the most chunks, and the most micro-batches.
+        samples: of a batch; then micro-batches have equally many. None: any number of micro-batches.
+        progress: told how many parts of the search of `joint` are done, of how many; the others' are among them.
+    Raises:
+        ConfigError: layers that cannot be split.
     """
 
     def __init__(
         self,
         costs: StackCosts,
         limit: int = MAX_DEGREE,
+        samples: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self._costs, self._limit, self._progress = costs, limit, progress
         self._degrees: Sequence[int] = [degree for degree in _DEGREES if degree <= limit]
+        if samples is not None:
+            self._degrees = [degree for degree in range(1, limit + 1) if samples % degree == 0]
         self._made: dict[str, Plan] = {}
-        # Splits that FlowMoE and its ablation try, those that `joint` adds, and policies.
-        self._total = 5 * len(self._degrees) + 2 * len(_PIECES) + 2 + len(POLICIES) + 1
+        # Splits that FlowMoE tries, those that `joint` adds in two rounds, the ablation's, and policies.
+        degrees, pieces = len(self._degrees), len(_PIECES)
+        self._total = (degrees + pieces) + degrees + 2 * (2 * degrees * pieces + degrees) + (degrees + 1)
+        self._total += len(POLICIES) + 2
         self._done = 0
 
     def plan(self, name: str) -> Plan:
@@ -84,7 +94,7 @@ class WholeModel:
 
     @cached_property
     def lancet(self) -> Plan:
-        plan = lancet_plan(self._costs, [k for k in PARTS if k <= self._limit])
+        plan = lancet_plan(self._costs, [k for k in PARTS if k in self._degrees])
         self._step()
         return plan
 
@@ -103,6 +113,7 @@ class WholeModel:
             search.try_all(search.best._replace(forward=degree) for degree in self._degrees)
         others = [self.plan(name) for name in POLICIES if name != "joint"]
         others += [any_order(self._costs, self._limit), self.lancet, *self.ablation.values()]
+        self._done = self._total
         self._step()
         return min([search.plan(), *others], key=lambda plan: makespan(plan, self._costs))
 
@@ -177,6 +188,7 @@ class _Search:
                 seconds, plan = self._evaluate(self._costs, split, self._best_s)
                 if seconds < self._best_s:
                     self._best_s, self.best, self.plan = seconds, split, plan
-        self._tried |= least.keys()
-        for _ in splits:
             self._step()
+        for _ in range(len(splits) - len(least)):
+            self._step()
+        self._tried |= least.keys()
