@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fusedmoe.schedule.cost import Durations, fit
+from fusedmoe.schedule.cost import CostModel, Durations, Line, fit
 from fusedmoe.schedule.degree import choose_degree
 from fusedmoe.schedule.grid import run_grid
 from fusedmoe.schedule.orders import three_queues
@@ -16,6 +16,7 @@ from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import StackCosts, Workload
 
 # Twelve layers in eight chunks, with attention and one all-reduce: 985 tasks.
@@ -78,6 +79,19 @@ def test_plan_a_step(benchmark, policy: str, contention: float) -> None:  # type
     here = costs(contention=contention)
     plan = benchmark.pedantic(POLICIES[policy].plan, args=(here,), rounds=5, warmup_rounds=1)
     benchmark.extra_info.update(tasks=len(plan), step_ms=1e3 * makespan(plan, here))
+
+
+@pytest.mark.parametrize("contention", [1.0, 0.75])
+@pytest.mark.parametrize("policy", WHOLE_POLICIES)
+def test_plan_24_layers(benchmark, policy: str, contention: float) -> None:  # type: ignore[no-untyped-def]
+    """Of two kinds, in up to 16 micro-batches: less than a minute."""
+    model = TESTBEDS["B"].costs
+    cheap = CostModel({name: Line(line.alpha_s / 10, line.beta_s) for name, line in model.lines.items()})
+    kinds = (Workload(size, 1024, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(cheap) for size in (2, 4))
+    here = StackCosts((*kinds,) * 12, cheap.line("all-reduce/dp"), contention)
+    plan = benchmark.pedantic(WHOLE_POLICIES[policy], args=(here,), rounds=1)
+    benchmark.extra_info.update(tasks=len(plan), step_ms=1e3 * makespan(plan, here))
+    assert benchmark.stats.stats.max < 60
 
 
 def test_the_whole_grid(benchmark) -> None:  # type: ignore[no-untyped-def]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedmoe.runtime.profile_cache import CACHE
+from fusedmoe.runtime.cache import CACHE
 from tests.cluster import Cluster
 
 

@@ -35,8 +35,8 @@ def add_command(commands: Any) -> None:
         type=int,
         default=SAMPLE,
         metavar="N",
-        help="cases of each testbed in which policies of whole models are simulated too, which takes about three "
-        f"seconds a case (default: {SAMPLE}, drawn once; 486 are all)",
+        help="cases of each testbed in which policies of whole models are simulated too, which takes about a "
+        f"second a case (default: {SAMPLE}, drawn once; 486 are all)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)

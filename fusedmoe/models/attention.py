@@ -1,7 +1,7 @@
 """Self-attention whose heads are split over the MP group (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-Between the attentions every MP rank holds a slice of the tokens (sequence parallelism, Korthikanti et al. 2022,
-section 4.2): an all-gather brings the tokens together in front of the heads of this rank, a reduce-scatter adds the
+Between the attentions every MP rank holds a slice of each sequence (sequence parallelism, Korthikanti et al. 2022,
+section 4.2): an all-gather brings the sequences together in front of the heads of this rank, a reduce-scatter adds the
 heads up behind them. Backward, the two change places.
 """
 
@@ -68,30 +68,33 @@ class Attention(nn.Module):
         self.out_weight = normal_parameter(dim, config.heads * head, std=std, group=mp, dim=1, **make)
         self.register_parameter("out_bias", zero_parameter(dim, **make) if config.bias else None)
 
-    def forward(self, x_SM: Tensor, split: TokenSplit) -> Tensor:
-        """The attention of this rank's tokens, [S, M]; collective over the MP group."""
+    def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
+        """The attention of some samples, [B, P, M] -> [B, P, M], of which this rank has P positions each; collective
+        over the MP group."""
         mp, recorder = self.topology.mp, self.recorder
-        if torch.is_autocast_enabled(x_SM.device.type):  # what the product would be cast to, cast before it travels
-            x_SM = x_SM.to(torch.get_autocast_dtype(x_SM.device.type))
-        x_TM = gather_rows(x_SM, mp, split.counts, recorder)
-        y_TM = recorded(recorder, lambda x: self._heads(x, split), x_TM, kind="attention", layer=self.layer)
-        y_SM = reduce_scatter_rows(y_TM, mp, split.counts, recorder)
-        return y_SM if self.out_bias is None else y_SM + self.out_bias
+        if torch.is_autocast_enabled(x_BPM.device.type):  # what the product would be cast to, cast before it travels
+            x_BPM = x_BPM.to(torch.get_autocast_dtype(x_BPM.device.type))
+        counts = split.rows(len(x_BPM))
+        x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, recorder)
+        x_BLM = split.by_sample(x_TM, len(x_BPM))
+        y_BLM = recorded(recorder, self._heads, x_BLM, kind="attention", layer=self.layer)
+        y_SM = reduce_scatter_rows(split.by_rank(y_BLM), mp, counts, recorder)
+        y_BPM = y_SM.view(x_BPM.shape)
+        return y_BPM if self.out_bias is None else y_BPM + self.out_bias
 
-    def _heads(self, x_TM: Tensor, split: TokenSplit) -> Tensor:
-        """This rank's heads over all tokens of the replica: [B·L, M] -> [B·L, M], its part of the sum."""
+    def _heads(self, x_BLM: Tensor) -> Tensor:
+        """This rank's heads over whole sequences: [B, L, M] -> [B, L, M], its part of the sum."""
         config, mp = self.config, self.topology.mp.size
         keys, sharing = config.key_heads // mp, config.heads // config.key_heads
-        qkv = F.linear(x_TM, self.qkv_weight, self.qkv_bias)
-        qkv = qkv.view(split.batch, split.length, keys, sharing + 2, config.head_dim)
+        qkv = F.linear(x_BLM, self.qkv_weight, self.qkv_bias)
+        qkv = qkv.unflatten(-1, (keys, sharing + 2, config.head_dim))
         q_BHLD = qkv[:, :, :, :sharing].flatten(2, 3).transpose(1, 2)
         k_BHLD, v_BHLD = (qkv[:, :, :, sharing + i].transpose(1, 2) for i in (0, 1))
         if config.positions == "rope":
             # In the dtype of the products under autocast, in float64 throughout a float64 model.
-            angles = rotary_angles(split.length, config.head_dim, q_BHLD.device, q_BHLD.dtype)
+            angles = rotary_angles(x_BLM.shape[1], config.head_dim, q_BHLD.device, q_BHLD.dtype)
             q_BHLD, k_BHLD = rotate(q_BHLD, *angles), rotate(k_BHLD, *angles)
         y_BHLD = F.scaled_dot_product_attention(
             q_BHLD, k_BHLD, v_BHLD, is_causal=config.objective == "causal", enable_gqa=sharing > 1
         )
-        y_TD = y_BHLD.transpose(1, 2).reshape(x_TM.shape[0], keys * sharing * config.head_dim)
-        return F.linear(y_TD, self.out_weight)
+        return F.linear(y_BHLD.transpose(1, 2).flatten(2), self.out_weight)

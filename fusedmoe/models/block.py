@@ -19,7 +19,7 @@ from fusedmoe.models.sequence import TokenSplit
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + experts(norm(x)), on this MP rank's slice of the tokens."""
+    """x + attention(norm(x)), then x + experts(norm(x)), on this MP rank's slice of each sequence."""
 
     def __init__(
         self,
@@ -54,13 +54,14 @@ class Block(nn.Module):
         else:
             self.experts = DenseFeedForward(config, topology, **make)
 
-    def forward(self, x_SM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:
-        """This rank's tokens, [S, M] -> [S, M], and this rank's share of the auxiliary loss (a scalar)."""
-        x_SM = x_SM + self.attention(self.attention_norm(x_SM), split)
+    def forward(self, x_BPM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:
+        """Some samples, [B, P, M] -> [B, P, M], of which this rank has P positions each, and this rank's share of their
+        auxiliary loss (a scalar)."""
+        x_BPM = x_BPM + self.attention(self.attention_norm(x_BPM), split)
         if isinstance(self.experts, DenseFeedForward):
-            return x_SM + self.experts(self.experts_norm(x_SM), split), x_SM.new_zeros(())
-        x_SM = x_SM + self.experts(self.experts_norm(x_SM))
-        return x_SM, self.experts.aux_loss
+            return x_BPM + self.experts(self.experts_norm(x_BPM), split), x_BPM.new_zeros(())
+        x_BPM = x_BPM + self.experts(self.experts_norm(x_BPM))
+        return x_BPM, self.experts.aux_loss
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:

@@ -56,12 +56,15 @@ class DenseFeedForward(nn.Module):
         self.down_weight = normal_parameter(dim, hidden, std=std, group=mp, dim=1, **make)
         self.register_parameter("down_bias", zero_parameter(dim, **make) if config.bias else None)
 
-    def forward(self, x_SM: Tensor, split: TokenSplit) -> Tensor:
-        """This rank's tokens, [S, M] -> [S, M]; collective over the MP group."""
-        mp = self.topology.mp
-        x_TM = gather_rows(x_SM, mp, split.counts, self.recorder)
+    def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
+        """Some samples, [B, P, M] -> [B, P, M], of which this rank has P positions each; collective over the MP group.
+
+        Rows stay in the order in which they come together, rank after rank: nothing here looks at their neighbours.
+        """
+        mp, counts = self.topology.mp, split.rows(len(x_BPM))
+        x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, self.recorder)
         bias = None if self.up_bias is None else self.up_bias.flatten()
         up_TH = F.linear(x_TM, self.up_weight.flatten(0, -2), bias).unflatten(1, self.up_weight.shape[:-1])
         y_TM = F.linear(define_activation(self.activation, up_TH), self.down_weight)
-        y_SM = reduce_scatter_rows(y_TM, mp, split.counts, self.recorder)
-        return y_SM if self.down_bias is None else y_SM + self.down_bias
+        y_BPM = reduce_scatter_rows(y_TM, mp, counts, self.recorder).view(x_BPM.shape)
+        return y_BPM if self.down_bias is None else y_BPM + self.down_bias

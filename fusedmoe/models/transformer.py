@@ -1,4 +1,4 @@
-"""The transformer over bytes: embedding, blocks, head and loss, the tokens split over the MP group throughout."""
+"""The transformer over bytes: embedding, blocks, head and loss, the sequences split over the MP group throughout."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Loss:
 class Transformer(nn.Module):
     """A causal (GPT, LLaMA, Mixtral) or masked (BERT) transformer with mixture-of-experts layers.
 
-    Every rank of an MP group passes the same batch; each embeds, normalises, routes and judges its own slice of the
-    tokens (`TokenSplit`), attention and dense feed-forwards bring them together. The ranks of a DP group pass
+    Every rank of an MP group passes the same batch; each embeds, normalises, routes and judges its own slice of
+    every sequence (`TokenSplit`), attention and dense feed-forwards bring them together. The ranks of a DP group pass
     different batches.
 
     Args:
@@ -102,23 +102,23 @@ class Transformer(nn.Module):
         """
         if tokens_BL.shape != targets_BL.shape:
             raise ConfigError(f"tokens are {list(tokens_BL.shape)}, targets {list(targets_BL.shape)}: they must agree")
-        y_SM, aux, split = self._hidden(tokens_BL)
-        targets_S = targets_BL.flatten()[split.start : split.stop]
+        y_BPM, aux, split = self._hidden(tokens_BL)
+        targets_S = targets_BL[:, split.start : split.stop].flatten()
         targets = int((targets_BL != IGNORE).sum())
 
-        def judge(y_SM: Tensor) -> Tensor:
-            logits_SV = F.linear(self.norm(y_SM), self.head_weight)
+        def judge(y_BPM: Tensor) -> Tensor:
+            logits_SV = F.linear(self.norm(y_BPM), self.head_weight).flatten(0, 1)
             # At least float32: under autocast the head's product is bfloat16.
             logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
             nats = F.cross_entropy(logits_SV, targets_S, ignore_index=IGNORE, reduction="sum")
             return nats / max(1, targets)
 
-        return Loss(recorded(self.recorder, judge, y_SM, kind="loss"), aux, targets)
+        return Loss(recorded(self.recorder, judge, y_BPM, kind="loss"), aux, targets)
 
     def logits(self, tokens_BL: Tensor) -> Tensor:
-        """The logits of this rank's slice of the tokens, [S, vocabulary]; collective over all ranks."""
-        y_SM, _, _ = self._hidden(tokens_BL)
-        return F.linear(self.norm(y_SM), self.head_weight)
+        """The logits of this rank's P positions of each sequence, [B, P, vocabulary]; collective over all ranks."""
+        y_BPM, _, _ = self._hidden(tokens_BL)
+        return F.linear(self.norm(y_BPM), self.head_weight)
 
     def moe_layers(self) -> Iterator[MoELayer]:
         """The layers with experts, from the first block to the last."""
@@ -139,26 +139,26 @@ class Transformer(nn.Module):
                 module.recorder = recorder
 
     def _hidden(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor, TokenSplit]:
-        """What the last block gives for this rank's tokens, [S, M], its share of the auxiliary loss, and the split."""
-        batch, length = tokens_BL.shape
-        split = TokenSplit.of(batch, length, self.topology)
-        tokens_S = tokens_BL.flatten()[split.start : split.stop]
-        x_SM = F.embedding(tokens_S, self.symbol_weight)
+        """What the last block gives for this rank's positions, [B, P, M], its share of the auxiliary loss, and the
+        split."""
+        length = tokens_BL.shape[1]
+        split = TokenSplit.of(length, self.topology)
+        tokens_BP = tokens_BL[:, split.start : split.stop]
+        x_BPM = F.embedding(tokens_BP, self.symbol_weight)
         if self.position_weight is not None:
             if length > self.config.seq_len:
                 raise ConfigError(f"sequences of {length} tokens, but the model learns {self.config.seq_len} positions")
-            places_S = torch.arange(split.start, split.stop, device=x_SM.device) % length
-            x_SM = x_SM + F.embedding(places_S, self.position_weight)
+            x_BPM = x_BPM + self.position_weight[split.start : split.stop]
         for layer in self.moe_layers():
             if isinstance(layer.gate, Hash):  # hash layers route by what a token is, not by where it came to
-                layer.gate.token_ids = tokens_S
-        aux = x_SM.new_zeros(())
+                layer.gate.token_ids = tokens_BP
+        aux = x_BPM.new_zeros(())
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 # To the end of the block: where recomputation stops must not differ between ranks, it communicates.
                 with set_checkpoint_early_stop(False):
-                    x_SM, own = checkpoint(block, x_SM, split, use_reentrant=False)
+                    x_BPM, own = checkpoint(block, x_BPM, split, use_reentrant=False)
             else:
-                x_SM, own = block(x_SM, split)
+                x_BPM, own = block(x_BPM, split)
             aux = aux + own
-        return x_SM, aux, split
+        return x_BPM, aux, split

@@ -1,20 +1,16 @@
 """Profiles on disk: one file for each machine, layout of ranks and versions, so that it is measured once.
 
-The files lie in `$FUSEDMOE_CACHE`, or else in ~/.cache/fusedmoe. Rank 0 reads and writes; all ranks have what it read.
+The files lie in the folder of `cache`. Rank 0 reads and writes; all ranks have what it read.
 A file that cannot be read is measured again and replaced; one that cannot be written is a warning.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import platform
 import socket
-import warnings
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +21,8 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.bar import Bar
+from fusedmoe.runtime.cache import cache_dir, fingerprint, own_version, read, write
 from fusedmoe.runtime.profile import BUDGET_S, Profile, line_names, profile
-
-#: The environment variable that says where profiles lie.
-CACHE = "FUSEDMOE_CACHE"
 
 
 def cached_profile(
@@ -49,7 +43,7 @@ def cached_profile(
     """
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
-    text = _read(path) if topology.rank == 0 and not again else None
+    text = read(path) if topology.rank == 0 and not again else None
     found = _valid(all_gather_object(topology.world, text, "reading the profile")[0], topology)
     if found is None:
         with Bar("measuring this machine") as bar:
@@ -57,14 +51,8 @@ def cached_profile(
             machine = describe(facts)
             found = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
         if topology.rank == 0:
-            _write(path, found.to_json() + "\n")
+            write(path, found.to_json() + "\n", "what was measured")
     return found, path
-
-
-def cache_dir() -> Path:
-    """The folder of the profiles."""
-    given = os.environ.get(CACHE)
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "fusedmoe"
 
 
 def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -91,13 +79,8 @@ def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) 
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "nccl": list(torch.cuda.nccl.version()) if device.type == "cuda" else [],
-        "fusedmoe": _own_version(),
+        "fusedmoe": own_version(),
     }
-
-
-def fingerprint(facts: dict[str, Any]) -> str:
-    """16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def describe(facts: dict[str, Any]) -> str:
@@ -127,28 +110,6 @@ def _valid(text: str | None, topology: Topology) -> Profile | None:
     return found if sound and lines.keys() == set(line_names(topology)) else None
 
 
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: a reader never sees a part."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        warnings.warn(
-            f"what was measured could not be kept ({error}); it will be measured again. Set {CACHE} to a folder that "
-            "can be written",
-            stacklevel=3,
-        )
-
-
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -163,15 +124,8 @@ def _networks() -> Sequence[str]:
     cards = []
     for card in sorted(Path("/sys/class/net").glob("*")):
         if (card / "device").exists():  # a real one; the names of virtual ones are often random
-            cards.append(f"{card.name} {(_read(card / 'speed') or '?').strip()} Mb/s")
+            cards.append(f"{card.name} {(read(card / 'speed') or '?').strip()} Mb/s")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        cards.append(f"{port.parent.parent.name}/{port.name} {(_read(port / 'rate') or '?').strip()}")
+        cards.append(f"{port.parent.parent.name}/{port.name} {(read(port / 'rate') or '?').strip()}")
     told = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
     return [*cards, *(f"{name}={os.environ[name]}" for name in told if name in os.environ)]
-
-
-def _own_version() -> str:
-    try:
-        return version("fusedmoe")
-    except PackageNotFoundError:  # run from its source
-        return ""

@@ -9,13 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, Task
+from fusedmoe.schedule.task import LINKS, WEIGHT_GRADIENTS, Task
 from fusedmoe.schedule.timeline import PHASES, RESOURCES, Span, Timeline
+
+# What nothing in the passes that follow waits for.
+_BESIDE = frozenset(("gradient-all-reduce", *WEIGHT_GRADIENTS.values()))
 
 
 @dataclass(frozen=True)
 class Stretch:
     """One layer's pass in a predicted step, from the end of the one before, its dense part included.
+
+    Micro-batches are in several layers at once: what they do before the pass of the layer before has ended counts there.
+    Weight gradients that are tasks of their own belong to no pass, and count where they run.
 
     Attributes:
         degree: its chunks.
@@ -65,7 +71,7 @@ def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
     reduces = [span for span in timeline.spans if span.kind == "gradient-all-reduce"]
     own: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
-        if span.phase in PHASES and span.layer is not None and span.kind != "gradient-all-reduce":
+        if span.phase in PHASES and span.layer is not None and span.kind not in _BESIDE:
             own.setdefault((span.phase, span.layer), []).append(span)
     found: list[Stretch] = []
     start_s = 0.0

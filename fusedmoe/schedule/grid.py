@@ -15,7 +15,7 @@ from fusedmoe.schedule.degree import choose_degree
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.testbeds import TESTBEDS, Testbed
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
 from fusedmoe.schedule.workload import StackCosts, Workload
 
 #: Layers of a simulated step, unless the caller says otherwise.
@@ -176,5 +176,6 @@ _ONE_QUEUE = ("sequential", "tutel", "pipemoe", "tutel_improved", "lina", "fsmoe
 
 
 def _whole_row(costs: StackCosts) -> dict[str, float]:
-    plans = {name: policy(costs) for name, policy in WHOLE_POLICIES.items()} | ablation(costs)
+    model = WholeModel(costs)
+    plans = {name: model.plan(name) for name in WHOLE_POLICIES} | model.ablation
     return {name: makespan(plan, costs) for name, plan in plans.items()}

@@ -13,10 +13,12 @@ iterative scheduling technique for resource-constrained project scheduling", 199
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import contended
 from fusedmoe.schedule.task import LINKS, Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
 
@@ -33,36 +35,61 @@ def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float], resources: M
         seconds: of each task. Contention is not looked at: where it counts, the plan is the same and takes longer.
         resources: the resource of each kind that is not "compute".
     """
-    graph = _Graph(list(tasks), seconds, resources)
-    starts, end = graph.schedule(graph.urgency())
-    for _ in range(_ROUNDS):
-        late, _ = graph.schedule([-(start + took) for start, took in zip(starts, graph.seconds, strict=True)], True)
-        # `late` counts from the end: what ends last there starts first here.
-        again, sooner = graph.schedule([-(start + took) for start, took in zip(late, graph.seconds, strict=True)])
-        if sooner >= end:
-            break
-        starts, end = again, sooner
-    return graph.plan(starts)
+    return ListSchedule(tasks, seconds, resources).plan()
 
 
-class _Graph:
-    """Tasks by number: places in a list are quicker than keys."""
+class ListSchedule:
+    """What `list_plan` finds, before it is a plan: how long it takes is known at a fraction of the cost.
 
-    def __init__(self, tasks: list[Task], seconds: Mapping[Task, float], resources: Mapping[str, str]) -> None:
-        self._tasks = tasks
-        self.seconds = [seconds[task] for task in tasks]
-        self._on = [RESOURCES.index(resources.get(task.kind, "compute")) for task in tasks]
-        number = {task: place for place, task in enumerate(tasks)}
-        before = standard_dependencies(tasks)
-        self._before = [[number[one] for one in before[task]] for task in tasks]
-        pieces = [place for place, task in enumerate(tasks) if task.kind == _GRADIENT]
+    Tasks go by number here: places in a list are quicker than keys.
+    """
+
+    def __init__(
+        self, tasks: Iterable[Task], seconds: Mapping[Task, float], resources: Mapping[str, str] = LINKS
+    ) -> None:
+        self._tasks = list(tasks)
+        self._seconds = [seconds[task] for task in self._tasks]
+        on = {kind: RESOURCES.index(resources.get(kind, "compute")) for kind in {task.kind for task in self._tasks}}
+        self._on = [on[task.kind] for task in self._tasks]
+        number = {task: place for place, task in enumerate(self._tasks)}
+        before = standard_dependencies(self._tasks)
+        self._before = [[number[one] for one in before[task]] for task in self._tasks]
+        pieces = [place for place, task in enumerate(self._tasks) if task.kind == _GRADIENT]
         for one, other in zip(pieces, pieces[1:], strict=False):
             self._before[other].append(one)
-        self._followers: list[list[int]] = [[] for _ in tasks]
+        self._followers: list[list[int]] = [[] for _ in self._tasks]
         for place, found in enumerate(self._before):
             for one in found:
                 self._followers[one].append(place)
         self._order = self._topological()
+        self._starts, self._end_s = self._improved()
+
+    def makespan_s(self, contention: float = 1.0) -> float:
+        """The `makespan` of the plan, with links that disturb each other so much."""
+        if contention == 1.0 or not {1, 2} <= set(self._on):
+            return self._end_s
+        before = [list(found) for found in self._before]
+        for order in self._orders():
+            for one, other in zip(order, order[1:], strict=False):
+                before[other].append(one)
+        return max(contended(before, self._on, self._seconds, contention)[1])
+
+    def plan(self) -> Plan:
+        """The orders in which the tasks start."""
+        orders = ([self._tasks[place] for place in order] for order in self._orders())
+        return Plan.of(dict(zip(RESOURCES, orders, strict=True)))
+
+    def _orders(self) -> list[list[int]]:
+        """Of tasks that start together on a resource all but the last took no time: what waits for others comes after
+        them."""
+        depth = [0] * len(self._tasks)
+        for place in self._order:
+            depth[place] = 1 + max((depth[one] for one in self._before[place]), default=0)
+        keys = list(zip(self._starts, (seconds > 0 for seconds in self._seconds), depth, strict=True))
+        orders: list[list[int]] = [[] for _ in RESOURCES]
+        for place in sorted(range(len(keys)), key=keys.__getitem__):
+            orders[self._on[place]].append(place)
+        return orders
 
     def _topological(self) -> list[int]:
         waits = [len(found) for found in self._before]
@@ -74,51 +101,66 @@ class _Graph:
                     order.append(one)
         return order
 
-    def urgency(self) -> list[tuple[bool, float]]:
-        """Small where much hangs on a task: the seconds from its start to the end of all that waits for it."""
+    def _improved(self) -> tuple[list[float], float]:
+        """Starts and the end of the best schedule that is found."""
+        starts, end = self._schedule(self._urgency())
+        for _ in range(_ROUNDS):
+            ends = [start + took for start, took in zip(starts, self._seconds, strict=True)]
+            late, _ = self._schedule([-end_s for end_s in ends], True)
+            # `late` counts from the end: what ends last there starts first here.
+            again, sooner = self._schedule([-start - took for start, took in zip(late, self._seconds, strict=True)])
+            if sooner >= end:
+                break
+            starts, end = again, sooner
+        return starts, end
+
+    def _urgency(self) -> list[float]:
+        """Small where much hangs on a task: the seconds from its start to the end of all that waits for it. Gradients
+        come after all else."""
         way = [0.0] * len(self._tasks)
         for place in reversed(self._order):
-            longest = max((way[one] for one in self._followers[place]), default=0.0)
-            way[place] = self.seconds[place] + longest
-        return [(task.kind == _GRADIENT, -seconds) for task, seconds in zip(self._tasks, way, strict=True)]
+            longest = 0.0
+            for one in self._followers[place]:
+                if way[one] > longest:
+                    longest = way[one]
+            way[place] = self._seconds[place] + longest
+        # Of gradients one at most is ready at a time.
+        return [
+            math.inf if task.kind == _GRADIENT else -seconds for task, seconds in zip(self._tasks, way, strict=True)
+        ]
 
-    def schedule(self, priority: Sequence[object], backwards: bool = False) -> tuple[list[float], float]:
+    def _schedule(self, priority: Sequence[float], backwards: bool = False) -> tuple[list[float], float]:
         """Starts of all tasks, and the end. Of ready tasks the one with the least priority goes first, then the first
         given. Backwards, tasks wait for what follows them, and times count from the end."""
         before, followers = (self._followers, self._before) if backwards else (self._before, self._followers)
-        on, seconds = self._on, self.seconds
-        ready: list[list[tuple[object, int]]] = [[] for _ in RESOURCES]
+        on, seconds = self._on, self._seconds
+        by_rank = sorted(range(len(priority)), key=priority.__getitem__)
+        rank = [0] * len(by_rank)
+        for number, place in enumerate(by_rank):
+            rank[place] = number
         waits = [len(found) for found in before]
-        for place, count in enumerate(waits):
-            if not count:
-                heappush(ready[on[place]], (priority[place], place))
-        busy = [False] * len(RESOURCES)
+        ready: tuple[list[int], ...] = ([], [], [])
+        for number, place in enumerate(by_rank):
+            if not waits[place]:
+                ready[on[place]].append(number)  # in order, so a heap
         starts = [0.0] * len(waits)
-        running: list[tuple[float, int]] = []
+        end = [math.inf] * len(RESOURCES)  # of what runs on each
+        running = [0] * len(RESOURCES)
         now = 0.0
         while True:
             for resource, heap in enumerate(ready):
-                if heap and not busy[resource]:
-                    place = heappop(heap)[1]
-                    busy[resource], starts[place] = True, now
-                    heappush(running, (now + seconds[place], place))
-            if not running:
+                if heap and end[resource] == math.inf:
+                    place = by_rank[heappop(heap)]
+                    running[resource], starts[place] = place, now
+                    end[resource] = now + seconds[place]
+            soonest = min(end)
+            if soonest == math.inf:
                 return starts, now
-            now = running[0][0]
-            while running and running[0][0] == now:
-                place = heappop(running)[1]
-                busy[on[place]] = False
-                for one in followers[place]:
-                    waits[one] -= 1
-                    if not waits[one]:
-                        heappush(ready[on[one]], (priority[one], one))
-
-    def plan(self, starts: Sequence[float]) -> Plan:
-        """Of tasks that start together, one took no time: what waits for it comes after it."""
-        depth = [0] * len(starts)
-        orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
-        for place in self._order:
-            depth[place] = 1 + max((depth[one] for one in self._before[place]), default=0)
-        for place in sorted(range(len(starts)), key=lambda place: (starts[place], depth[place])):
-            orders[RESOURCES[self._on[place]]].append(self._tasks[place])
-        return Plan.of(orders)
+            now = soonest
+            for resource in (0, 1, 2):
+                if end[resource] == now:
+                    end[resource] = math.inf
+                    for one in followers[running[resource]]:
+                        waits[one] -= 1
+                        if not waits[one]:
+                            heappush(ready[on[one]], rank[one])

@@ -50,7 +50,8 @@ def _times(plan: Plan, seconds: Mapping[Task, float], contention: float) -> tupl
         bad = next(task for task in plan.sequence if not 0 <= seconds[task] < math.inf)
         raise ConfigError(f"simulate: {name(bad)} cannot take {seconds[bad]} s")
     if contention < 1 and plan.intra and plan.inter:
-        return contended(plan, durations, contention)
+        which, resources = {"compute": 0, "intra": 1, "inter": 2}, plan.resources
+        return contended(plan.before, [which[resources[task]] for task in plan.sequence], durations, contention)
     starts: list[float] = []
     ends: list[float] = []
     for duration, before in zip(durations, plan.before, strict=True):
@@ -60,21 +61,24 @@ def _times(plan: Plan, seconds: Mapping[Task, float], contention: float) -> tupl
     return starts, ends
 
 
-def contended(plan: Plan, durations: Sequence[float], contention: float) -> tuple[list[float], list[float]]:
-    """Event by event: between two events nothing starts or ends, so all speeds are constant.
+def contended(
+    before: Sequence[Sequence[int]], on: Sequence[int], durations: Sequence[float], contention: float
+) -> tuple[list[float], list[float]]:
+    """Starts and ends, event by event: between two events nothing starts or ends, so all speeds are constant.
 
     Of a running task three numbers are kept: the work that was left when its speed last changed, when that was, and
     its end if the speed stays. A task that is never slowed down ends at exactly start + duration.
+
+    Args:
+        before: of each task what it waits for, the one before it on its resource included.
+        on: 0 for compute, 1 for intra, 2 for inter.
     """
     count = len(durations)
     followers: list[list[int]] = [[] for _ in range(count)]
-    waits = [len(before) for before in plan.before]
-    for place, before in enumerate(plan.before):
-        for one in before:
+    waits = [len(found) for found in before]
+    for place, found in enumerate(before):
+        for one in found:
             followers[one].append(place)
-    which = {"compute": 0, "intra": 1, "inter": 2}
-    resources = plan.resources
-    on = [which[resources[task]] for task in plan.sequence]
     starts, ends = [0.0] * count, [0.0] * count
     running = [-1, -1, -1]  # the place of each resource's task, or −1
     end = [math.inf] * 3

@@ -66,6 +66,7 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
       chunks of the one before, and all chunks after it wait for it.
     * Layers follow each other, forward from 0, then the loss, then backward from the last. A layer starts when the
       one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i.
+    * Chunks of one layer's attention run in order, in both passes: chunk i waits for chunk i − 1, too.
     * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), and an
       attention-weight-gradient for the attention.
     * A gradient-all-reduce waits for the gate, the attention and its weight gradients of its layer's backward pass,
@@ -93,7 +94,9 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
             _link(after, before, stage, within=micro or index > 0)
             before = stage
         earlier = road or earlier
-    for (phase, _), of in stages.items():
+    for (phase, layer), of in stages.items():
+        if phase is not None and layer is not None:
+            _in_order(after, of.get("attention", ()))
         for source, kind in WEIGHT_GRADIENTS.items():
             sources = of.get(source, [])
             for task in of.get(kind, ()):
@@ -112,6 +115,14 @@ def _road(phase: str, of: Mapping[str, list[Task]]) -> list[list[Task]]:
 
 def _in_micro_batches(road: Sequence[Sequence[Task]]) -> bool:
     return any(stage[0].kind in ("attention", "loss") and stage[0].chunk is not None for stage in road)
+
+
+def _in_order(after: dict[Task, tuple[Task, ...]], stage: Iterable[Task]) -> None:
+    """Makes each chunk of a stage wait for the one before it."""
+    chunks = {task.chunk: task for task in stage if task.chunk is not None}
+    for chunk, task in chunks.items():
+        if chunk - 1 in chunks:
+            after[task] = (*after[task], chunks[chunk - 1])
 
 
 def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool) -> None:

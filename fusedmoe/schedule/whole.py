@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.fill import gradient_pieces
-from fusedmoe.schedule.listing import list_plan
+from fusedmoe.schedule.listing import ListSchedule, list_plan
+from fusedmoe.schedule.passes import links_bound_s
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE, ROADS, WEIGHT_GRADIENTS, Task
-from fusedmoe.schedule.workload import StackCosts
+from fusedmoe.schedule.task import LINKS, PIPELINE, ROADS, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.workload import LayerCosts, StackCosts
 
 
 class Split(NamedTuple):
@@ -31,24 +33,55 @@ class Split(NamedTuple):
     weights: bool = False
 
 
-def micro_plan(costs: StackCosts, split: Split, *, exposed: bool = False) -> Plan:
-    """The plan of a step that is split so, every order by list scheduling.
+def micro_schedule(costs: StackCosts, split: Split) -> ListSchedule:
+    """A step that is split so, every order by list scheduling: its plan, and its makespan at a fraction of the cost.
 
-    Args:
-        exposed: all gradients wait for the end of the backward pass.
     Raises:
         ConfigError: layers that cannot be split (`LayerCosts.micro`).
     """
     tasks = list(_step_tasks(costs, split))
-    pieces = [task for task in tasks if exposed and task.kind == "gradient-all-reduce"]
-    if pieces:
-        tasks = [task for task in tasks if task.kind not in ("gradient-all-reduce", "optimizer")]
+    return ListSchedule(tasks, task_seconds(costs, tasks, split))
+
+
+def exposed_plan(costs: StackCosts, split: Split) -> Plan:
+    """The plan of a step that is split so, where all gradients wait for the end of the backward pass.
+
+    Raises:
+        ConfigError: layers that cannot be split.
+    """
+    late = ("gradient-all-reduce", "optimizer")
+    found = list(_step_tasks(costs, split))
+    tasks = [task for task in found if task.kind not in late]
     plan = list_plan(tasks, task_seconds(costs, tasks, split))
-    if not pieces:
-        return plan
-    end = [Task("optimizer", None, None, None)] * (costs.optimizer_s is not None)
+    pieces, end = ([task for task in found if task.kind == kind] for kind in late)
     orders = {"compute": [*plan.compute, *end], "intra": plan.intra, "inter": [*plan.inter, *pieces]}
     return Plan.of(orders, {piece: plan.compute[-1:] for piece in pieces})
+
+
+def split_bound_s(costs: StackCosts, split: Split) -> float:
+    """Seconds that no order of a step that is split so beats: the busiest resource's tasks."""
+    on = dict.fromkeys(RESOURCES, 0.0)
+    known: dict[int, dict[str, float]] = {}  # layers are often one object many times
+    for layer in costs.layers:
+        if id(layer) not in known:
+            known[id(layer)] = _layer_s(layer, split)
+        for resource, seconds in known[id(layer)].items():
+            on[resource] += seconds
+    pieces = gradient_pieces(costs.gradient_bytes, split.piece_bytes)
+    on["inter"] += sum(costs.all_reduce.seconds(piece.size or 0) for piece in pieces)
+    compute = on["compute"] + (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0)
+    return max(compute, links_bound_s(on["inter"], on["intra"], costs.contention))
+
+
+def _layer_s(layer: LayerCosts, split: Split) -> dict[str, float]:
+    """Seconds of one layer's tasks by resource, both passes. Weight gradients take as long by themselves."""
+    if layer.micro is None:
+        raise ConfigError("micro-batches: a layer cannot be split; nothing is known of its dense part in pieces")
+    on = dict.fromkeys(RESOURCES, 0.0)
+    for phase, degree in (("forward", split.forward), ("backward", split.backward)):
+        for kind, part in {**layer.micro.dense[phase], **layer.chunks[phase]}.items():
+            on[LINKS.get(kind, "compute")] += degree * part.seconds(degree)
+    return on
 
 
 def forward_plan(costs: StackCosts, layers: Iterable[int], degree: int) -> Plan:

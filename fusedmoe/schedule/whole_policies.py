@@ -5,14 +5,18 @@ They need layers that micro-batches can go through (`LayerCosts.micro`); otherwi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from functools import cached_property
+from itertools import product
 
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, any_order, pipemoe
+from fusedmoe.schedule.policies import POLICIES, any_order
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
 from fusedmoe.schedule.workload import StackCosts
 
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -20,75 +24,171 @@ _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
 _PIECES, _UNTUNED_BYTES = (1, 2, 4, 8, 16), 2**20
 
 
-def flowmoe(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def flowmoe(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Micro-batches through all layers, one degree for both passes; gradients in pieces below all-to-all (FlowMoE)."""
-    return _flowmoe(costs, limit).plan
+    return WholeModel(costs, limit, samples).flowmoe
 
 
-def lancet(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def lancet(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Ranges of layers in micro-batches forward; weight gradients beside communication backward (Lancet)."""
-    return lancet_plan(costs, [k for k in PARTS if k <= limit])
+    return WholeModel(costs, limit, samples).lancet
 
 
-def joint(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def joint(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """The best in simulation of all policies, and of all degrees, gradient pieces and weight gradients together."""
-    search, degrees = _flowmoe(costs, limit), _degrees(limit)
-    search.try_all(search.best._replace(forward=degree, backward=degree, weights=True) for degree in degrees)
-    search.try_all(search.best._replace(backward=degree) for degree in degrees)
-    search.try_all(search.best._replace(forward=degree) for degree in degrees)
-    search.try_all(search.best._replace(piece_bytes=search.piece(pieces)) for pieces in _PIECES)
-    search.try_all([search.best._replace(weights=not search.best.weights)])
-    others = [policy.plan(costs, limit) for name, policy in POLICIES.items() if name != "joint"]
-    others += [any_order(costs, limit), lancet(costs, limit), *ablation(costs, limit).values()]
-    return min([search.plan, *others], key=lambda plan: makespan(plan, costs))
+    return WholeModel(costs, limit, samples).joint
+
+
+def ablation(costs: StackCosts, limit: int = MAX_DEGREE) -> dict[str, Plan]:
+    """FlowMoE part by part (Table 5), each with all before it: pipelined experts, attention in micro-batches as well,
+    all-reduces in pieces of 1 MiB, pieces of the best size."""
+    return WholeModel(costs, limit).ablation
 
 
 #: Policies by name. `joint` stands for the one of `policies.POLICIES` where layers can be split.
 WHOLE_POLICIES = {"flowmoe": flowmoe, "lancet": lancet, "joint": joint}
 
 
-def ablation(costs: StackCosts, limit: int = MAX_DEGREE) -> dict[str, Plan]:
-    """FlowMoE part by part (Table 5), each with all before it: pipelined experts, attention in micro-batches as well,
-    all-reduces in pieces of 1 MiB, pieces of the best size."""
-    found = _flowmoe(costs, limit)
-    attention = _Search(costs, exposed=True)
-    attention.try_all(Split(degree, degree) for degree in _degrees(limit))
-    return {
-        "pipelined experts": pipemoe(costs, limit),
-        "attention": attention.plan,
-        "all-reduce": micro_plan(costs, attention.best._replace(piece_bytes=_UNTUNED_BYTES)),
-        "tuned": found.plan,
-    }
+class WholeModel:
+    """The plans of one step by all policies, each made when it is first asked for: what they share is searched once.
+
+    Args:
+        limit: the most chunks, and the most micro-batches.
+        samples: of a batch; then micro-batches have equally many. None: any number of micro-batches.
+        progress: told how many parts of the search of `joint` are done, of how many; the others' are among them.
+    Raises:
+        ConfigError: layers that cannot be split.
+    """
+
+    def __init__(
+        self,
+        costs: StackCosts,
+        limit: int = MAX_DEGREE,
+        samples: int | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._costs, self._limit, self._progress = costs, limit, progress
+        self._degrees: Sequence[int] = [degree for degree in _DEGREES if degree <= limit]
+        if samples is not None:
+            self._degrees = [degree for degree in range(1, limit + 1) if samples % degree == 0]
+        self._made: dict[str, Plan] = {}
+        # Splits that FlowMoE tries, those that `joint` adds in two rounds, the ablation's, and policies.
+        degrees, pieces = len(self._degrees), len(_PIECES)
+        self._total = (degrees + pieces) + degrees + 2 * (2 * degrees * pieces + degrees) + (degrees + 1)
+        self._total += len(POLICIES) + 2
+        self._done = 0
+
+    def plan(self, name: str) -> Plan:
+        """By a policy of `WHOLE_POLICIES` or of `policies.POLICIES`."""
+        if name in WHOLE_POLICIES:
+            found: Plan = getattr(self, name)
+            return found
+        if name not in self._made:
+            self._made[name] = POLICIES[name].plan(self._costs, self._limit)
+            self._step()
+        return self._made[name]
+
+    @cached_property
+    def flowmoe(self) -> Plan:
+        return self._tuned.plan()
+
+    @cached_property
+    def lancet(self) -> Plan:
+        plan = lancet_plan(self._costs, [k for k in PARTS if k in self._degrees])
+        self._step()
+        return plan
+
+    @cached_property
+    def joint(self) -> Plan:
+        search = self._tuned.copy()
+        search.try_all(search.best._replace(forward=degree, backward=degree, weights=True) for degree in self._degrees)
+        begun = None
+        while begun != search.best:  # until no such change is better
+            begun = search.best
+            weights, sizes = (True, False), [search.piece(pieces) for pieces in _PIECES]
+            search.try_all(
+                search.best._replace(backward=backward, piece_bytes=size, weights=alone)
+                for backward, size, alone in product(self._degrees, sizes, weights)
+            )
+            search.try_all(search.best._replace(forward=degree) for degree in self._degrees)
+        others = [self.plan(name) for name in POLICIES if name != "joint"]
+        others += [any_order(self._costs, self._limit), self.lancet, *self.ablation.values()]
+        self._done = self._total
+        self._step()
+        return min([search.plan(), *others], key=lambda plan: makespan(plan, self._costs))
+
+    @cached_property
+    def ablation(self) -> dict[str, Plan]:
+        """As the function of that name."""
+        attention = _Search(self._costs, _with_exposed_gradients, self._step)
+        attention.try_all(Split(degree, degree) for degree in self._degrees)
+        untuned = attention.best._replace(piece_bytes=_UNTUNED_BYTES)
+        found = {
+            "pipelined experts": self.plan("pipemoe"),
+            "attention": attention.plan(),
+            "all-reduce": micro_schedule(self._costs, untuned).plan(),
+            "tuned": self.flowmoe,
+        }
+        self._step()
+        return found
+
+    @cached_property
+    def _tuned(self) -> _Search:
+        search = _Search(self._costs, _in_micro_batches, self._step)
+        search.try_all(Split(degree, degree, search.piece(4)) for degree in self._degrees)
+        search.try_all(search.best._replace(piece_bytes=search.piece(pieces)) for pieces in _PIECES)
+        return search
+
+    def _step(self) -> None:
+        self._done += 1
+        self._progress(min(self._done, self._total), self._total)
 
 
-def _flowmoe(costs: StackCosts, limit: int) -> _Search:
-    search = _Search(costs)
-    search.try_all(Split(degree, degree, search.piece(4)) for degree in _degrees(limit))
-    search.try_all(search.best._replace(piece_bytes=search.piece(pieces)) for pieces in _PIECES)
-    return search
+# The seconds of a split step, and what makes its plan.
+_Evaluation = tuple[float, Callable[[], Plan]]
+
+
+def _in_micro_batches(costs: StackCosts, split: Split, best_s: float) -> _Evaluation:
+    """The seconds may be less where they are more than the best."""
+    schedule = micro_schedule(costs, split)
+    seconds = schedule.makespan_s()  # contention makes nothing shorter
+    return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
+
+
+def _with_exposed_gradients(costs: StackCosts, split: Split, best_s: float) -> _Evaluation:
+    plan = exposed_plan(costs, split)
+    return makespan(plan, costs), lambda: plan
 
 
 class _Search:
-    """The best split so far, and its plan."""
+    """The best split so far. What cannot be better by its bound is not looked at."""
 
-    def __init__(self, costs: StackCosts, *, exposed: bool = False) -> None:
-        self._costs, self._exposed = costs, exposed
-        self._known: dict[Split, float] = {}
+    def __init__(
+        self, costs: StackCosts, evaluate: Callable[[StackCosts, Split, float], _Evaluation], step: Callable[[], None]
+    ) -> None:
+        self._costs, self._evaluate, self._step = costs, evaluate, step
+        self._tried: frozenset[Split] = frozenset()
+        self._best_s = math.inf
         self.best: Split
-        self.plan: Plan
+        self.plan: Callable[[], Plan]
+
+    def copy(self) -> _Search:
+        """A search that goes on from here by itself."""
+        return copy(self)
 
     def piece(self, pieces: int) -> int:
         """Bytes of a piece, where the largest gradient of a layer goes in so many."""
         return max(1, -(-max(self._costs.gradient_bytes) // pieces))
 
     def try_all(self, splits: Iterable[Split]) -> None:
-        for split in list(splits):  # as the best one was when the search began
-            if split not in self._known:
-                plan = micro_plan(self._costs, split, exposed=self._exposed)
-                self._known[split] = makespan(plan, self._costs)
-                if self._known[split] == min(self._known.values()):
-                    self.best, self.plan = split, plan
-
-
-def _degrees(limit: int) -> Sequence[int]:
-    return [degree for degree in _DEGREES if degree <= limit]
+        splits = list(splits)  # as the best one was when the search began
+        least = {split: split_bound_s(self._costs, split) for split in splits if split not in self._tried}
+        for split in sorted(least, key=least.__getitem__):
+            if least[split] < self._best_s:
+                seconds, plan = self._evaluate(self._costs, split, self._best_s)
+                if seconds < self._best_s:
+                    self._best_s, self.best, self.plan = seconds, split, plan
+            self._step()
+        for _ in range(len(splits) - len(least)):
+            self._step()
+        self._tried |= least.keys()

@@ -136,10 +136,9 @@ class Workload:
         """
         layer = self.layer_costs(model).with_parts(parts)
         layer = layer if whole else replace(layer, micro=None)
+        of_size = {size: replace(layer, gradient_bytes=size) for size in set(gradient_bytes)}
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
-        return StackCosts(
-            tuple(replace(layer, gradient_bytes=size) for size in gradient_bytes), all_reduce, model.contention
-        )
+        return StackCosts(tuple(of_size[size] for size in gradient_bytes), all_reduce, model.contention)
 
 
 # Matrix products of attention: projections; with scores, and these with the values.

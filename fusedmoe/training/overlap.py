@@ -16,7 +16,7 @@ from fusedmoe.schedule.layer import beside, half, pass_of
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import LayerCosts, StackCosts, Workload
 from fusedmoe.training.replicas import MpLoss
 from fusedmoe.training.stream import GradientStream, moe_layers
 
@@ -103,8 +103,10 @@ def blocks_costs(
     """What a step of these blocks costs by their account of a machine."""
     parts = blocks.experts[0].parts
     found = workload.step_costs(costs, stream.layer_bytes, parts, whole=True)  # type: ignore[arg-type]
-    layers = (
-        replace(layer, micro=None if layer.micro is None else replace(layer.micro, waits=waits))
-        for layer, waits in zip(found.layers, blocks.waits, strict=True)
-    )
-    return replace(found, layers=tuple(layers))
+    # Equal layers are one object: what plans them need not look at each.
+    made: dict[tuple[int, bool], LayerCosts] = {}
+    for layer, waits in zip(found.layers, blocks.waits, strict=True):
+        if layer.micro is not None and (id(layer), waits) not in made:
+            made[id(layer), waits] = replace(layer, micro=replace(layer.micro, waits=waits))
+    pairs = zip(found.layers, blocks.waits, strict=True)
+    return replace(found, layers=tuple(made.get((id(layer), waits), layer) for layer, waits in pairs))

@@ -22,7 +22,7 @@ from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.layer import half
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import StackCosts, Workload
 from fusedmoe.training import plan_step, sync_gradients
@@ -78,7 +78,7 @@ def with_split(rank: int, world: int, split: Split, k: int, factor: float | None
     blocks = make_blocks("noisy", k, factor, topology)
     others = copy.deepcopy(blocks)
     run = fusedmoe.pipeline(others, recompute=split.forward % 2 == 0)
-    run.follow(halves(micro_plan(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split)))
+    run.follow(halves(micro_schedule(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split).plan()))
     batch = 5 if rank == 0 else 0
     want = train(one_after_the_other(blocks), blocks, batch, rank, 3)
     for one, other in zip(train(run, others, batch, rank, 3), want, strict=True):
@@ -136,7 +136,7 @@ def along_positions(
         return x_BLM
 
     run = fusedmoe.pipeline(others, along="positions", recompute=recompute)
-    run.follow(halves(micro_plan(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split)))
+    run.follow(halves(micro_schedule(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split).plan()))
     found: list[list[Tensor]] = []
     for of, model in ((blocks, whole), (others, run)):
         modules = nn.ModuleList([module for block in of for module in block])
@@ -254,7 +254,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     run = fusedmoe.pipeline(make_blocks("topk", 2, 1.0, Topology()), (2, 2))
     costs = costs_of(Topology(), 2, run.experts[0].parts, False)  # type: ignore[union-attr, arg-type]
     with pytest.raises(ConfigError, match="order task"):
-        run.follow(halves(micro_plan(costs, Split(2, 2))))
+        run.follow(halves(micro_schedule(costs, Split(2, 2)).plan()))
     with pytest.raises(ConfigError, match="no attention of block 0"):
         run.follow(Plans(Plan(), Plan()))
     with pytest.raises(ConfigError, match="along"):

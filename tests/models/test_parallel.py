@@ -12,13 +12,14 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.sequence import TokenSplit
 from fusedmoe.models.transformer import IGNORE, Transformer
 from fusedmoe.training import sync_gradients
 from tests.cluster import Cluster
 
 TOLERANCE = 1e-10
 AUX = 0.3
-BATCH, LENGTH = 3, 5  # 15 tokens: they split unevenly over two ranks and over four
+BATCH, LENGTH = 3, 5  # positions that split unevenly over two ranks, and over four so that one has none
 
 GPT: dict[str, Any] = dict(
     layers=2,
@@ -66,6 +67,37 @@ def test_four_ranks_equal_one(cluster: Cluster, model: dict[str, Any], layout: d
 def test_options_do_not_change_results(cluster: Cluster, options: dict[str, Any]) -> None:
     seed = int(torch.randint(2**31, ()))
     cluster.run(4, compare_with_one_rank, seed, GPT, dict(ep=4, esp=1, mp=2), options)
+
+
+@pytest.mark.parametrize("length", [8, 7, 5, 1])
+def test_blocks_take_any_samples(cluster: Cluster, length: int) -> None:
+    """What a block makes of some samples is what it makes of them among others; a rank's rows are its positions of
+    them, in order."""
+    seed = int(torch.randint(2**31, ()))
+    cluster.run(4, compare_samples, seed, length)
+
+
+def compare_samples(rank: int, world: int, seed: int, length: int) -> None:
+    topology = Topology.from_sizes(ep=2, esp=1, mp=4, ranks_per_node=2)
+    config = ModelConfig(**BERT | {"seq_len": length})  # a block without experts, then one with them, no token dropped
+    split = TokenSplit.of(length, topology)
+    torch.manual_seed(seed)
+    mine = Transformer(config, topology, dtype=torch.float64)
+    torch.manual_seed(seed)
+    whole = Transformer(config, dtype=torch.float64)
+    torch.manual_seed(seed)
+    x_BLM = torch.randn(4, length, config.model_dim, dtype=torch.float64)
+    for block, other in zip(mine.blocks, whole.blocks, strict=True):
+        for samples in (slice(0, 4), slice(1, 3), slice(3, 4), slice(0, 0)):
+            x_BPM = x_BLM[samples, split.start : split.stop].clone().requires_grad_()
+            theirs = x_BLM[samples].clone().requires_grad_()
+            y_BPM, _ = block(x_BPM, split)
+            expected, _ = other(theirs, TokenSplit.of(length, whole.topology))
+            close("output", y_BPM.detach(), expected[:, split.start : split.stop].detach())
+            y_BPM.square().sum().backward()
+            expected.square().sum().backward()
+            assert x_BPM.grad is not None and theirs.grad is not None
+            close("gradient", x_BPM.grad, theirs.grad[:, split.start : split.stop])
 
 
 def compare_with_one_rank(
@@ -117,16 +149,16 @@ def batch_of(config: ModelConfig, seed: int, replica: int) -> tuple[Tensor, Tens
 
 
 def route_slice_by_slice(layer: MoELayer, slices: int) -> None:
-    """Makes a layer route as `slices` ranks do: each on its own tokens, with a capacity of its own."""
+    """Makes a layer route as `slices` ranks do: each its own positions of all samples, with a capacity of its own."""
     whole = layer.forward
 
-    def forward(x_SM: Tensor) -> Tensor:
-        parts, aux = [], torch.zeros((), dtype=x_SM.dtype)
-        for part in x_SM.chunk(slices):
+    def forward(x_BLM: Tensor) -> Tensor:
+        parts, aux = [], torch.zeros((), dtype=x_BLM.dtype)
+        for part in x_BLM.chunk(slices, dim=1):
             parts.append(whole(part))
             aux = aux + layer.aux_loss / slices
         layer.aux_loss = aux
-        return torch.cat(parts)
+        return torch.cat(parts, dim=1)
 
     layer.forward = forward  # type: ignore[method-assign]
 

@@ -22,8 +22,8 @@ from fusedmoe.runtime.recorder import Recorder
 SMALL = ModelConfig(layers=2, model_dim=16, heads=4, hidden=8, experts=4, k=2, capacity_factor=None, seq_len=7, batch=2)
 
 
-def whole_batch(batch: int, length: int) -> TokenSplit:
-    return TokenSplit.of(batch, length, Topology())
+def whole(length: int) -> TokenSplit:
+    return TokenSplit.of(length, Topology())
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
@@ -34,7 +34,7 @@ def test_attention_is_the_formula(objective: str, kv_heads: int) -> None:
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     x_BLM = torch.randn(3, 5, 16, dtype=torch.float64)
-    actual = attention(x_BLM.flatten(0, 1), whole_batch(3, 5)).view(3, 5, 16)
+    actual = attention(x_BLM, whole(5))
 
     assert attention.qkv_bias is not None and attention.out_bias is not None
     sharing, head = 4 // kv_heads, 4
@@ -75,7 +75,8 @@ def test_dense_feed_forward_is_the_formula(expert: str, activation: str) -> None
         gate, up = (x_SM @ dense.up_weight[i].T + dense.up_bias[i] for i in (0, 1))
         mid = (F.silu if expert == "swiglu" else F.gelu)(gate) * up
     expected = mid @ dense.down_weight.T + dense.down_bias
-    torch.testing.assert_close(dense(x_SM, whole_batch(2, 3)), expected, rtol=1e-12, atol=1e-12)
+    actual = dense(x_SM.view(2, 3, 16), whole(3)).flatten(0, 1)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_loss_is_the_mean_over_the_targets_that_count() -> None:
@@ -84,8 +85,8 @@ def test_loss_is_the_mean_over_the_targets_that_count() -> None:
     targets[torch.rand(2, 7) < 0.4] = IGNORE
     targets[0, 0] = 3
     loss = model(tokens, targets)
-    kept = targets.flatten() != IGNORE
-    expected = F.cross_entropy(model.logits(tokens)[kept], targets.flatten()[kept])
+    kept = targets != IGNORE
+    expected = F.cross_entropy(model.logits(tokens)[kept], targets[kept])
     torch.testing.assert_close(loss.nats, expected, rtol=1e-12, atol=0)
     assert loss.targets == int(kept.sum())
     torch.testing.assert_close(loss.aux, torch.stack([layer.aux_loss for layer in model.moe_layers()]).sum())
@@ -97,7 +98,7 @@ def test_a_causal_model_does_not_see_the_future(positions: str) -> None:
     tokens = torch.randint(256, (2, 7))
     changed = tokens.clone()
     changed[:, 4:] = torch.randint(256, (2, 3))
-    before, after = (model.logits(t).view(2, 7, -1) for t in (tokens, changed))
+    before, after = (model.logits(t) for t in (tokens, changed))
     torch.testing.assert_close(before[:, :4], after[:, :4], rtol=1e-10, atol=1e-10)
     assert (before[:, 4:] - after[:, 4:]).abs().max() > 1e-3
 

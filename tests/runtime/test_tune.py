@@ -15,7 +15,7 @@ from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.grid import workloads
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.workload import StackCosts
 
 
@@ -28,7 +28,7 @@ def random_setting(rng: random.Random) -> tuple[int, Callable[[int], float]]:
     degree = rng.choice([2, 4])
 
     def step_s(piece_bytes: int) -> float:
-        return makespan(micro_plan(costs, Split(degree, degree, piece_bytes)), costs)
+        return micro_schedule(costs, Split(degree, degree, piece_bytes)).makespan_s(costs.contention)
 
     return max(costs.gradient_bytes), step_s
 

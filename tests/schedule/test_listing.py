@@ -6,7 +6,7 @@ import random
 import pytest
 
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.listing import list_plan
+from fusedmoe.schedule.listing import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.task import LINKS, PIPELINE, Task
@@ -51,6 +51,10 @@ def test_every_task_is_there_once_and_nobody_waits_without_need():
         ends = {0.0} | {span.end_s for span in timeline.spans}
         assert all(span.start_s in ends for span in timeline.spans)
         assert makespan(plan, Durations(seconds)) <= sum(seconds.values()) * (1 + 1e-12)
+        schedule = ListSchedule(tasks, seconds)
+        assert schedule.plan() == plan
+        for contention in (1.0, 0.6):
+            assert schedule.makespan_s(contention) == pytest.approx(makespan(plan, Durations(seconds, contention)))
 
 
 def test_it_is_as_good_as_any_order_of_a_small_step():

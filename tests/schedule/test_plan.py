@@ -161,8 +161,24 @@ def test_micro_batches_go_from_layer_to_layer_by_themselves():
         """
     )
     needs = {name(task): words(before) for task, before in plan.dependencies.items()}
-    assert needs["f0.D1"] == ["f0.A1"] and needs["f1.A0"] == ["f0.C0"] and needs["f1.A1"] == ["f0.C1"]
+    assert needs["f0.D1"] == ["f0.A1"] and needs["f1.A0"] == ["f0.C0"] and needs["f1.A1"] == ["f0.C1", "f1.A0"]
     assert needs["f2.D0"] == ["f1.C0", "f1.C1"]  # no micro-batches: the layer's rows are put together first
+
+
+def test_chunks_of_attention_run_in_order():
+    plan = Plan.parse(
+        """
+        compute: f0.A0 f0.A1 f0.A2 f0.E0 .L b0.E0 b0.A0 b0.AWG0 b0.A1 b0.A2 b0.AWG2 b0.AWG1
+        inter: f0.D0 f0.C0 b0.D0 b0.C0 b0.AR0
+        """
+    )
+    needs = {name(task): set(words(before)) for task, before in plan.dependencies.items()}
+    assert [needs[f"f0.A{n}"] for n in range(3)] == [set(), {"f0.A0"}, {"f0.A1"}]
+    assert [needs[f"b0.A{n}"] for n in range(3)] == [{"b0.C0"}, {"b0.C0", "b0.A0"}, {"b0.C0", "b0.A1"}]
+    assert needs["b0.AWG1"] == {"b0.A1"}  # weight gradients follow their own chunk only
+    with pytest.raises(ConfigError, match=r"f0\.A1 needs f0\.A0"):
+        Plan.parse("compute: f0.A1 f0.A0")
+    assert Plan.parse("compute: f0.A0 f1.A1").dependencies[Task("attention", 1, 1)] == (Task("attention", 0, 0),)
 
 
 def test_standard_dependencies_do_not_depend_on_the_order_of_tasks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,13 @@ from fusedmoe.schedule.fill import fill, gradient_pieces
 from fusedmoe.schedule.grid import workloads
 from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.timeline import RESOURCES
-from fusedmoe.schedule.whole import Split, micro_plan
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
+from fusedmoe.schedule.timeline import PHASES, RESOURCES
+from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel, ablation
 from fusedmoe.schedule.workload import LayerCosts, StackCosts, Workload
 
 GRADIENT = "gradient-all-reduce"
@@ -53,7 +55,8 @@ def test_a_split_step_does_the_same_work():
     rng = random.Random()
     for _ in range(30):
         costs, split = random_stack(rng), random_split(rng)
-        whole, plan = micro_plan(costs, Split(1, 1)), micro_plan(costs, split, exposed=rng.random() < 0.3)
+        schedule, whole = micro_schedule(costs, split), micro_schedule(costs, Split(1, 1)).plan()
+        plan = exposed_plan(costs, split) if rng.random() < 0.3 else schedule.plan()
         gathered = [task for task in plan if task.kind == GRADIENT]
         assert sum(task.size or 0 for task in gathered) == sum(costs.gradient_bytes)
         once, seconds = costs.seconds(whole), costs.seconds(plan)
@@ -62,17 +65,19 @@ def test_a_split_step_does_the_same_work():
             weights = dict(zip(("expert", "attention"), WEIGHTS, strict=True)).get(kind)
             of_kind += sum(seconds[task] for task in plan if task.kind == weights)
             assert of_kind >= sum(once[task] for task in whole if task.kind == kind) * (1 - 1e-9)
-        assert makespan(plan, costs) >= bound_s(costs) * (1 - 1e-12)
+        assert makespan(plan, costs) >= split_bound_s(costs, split) * (1 - 1e-12) >= bound_s(costs) * (1 - 2e-12)
+        assert schedule.makespan_s(costs.contention) == pytest.approx(makespan(schedule.plan(), costs), rel=1e-12)
         if split.forward == split.backward == 1 and not split.weights:
             assert {(t.kind, t.layer, t.phase) for t in plan} == {(t.kind, t.layer, t.phase) for t in whole}
 
 
 def test_chunks_go_on_from_layer_to_layer():
     costs = replace(random_stack(random.Random(1), 2), loss_s=None, optimizer_s=None)
-    plan = micro_plan(costs, Split(3, 3, weights=True))
+    plan = micro_schedule(costs, Split(3, 3, weights=True)).plan()
     last = list(costs.layers[0].chunks["forward"])[-1]
     for chunk in range(3):
-        assert plan.dependencies[Task("attention", chunk, 1)] == (Task(last, chunk, 0),)
+        before = (Task("attention", chunk - 1, 1),) if chunk else ()
+        assert plan.dependencies[Task("attention", chunk, 1)] == (Task(last, chunk, 0), *before)
         weight = Task("weight-gradient", chunk, 1, "backward")
         assert plan.dependencies[weight] == (Task("expert", chunk, 1, "backward"),)
     piece = next(task for task in plan.inter if task.kind == GRADIENT and task.layer == 1)
@@ -91,12 +96,55 @@ def test_no_policy_beats_the_bound_and_joint_is_never_worse():
         assert all(policy(costs, 4) == policy(costs, 4) for policy in WHOLE_POLICIES.values())
 
 
+def test_policies_asked_for_together_are_those_asked_for_one_by_one():
+    costs = random_stack(random.Random())
+    told: list[tuple[int, int]] = []
+    model = WholeModel(costs, 4, None, lambda *of: told.append(of))
+    for name in ("joint", "lancet", "flowmoe", "fsmoe"):  # in another order
+        alone = POLICIES[name].plan(costs, 4) if name == "fsmoe" else WHOLE_POLICIES[name](costs, 4)
+        assert model.plan(name) == alone
+    assert model.ablation == ablation(costs, 4)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert len({total for _, total in told}) == 1 and told[-1][0] == told[-1][1]
+
+
+@pytest.mark.parametrize(("samples", "allowed"), [(1, {1}), (4, {1, 2, 4}), (5, {1, 5}), (6, {1, 2, 3, 6})])
+def test_micro_batches_have_equally_many_samples(samples, allowed):
+    layer = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=1).layer_costs(TESTBEDS["B"].costs)
+    free = Line(0.0, TESTBEDS["B"].costs.line("all-reduce/dp").beta_s)
+    parts = {phase: {kind: replace(part, alpha_s=0.0) for kind, part in layer.chunks[phase].items()} for phase in PHASES}
+    dense = {phase: {k: replace(p, alpha_s=0.0) for k, p in layer.micro.dense[phase].items()} for phase in PHASES}
+    layer = replace(layer, chunks=parts, micro=replace(layer.micro, dense=dense))  # as many as there may be are best
+    costs = StackCosts((layer,) * 2, free)
+    for name in WHOLE_POLICIES:
+        plan = WHOLE_POLICIES[name](costs, 16, samples)
+        found = Counter(task.phase for task in plan if task.kind == "attention" and task.layer == 0)
+        assert set(found.values()) <= allowed, name
+        if name == "flowmoe":
+            assert found["forward"] == max(allowed)
+
+
+def test_step_costs_of_whole_layers():
+    model = TESTBEDS["B"].costs
+    shape = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=4)
+    sizes = [shape.gradient_bytes(), 0, shape.gradient_bytes()]
+    whole, bare = (shape.step_costs(model, sizes, shape.volumes(), whole=how) for how in (True, False))
+    assert whole.can_split and not bare.can_split and whole.gradient_bytes == bare.gradient_bytes == tuple(sizes)
+    assert whole.layers[0] is whole.layers[2]  # what is found of one layer is known of all that are alike
+    plan = POLICIES["fsmoe"].plan(bare)
+    assert plan == POLICIES["fsmoe"].plan(whole) and makespan(plan, bare) == makespan(plan, whole)
+    without = shape.step_costs(model, sizes, ("dispatch", "expert", "combine"), whole=True)
+    assert {task.kind for task in WHOLE_POLICIES["flowmoe"](without)} == {
+        *("attention", "dispatch", "expert", "combine", GRADIENT)
+    }
+
+
 def test_layers_that_cannot_be_split_are_refused():
     costs = random_stack(random.Random(2))
     bare = replace(costs, layers=tuple(replace(layer, micro=None) for layer in costs.layers))
     assert not bare.can_split
     with pytest.raises(ConfigError, match="cannot be split"):
-        micro_plan(bare, Split(2, 2))
+        micro_schedule(bare, Split(2, 2))
 
 
 def test_lancet_plans_of_many_layers():
