@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.hooks import Hooks
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.models.attention import Attention
 from fusedmoe.models.block import Block, make_norm
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.feedforward import DenseFeedForward
+from fusedmoe.models.micro import MicroBatches
 from fusedmoe.models.parameters import normal_parameter
 from fusedmoe.models.recorded import recorded
 from fusedmoe.models.sequence import TokenSplit
@@ -78,6 +80,7 @@ class Transformer(nn.Module):
         self.topology = Topology() if topology is None else topology
         self.recompute = recompute
         self.recorder: Recorder | None = None
+        self._micro: MicroBatches | None = None
         dim = config.model_dim
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         self.symbol_weight = normal_parameter(config.vocabulary, dim, std=0.02, **make)
@@ -126,6 +129,15 @@ class Transformer(nn.Module):
             if isinstance(block.experts, MoELayer):
                 yield block.experts
 
+    def in_micro_batches(self) -> PipelinedBlocks:
+        """From now on the blocks run in micro-batches, by the plans that what is returned follows. Collective.
+
+        Raises:
+            ConfigError: a model whose blocks cannot be split (`fusedmoe.pipeline`).
+        """
+        self._micro = MicroBatches(list(self.blocks), self.recompute)  # type: ignore[arg-type]
+        return self._micro.pipelined
+
     def update_gates(self) -> None:
         """To be called after each optimizer step: gates that learn outside the gradient do it here."""
         for layer in self.moe_layers():
@@ -134,7 +146,11 @@ class Transformer(nn.Module):
     def record(self, recorder: Recorder | None) -> None:
         """From now on, what the model does becomes spans of `recorder`; None ends it."""
         self.recorder = recorder
-        for module in self.modules():
+        modules: Iterable[nn.Module] = self.modules()
+        if self._micro is not None:  # whose tasks are spans, with all that they do
+            self._micro.pipelined.recorder = recorder
+            modules = (module for block in self._micro.rest for module in block.modules())
+        for module in modules:
             if isinstance(module, (Attention, DenseFeedForward, MoELayer)):
                 module.recorder = recorder
 
@@ -152,8 +168,11 @@ class Transformer(nn.Module):
         for layer in self.moe_layers():
             if isinstance(layer.gate, Hash):  # hash layers route by what a token is, not by where it came to
                 layer.gate.token_ids = tokens_BP
-        aux = x_BPM.new_zeros(())
-        for block in self.blocks:
+        aux, blocks = x_BPM.new_zeros(()), list(self.blocks)
+        if self._micro is not None:
+            x_BPM, aux = self._micro(x_BPM, split)
+            blocks = list(self._micro.rest)
+        for block in blocks:
             if self.recompute and torch.is_grad_enabled():
                 # To the end of the block: where recomputation stops must not differ between ranks, it communicates.
                 with set_checkpoint_early_stop(False):
