@@ -139,6 +139,23 @@ def test_step_costs_of_whole_layers():
     }
 
 
+def test_where_second_choices_compete_all_are_routed_before_the_first_is_sent():
+    model = TESTBEDS["B"].costs
+    shape = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=4)
+    free, costs = (shape.step_costs(model, [2**20] * 2, shape.volumes(), whole=True, waits=how) for how in (False, True))
+    plan = micro_schedule(costs, Split(4, 2, 2**20)).plan()
+    ends = {(s.kind, s.chunk, s.layer, s.phase): s.end_s for s in simulate(plan, costs).spans}
+    starts = {(s.kind, s.chunk, s.layer, s.phase): s.start_s for s in simulate(plan, costs).spans}
+    for layer in (0, 1):
+        routed = max(ends["attention", chunk, layer, "forward"] for chunk in range(4))
+        assert all(starts["dispatch", chunk, layer, "forward"] >= routed for chunk in range(4))
+        assert plan.dependencies[Task("attention", 1, 1)] == (Task("combine", 1, 0), Task("attention", 0, 1))
+    assert [task for task in plan if task.kind == "order"] == [Task("order", None, layer) for layer in (0, 1)]
+    for name in WHOLE_POLICIES:
+        assert makespan(WHOLE_POLICIES[name](costs, 4), costs) >= makespan(WHOLE_POLICIES[name](free, 4), free) * 0.97
+        assert Plan.parse(str(WHOLE_POLICIES[name](costs, 4))) == WHOLE_POLICIES[name](costs, 4)
+
+
 def test_layers_that_cannot_be_split_are_refused():
     costs = random_stack(random.Random(2))
     bare = replace(costs, layers=tuple(replace(layer, micro=None) for layer in costs.layers))
