@@ -160,7 +160,10 @@ def test_one_rank_has_nothing_to_send(cluster: Cluster, tmp_path: Path) -> None:
         (["--costs", "lines.json", "--ranks", "8"], "nothing is known of 'all-gather/esp'; measure it"),
         (["--testbed", "A", "--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--testbed", "A", "--schedule", "off"], "--schedule off is no plan"),
-        (["--testbed", "A", "--schedule", "flowmoe", "--gate", "expert_choice"], "gate expert_choice looks at whole batch"),
+        (
+            ["--testbed", "A", "--schedule", "flowmoe", "--gate", "expert_choice"],
+            "gate expert_choice looks at whole batch",
+        ),
         (["--testbed", "A", "--schedule", "lancet", "--order", "einsum"], "an order by products cannot be split"),
         (["--testbed", "A", "--schedule", "lancet", "--wire-dtype", "bf16"], "what compresses rows sees whole layers"),
         (["--testbed", "A", "--layers", "1", "--moe-every", "2"], "no experts"),
