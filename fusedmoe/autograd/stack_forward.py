@@ -79,7 +79,8 @@ class Forward(Pass):
 
     def order(self, task: Task) -> None:
         number, layer = self.at(task)
-        self._place(number, range(len(layer.units)))
+        if layer.stage.waits:
+            self._place(number, range(len(layer.units)))
 
     def _place(self, number: int, units: range) -> None:
         """Where rows go, and which there is no room for."""

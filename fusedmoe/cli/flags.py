@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from fusedmoe.cli.settings import DEVICES, DTYPES, WIRES, Settings
+from fusedmoe.cli.settings import DEVICES, DTYPES, SCHEDULES, WIRES, Settings
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.layers.gates import GATES
 from fusedmoe.layers.orders import ORDERS
-from fusedmoe.layers.schedule import SCHEDULES
 from fusedmoe.models.config import EXPERTS, NORMS, OBJECTIVES, POSITIONS, ModelConfig
 from fusedmoe.models.named import MODELS, named_model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,9 +19,10 @@ from fusedmoe.cli.costs import picture_to_write, read_costs
 from fusedmoe.cli.flags import add_flags, changes_of, describe
 from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import compute_dtype, step_workload
+from fusedmoe.cli.trainer import compute_dtype, policy_of, step_workload, unsplit
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.schedule import Schedule
+from fusedmoe.runtime.plan_cache import cached_plans
 from fusedmoe.runtime.profile_cache import cached_profile
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel
@@ -29,8 +31,10 @@ from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.task import LINKS, WEIGHT_GRADIENTS
 from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.schedule.timeline import PHASES, Timeline
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import StackCosts
 
 SUMMARY = "show which schedule a model gets, and why"
@@ -39,6 +43,11 @@ DESCRIPTION = """\
 Plans a training step of a model on a layout of ranks, and says why it is planned so: for each
 layer in how many chunks it goes forward and backward, what its passes wait for, what every
 policy would take, and the bound that no schedule beats.
+
+Where the gate allows it, whole layers are split as well: micro-batches of equally many samples go
+from layer to layer, gradients in pieces of one size (S_p) beside them, weight gradients where
+there is time. Such plans are searched once, which may take a minute for many layers, and kept in
+$FUSEDMOE_CACHE, or else ~/.cache/fusedmoe.
 
 Only what is on the critical path makes a step longer. A layer's pass is bound by what holds
 most of the path while it lasts: computation, the links between nodes (dispatch, combine,
@@ -56,6 +65,8 @@ examples:
     fusedmoe plan --model Mixtral-7B --layers 4 --testbed B --seq-len 4096 --png step.png
   a cluster that was measured before, from anywhere:
     fusedmoe plan --model Mixtral-7B --costs costs.json --ranks 32 --ranks-per-node 8
+  FlowMoE's plan of its own model, beside all others:
+    fusedmoe plan --model BERT-Large-MoE --testbed A --schedule flowmoe
   this machine, measured now or before:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli plan --ranks-per-node 2
 """
@@ -63,8 +74,13 @@ examples:
 _FLAGS = (
     *("--batch", "--seq-len", "--dtype", "--layers", "--model-dim", "--heads", "--kv-heads"),
     *("--expert", "--hidden", "--experts", "--experts-per-rank", "--moe-every", "--k", "--capacity-factor"),
-    *("--ranks-per-node", "--ep", "--esp", "--mp", "--wire-dtype", "--schedule", "--device", "--timeout"),
+    *("--gate", "--order", "--ranks-per-node", "--ep", "--esp", "--mp", "--wire-dtype", "--schedule", "--device"),
+    "--timeout",
 )
+
+# Of whole models first: of two of the same name, theirs counts.
+_POLICIES = {name: (policy.__doc__ or "").rstrip(".") for name, policy in WHOLE_POLICIES.items()}
+_POLICIES = {name: policy.description for name, policy in POLICIES.items()} | _POLICIES
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
 
@@ -78,7 +94,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description=DESCRIPTION,
         epilog=EXAMPLES
         + "\npolicies (--schedule; auto is joint):\n"
-        + "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items()),
+        + "\n".join(f"  {name:15}{description}" for name, description in _POLICIES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_argument_group("costs")
@@ -86,6 +102,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     source.add_argument("--costs", type=Path, metavar="FILE", help="of fusedmoe profile --json, or one that it kept")
     source.add_argument("--testbed", choices=TESTBEDS, help="of the FSMoE paper: A, 6 nodes of 8; B, 8 nodes of 4")
     group.add_argument("--ranks", type=int, metavar="N", help="plan for so many ranks (default: the launcher's)")
+    group.add_argument("--again", action="store_true", help="search for plans also where that was done before")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON, with the plan's text, instead of tables")
     output.add_argument("--png", type=picture_to_write, metavar="FILE", help="the step as .png, .svg or .pdf")
@@ -104,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
     costs = _costs(arguments, running, settings, sizes)
     if running.rank == 0:
-        report = Report.of(settings, launch, sizes, costs)
+        report = Report.of(settings, launch, sizes, costs, again=arguments.again)
         if arguments.png is not None:
             draw(report.timeline, arguments.png, title=report.title)
         if arguments.json:
@@ -162,27 +179,36 @@ class Report:
     passes: Sequence[Stretch]
     step_s: dict[str, float]  # by policy
     bound_s: float
+    refusal: str | None  # why layers are not split
 
     @classmethod
-    def of(cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel) -> Report:
-        """Plans by every policy; the chosen one is the settings'."""
-        schedule = Schedule.named(settings.schedule)
-        assert schedule is not None
-        step = step_costs(settings, launch, sizes, costs)
-        plans = {name: policy.plan(step) for name, policy in POLICIES.items()}
-        plan = plans[schedule.policy]
+    def of(
+        cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
+    ) -> Report:
+        """Plans by every policy; the chosen one is the settings'.
+
+        Raises:
+            ConfigError: the policy splits what cannot be split, or costs lack what the layout needs.
+        """
+        policy, refusal = policy_of(settings), unsplit(settings)
+        step = step_costs(settings, launch, sizes, costs, whole=refusal is None)
+        whole = {} if refusal is not None else WHOLE_POLICIES
+        plans = {name: layered.plan(step) for name, layered in POLICIES.items() if name not in whole}
+        plans |= cached_plans(whole, Topology(), step, samples=settings.model.batch, again=again)
+        plan = plans[policy]
         timeline = simulate(plan, step)
         return cls(
             settings,
             launch,
             sizes,
             costs.machine,
-            schedule.policy,
+            policy,
             plan,
             timeline,
             stretches(plan, timeline),
             {name: makespan(one, step) for name, one in plans.items()},
             bound_s(step),
+            refusal,
         )
 
     @property
@@ -194,10 +220,39 @@ class Report:
         """After the last pass: gradients that nothing hides."""
         return self.timeline.end_s - self.passes[-1].end_s
 
+    @property
+    def piece_bytes(self) -> int | None:
+        """S_p: of the largest gradient all-reduce; None without any."""
+        return max((task.size or 0 for task in self.plan.inter if task.kind == "gradient-all-reduce"), default=None)
+
+    @property
+    def weights_apart(self) -> bool:
+        """Whether weight gradients are tasks of their own."""
+        return any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute)
+
+    def micro_batches(self, phase: str) -> list[int]:
+        """Of each layer: in how many its attention goes; 1 where the layer is not split."""
+        parts = Counter(task.layer for task in self.plan.compute if task.kind == "attention" and task.phase == phase)
+        return [parts[layer] for layer in sorted({one.layer for one in self.passes})]
+
     def path_s(self) -> dict[str, float]:
         """Seconds of the critical path by kind of task, the longest first."""
         path = Timeline(0, critical_path(self.plan, self.timeline), "predicted").totals_s()
         return dict(sorted(path.items(), key=lambda item: -item[1]))
+
+    def path_by_resource_s(self) -> dict[str, float]:
+        """The same by what is at work, as the kinds of tasks have it."""
+        found = dict.fromkeys(RESOURCES, 0.0)
+        for kind, seconds in self.path_s().items():
+            found[LINKS.get(kind, "compute")] += seconds
+        return found
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that each resource works in a step."""
+        found = dict.fromkeys(RESOURCES, 0.0)
+        for span in self.timeline.spans:
+            found[LINKS.get(span.kind, "compute")] += span.duration_s
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """In plain types, times in seconds."""
@@ -218,7 +273,14 @@ class Report:
             "step_s": self.step_s[self.policy],
             "bound_s": self.bound_s,
             "policies_s": self.step_s,
+            "gap_to_bound": self.step_s[self.policy] / self.bound_s - 1,
+            "micro_batches": {phase: self.micro_batches(phase) for phase in PHASES},
+            "not_split": self.refusal,
+            "piece_bytes": self.piece_bytes,
+            "weight_gradients_apart": self.weights_apart,
             "critical_path_s": self.path_s(),
+            "critical_path_by_resource_s": self.path_by_resource_s(),
+            "busy_s": self.busy_s(),
             "exposed_gradients_s": self.rest_s,
             "layers": [layers[layer] for layer in sorted(layers)],
             "plan": str(self.plan),
@@ -235,12 +297,31 @@ class Report:
         console.print(f"{ranks} ranks ({nodes}): {axes}")
         console.print(f"costs: {self.machine or 'of an unnamed machine'}", markup=False)
         console.print(self._passes())
+        console.print(self._splitting(), soft_wrap=True)
         if self.rest_s > 0:
-            console.print(f"after the last pass: {_ms(self.rest_s)} of gradient all-reduces that nothing hides")
-        whole_s = self.timeline.end_s
-        parts = [f"{kind} {seconds / whole_s:.0%}" for kind, seconds in self.path_s().items() if seconds > 0]
-        console.print(f"critical path: {', '.join(parts)}")
+            console.print(f"after the last pass: {_ms(self.rest_s)} of gradients that nothing hides")
+        for what, shares in (
+            ("critical path", self.path_s()),
+            ("on the path", {RESOURCES[name]: seconds for name, seconds in self.path_by_resource_s().items()}),
+            ("at work", {RESOURCES[name]: seconds for name, seconds in self.busy_s().items()}),
+        ):
+            parts = [f"{name} {seconds / self.timeline.end_s:.0%}" for name, seconds in shares.items() if seconds > 0]
+            console.print(f"{what}: {', '.join(parts)}")
         console.print(self._policies())
+
+    def _splitting(self) -> str:
+        """In words: what is split, into how many pieces."""
+        if self.refusal is not None:
+            return f"chunks end with their layer: {self.refusal}"
+        words = []
+        for phase in PHASES:
+            alike = [(count, len(list(group))) for count, group in groupby(self.micro_batches(phase))]
+            counts = [str(count) if len(alike) == 1 else f"{count} ({n} layers)" for count, n in alike]
+            words.append(f"{phase} {', '.join(counts)}")
+        size = self.piece_bytes
+        pieces = "no gradients to reduce" if size is None else f"gradients in pieces of up to {size / 2**20:.3g} MiB"
+        apart = "tasks of their own" if self.weights_apart else "part of the backward pass"
+        return f"micro-batches: {'; '.join(words)}; {pieces}; weight gradients are {apart}"
 
     def _passes(self) -> Table:
         table = Table(title=f"{self.policy}: {_ms(self.step_s[self.policy])} a step", title_justify="left")
@@ -267,18 +348,26 @@ class Report:
         return table
 
 
-def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel) -> StackCosts:
+def step_costs(
+    settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False
+) -> StackCosts:
     """What the model's layers with experts cost in a step, without making the model.
+
+    `whole`: micro-batches can go through all of a layer.
 
     Raises:
         ConfigError: costs that lack what the layout needs.
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
-    layers = settings.model.layers // settings.model.moe_every
+    model = settings.model
+    layers = model.layers // model.moe_every
     if layers < 1:
-        raise ConfigError(f"--layers {settings.model.layers} with --moe-every {settings.model.moe_every}: no experts")
+        raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
     reduced = workload.gradient_bytes() if launch.ranks > sizes.mp else 0
-    return workload.step_costs(costs, [reduced] * layers, workload.volumes())
+    limited = model.capacity_factor is not None and model.order != "dropless"
+    return workload.step_costs(
+        costs, [reduced] * layers, workload.volumes(), whole=whole, waits=limited and model.k > 1
+    )
 
 
 def _ms(seconds: float) -> str:

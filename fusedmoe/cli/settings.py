@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.schedule import SCHEDULES
+from fusedmoe.layers.schedule import SCHEDULES as LAYER_SCHEDULES
 from fusedmoe.models.config import ModelConfig
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 
 DTYPES = ("fp32", "bf16", "fp64")
 WIRES = ("same", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+
+#: What `--schedule` may be: of layers, and of whole models.
+SCHEDULES = (*LAYER_SCHEDULES, *(name for name in WHOLE_POLICIES if name not in LAYER_SCHEDULES))
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Settings:
         model: the model, `batch` and `seq_len` included.
         ranks_per_node, ep, esp, mp: the parallel layout (`fusedmoe.cli.layout`).
         dispatch, wire_dtype: the all-to-all algorithm, and what rows travel in ("same": as they are).
-        schedule: what overlaps with computation, and by which policy (`fusedmoe.layers.schedule.SCHEDULES`).
+        schedule: what overlaps with computation, and by which policy (`SCHEDULES`).
         dtype: "fp32", "bf16" (autocast; parameters stay float32) or "fp64".
         device: "auto" takes a GPU where there is one for each rank of the machine.
         recompute: activations are computed again for the backward pass instead of kept.

@@ -15,19 +15,23 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.stop import StopRequest
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import RankError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.hooks import Hooks, WireCast
-from fusedmoe.layers.schedule import Schedule
 from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.parts import make_gate
 from fusedmoe.models.transformer import Loss, Transformer
 from fusedmoe.models.workload import block_workload
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
 from fusedmoe.schedule.workload import StackCosts, Workload
 from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
+from fusedmoe.training.overlap import blocks_costs
 from fusedmoe.training.stream import GradientStream
+from fusedmoe.training.tuning import PieceTuning
 
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -78,6 +82,7 @@ class Trainer:
         self.model = make_model(settings, model, topology, device)
         self.optimizer = make_optimizer(self.model, settings)
         self._stream: GradientStream | None = None
+        self._tuning: PieceTuning | None = None
 
     def follow(self, costs: CostModel) -> tuple[Plan, StackCosts]:
         """From now on steps follow the plan that the settings' policy makes of these costs; collective.
@@ -85,12 +90,20 @@ class Trainer:
         Returns the plan, and what a step costs by its account.
         """
         settings, topology = self._settings, self._topology
-        schedule = Schedule.named(settings.schedule)
-        assert schedule is not None
+        policy = policy_of(settings)
         workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
-        plan, self._stream = plan_step(self.model, topology, schedule.policy, costs, workload)
-        parts = next(self.model.moe_layers()).parts
-        return plan, workload.step_costs(costs, self._stream.layer_bytes, parts)
+        if policy not in WHOLE_POLICIES or unsplit(settings) is not None:
+            plan, self._stream = plan_step(self.model, topology, policy, costs, workload)
+            parts = next(self.model.moe_layers()).parts
+            return plan, workload.step_costs(costs, self._stream.layer_bytes, parts)
+        blocks, samples = self.model.in_micro_batches(), settings.model.batch
+        plan, self._stream = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
+        step_costs = blocks_costs(blocks, costs, workload, self._stream)
+        if policy == "flowmoe" and any(step_costs.gradient_bytes):
+            split = WholeModel(step_costs, samples=samples).flowmoe_split
+            self._tuning = PieceTuning(blocks, self._stream, step_costs, split)
+            plan = self._tuning.plan
+        return plan, step_costs
 
     def step(self, step: int) -> StepReport:
         """One step (from 0); collective over all ranks."""
@@ -154,13 +167,16 @@ class Trainer:
         nats, aux, lost, routed, stop = self._sum(
             loss.nats, loss.aux, float(dropped), float(slots), float(self._stop.wanted)
         )
+        seconds = time.perf_counter() - began
+        if self._tuning is not None and recorder is None:
+            self._tuning.note(seconds)
         return StepReport(
             loss=nats / topology.dp.size,
             aux_loss=aux / topology.dp.size,
             grad_norm=norm,
             dropped=lost / max(1.0, routed),
             tokens=settings.model.batch * settings.model.seq_len * topology.dp.size,
-            seconds=time.perf_counter() - began,
+            seconds=seconds,
             stop=stop > 0,
         )
 
@@ -180,6 +196,31 @@ class Trainer:
         """Sums over all ranks, in float64."""
         row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device).detach() for v in values])
         return all_reduce(self._topology.world, row, operation="sum of losses").tolist()
+
+
+def policy_of(settings: Settings) -> str:
+    """The policy that the settings' schedule names.
+
+    Raises:
+        ConfigError: it splits whole layers, which this model does not allow.
+    """
+    policy = "joint" if settings.schedule == "auto" else settings.schedule
+    refusal = unsplit(settings)
+    if policy in WHOLE_POLICIES and policy not in POLICIES and refusal is not None:
+        raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
+    return policy
+
+
+def unsplit(settings: Settings) -> str | None:
+    """Why micro-batches cannot go through the layers of a model; None where they can."""
+    model = settings.model
+    if not make_gate(model).splits:
+        return f"gate {model.gate} looks at whole batches"
+    if model.order == "einsum":
+        return "an order by products cannot be split"
+    if settings.wire_dtype != "same":
+        return "what compresses rows sees whole layers"
+    return None
 
 
 def compute_dtype(settings: Settings) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""A transformer's blocks in micro-batches: what each of them does before its experts, as `fusedmoe.pipeline` calls it."""
+"""A transformer's blocks in micro-batches: what each does before its experts, as `fusedmoe.pipeline` calls it."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ _BESIDE = frozenset(("gradient-all-reduce", *WEIGHT_GRADIENTS.values()))
 class Stretch:
     """One layer's pass in a predicted step, from the end of the one before, its dense part included.
 
-    Micro-batches are in several layers at once: what they do before the pass of the layer before has ended counts there.
-    Weight gradients that are tasks of their own belong to no pass, and count where they run.
+    Micro-batches are in several layers at once: what they do before the pass of the layer before has ended counts
+    there. Weight gradients that are tasks of their own belong to no pass, and count where they run.
 
     Attributes:
         degree: its chunks.

@@ -96,7 +96,7 @@ def pass_tasks(costs: StackCosts, layer: int, phase: str, degree: int) -> Iterat
     if of.micro is None:
         raise ConfigError(f"micro-batches: layer {layer} cannot be split; nothing is known of its dense part in pieces")
     for kind in ROADS[phase]:
-        if kind == "order" and phase == "forward" and of.micro.waits and degree > 1:
+        if kind == "order" and phase == "forward" and of.micro.waits:
             yield Task(kind, None, layer, phase)
         elif kind in (of.chunks[phase] if kind in PIPELINE else of.micro.dense[phase]):
             for chunk in range(degree):

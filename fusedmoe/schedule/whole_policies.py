@@ -22,6 +22,8 @@ from fusedmoe.schedule.workload import StackCosts
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
 # Pieces of the largest gradient of a layer, and what FlowMoE's are where nothing tunes them.
 _PIECES, _UNTUNED_BYTES = (1, 2, 4, 8, 16), 2**20
+# Times that differ by less are equal.
+_ROUNDING = 1 + 5e-13
 
 
 def flowmoe(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
@@ -92,6 +94,11 @@ class WholeModel:
     def flowmoe(self) -> Plan:
         return self._tuned.plan()
 
+    @property
+    def flowmoe_split(self) -> Split:
+        """Of `flowmoe`."""
+        return self._tuned.best
+
     @cached_property
     def lancet(self) -> Plan:
         plan = lancet_plan(self._costs, [k for k in PARTS if k in self._degrees])
@@ -111,11 +118,13 @@ class WholeModel:
                 for backward, size, alone in product(self._degrees, sizes, weights)
             )
             search.try_all(search.best._replace(forward=degree) for degree in self._degrees)
-        others = [self.plan(name) for name in POLICIES if name != "joint"]
-        others += [any_order(self._costs, self._limit), self.lancet, *self.ablation.values()]
+        plans = [self.plan(name) for name in POLICIES if name != "joint"]
+        plans += [any_order(self._costs, self._limit), *self.ablation.values(), self.lancet, search.plan()]
+        seconds = [makespan(plan, self._costs) for plan in plans]
         self._done = self._total
         self._step()
-        return min([search.plan(), *others], key=lambda plan: makespan(plan, self._costs))
+        # Of equal ones the plainest.
+        return next(plan for plan, took in zip(plans, seconds, strict=True) if took <= min(seconds) * _ROUNDING)
 
     @cached_property
     def ablation(self) -> dict[str, Plan]:
@@ -186,7 +195,7 @@ class _Search:
         for split in sorted(least, key=least.__getitem__):
             if least[split] < self._best_s:
                 seconds, plan = self._evaluate(self._costs, split, self._best_s)
-                if seconds < self._best_s:
+                if seconds * _ROUNDING < self._best_s:
                     self._best_s, self.best, self.plan = seconds, split, plan
             self._step()
         for _ in range(len(splits) - len(least)):

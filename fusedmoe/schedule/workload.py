@@ -125,17 +125,25 @@ class Workload:
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), MicroBatches(dense, weights))
 
     def step_costs(
-        self, model: CostModel, gradient_bytes: Sequence[int], parts: Iterable[str], *, whole: bool = False
+        self,
+        model: CostModel,
+        gradient_bytes: Sequence[int],
+        parts: Iterable[str],
+        *,
+        whole: bool = False,
+        waits: bool = False,
     ) -> StackCosts:
         """What a training step costs on a machine, of such layers one after the other.
 
         Args:
             gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
             parts: of the layers' pipelines (`LayerCosts.with_parts`).
-            whole: micro-batches may go through all of a layer; else nothing but its pipeline is in chunks.
+            whole: micro-batches can go through all of a layer; otherwise nothing but its pipeline is in chunks.
+            waits: all of them are routed before the first is sent (`MicroBatches.waits`).
         """
         layer = self.layer_costs(model).with_parts(parts)
-        layer = layer if whole else replace(layer, micro=None)
+        assert layer.micro is not None
+        layer = replace(layer, micro=replace(layer.micro, waits=waits) if whole else None)
         of_size = {size: replace(layer, gradient_bytes=size) for size in set(gradient_bytes)}
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
         return StackCosts(tuple(of_size[size] for size in gradient_bytes), all_reduce, model.contention)
@@ -172,7 +180,8 @@ class MicroBatches:
 
     `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
     and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient". `waits`: forward, all
-    micro-batches are routed before the first is sent ("order", which takes no time by itself).
+    micro-batches are routed before the first is sent, as where second choices compete for an expert's places; an
+    "order" in one piece then stands between them, which takes no time.
     """
 
     dense: Mapping[str, Mapping[str, Chunks]]
@@ -272,7 +281,7 @@ def _piece_s(layer: LayerCosts, phase: str, kind: str, count: int, without_weigh
         part = layer.chunks[phase].get(kind)
     elif micro is None:
         part = None
-    elif kind == "order" and micro.waits and phase == "forward":
+    elif kind == "order" and micro.waits:
         part = Chunks(0.0, 0.0)
     elif kind in _SOURCES:
         part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None

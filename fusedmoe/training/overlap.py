@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 
 from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.pipeline import PipelinedBlocks
+from fusedmoe.runtime.plan_cache import cached_plans
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.layer import beside, half, pass_of
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.schedule.workload import LayerCosts, StackCosts, Workload
+from fusedmoe.schedule.workload import StackCosts, Workload
 from fusedmoe.training.replicas import MpLoss
 from fusedmoe.training.stream import GradientStream, moe_layers
 
@@ -31,6 +31,7 @@ def plan_step(
     limit: int = MAX_DEGREE,
     mp_loss: MpLoss = "summands",
     blocks: PipelinedBlocks | None = None,
+    samples: int | None = None,
 ) -> tuple[Plan, GradientStream]:
     """Plans a training step of a model and has its MoE layers follow the plan; collective over all ranks.
 
@@ -50,6 +51,7 @@ def plan_step(
         workload: of one of the model's layers, which are taken to be alike.
         limit: the largest degree.
         blocks: where they are no module of the model.
+        samples: of a batch of theirs: micro-batches then have equally many.
     Returns:
         The plan of the step, whose tasks that are not of the layers' pipelines follow autograd's order, and the
         gradients that it reduces on the way.
@@ -66,7 +68,7 @@ def plan_step(
     if blocks is not None:
         if len(found) > 1:
             raise ConfigError("plan_step: the model has several pipelines; make one of all its blocks")
-        return _plan_blocks(model, blocks, policy, costs, workload, limit, mp_loss)
+        return _plan_blocks(model, blocks, policy, costs, workload, limit, samples, mp_loss)
     layers = moe_layers(model)
     if not layers:
         raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
@@ -87,26 +89,21 @@ def _plan_blocks(
     costs: CostModel,
     workload: Workload,
     limit: int,
+    samples: int | None,
     mp_loss: MpLoss,
 ) -> tuple[Plan, GradientStream]:
     stream = GradientStream(model, blocks.topology, mp_loss=mp_loss, dense=blocks.dense_parameters)
     step_costs = blocks_costs(blocks, costs, workload, stream)
-    how = WHOLE_POLICIES[policy] if policy in WHOLE_POLICIES else POLICIES[policy].plan
-    plan = how(step_costs, limit)
+    if policy in WHOLE_POLICIES:
+        plan = cached_plans([policy], blocks.topology, step_costs, limit=limit, samples=samples)[policy]
+    else:
+        plan = POLICIES[policy].plan(step_costs, limit)
     blocks.follow(Plans(half(plan, "forward"), half(plan, "backward")), stream)
     return plan, stream
 
 
-def blocks_costs(
-    blocks: PipelinedBlocks, costs: CostModel, workload: Workload, stream: GradientStream
-) -> StackCosts:
+def blocks_costs(blocks: PipelinedBlocks, costs: CostModel, workload: Workload, stream: GradientStream) -> StackCosts:
     """What a step of these blocks costs by their account of a machine."""
-    parts = blocks.experts[0].parts
-    found = workload.step_costs(costs, stream.layer_bytes, parts, whole=True)  # type: ignore[arg-type]
-    # Equal layers are one object: what plans them need not look at each.
-    made: dict[tuple[int, bool], LayerCosts] = {}
-    for layer, waits in zip(found.layers, blocks.waits, strict=True):
-        if layer.micro is not None and (id(layer), waits) not in made:
-            made[id(layer), waits] = replace(layer, micro=replace(layer.micro, waits=waits))
-    pairs = zip(found.layers, blocks.waits, strict=True)
-    return replace(found, layers=tuple(made.get((id(layer), waits), layer) for layer, waits in pairs))
+    layer = blocks.experts[0]
+    assert isinstance(layer, MoELayer)
+    return workload.step_costs(costs, stream.layer_bytes, layer.parts, whole=True, waits=any(blocks.waits))

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from fusedmoe.cli.main import main
+from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profile import Profile
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
 
@@ -28,7 +30,7 @@ def test_a_testbed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = planned(capsys, *MODEL, "--testbed", "B", "--png", str(tmp_path / "step.png"))
     assert data["layout"] == {"ranks": 32, "ranks_per_node": 4, "ep": 8, "esp": 4, "mp": 4, "dp": 8}
     assert data["machine"] == TESTBEDS["B"].costs.machine and data["policy"] == "joint"
-    assert data["policies_s"].keys() == POLICIES.keys()
+    assert data["policies_s"].keys() == POLICIES.keys() | WHOLE_POLICIES.keys()
     assert data["step_s"] == min(data["policies_s"].values()) == data["policies_s"]["joint"]
     assert 0 < data["bound_s"] <= data["step_s"] * (1 + 1e-9)
     assert sum(data["critical_path_s"].values()) == pytest.approx(data["step_s"])
@@ -66,8 +68,56 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "48 ranks (6 × 8): ep 6, esp 8, mp 8, dp 6" in out and TESTBEDS["A"].costs.machine in out
     assert "bound by" in out and "critical path: gradient-all-reduce" in out and "over the bound" in out
-    assert all(name in out for name in POLICIES)
+    assert all(name in out for name in (*POLICIES, *WHOLE_POLICIES))
+    assert "micro-batches: forward 1; backward 1; gradients in pieces of up to" in out and "at work: " in out
     assert "0–2" in out  # layers alike are one row
+
+
+FLOWMOE = ["--model", "LLaMA2-MoE", "--layers", "3", "--testbed", "B"]
+
+
+def test_micro_batches_through_whole_layers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    data = planned(capsys, *FLOWMOE, "--schedule", "flowmoe", "--png", str(tmp_path / "step.png"))
+    assert data["policy"] == "flowmoe" and data["not_split"] is None and not data["weight_gradients_apart"]
+    plan = Plan.parse(data["plan"])
+    for phase in ("forward", "backward"):
+        (degree,) = {plan.degrees[phase, layer] for layer in range(3)}
+        assert data["micro_batches"][phase] == [degree] * 3 and degree in (2, 4)  # of 4 samples
+        assert sum(task.kind == "attention" and task.phase == phase for task in plan) == 3 * degree
+    assert data["piece_bytes"] == max(task.size or 0 for task in plan if task.kind == "gradient-all-reduce")
+    assert sum(data["critical_path_by_resource_s"].values()) == pytest.approx(data["step_s"])
+    assert all(0 < busy <= data["step_s"] for busy in data["busy_s"].values())
+    assert data["gap_to_bound"] == pytest.approx(data["step_s"] / data["bound_s"] - 1)
+    assert data["policies_s"]["joint"] == min(data["policies_s"].values())
+    lancet = planned(capsys, *FLOWMOE, "--schedule", "lancet")
+    assert lancet["weight_gradients_apart"] and lancet["step_s"] == data["policies_s"]["lancet"]
+
+    # Where a gate has to see whole batches, and where nothing was found to split.
+    other = planned(capsys, *FLOWMOE, "--gate", "expert_choice")
+    assert "expert_choice looks at whole batches" in other["not_split"] and "flowmoe" not in other["policies_s"]
+    assert other["micro_batches"]["forward"] == [1, 1, 1]
+    assert planned(capsys, *FLOWMOE, "--batch", "1", "--schedule", "flowmoe")["micro_batches"]["backward"] == [1, 1, 1]
+
+
+def test_plans_are_searched_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    first = planned(capsys, *FLOWMOE)
+    assert len(list(tmp_path.glob("plan-*.json"))) == len(WHOLE_POLICIES)
+    monkeypatch.setattr(WholeModel, "plan", None)
+    assert planned(capsys, *FLOWMOE) == first
+    with pytest.raises(TypeError):
+        main(["plan", *FLOWMOE, "--again"])
+
+
+def test_second_choices_that_compete_wait_for_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, waits in ((["--k", "2"], True), (["--k", "2", "--capacity-factor", "none"], False)):
+        plan = Plan.parse(planned(capsys, *FLOWMOE, *flags, "--schedule", "flowmoe")["plan"])
+        assert any(task.kind == "order" for task in plan) == waits
 
 
 def test_other_ranks_of_a_testbed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +160,12 @@ def test_one_rank_has_nothing_to_send(cluster: Cluster, tmp_path: Path) -> None:
         (["--costs", "lines.json", "--ranks", "8"], "nothing is known of 'all-gather/esp'; measure it"),
         (["--testbed", "A", "--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--testbed", "A", "--schedule", "off"], "--schedule off is no plan"),
+        (
+            ["--testbed", "A", "--schedule", "flowmoe", "--gate", "expert_choice"],
+            "gate expert_choice looks at whole batch",
+        ),
+        (["--testbed", "A", "--schedule", "lancet", "--order", "einsum"], "an order by products cannot be split"),
+        (["--testbed", "A", "--schedule", "lancet", "--wire-dtype", "bf16"], "what compresses rows sees whole layers"),
         (["--testbed", "A", "--layers", "1", "--moe-every", "2"], "no experts"),
         (["--testbed", "A", "--costs", "text.json"], "not allowed with"),
         (["--testbed", "A", "--png", "no/such/step.png"], "there is no folder no/such"),
@@ -133,7 +189,7 @@ def test_refusals(
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for command_name, words in (
-        ("plan", ("examples:", "--testbed", "critical path", *POLICIES)),
+        ("plan", ("examples:", "--testbed", "critical path", "--again", *POLICIES, *WHOLE_POLICIES)),
         ("profile", ("examples:", "contention", "FUSEDMOE_CACHE", "--plot")),
         ("trace", ("examples:", "ui.perfetto.dev", "--schedule")),
     ):

@@ -92,7 +92,8 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "no plan": lambda text: text.replace("inter: ", "network: "),
     "another plan": lambda text: json.dumps(json.loads(text) | {"plan": ["compute: E0"]}),
     "a plan of more layers": lambda text: json.dumps(
-        json.loads(text) | {"plan": (plan := str(WHOLE_POLICIES["flowmoe"](stack(3), LIMIT))).splitlines()}
+        json.loads(text)
+        | {"plan": (plan := str(WHOLE_POLICIES["flowmoe"](stack(3), LIMIT))).splitlines()}
         | {"fingerprint": Plan.parse(plan).fingerprint}
     ),
 }

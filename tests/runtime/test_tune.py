@@ -13,7 +13,6 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.grid import workloads
-from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.workload import StackCosts

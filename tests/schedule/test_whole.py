@@ -112,9 +112,12 @@ def test_policies_asked_for_together_are_those_asked_for_one_by_one():
 def test_micro_batches_have_equally_many_samples(samples, allowed):
     layer = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=1).layer_costs(TESTBEDS["B"].costs)
     free = Line(0.0, TESTBEDS["B"].costs.line("all-reduce/dp").beta_s)
-    parts = {phase: {kind: replace(part, alpha_s=0.0) for kind, part in layer.chunks[phase].items()} for phase in PHASES}
+    parts = {
+        phase: {kind: replace(part, alpha_s=0.0) for kind, part in layer.chunks[phase].items()} for phase in PHASES
+    }
     dense = {phase: {k: replace(p, alpha_s=0.0) for k, p in layer.micro.dense[phase].items()} for phase in PHASES}
-    layer = replace(layer, chunks=parts, micro=replace(layer.micro, dense=dense))  # as many as there may be are best
+    # Starts are free, so as many as there may be are best.
+    layer = replace(layer, chunks=parts, micro=replace(layer.micro, dense=dense))
     costs = StackCosts((layer,) * 2, free)
     for name in WHOLE_POLICIES:
         plan = WHOLE_POLICIES[name](costs, 16, samples)
@@ -137,6 +140,24 @@ def test_step_costs_of_whole_layers():
     assert {task.kind for task in WHOLE_POLICIES["flowmoe"](without)} == {
         *("attention", "dispatch", "expert", "combine", GRADIENT)
     }
+
+
+def test_where_second_choices_compete_all_are_routed_before_the_first_is_sent():
+    model = TESTBEDS["B"].costs
+    shape = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=4)
+    parts = shape.volumes()
+    free, costs = (shape.step_costs(model, [2**20] * 2, parts, whole=True, waits=how) for how in (False, True))
+    plan = micro_schedule(costs, Split(4, 2, 2**20)).plan()
+    ends = {(s.kind, s.chunk, s.layer, s.phase): s.end_s for s in simulate(plan, costs).spans}
+    starts = {(s.kind, s.chunk, s.layer, s.phase): s.start_s for s in simulate(plan, costs).spans}
+    for layer in (0, 1):
+        routed = max(ends["attention", chunk, layer, "forward"] for chunk in range(4))
+        assert all(starts["dispatch", chunk, layer, "forward"] >= routed for chunk in range(4))
+        assert plan.dependencies[Task("attention", 1, 1)] == (Task("combine", 1, 0), Task("attention", 0, 1))
+    assert [task for task in plan if task.kind == "order"] == [Task("order", None, layer) for layer in (0, 1)]
+    for name in WHOLE_POLICIES:
+        assert makespan(WHOLE_POLICIES[name](costs, 4), costs) >= makespan(WHOLE_POLICIES[name](free, 4), free) * 0.97
+        assert Plan.parse(str(WHOLE_POLICIES[name](costs, 4))) == WHOLE_POLICIES[name](costs, 4)
 
 
 def test_layers_that_cannot_be_split_are_refused():
