@@ -21,6 +21,8 @@ from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.train import Job
+from fusedmoe.cli.trainer import policy_of
+from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.profile import Profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
@@ -164,6 +166,31 @@ def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_
     cluster.run(4, train_by_costs, settings, None, parts, None, other)
     assert losses(parts) == losses(whole)
     assert (parts / "plan.txt").read_text() == plan
+
+
+@pytest.mark.parametrize("schedule", ["flowmoe", "lancet", "auto"])
+def test_a_schedule_of_whole_models_changes_no_loss(
+    cluster: Cluster, tmp_path: Path, text: Path, schedule: str
+) -> None:
+    settings = Settings(model=ModelConfig(**MODEL), steps=12, data=str(text), eval_batches=2, checkpoint_every=0)
+    settings = settings.changed({"ranks_per_node": 2, "timeline_step": 1, "dtype": "fp64"})
+    off, whole = tmp_path / "off", tmp_path / "whole"
+    cluster.run(4, train, settings, off, None, None)
+    cluster.run(4, train_by_costs, settings.changed({"schedule": schedule}), whole, None, None, COSTS)
+    for found, expected in zip(losses(whole), losses(off), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
+    plan = (whole / "plan.txt").read_text()
+    assert "b0.A" in plan and "b1.AR0" in plan
+    kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
+    assert {"attention", "dispatch", "all-gather", "expert", "gradient-all-reduce", "loss", "optimizer"} <= kinds
+
+
+def test_a_schedule_of_whole_models_needs_gates_that_split() -> None:
+    settings = Settings().changed({"schedule": "flowmoe", "model.gate": "expert_choice"})
+    with pytest.raises(ConfigError, match="looks at whole batches"):
+        policy_of(settings)
+    assert policy_of(settings.changed({"schedule": "auto"})) == "joint"
 
 
 # By which experts and links take about as long, and starting little.
