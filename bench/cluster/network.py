@@ -79,7 +79,7 @@ class TwoNodes:
             # others.
             setting = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
             _run("ip", "netns", "exec", name, "sh", "-c", f"echo 0 > {setting}")
-            for device, rate, bucket_kb in ((interface, inter, self._bucket_kb), ("lo", intra, 16)):
+            for device, rate, bucket_kb in ((interface, inter, self._bucket_kb), ("lo", intra, 32)):
                 shape = ("tbf", "rate", f"{rate}mbit", "burst", f"{bucket_kb}kb", "latency", "100ms")
                 _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
 
