@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,20 @@ from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES
-from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts
+from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.workload import Chunks, LayerCosts, MicroBatches, StackCosts
 
 _BUDGET_S = 20.0
 _REPEATS = 3
 # Steps that are done to measure what computes: whole, and in as many chunks as may be.
 _DEGREES = (1, LIMIT)
+# Of a layer's gradient, pieces whose all-reduces are measured.
+_PIECES = (1, 4, 16)
+# What computes in a layer, its name in what is measured, and the phase; weight gradients where they are tasks.
+_PARTS = ("attention forward", "attention backward", "expert forward", "expert backward")
+_WEIGHTS = {source: f"{kind} backward" for source, kind in WEIGHT_GRADIENTS.items()}
 
 Points = Sequence[tuple[float, float]]
 # A kind and phase, and its share of a layer.
@@ -54,6 +61,7 @@ class Profile:
             "contention": self.model.contention,
             "chunks": {phase: {kind: vars(chunks) for kind, chunks in layer.chunks[phase].items()} for phase in PHASES},
             "dense_s": layer.dense_s,
+            "micro": None if layer.micro is None else asdict(layer.micro),
             "gradient_bytes": layer.gradient_bytes,
             "points": self.points,
         }
@@ -70,16 +78,17 @@ class Profiler:
     def __init__(self, setting: Setting, topology: Topology, step: Step) -> None:
         self._setting, self._topology, self._step = setting, topology, step
         self._found = measure(topology, torch.device("cpu"), budget_s=_BUDGET_S, machine=setting.name)
-        free = dict.fromkeys(
-            (f"{kind} {phase}" for kind in ("attention", "expert") for phase in PHASES), Line(0.0, 0.0)
-        )
+        free = dict.fromkeys((*_PARTS, *_WEIGHTS.values()), Line(0.0, 0.0))
         layers = (_layer_costs(setting, step, self._found.costs, free),) * setting.layers
-        self._probes = {degree: _in_chunks(StackCosts(layers), degree) for degree in _DEGREES}
+        self._probes = _probes(StackCosts(layers))
         self._computing: list[dict[Sample, float]] = []
         self._exchanging = Clock(topology)
         for degree in (1, 2, LIMIT):
             size = setting.row_bytes // degree
             self._exchanging.add("all-to-all", size, _all_to_all(topology.ep, size))
+        for pieces in _PIECES if setting.blocks else ():
+            size = step.gradient_bytes // pieces
+            self._exchanging.add("all-reduce", size, partial(all_reduce, topology.dp, torch.zeros(size // 4)))
         one_way = Topology.from_sizes(ep=2, esp=setting.esp, mp=setting.esp, ranks_per_node=setting.ranks_per_node)
         whole = _all_to_all(one_way.ep, setting.row_bytes)
         self._exchanging.add("all-to-all over one process group", setting.row_bytes, whole)
@@ -90,12 +99,16 @@ class Profiler:
         """Measures everything once more: machines are not always equally fast."""
         self._exchanging.round()
         taken: dict[Sample, list[float]] = {}
-        for degree, plan in self._probes.items():
+        for degree, plan in self._probes:
             recorder = Recorder(self._topology.rank)
             self._exchanging.seconds(partial(self._step.run, plan, recorder))
+            later = {task.kind for task in plan.compute}
             for span in recorder.timeline().on("compute"):
                 share = 1.0 if span.chunk is None else 1.0 / degree
-                taken.setdefault((f"{span.kind} {span.phase}", share), []).append(span.duration_s)
+                name = f"{span.kind} {span.phase}"
+                if span.phase == "backward" and WEIGHT_GRADIENTS.get(span.kind) in later:
+                    name += ", input only"
+                taken.setdefault((name, share), []).append(span.duration_s)
         self._computing.append({sample: statistics.mean(seconds) for sample, seconds in taken.items()})
 
     def profile(self) -> Profile:
@@ -103,6 +116,8 @@ class Profiler:
         setting, found = self._setting, self._found
         points = {**found.points, **self._exchanging.medians(), **self._computed()}
         lines = {**found.costs.lines, "all-to-all/ep": line_through(points["all-to-all"])}
+        if "all-reduce" in points:
+            lines["all-reduce/dp"] = line_through(points["all-reduce"])
         if setting.emulated_flops is not None:
             products = [(setting.expert_flop / 2 * share, seconds / 2) for share, seconds in points["expert forward"]]
             lines["gemm"] = line_through(products)
@@ -127,9 +142,16 @@ def _line(points: Points) -> Line:
     return line_through(points) if len(points) > 1 else Line(points[0][1], 0.0)
 
 
-def _in_chunks(costs: StackCosts, degree: int) -> Plan:
-    passes = [Pass(three_queues, degree)] * len(costs.layers)
-    return step_plan(costs, passes, passes)
+def _probes(costs: StackCosts) -> list[tuple[int, Plan]]:
+    """Steps in so many chunks; of blocks also such whose weight gradients are tasks of their own."""
+    if costs.can_split:
+        return [
+            (degree, micro_plan(costs, Split(degree, degree, weights=weights)))
+            for degree in _DEGREES
+            for weights in (False, True)
+        ]
+    passes = {degree: [Pass(three_queues, degree)] * len(costs.layers) for degree in _DEGREES}
+    return [(degree, step_plan(costs, of, of)) for degree, of in passes.items()]
 
 
 def _layer_costs(setting: Setting, step: Step, model: CostModel, computing: Mapping[str, Line]) -> LayerCosts:
@@ -144,8 +166,12 @@ def _layer_costs(setting: Setting, step: Step, model: CostModel, computing: Mapp
         if setting.esp > 1:
             found[phase]["all-gather"] = chunks(model.line("all-gather/esp"), gathered)
             found[phase]["reduce-scatter"] = chunks(model.line("reduce-scatter/esp"), gathered)
-    dense_s = {phase: {"attention": computing[f"attention {phase}"].seconds(1.0)} for phase in PHASES}
-    return LayerCosts(found, dense_s, step.gradient_bytes)
+    dense = {phase: {"attention": chunks(computing[f"attention {phase}"], 1.0)} for phase in PHASES}
+    dense_s = {phase: {kind: of.seconds(1) for kind, of in dense[phase].items()} for phase in PHASES}
+    micro = None
+    if setting.blocks:
+        micro = MicroBatches(dense, {source: chunks(computing[name], 1.0) for source, name in _WEIGHTS.items()})
+    return LayerCosts(found, dense_s, step.gradient_bytes, micro)
 
 
 class Clock:
