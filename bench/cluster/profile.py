@@ -14,10 +14,17 @@ import torch
 
 from bench.cluster.setting import LIMIT, Setting
 from bench.cluster.step import Step
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows
+from fusedmoe.comm.collectives import (
+    all_gather_object,
+    all_gather_rows,
+    all_reduce,
+    all_to_all_rows,
+    reduce_scatter_rows,
+)
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.runtime.profile import line_through
+from fusedmoe.runtime.execute import execute
+from fusedmoe.runtime.profile import contention_of, line_through
 from fusedmoe.runtime.profile import profile as measure
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
@@ -29,7 +36,8 @@ from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.whole import Split, micro_plan
 from fusedmoe.schedule.workload import Chunks, LayerCosts, MicroBatches, StackCosts
 
-_BUDGET_S = 20.0
+# For the library's profiler. Of blocks all that counts is measured again, among the policies.
+_BUDGET_S, _BUDGET_OF_BLOCKS_S = 20.0, 6.0
 _REPEATS = 3
 # Steps that are done to measure what computes: whole, and in as many chunks as may be.
 _DEGREES = (1, LIMIT)
@@ -38,6 +46,13 @@ _PIECES = (1, 4, 16)
 # What computes in a layer, its name in what is measured, and the phase; weight gradients where they are tasks.
 _PARTS = ("attention forward", "attention backward", "expert forward", "expert backward")
 _WEIGHTS = {source: f"{kind} backward" for source, kind in WEIGHT_GRADIENTS.items()}
+
+# Chunks that travel inside a node and between nodes, alone and at the same time.
+_LINKS = {
+    "link between nodes": Plan.parse("inter: D0"),
+    "links inside a node": Plan.parse("intra: AG0 RS0"),
+    "both links": Plan.parse("intra: AG0 RS0\ninter: D0\nafter AG0:\nafter RS0: AG0"),
+}
 
 Points = Sequence[tuple[float, float]]
 # A kind and phase, and its share of a layer.
@@ -77,7 +92,8 @@ class Profiler:
 
     def __init__(self, setting: Setting, topology: Topology, step: Step) -> None:
         self._setting, self._topology, self._step = setting, topology, step
-        self._found = measure(topology, torch.device("cpu"), budget_s=_BUDGET_S, machine=setting.name)
+        budget_s = _BUDGET_OF_BLOCKS_S if setting.blocks else _BUDGET_S
+        self._found = measure(topology, torch.device("cpu"), budget_s=budget_s, machine=setting.name)
         free = dict.fromkeys((*_PARTS, *_WEIGHTS.values()), Line(0.0, 0.0))
         layers = (_layer_costs(setting, step, self._found.costs, free),) * setting.layers
         self._probes = _probes(StackCosts(layers))
@@ -86,14 +102,39 @@ class Profiler:
         for degree in (1, 2, LIMIT):
             size = setting.row_bytes // degree
             self._exchanging.add("all-to-all", size, _all_to_all(topology.ep, size))
-        for pieces in _PIECES if setting.blocks else ():
-            size = step.gradient_bytes // pieces
-            self._exchanging.add("all-reduce", size, partial(all_reduce, topology.dp, torch.zeros(size // 4)))
+        if setting.blocks:
+            self._add_blocks()
         one_way = Topology.from_sizes(ep=2, esp=setting.esp, mp=setting.esp, ranks_per_node=setting.ranks_per_node)
         whole = _all_to_all(one_way.ep, setting.row_bytes)
         self._exchanging.add("all-to-all over one process group", setting.row_bytes, whole)
         for _ in range(1 + _REPEATS):  # the first is not counted
             self.round()
+
+    def _add_blocks(self) -> None:
+        """All other collectives in the sizes of chunks and pieces; and what both links take, alone and together."""
+        topology, setting, add = self._topology, self._setting, self._exchanging.add
+        for pieces in _PIECES:
+            size = self._step.gradient_bytes // pieces
+            add("all-reduce/dp", size, partial(all_reduce, topology.dp, torch.zeros(size // 4)))
+        if setting.esp == 1:
+            return
+        gathered = setting.row_bytes * setting.esp
+        for degree in (1, 2, LIMIT):
+            each = [1] * setting.esp
+            own = torch.zeros(1, gathered // degree // 4 // setting.esp)
+            add("all-gather/esp", gathered // degree, partial(all_gather_rows, topology.esp, own, each))
+            whole = own.repeat(setting.esp, 1)
+            add("reduce-scatter/esp", gathered // degree, partial(reduce_scatter_rows, topology.esp, whole, each))
+        # One chunk of two: on both links about equally long.
+        part, M = self._step.part(setting.S // setting.E // 2), setting.M
+        bodies = {
+            "dispatch": lambda task: part.dispatch(torch.zeros(part.sent, M)),
+            "all-gather": lambda task: part.all_gather(torch.zeros(part.rows // setting.esp, M)),
+            "reduce-scatter": lambda task: part.reduce_scatter(torch.zeros(part.rows, M)),
+        }
+        for links, plan in _LINKS.items():
+            run = partial(execute, plan, bodies, stop=partial(topology.stop, "a measurement of both links"))
+            add(links, setting.row_bytes // 2, run)
 
     def round(self) -> None:
         """Measures everything once more: machines are not always equally fast."""
@@ -116,12 +157,15 @@ class Profiler:
         setting, found = self._setting, self._found
         points = {**found.points, **self._exchanging.medians(), **self._computed()}
         lines = {**found.costs.lines, "all-to-all/ep": line_through(points["all-to-all"])}
-        if "all-reduce" in points:
-            lines["all-reduce/dp"] = line_through(points["all-reduce"])
+        if setting.blocks:
+            lines |= {name: line_through(points[name]) for name in lines if name in self._exchanging.names}
         if setting.emulated_flops is not None:
             products = [(setting.expert_flop / 2 * share, seconds / 2) for share, seconds in points["expert forward"]]
             lines["gemm"] = line_through(products)
-        model = replace(found.costs, lines=lines)
+        contention = found.costs.contention
+        if "both links" in points:
+            contention = contention_of(*(points[links][0][1] for links in _LINKS))
+        model = replace(found.costs, lines=lines, contention=contention)
         computing = {name: _line(points[name]) for name, _ in self._computing[0]}
         layer = _layer_costs(setting, self._step, model, computing)
         stack = StackCosts((layer,) * setting.layers, model.line("all-reduce/dp"), model.contention)
@@ -184,6 +228,10 @@ class Clock:
 
     def add(self, name: str, size: float, call: Callable[[], Any]) -> None:
         self._calls.append((name, size, call))
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _, _ in self._calls}
 
     def round(self) -> None:
         """Every call once."""

@@ -161,7 +161,7 @@ def test_plans_of_blocks() -> None:
 
 
 def measured_blocks(rank: int, world: int, folder: str) -> None:
-    profile._BUDGET_S = 1.0  # in this process alone
+    profile._BUDGET_OF_BLOCKS_S = 1.0  # in this process alone
     setting = replace(TINY_BLOCKS_EMULATED, gradient_bytes=2**16)
     found = blocks.measure(setting, topology_of(setting), 1, Path(folder))
     if rank == 0:
