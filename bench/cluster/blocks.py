@@ -74,7 +74,7 @@ def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> 
         if topology.rank == 0:
             title = f"{policy}: predicted above, measured below ({setting.ranks} ranks, {setting.name})"
             timelines = [simulate(plan, profile.stack), own[policy][-1]]
-            draw(timelines, folder / f"{policy.replace(' ', '-')}.png", title=title)
+            draw(timelines, folder / f"{policy.replace(', ', '-')}.png", title=title)
     return {
         "setting": setting_json(setting),
         "profile": profile.to_json(),

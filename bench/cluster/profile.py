@@ -42,7 +42,7 @@ _REPEATS = 3
 # Steps that are done to measure what computes: whole, and in as many chunks as may be.
 _DEGREES = (1, LIMIT)
 # Of a layer's gradient, pieces whose all-reduces are measured.
-_PIECES = (1, 4, 16)
+_PIECES = (1, 4, 16, 64)
 # What computes in a layer, its name in what is measured, and the phase; weight gradients where they are tasks.
 _PARTS = ("attention forward", "attention backward", "expert forward", "expert backward")
 _WEIGHTS = {source: f"{kind} backward" for source, kind in WEIGHT_GRADIENTS.items()}

@@ -96,7 +96,7 @@ def _steps(title: str, found: dict[str, Any]) -> Table:
             _pair(row["degrees"]),
             f"{row['resource']} {_ms(row['resource_s'])}",
             f"{row['median_s'] / found['bound_s'] - 1:+.0%}",
-            *[f"{row['exposed_s'] * 1e3:.0f}, {row['predicted_exposed_s'] * 1e3:.0f} ms"] * exposed,
+            *([f"{row['exposed_s'] * 1e3:.0f}, {row['predicted_exposed_s'] * 1e3:.0f} ms"] if exposed else []),
         )
     return table
 
