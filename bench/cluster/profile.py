@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,9 +44,9 @@ _REPEATS = 3
 _DEGREES = (1, LIMIT)
 # Of a layer's gradient, pieces whose all-reduces are measured.
 _PIECES = (1, 4, 16, 64)
-# What computes in a layer, its name in what is measured, and the phase; weight gradients where they are tasks.
+# What computes in a layer by its name in what is measured; backward also input and weight gradients by themselves.
 _PARTS = ("attention forward", "attention backward", "expert forward", "expert backward")
-_WEIGHTS = {source: f"{kind} backward" for source, kind in WEIGHT_GRADIENTS.items()}
+_APART = {source: (f"{source} backward, input only", f"{kind} backward") for source, kind in WEIGHT_GRADIENTS.items()}
 
 # Chunks that travel inside a node and between nodes, alone and at the same time.
 _LINKS = {
@@ -94,8 +95,8 @@ class Profiler:
         self._setting, self._topology, self._step = setting, topology, step
         budget_s = _BUDGET_OF_BLOCKS_S if setting.blocks else _BUDGET_S
         self._found = measure(topology, torch.device("cpu"), budget_s=budget_s, machine=setting.name)
-        free = dict.fromkeys((*_PARTS, *_WEIGHTS.values()), Line(0.0, 0.0))
-        layers = (_layer_costs(setting, step, self._found.costs, free),) * setting.layers
+        alike = dict.fromkeys((*_PARTS, *itertools.chain(*_APART.values())), Line(0.0, 1e-3))
+        layers = (_layer_costs(setting, step, self._found.costs, alike),) * setting.layers
         self._probes = _probes(StackCosts(layers))
         self._computing: list[dict[Sample, float]] = []
         self._exchanging = Clock(topology)
@@ -214,7 +215,11 @@ def _layer_costs(setting: Setting, step: Step, model: CostModel, computing: Mapp
     dense_s = {phase: {kind: of.seconds(1) for kind, of in dense[phase].items()} for phase in PHASES}
     micro = None
     if setting.blocks:
-        micro = MicroBatches(dense, {source: chunks(computing[name], 1.0) for source, name in _WEIGHTS.items()})
+        # As a share of all that is backward: what is left for the input is never less than nothing.
+        backward = {"expert": found["backward"]["expert"], **dense["backward"]}
+        apart = {source: [computing[name].seconds(1.0) for name in names] for source, names in _APART.items()}
+        shares = {source: weights_s / (input_s + weights_s) for source, (input_s, weights_s) in apart.items()}
+        micro = MicroBatches(dense, {source: backward[source] * share for source, share in shares.items()})
     return LayerCosts(found, dense_s, step.gradient_bytes, micro)
 
 
