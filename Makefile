@@ -44,6 +44,7 @@ help:
 	@echo '  make bench-gpu     one GPU in ten minutes: correctness, then each kernel and pass against its limit'
 	@echo '                     make bench-gpu PYTHON=python3    make bench-gpu ARGS=--help'
 	@echo '  make bench-cluster two nodes of two namespaces, a slow link between them: every schedule, beside its prediction'
+	@echo '                     make bench-cluster ARGS="--settings blocks"    (whole models)    ARGS=--show    ARGS=--help'
 	@echo '  make bench-report  the newest of its results as tables and a picture    make bench-report ARGS=--help'
 	@echo '  make env      only the environment, .venv (the others make it when needed)'
 	@echo '  make clean    remove the environment, caches and build output; runs/ stays'

@@ -1,7 +1,8 @@
 """`make bench-cluster`: every policy on two nodes of one machine, measured beside its prediction.
 
-Needs root, for network namespaces; says so and ends where it cannot be. Takes a quarter of an hour, and wants the
-machine for itself. Writes bench/results/cluster.json and pictures of predicted and measured timelines.
+Needs root, for network namespaces; says so and ends where it cannot be. Takes about eight minutes a setting, and wants
+the machine for itself. Writes bench/results/cluster.json, or blocks.json for schedules of whole models, and pictures of
+predicted and measured timelines.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ _SECONDS = 900  # that a setting may take
 def main() -> int:
     options = _options()
     console = Console(width=None if sys.stdout.isatty() else 150)
+    if options.show:
+        found = _stored(options.results, options.settings)
+        show(found, console)
+        if not found:
+            console.print(f"no results of {', '.join(options.settings)} in {options.results} yet", highlight=False)
+        return 0
     lacking = missing()
     if lacking is not None:
         console.print(f"cluster benchmark skipped: {lacking}")
@@ -55,12 +62,36 @@ def main() -> int:
             options.pictures.mkdir(parents=True, exist_ok=True)
             for picture in out.glob("*.png"):
                 (options.pictures / f"{name}-{picture.name}").write_bytes(picture.read_bytes())
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(options.json.read_text())["settings"] if options.json.exists() else {}
-    options.json.write_text(json.dumps({"settings": before | results}, indent=1) + "\n")
     show(results, console)
-    console.print(f"\n{options.json}; pictures in {options.pictures}", highlight=False)
+    written = _store(options.results, results)
+    console.print(f"\n{' and '.join(map(str, written))}; pictures in {options.pictures}", highlight=False)
     return 0
+
+
+def _file(folder: Path, setting: Setting) -> Path:
+    return folder / ("blocks.json" if setting.blocks else "cluster.json")
+
+
+def _store(folder: Path, results: dict[str, Any]) -> list[Path]:
+    """Writes results into their files, in which other settings' stay as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[Path, dict[str, Any]] = {}
+    for name, found in results.items():
+        files.setdefault(_file(folder, SETTINGS[name]), {})[name] = found
+    for file, new in files.items():
+        before = json.loads(file.read_text())["settings"] if file.exists() else {}
+        file.write_text(json.dumps({"settings": before | new}, indent=1) + "\n")
+    return list(files)
+
+
+def _stored(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Results of these settings, as far as there are any."""
+    found: dict[str, Any] = {}
+    for name in names:
+        file = _file(folder, SETTINGS[name])
+        settings = json.loads(file.read_text())["settings"] if file.exists() else {}
+        found.update({name: settings[name]} if name in settings else {})
+    return found
 
 
 def run(setting: Setting, rounds: int, folder: Path, seconds: int = _SECONDS) -> None:
@@ -142,7 +173,8 @@ def _options() -> argparse.Namespace:
         "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="others stay in the file (default: all)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each (default 5)")
-    parser.add_argument("--json", type=Path, default=ROOT / "bench/results/cluster.json")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help="folder of the numbers")
+    parser.add_argument("--show", action="store_true", help="the tables of the numbers there; nothing is run")
     parser.add_argument("--pictures", type=Path, default=ROOT / "runs/cluster", help="folder of the timelines")
     return parser.parse_args()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,23 +15,45 @@ import torch
 
 from bench.cluster.setting import LIMIT, Setting
 from bench.cluster.step import Step
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows
+from fusedmoe.comm.collectives import (
+    all_gather_object,
+    all_gather_rows,
+    all_reduce,
+    all_to_all_rows,
+    reduce_scatter_rows,
+)
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.runtime.profile import line_through
+from fusedmoe.runtime.execute import execute
+from fusedmoe.runtime.profile import contention_of, line_through
 from fusedmoe.runtime.profile import profile as measure
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES
-from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts
+from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.workload import Chunks, LayerCosts, MicroBatches, StackCosts
 
-_BUDGET_S = 20.0
+# For the library's profiler. Of blocks all that counts is measured again, among the policies.
+_BUDGET_S, _BUDGET_OF_BLOCKS_S = 20.0, 6.0
 _REPEATS = 3
 # Steps that are done to measure what computes: whole, and in as many chunks as may be.
 _DEGREES = (1, LIMIT)
+# Of a layer's gradient, pieces whose all-reduces are measured.
+_PIECES = (1, 4, 16, 64)
+# What computes in a layer by its name in what is measured; backward also input and weight gradients by themselves.
+_PARTS = ("attention forward", "attention backward", "expert forward", "expert backward")
+_APART = {source: (f"{source} backward, input only", f"{kind} backward") for source, kind in WEIGHT_GRADIENTS.items()}
+
+# Chunks that travel inside a node and between nodes, alone and at the same time.
+_LINKS = {
+    "link between nodes": Plan.parse("inter: D0"),
+    "links inside a node": Plan.parse("intra: AG0 RS0"),
+    "both links": Plan.parse("intra: AG0 RS0\ninter: D0\nafter AG0:\nafter RS0: AG0"),
+}
 
 Points = Sequence[tuple[float, float]]
 # A kind and phase, and its share of a layer.
@@ -54,6 +77,7 @@ class Profile:
             "contention": self.model.contention,
             "chunks": {phase: {kind: vars(chunks) for kind, chunks in layer.chunks[phase].items()} for phase in PHASES},
             "dense_s": layer.dense_s,
+            "micro": None if layer.micro is None else asdict(layer.micro),
             "gradient_bytes": layer.gradient_bytes,
             "points": self.points,
         }
@@ -69,33 +93,64 @@ class Profiler:
 
     def __init__(self, setting: Setting, topology: Topology, step: Step) -> None:
         self._setting, self._topology, self._step = setting, topology, step
-        self._found = measure(topology, torch.device("cpu"), budget_s=_BUDGET_S, machine=setting.name)
-        free = dict.fromkeys(
-            (f"{kind} {phase}" for kind in ("attention", "expert") for phase in PHASES), Line(0.0, 0.0)
-        )
-        layers = (_layer_costs(setting, step, self._found.costs, free),) * setting.layers
-        self._probes = {degree: _in_chunks(StackCosts(layers), degree) for degree in _DEGREES}
+        budget_s = _BUDGET_OF_BLOCKS_S if setting.blocks else _BUDGET_S
+        self._found = measure(topology, torch.device("cpu"), budget_s=budget_s, machine=setting.name)
+        alike = dict.fromkeys((*_PARTS, *itertools.chain(*_APART.values())), Line(0.0, 1e-3))
+        layers = (_layer_costs(setting, step, self._found.costs, alike),) * setting.layers
+        self._probes = _probes(StackCosts(layers))
         self._computing: list[dict[Sample, float]] = []
         self._exchanging = Clock(topology)
         for degree in (1, 2, LIMIT):
             size = setting.row_bytes // degree
             self._exchanging.add("all-to-all", size, _all_to_all(topology.ep, size))
+        if setting.blocks:
+            self._add_blocks()
         one_way = Topology.from_sizes(ep=2, esp=setting.esp, mp=setting.esp, ranks_per_node=setting.ranks_per_node)
         whole = _all_to_all(one_way.ep, setting.row_bytes)
         self._exchanging.add("all-to-all over one process group", setting.row_bytes, whole)
         for _ in range(1 + _REPEATS):  # the first is not counted
             self.round()
 
+    def _add_blocks(self) -> None:
+        """All other collectives in the sizes of chunks and pieces; and what both links take, alone and together."""
+        topology, setting, add = self._topology, self._setting, self._exchanging.add
+        for pieces in _PIECES:
+            size = self._step.gradient_bytes // pieces
+            add("all-reduce/dp", size, partial(all_reduce, topology.dp, torch.zeros(size // 4)))
+        if setting.esp == 1:
+            return
+        gathered = setting.row_bytes * setting.esp
+        for degree in (1, 2, LIMIT):
+            each = [1] * setting.esp
+            own = torch.zeros(1, gathered // degree // 4 // setting.esp)
+            add("all-gather/esp", gathered // degree, partial(all_gather_rows, topology.esp, own, each))
+            whole = own.repeat(setting.esp, 1)
+            add("reduce-scatter/esp", gathered // degree, partial(reduce_scatter_rows, topology.esp, whole, each))
+        # One chunk of two: on both links about equally long.
+        part, M = self._step.part(setting.S // setting.E // 2), setting.M
+        bodies = {
+            "dispatch": lambda task: part.dispatch(torch.zeros(part.sent, M)),
+            "all-gather": lambda task: part.all_gather(torch.zeros(part.rows // setting.esp, M)),
+            "reduce-scatter": lambda task: part.reduce_scatter(torch.zeros(part.rows, M)),
+        }
+        for links, plan in _LINKS.items():
+            run = partial(execute, plan, bodies, stop=partial(topology.stop, "a measurement of both links"))
+            add(links, setting.row_bytes // 2, run)
+
     def round(self) -> None:
         """Measures everything once more: machines are not always equally fast."""
         self._exchanging.round()
         taken: dict[Sample, list[float]] = {}
-        for degree, plan in self._probes.items():
+        for degree, plan in self._probes:
             recorder = Recorder(self._topology.rank)
             self._exchanging.seconds(partial(self._step.run, plan, recorder))
+            later = {task.kind for task in plan.compute}
             for span in recorder.timeline().on("compute"):
                 share = 1.0 if span.chunk is None else 1.0 / degree
-                taken.setdefault((f"{span.kind} {span.phase}", share), []).append(span.duration_s)
+                name = f"{span.kind} {span.phase}"
+                if span.phase == "backward" and WEIGHT_GRADIENTS.get(span.kind) in later:
+                    name += ", input only"
+                taken.setdefault((name, share), []).append(span.duration_s)
         self._computing.append({sample: statistics.mean(seconds) for sample, seconds in taken.items()})
 
     def profile(self) -> Profile:
@@ -103,10 +158,15 @@ class Profiler:
         setting, found = self._setting, self._found
         points = {**found.points, **self._exchanging.medians(), **self._computed()}
         lines = {**found.costs.lines, "all-to-all/ep": line_through(points["all-to-all"])}
+        if setting.blocks:
+            lines |= {name: line_through(points[name]) for name in lines if name in self._exchanging.names}
         if setting.emulated_flops is not None:
             products = [(setting.expert_flop / 2 * share, seconds / 2) for share, seconds in points["expert forward"]]
             lines["gemm"] = line_through(products)
-        model = replace(found.costs, lines=lines)
+        contention = found.costs.contention
+        if "both links" in points:
+            contention = contention_of(*(points[links][0][1] for links in _LINKS))
+        model = replace(found.costs, lines=lines, contention=contention)
         computing = {name: _line(points[name]) for name, _ in self._computing[0]}
         layer = _layer_costs(setting, self._step, model, computing)
         stack = StackCosts((layer,) * setting.layers, model.line("all-reduce/dp"), model.contention)
@@ -127,9 +187,16 @@ def _line(points: Points) -> Line:
     return line_through(points) if len(points) > 1 else Line(points[0][1], 0.0)
 
 
-def _in_chunks(costs: StackCosts, degree: int) -> Plan:
-    passes = [Pass(three_queues, degree)] * len(costs.layers)
-    return step_plan(costs, passes, passes)
+def _probes(costs: StackCosts) -> list[tuple[int, Plan]]:
+    """Steps in so many chunks; of blocks also such whose weight gradients are tasks of their own."""
+    if costs.can_split:
+        return [
+            (degree, micro_plan(costs, Split(degree, degree, weights=weights)))
+            for degree in _DEGREES
+            for weights in (False, True)
+        ]
+    passes = {degree: [Pass(three_queues, degree)] * len(costs.layers) for degree in _DEGREES}
+    return [(degree, step_plan(costs, of, of)) for degree, of in passes.items()]
 
 
 def _layer_costs(setting: Setting, step: Step, model: CostModel, computing: Mapping[str, Line]) -> LayerCosts:
@@ -144,8 +211,16 @@ def _layer_costs(setting: Setting, step: Step, model: CostModel, computing: Mapp
         if setting.esp > 1:
             found[phase]["all-gather"] = chunks(model.line("all-gather/esp"), gathered)
             found[phase]["reduce-scatter"] = chunks(model.line("reduce-scatter/esp"), gathered)
-    dense_s = {phase: {"attention": computing[f"attention {phase}"].seconds(1.0)} for phase in PHASES}
-    return LayerCosts(found, dense_s, step.gradient_bytes)
+    dense = {phase: {"attention": chunks(computing[f"attention {phase}"], 1.0)} for phase in PHASES}
+    dense_s = {phase: {kind: of.seconds(1) for kind, of in dense[phase].items()} for phase in PHASES}
+    micro = None
+    if setting.blocks:
+        # As a share of all that is backward: what is left for the input is never less than nothing.
+        backward = {"expert": found["backward"]["expert"], **dense["backward"]}
+        apart = {source: [computing[name].seconds(1.0) for name in names] for source, names in _APART.items()}
+        shares = {source: weights_s / (input_s + weights_s) for source, (input_s, weights_s) in apart.items()}
+        micro = MicroBatches(dense, {source: backward[source] * share for source, share in shares.items()})
+    return LayerCosts(found, dense_s, step.gradient_bytes, micro)
 
 
 class Clock:
@@ -158,6 +233,10 @@ class Clock:
 
     def add(self, name: str, size: float, call: Callable[[], Any]) -> None:
         self._calls.append((name, size, call))
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _, _ in self._calls}
 
     def round(self) -> None:
         """Every call once."""

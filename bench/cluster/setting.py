@@ -1,4 +1,4 @@
-"""Two settings of ranks, links and sizes; in each, communication lasts about as long as computation."""
+"""Settings of ranks, links and sizes; in each, communication lasts about as long as computation."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Setting:
         emulated_flops: FLOP/s of an accelerator whose computation is emulated, by a timed wait of the modelled length;
             None: it is computed, on one thread a rank.
         gradient_bytes: of a layer's dense part where that is emulated; where it is computed, M decides.
+        sequence: tokens of a sample, where attention is computed.
+        blocks: layers are blocks that micro-batches can go through, for schedules of whole models (`blocks.py`).
     """
 
     name: str
@@ -31,6 +33,13 @@ class Setting:
     E: int
     emulated_flops: float | None = None
     gradient_bytes: int = 0
+    sequence: int = 256
+    blocks: bool = False
+
+    @property
+    def unit(self) -> int:
+        """Chunks begin at multiples of so many rows of each expert: whole samples, where these are what is split."""
+        return self.sequence // self.E if self.blocks and self.emulated_flops is None else 1
 
     @property
     def ranks(self) -> int:
@@ -65,7 +74,30 @@ EMULATED = Setting(
     "emulated", 2, 100, 400, 16, layers=3, S=1024, M=256, H=4096, E=4, emulated_flops=4e10, gradient_bytes=256 * 1024
 )
 
-SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED)}
+#: The same with wider rows and narrower experts, so that attention computes half as much as these; and gradients that
+#: take a quarter of the all-to-alls' time.
+BLOCKS = Setting(
+    "blocks",
+    2,
+    100,
+    400,
+    16,
+    layers=4,
+    S=192,
+    M=1024,
+    H=2048,
+    E=4,
+    emulated_flops=2.1e10,
+    gradient_bytes=448 * 1024,
+    blocks=True,
+)
+
+#: Two ranks that really compute; samples are short, so that micro-batches of them are about equal.
+BLOCKS_COMPUTED = Setting(
+    "blocks-computed", 1, 40, 400, 64, layers=4, S=4096, M=96, H=10752, E=4, sequence=64, blocks=True
+)
+
+SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED, BLOCKS, BLOCKS_COMPUTED)}
 
 #: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.
 LIMIT = 8

@@ -24,11 +24,17 @@ BUCKET_BYTES = 25 * 2**20
 _WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
 
 
-def lancet_plan(costs: StackCosts, parts: Sequence[int] = PARTS) -> Plan:
+def lancet_plan(costs: StackCosts, parts: Sequence[int] = PARTS, *, weights: bool = True) -> Plan:
     """Forward, ranges of layers in micro-batches by the dynamic programme; backward, each layer in one piece, and its
     weight gradients where Algorithm 1 places them; gradients in buckets when nothing else is to be sent.
 
-    Raises `ConfigError` for layers that cannot be split.
+    Either of the two passes can be left out (Lancet's ablation).
+
+    Args:
+        parts: micro-batches that the ranges may have; only (1,): no ranges.
+        weights: weight gradients are placed; otherwise they stay with the input gradients.
+    Raises:
+        ConfigError: layers that cannot be split.
     """
     orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
     seconds: dict[Task, float] = {}
@@ -41,8 +47,10 @@ def lancet_plan(costs: StackCosts, parts: Sequence[int] = PARTS) -> Plan:
         orders["compute"].append(Task("loss", None, None, None))
         seconds[orders["compute"][-1]] = costs.loss_s
     layers = reversed(range(len(costs.layers)))
-    backward = [task for layer in layers for task in with_weights(pass_tasks(costs, layer, "backward", 1))]
-    seconds |= task_seconds(costs, backward, Split(1, 1, weights=True))
+    backward = [task for layer in layers for task in pass_tasks(costs, layer, "backward", 1)]
+    if weights:
+        backward = list(with_weights(backward))
+    seconds |= task_seconds(costs, backward, Split(1, 1, weights=weights))
     for resource, tasks in _backward_orders(backward, seconds).items():
         orders[resource] += tasks
     if costs.optimizer_s is not None:

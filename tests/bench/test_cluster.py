@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,32 @@ import pytest
 import torch
 
 from bench.cluster import __main__ as command
-from bench.cluster import network
+from bench.cluster import blocks, network, profile
+from bench.cluster.blocks import UNTUNED_BYTES, plans_of
 from bench.cluster.job import make_trainer
 from bench.cluster.layer import make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
-from bench.cluster.parts import computation
+from bench.cluster.parts import Computed, computation
 from bench.cluster.report import show, targets
-from bench.cluster.setting import COMPUTED, EMULATED, Setting
+from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, Setting
 from bench.cluster.step import Step
 from bench.cluster.sweep import cross, degrees_of, plan_of
+from bench.cluster.turns import same_results
+from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.whole import Split, micro_plan
 from fusedmoe.schedule.workload import StackCosts, Workload
 from tests.cluster import Cluster
 
 TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32)
 TINY_EMULATED = replace(EMULATED, layers=2, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
+# Seven samples: chunks of them are never equal, and with eight chunks one is empty.
+TINY_BLOCKS = replace(BLOCKS_COMPUTED, layers=3, S=448, M=16, H=32)
+TINY_BLOCKS_EMULATED = replace(BLOCKS, layers=3, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
 # By which experts and links take about as long, and starting costs little.
 COSTS = CostModel({name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, 0.8)
 
@@ -39,6 +49,8 @@ needs_namespaces = pytest.mark.skipif(missing() is not None, reason=f"two nodes:
 def stack(setting: Setting) -> StackCosts:
     of = Workload(1, setting.S * setting.esp, setting.M, setting.H, setting.E, k=1, ep=2, esp=setting.esp)
     layer = replace(of.layer_costs(COSTS), gradient_bytes=computation(setting).gradient_bytes)
+    if not setting.blocks:
+        layer = replace(layer, micro=None)
     return StackCosts((layer,) * setting.layers, COSTS.line("all-reduce/dp"), COSTS.contention)
 
 
@@ -50,7 +62,7 @@ def topology_of(setting: Setting) -> Topology:
 def every_policy(rank: int, world: int, setting: Setting) -> int:
     torch.manual_seed(rank)
     step, costs = Step(setting, topology_of(setting), computation(setting)), stack(setting)
-    right = step.run(POLICIES["sequential"].plan(costs, 8))
+    right = {name: tensor.clone() for name, tensor in step.run(POLICIES["sequential"].plan(costs, 8)).items()}
     plans = [how.plan(costs, 8) for how in POLICIES.values()] + [plan_of(costs, 3, 8), plan_of(costs, 8, 1)]
     for plan in plans:
         for name, found in step.run(plan).items():
@@ -62,6 +74,120 @@ def every_policy(rank: int, world: int, setting: Setting) -> int:
 @pytest.mark.parametrize("setting", [TINY, TINY_EMULATED], ids=lambda setting: setting.name)
 def test_a_step_does_the_same_under_every_policy(cluster: Cluster, setting: Setting) -> None:
     assert set(cluster.run(setting.ranks, every_policy, setting)) == {len(POLICIES) + 2}
+
+
+def every_whole_policy(rank: int, world: int, setting: Setting) -> int:
+    torch.manual_seed(rank)
+    step, costs = Step(setting, topology_of(setting), computation(setting)), stack(setting)
+    plans = plans_of(costs, 8)
+    # Chunks that do not fit together, pieces that end inside a number.
+    for split in (Split(3, 2, 1001, True), Split(8, 1, 777), Split(2, 5, None, True), Split(1, 3, 4096)):
+        plans[str(split)] = micro_plan(costs, split)
+    assert same_results(step, plans) < 1e-4
+    assert all(float(tensor.abs().max()) > 0 for tensor in step.run(plans["joint"]).values())
+    return len(plans)
+
+
+@pytest.mark.parametrize("setting", [TINY_BLOCKS, TINY_BLOCKS_EMULATED], ids=lambda setting: setting.name)
+def test_blocks_do_the_same_in_micro_batches(cluster: Cluster, setting: Setting) -> None:
+    assert set(cluster.run(setting.ranks, every_whole_policy, setting)) == {11 + 4}
+
+
+def one_step(rank: int, world: int) -> None:
+    """Against autograd, the layers in one piece; one rank of two has all rows of the other as well."""
+    setting = TINY_BLOCKS
+    torch.manual_seed(0)  # of the weights: the dense part's are the same on all ranks, experts are told apart below
+    of = Computed(setting)
+    step = Step(setting, topology_of(setting), of)
+    plan = micro_plan(stack(setting), Split(2, 3, 1000, True))
+    found = step.run(plan)
+    S, M, E = setting.S, setting.M, setting.E
+    x_WSM, dz_WSM = torch.stack([_rows_of(source, S, M) for source in range(world)], 1).double()
+    x_WSM.requires_grad_()
+    dense = [[w.double().requires_grad_() for w in layer] for layer in of._projections]
+    # Both ranks made the same weights, so expert e of rank 0 and of rank 1 are equal.
+    experts = [[[w.double().requires_grad_() for w in layer] for layer in each] for each in (of._w1, of._w2)]
+    y_WSM = x_WSM
+    for layer in range(setting.layers):
+        x = y_WSM.reshape(-1, setting.sequence, M)
+        q, k, v = (x @ w for w in dense[layer][:3])
+        mixed = torch.softmax(q @ k.transpose(1, 2) / M**0.5, -1) @ v
+        y_WSM = y_WSM + (mixed @ dense[layer][3]).view(y_WSM.shape)
+        rows = y_WSM.view(world, -1, E, M)  # by (capacity, expert)
+        out = [(rows[:, :, e] @ experts[0][layer][e % 2].t()).relu() @ experts[1][layer][e % 2].t() for e in range(E)]
+        z_WSM = y_WSM + torch.stack(out, 2).view(y_WSM.shape)
+        y_WSM = z_WSM
+    y_WSM.backward(dz_WSM)
+
+    def close(found: torch.Tensor, right: torch.Tensor) -> None:
+        assert float((found - right).abs().max()) < 1e-4 * float(right.abs().max())
+
+    close(found["z"], y_WSM[rank])
+    close(found["dx"], x_WSM.grad[rank])
+    ours = found["gradient"].view(setting.layers, 4, M, M).flip(0)
+    close(ours, torch.stack([torch.stack([w.grad for w in layer]) for layer in dense]))
+    # Each rank has two of the four experts; the reference's weights stand for both.
+    for name, which in (("dw1", experts[0]), ("dw2", experts[1])):
+        total = all_reduce(step._topology.world, found[name].clone())
+        close(total, torch.stack([torch.stack([w.grad for w in layer]) for layer in which]))
+
+
+def _rows_of(rank: int, S: int, M: int) -> torch.Tensor:
+    return torch.randn(2, S, M, generator=torch.Generator().manual_seed(rank))
+
+
+def test_blocks_in_micro_batches_do_what_autograd_does(cluster: Cluster) -> None:
+    cluster.run(2, one_step)
+
+
+def test_plans_of_blocks() -> None:
+    """FlowMoE part by part and Lancet's two passes apart: each plan has what its name says, and nothing else."""
+    costs = stack(BLOCKS)
+    plans = plans_of(costs, 8)
+    kinds = {name: {task.kind for task in plan} for name, plan in plans.items()}
+    micro = {name for name, plan in plans.items() if any(t.kind == "attention" and t.chunk for t in plan)}
+    pieces = {name: sum(task.kind == "gradient-all-reduce" for task in plan) for name, plan in plans.items()}
+    assert micro >= {"experts, attention", "flowmoe"} and not micro & {"experts", "experts, all-reduce", "fsmoe"}
+    assert pieces["experts"] == pieces["experts, attention"] == 4
+    assert pieces["experts, all-reduce"] == 4 * -(-BLOCKS.gradient_bytes // UNTUNED_BYTES)
+    assert "weight-gradient" in kinds["lancet, weights"] & kinds["lancet"]
+    assert "weight-gradient" not in kinds["lancet, ranges"]
+    assert set(plans["lancet, weights"].degrees.values()) == {1}
+    assert max(plans["lancet, ranges"].degrees.values()) > 1
+    seconds = {name: makespan(plan, costs) for name, plan in plans.items()}
+    assert min(seconds, key=lambda name: seconds[name]) in ("joint", "flowmoe") and seconds["joint"] == min(
+        seconds.values()
+    )
+
+
+def measured_blocks(rank: int, world: int, folder: str) -> None:
+    profile._BUDGET_OF_BLOCKS_S = 1.0  # in this process alone
+    setting = replace(TINY_BLOCKS_EMULATED, gradient_bytes=2**16)
+    found = blocks.measure(setting, topology_of(setting), 1, Path(folder))
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+
+
+@pytest.mark.skipif(find_spec("sklearn") is None, reason="tuning S_p needs scikit-learn")
+def test_a_setting_of_blocks_is_measured_and_shown(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.run(4, measured_blocks, str(tmp_path))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(list(tmp_path.glob("*.png"))) == len(found["steps"]) == 11
+    for row in found["steps"].values():
+        assert 0 <= row["exposed_s"] <= row["max_s"] and 0 <= row["predicted_exposed_s"] <= row["predicted_s"]
+        Plan.parse(row["plan"])
+    assert found["steps"]["sequential"]["exposed_s"] > found["steps"]["flowmoe"]["exposed_s"] > 0
+    pieces = found["pieces"]
+    assert len(pieces["tried"]) == 8 and pieces["chosen"] in [row["bytes"] for row in pieces["rows"]]
+    assert pieces["regret"] >= 0 and len(pieces["rows"]) >= 12
+    command._store(tmp_path / "results", {"blocks": found})
+    assert (tmp_path / "results/blocks.json").exists() and not (tmp_path / "results/cluster.json").exists()
+    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--show", "--results", str(tmp_path / "results")])
+    assert command.main() == 0
+    out = capsys.readouterr().out
+    assert "joint the fastest" in out and "chosen after 8 samples" in out and "S_p after 8 samples within 5%" in out
 
 
 def layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
@@ -131,10 +257,10 @@ def test_without_root_it_says_so_and_ends_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--json", str(tmp_path / "out.json")])
+    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--results", str(tmp_path / "out")])
     assert command.main() == 0
     assert "skipped: it needs root" in capsys.readouterr().out
-    assert not (tmp_path / "out.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 @needs_namespaces

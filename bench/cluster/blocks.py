@@ -1,0 +1,164 @@
+"""Schedules of whole models, on a stack of blocks: each part of FlowMoE and of Lancet, beside FSMoE and joint.
+
+What is run is a step as in the other settings, forward, backward and gradient all-reduces; attention goes in
+micro-batches as well, weight gradients can be tasks of their own, gradients in pieces.
+
+Exposed communication is the time in which a link works and this rank computes nothing, by the recorded timeline as by
+the predicted one (`Timeline.exposed_s`). A collective that waits for another rank counts as working.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.cluster.parts import computation
+from bench.cluster.profile import Clock, Profiler
+from bench.cluster.setting import LIMIT, Setting
+from bench.cluster.step import Step
+from bench.cluster.sweep import degrees_of
+from bench.cluster.turns import in_turns, row, same_results, setting_json, spread, tell
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
+from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.tune import PieceTuner
+from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.draw import draw
+from fusedmoe.schedule.fill import fill_idle
+from fusedmoe.schedule.lancet import PARTS, lancet_plan
+from fusedmoe.schedule.orders import one_queue
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import fsmoe, pipemoe, sequential
+from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.step import Pass
+from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
+from fusedmoe.schedule.workload import StackCosts
+
+#: Pieces of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
+UNTUNED_BYTES = 32 * 1024
+# Of the largest, the sizes of pieces of a fine sweep, and what the tuner spends on each of its samples.
+_SIZES = 12
+_SAMPLES, _STEPS = 8, 3
+
+
+def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> dict[str, Any]:
+    """All that `blocks.json` has of a setting. Collective; rank 0 draws timelines into `folder`."""
+    step = Step(setting, topology, computation(setting))
+    tell(topology, "profile")
+    profiler = Profiler(setting, topology, step)
+    costs = profiler.profile().stack
+    tell(topology, "plans")
+    plans = plans_of(costs, LIMIT)
+    topology.agree({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
+    tell(topology, "policies")
+    difference = same_results(step, plans)
+    recorders: dict[str, list[Recorder]] = {policy: [] for policy in plans}
+    runs = {policy: partial(_recorded, step, plan, topology.rank, recorders[policy]) for policy, plan in plans.items()}
+    seconds = in_turns(topology, runs, rounds, profiler.round)
+    tell(topology, "sizes of gradient pieces")
+    pieces = _pieces_json(topology, step, profiler, costs, plans["flowmoe"], rounds)
+    # Plans are made by what was measured before; what they should take is said by what was measured among them.
+    profile = profiler.profile()
+    own = {policy: [one.timeline() for one in of[1:]] for policy, of in recorders.items()}
+    every = all_gather_object(topology.world, {policy: [one.exposed_s() for one in of] for policy, of in own.items()})
+    rows = {}
+    for policy, plan in plans.items():
+        rows[policy] = row(plan, profile.stack, seconds[policy], seconds["sequential"])
+        exposed = [statistics.mean(of) for of in zip(*(rank[policy] for rank in every), strict=True)]
+        rows[policy]["exposed_s"] = statistics.median(exposed)
+        rows[policy]["predicted_exposed_s"] = simulate(plan, profile.stack).exposed_s()
+        if topology.rank == 0:
+            title = f"{policy}: predicted above, measured below ({setting.ranks} ranks, {setting.name})"
+            timelines = [simulate(plan, profile.stack), own[policy][-1]]
+            draw(timelines, folder / f"{policy.replace(', ', '-')}.png", title=title)
+    return {
+        "setting": setting_json(setting),
+        "profile": profile.to_json(),
+        "bound_s": bound_s(profile.stack, LIMIT),
+        "largest_difference_of_results": difference,
+        "steps": rows,
+        "pieces": pieces,
+    }
+
+
+def plans_of(costs: StackCosts, limit: int) -> dict[str, Plan]:
+    """Every policy's plan by its name in the table: FlowMoE's Table 5, Lancet's two passes, FSMoE and joint."""
+    parts = [k for k in PARTS if k <= limit]
+    experts = pipemoe(costs, limit)
+    sizes = [max(costs.gradient_bytes) // pieces for pieces in (1, 2, 4, 8, 16)]
+    tuned = (_with_pieces(costs, experts, size) for size in sizes)
+    return {
+        "sequential": sequential(costs, limit),
+        "experts": experts,
+        "experts, attention": ablation(costs, limit)["attention"],
+        "experts, all-reduce": _with_pieces(costs, experts, UNTUNED_BYTES),
+        "experts, all-reduce, S_p": min(tuned, key=lambda plan: makespan(plan, costs)),
+        "flowmoe": WHOLE_POLICIES["flowmoe"](costs, limit),
+        "lancet, ranges": lancet_plan(costs, parts, weights=False),
+        "lancet, weights": lancet_plan(costs, (1,)),
+        "lancet": lancet_plan(costs, parts),
+        "fsmoe": fsmoe(costs, limit),
+        "joint": WHOLE_POLICIES["joint"](costs, limit),
+    }
+
+
+def _with_pieces(costs: StackCosts, plan: Plan, piece_bytes: int) -> Plan:
+    """The same degrees, and gradients in pieces wherever the one queue for communication is idle."""
+    found = plan.degrees
+    forward, backward = (
+        [Pass(one_queue, found[phase, layer]) for layer in range(len(costs.layers))]
+        for phase in ("forward", "backward")
+    )
+    return fill_idle(costs, forward, backward, piece_bytes)
+
+
+def _recorded(step: Step, plan: Plan, rank: int, kept: list[Recorder]) -> None:
+    kept.append(Recorder(rank))
+    step.run(plan, kept[-1])
+
+
+def _pieces_json(
+    topology: Topology, step: Step, profiler: Profiler, costs: StackCosts, plan: Plan, rounds: int
+) -> dict[str, Any]:
+    """What the tuner finds while steps run, in a fine sweep. `costs`: by which plans are made."""
+    largest = max(costs.gradient_bytes)
+    forward, backward = degrees_of(plan)
+
+    def plan_of(size: int) -> Plan:
+        return micro_plan(costs, Split(forward, backward, size))
+
+    tuner = PieceTuner(largest, _SAMPLES, _STEPS, drift=None)
+    clock = Clock(topology)
+    while not tuner.settled:
+        run = partial(step.run, plan_of(tuner.piece_bytes))
+        tuner.note(max(all_gather_object(topology.world, clock.seconds(run))))
+    chosen = tuner.piece_bytes
+    topology.agree({"piece_bytes": chosen}, "the size of gradient pieces")
+    sizes = sorted({chosen, *_sizes(largest)})
+    plans = {size: plan_of(size) for size in sizes}
+    runs: Mapping[str, Callable[[], Any]] = {str(size): partial(step.run, of) for size, of in plans.items()}
+    seconds = in_turns(topology, runs, rounds)
+    now = profiler.profile().stack
+    rows: Sequence[dict[str, Any]] = [
+        {"bytes": size, **spread(seconds[str(size)]), "predicted_s": makespan(plans[size], now)} for size in sizes
+    ]
+    best = min(rows, key=lambda one: one["median_s"])
+    own = next(one for one in rows if one["bytes"] == chosen)
+    regret = own["median_s"] / best["median_s"] - 1.0
+    return {
+        "degrees": (forward, backward),
+        "tried": tuner.tried,
+        "chosen": chosen,
+        "best": best["bytes"],
+        "regret": regret,
+        "rows": rows,
+    }
+
+
+def _sizes(largest: int) -> list[int]:
+    """From the largest down to its 64th part, each as much smaller than the one before."""
+    return [round(largest * 64 ** (-number / (_SIZES - 1))) for number in range(_SIZES)]

@@ -1,0 +1,90 @@
+"""Runs in turns, on all ranks of a setting, and what is said of each."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from bench.cluster.profile import Clock
+from bench.cluster.setting import Setting
+from bench.cluster.step import Step
+from bench.cluster.sweep import degrees_of
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import simulate
+from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.workload import StackCosts
+
+
+def in_turns(
+    topology: Topology,
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of each, on the slowest rank, by round. Every round begins with another one, after `between`."""
+    clock = Clock(topology)
+    own: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(1 + rounds):  # the first is not counted
+        between()
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            torch.manual_seed(1000 * number + topology.rank)
+            taken = clock.seconds(runs[name])
+            if number:
+                own[name].append(taken)
+    every = all_gather_object(topology.world, own)
+    return {name: [max(of) for of in zip(*(rank[name] for rank in every), strict=True)] for name in names}
+
+
+def same_results(step: Step, plans: Mapping[str, Plan]) -> float:
+    """The largest difference of any policy's results from the sequential ones', as a share of the largest number."""
+    right = {name: tensor.clone() for name, tensor in step.run(plans["sequential"]).items()}
+    worst = 0.0
+    for plan in plans.values():
+        for name, found in step.run(plan).items():
+            scale = max(1e-30, float(right[name].abs().max()))
+            worst = max(worst, float((found - right[name]).abs().max()) / scale)
+    if not worst < 1e-4:
+        raise AssertionError(f"policies' results differ by {worst:.2e}")
+    return worst
+
+
+def row(plan: Plan, costs: StackCosts, seconds: list[float], sequential: list[float]) -> dict[str, Any]:
+    """What a policy took in each round, beside what it should take."""
+    predicted = simulate(plan, costs)
+    busy = {resource: predicted.busy_s(resource) for resource in RESOURCES}
+    return {
+        **spread(seconds),
+        "rounds_s": seconds,
+        "predicted_s": predicted.end_s,
+        "error": predicted.end_s / statistics.median(seconds) - 1.0,
+        "degrees": degrees_of(plan),
+        "speed_up": statistics.median(sequential) / statistics.median(seconds),
+        "resource_s": max(busy.values()),
+        "resource": max(busy, key=lambda resource: busy[resource]),
+        "plan": str(plan),
+    }
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
+
+
+def setting_json(setting: Setting) -> dict[str, Any]:
+    """The setting, with what is computed in words."""
+    words = "real, float32 on one thread a rank"
+    if setting.emulated_flops is not None:
+        words = f"EMULATED: timed waits of the length that {setting.emulated_flops:.3g} FLOP/s take; "
+        words += "communication is real"
+    return vars(setting) | {"ranks": setting.ranks, "computation": words}
+
+
+def tell(topology: Topology, what: str) -> None:
+    if topology.rank == 0:
+        print(f"  {time.strftime('%H:%M:%S')}  {what}", flush=True)
