@@ -34,7 +34,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import fsmoe, pipemoe, sequential
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import Pass
-from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
 from fusedmoe.schedule.workload import StackCosts
 
@@ -129,7 +129,7 @@ def _pieces_json(
     forward, backward = degrees_of(plan)
 
     def plan_of(size: int) -> Plan:
-        return micro_plan(costs, Split(forward, backward, size))
+        return micro_schedule(costs, Split(forward, backward, size)).plan()
 
     tuner = PieceTuner(largest, _SAMPLES, _STEPS, drift=None)
     clock = Clock(topology)

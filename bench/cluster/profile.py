@@ -34,7 +34,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES
-from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.workload import Chunks, LayerCosts, MicroBatches, StackCosts
 
 # For the library's profiler. Of blocks all that counts is measured again, among the policies.
@@ -191,7 +191,7 @@ def _probes(costs: StackCosts) -> list[tuple[int, Plan]]:
     """Steps in so many chunks; of blocks also such whose weight gradients are tasks of their own."""
     if costs.can_split:
         return [
-            (degree, micro_plan(costs, Split(degree, degree, weights=weights)))
+            (degree, micro_schedule(costs, Split(degree, degree, weights=weights)).plan())
             for degree in _DEGREES
             for weights in (False, True)
         ]

@@ -31,7 +31,7 @@ from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.whole import Split, micro_plan
+from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.workload import StackCosts, Workload
 from tests.cluster import Cluster
 
@@ -82,7 +82,7 @@ def every_whole_policy(rank: int, world: int, setting: Setting) -> int:
     plans = plans_of(costs, 8)
     # Chunks that do not fit together, pieces that end inside a number.
     for split in (Split(3, 2, 1001, True), Split(8, 1, 777), Split(2, 5, None, True), Split(1, 3, 4096)):
-        plans[str(split)] = micro_plan(costs, split)
+        plans[str(split)] = micro_schedule(costs, split).plan()
     assert same_results(step, plans) < 1e-4
     assert all(float(tensor.abs().max()) > 0 for tensor in step.run(plans["joint"]).values())
     return len(plans)
@@ -99,7 +99,7 @@ def one_step(rank: int, world: int) -> None:
     torch.manual_seed(0)  # of the weights: the dense part's are the same on all ranks, experts are told apart below
     of = Computed(setting)
     step = Step(setting, topology_of(setting), of)
-    plan = micro_plan(stack(setting), Split(2, 3, 1000, True))
+    plan = micro_schedule(stack(setting), Split(2, 3, 1000, True)).plan()
     found = step.run(plan)
     S, M, E = setting.S, setting.M, setting.E
     x_WSM, dz_WSM = torch.stack([_rows_of(source, S, M) for source in range(world)], 1).double()
