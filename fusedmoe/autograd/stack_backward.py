@@ -32,6 +32,7 @@ class Backward(Pass):
         # Of what each layer gives; last, since it is also the first layer's that is -1, of the input.
         self._dz: list[Tensor | None] = [None] * (len(layers) + 1)
         self._dz[len(layers) - 1] = dz
+        self._shape, self._done = dz.shape, [0] * len(layers)  # units whose dense part is done
         self.totals: list[Totals] = [None] * len(layers)
         self.dense: list[dict[int, Tensor]] = [{} for _ in layers]
         kinds = ("attention", WEIGHT_GRADIENTS["attention"])
@@ -58,7 +59,7 @@ class Backward(Pass):
             part = there(layer.exchange).part(send, come)
             sent = Sent([there(layer.pieces[p]).layout for p in places], self.stack.peers)
             received = Received(part, counts_of(come, len(places), sent.counts.device))
-            found[number] = Chunk(sent, part, received, torch.empty(0))
+            found[number] = Chunk(sent, part, received, None)
         return found
 
     def _regroup(self, number: int) -> None:
@@ -87,7 +88,7 @@ class Backward(Pass):
 
     def all_gather(self, task: Task) -> None:
         chunk = self.chunk(task)
-        chunk.rows = self.hold(chunk.part.all_gather(self.hold(chunk.rows)))
+        chunk.rows = self.hold(chunk.part.all_gather(self.hold(there(chunk.rows))))
 
     def expert(self, task: Task) -> None:
         number, layer = self.at(task)
@@ -95,7 +96,7 @@ class Backward(Pass):
             self._regroup(number)
         chunk = self.chunk(task)
         layout, weights = chunk.received.layout, there(chunk.weights)
-        given = self.hold(chunk.rows), there(chunk.x_RM), chunk.kept, layout, weights[:, 0][layout.slot_N]
+        given = self.hold(there(chunk.rows)), there(chunk.x_RM), chunk.kept, layout, weights[:, 0][layout.slot_N]
         if self.counts.of(WEIGHT_GRADIENTS["expert"], number):
             chunk.rows, dweight_R, chunk.rest = layer.experts.backward_rows(*given)
         else:
@@ -116,18 +117,18 @@ class Backward(Pass):
 
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunk(task)
-        chunk.rows = self.hold(chunk.part.reduce_scatter(self.hold(chunk.rows)))
+        chunk.rows = self.hold(chunk.part.reduce_scatter(self.hold(there(chunk.rows))))
         chunk.weights = chunk.part.reduce_scatter(there(chunk.weights))
 
     def combine(self, task: Task) -> None:
         _, layer = self.at(task)
         chunk = self.chunk(task)
-        rows = chunk.sent.split(chunk.part.combine(self.hold(chunk.rows)))
+        rows = chunk.sent.split(chunk.part.combine(self.hold(there(chunk.rows))))
         weights = chunk.sent.split(chunk.part.combine(there(chunk.weights))[:, 0])
         for p, drows, dweight in zip(self.pieces(task), rows, weights, strict=True):
             piece = there(layer.pieces[p])
             piece.drows, piece.dweight = drows, dweight
-        chunk.rows, chunk.weights = chunk.rows[:0], None
+        chunk.rows = chunk.weights = None
 
     def attention(self, task: Task) -> None:
         number, layer = self.at(task)
@@ -135,12 +136,15 @@ class Backward(Pass):
             unit = there(layer.units[place])
             dx = self._through(number, place, unit)
             if self._dz[number - 1] is None:
-                self._dz[number - 1] = dx.new_empty(there(self._dz[number]).shape)
+                self._dz[number - 1] = dx.new_empty(self._shape)
             self.view(there(self._dz[number - 1]), layer.unit_cuts, range(place, place + 1)).copy_(dx)
             if unit.later is None:
                 layer.units[place] = None
             for p in layer.cuts.inside(layer.unit_cuts, place):
                 layer.pieces[p] = None
+            self._done[number] += 1
+        if self._done[number] == len(layer.units):
+            self._dz[number] = None
         self._end_part(number)
 
     def attention_weight_gradient(self, task: Task) -> None:
@@ -201,7 +205,7 @@ class Backward(Pass):
         if len(parts) == 1:
             return parts[0]
         du = parts[0].new_empty(unit.to[1].shape)
-        size, axis = there(self._dz[len(self.layers) - 1]).shape[self.stack.axis], self.stack.axis
+        size, axis = self._shape[self.stack.axis], self.stack.axis
         for p, part in zip(inside, parts, strict=True):
             at = place_in_unit(layer, place, p, size, axis)
             du[at] = part.view(du[at].shape)

@@ -138,29 +138,29 @@ class Forward(Pass):
 
     def all_gather(self, task: Task) -> None:
         chunk = self.chunk(task)
-        chunk.rows = self.hold(chunk.part.all_gather(self.hold(chunk.rows)))
+        chunk.rows = self.hold(chunk.part.all_gather(self.hold(there(chunk.rows))))
         chunk.weights = chunk.part.all_gather(there(chunk.weights))
 
     def expert(self, task: Task) -> None:
         _, layer = self.at(task)
         chunk = self.chunk(task)
         weight_R = there(chunk.weights)[:, 0][chunk.received.layout.slot_N]
-        chunk.x_RM = chunk.rows
+        chunk.x_RM = there(chunk.rows)
         chunk.rows, chunk.kept = layer.experts.forward(chunk.x_RM, chunk.received.layout, weight_R)
         if not self._keep:
             chunk.x_RM = chunk.kept = None
 
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunk(task)
-        chunk.rows = self.hold(chunk.part.reduce_scatter(self.hold(chunk.rows)))
+        chunk.rows = self.hold(chunk.part.reduce_scatter(self.hold(there(chunk.rows))))
 
     def combine(self, task: Task) -> None:
         _, layer = self.at(task)
         chunk, places = self.chunk(task), self.pieces(task)
-        for p, rows in zip(places, chunk.sent.split(chunk.part.combine(self.hold(chunk.rows))), strict=True):
+        for p, rows in zip(places, chunk.sent.split(chunk.part.combine(self.hold(there(chunk.rows)))), strict=True):
             z = self.view(there(layer.z), layer.cuts, range(p, p + 1))
             z += gather_sum(rows, there(layer.pieces[p]).layout).view(z.shape)
-        chunk.rows = chunk.rows[:0]
+        chunk.rows = None
 
     def _whole_gate(self, layer: Layer) -> Tensor:
         """The auxiliary loss of the whole batch, and what its gradient is with respect to the scores."""

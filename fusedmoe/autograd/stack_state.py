@@ -74,7 +74,7 @@ class Chunk:
     sent: Sent
     part: Part
     received: Received
-    rows: Tensor
+    rows: Tensor | None
     weights: Tensor | None = None  # of received rows, and gradients of them
     x_RM: Tensor | None = None
     kept: Any = None

@@ -1,0 +1,102 @@
+"""Blocks in micro-batches need the memory that they need one after the other, and that of the chunks in flight."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe import experts, gates
+from fusedmoe.autograd import stack_state
+from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.layers.pipeline import Parts
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.whole import Split, micro_schedule
+from fusedmoe.schedule.workload import Workload
+from tests.layers.test_pipeline import one_after_the_other
+from tests.layers.test_pipeline_plans import COSTS, halves
+from tests.memory import PeakMemory
+
+M, H, E, K, L, B, LAYERS = 32, 64, 8, 2, 32, 16, 4
+ROWS = B * L * K
+FLOAT, INDEX = 4, 8
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.map = nn.LayerNorm(M), nn.Linear(M, M)
+
+    def forward(self, x_BLM: Tensor) -> tuple[Tensor, Tensor]:
+        y_BLM = x_BLM + self.map(x_BLM)
+        return y_BLM, self.norm(y_BLM)
+
+
+def make_blocks(**options: Any) -> list[Parts]:
+    return [
+        Parts(Dense(), fusedmoe.MoELayer(M, gates.TopK(E, K), experts.FeedForward(H), **options)) for _ in range(LAYERS)
+    ]
+
+
+def peak(run: Callable[[Tensor], Tensor]) -> int:
+    gc.collect()
+    x_BLM, weight_BLM = torch.randn(2, B, L, M)
+    with PeakMemory() as memory:
+        (run(x_BLM) * weight_BLM).sum().backward()
+    return memory.peak
+
+
+def waiting(plan: Plan) -> int:
+    """Chunks whose weight gradients are not computed yet, at most."""
+    most = now = 0
+    for task in plan.sequence:
+        now += {"expert": 1, "weight-gradient": -1}.get(task.kind, 0)
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(
+    "split", [Split(1, 1), Split(2, 2), Split(4, 4), Split(8, 8), Split(4, 2), Split(2, 8), Split(4, 4, weights=True)]
+)
+def test_peak(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_sequence(plan: Plan, bodies: Any, **_: Any) -> None:
+        with torch.no_grad():
+            for task in plan.sequence:
+                bodies[task.kind](task)
+
+    # One thread: what counts operations sees its own thread only.
+    monkeypatch.setattr(stack_state, "execute", in_sequence)
+    # Rows that travel are kept where they arrive: with hooks they travel on one rank, too.
+    plain = peak(one_after_the_other(make_blocks(hooks=[Hooks()])))
+    blocks = make_blocks()
+    run = fusedmoe.pipeline(blocks)
+    costs = Workload(B, L, M, H, E, k=K).step_costs(COSTS, [0] * LAYERS, blocks[0].experts.parts, whole=True)
+    plans = halves(micro_schedule(costs, split).plan())
+    run.follow(plans)
+    found = peak(run)
+    # A chunk's rows as they were sent and as they came, and their gradients; its activations and these' gradients.
+    row = FLOAT * (4 * M + 2 * H)
+    allowed = ROWS // min(split.forward, split.backward) * row
+    if split.forward != split.backward:
+        allowed += ROWS * FLOAT * (M + H)  # one layer's rows and pre-activations, regrouped
+    if split.weights:
+        allowed += waiting(plans.backward) * ROWS // split.backward * FLOAT * (2 * M + 2 * H)
+    assert plain < found <= plain + allowed + LAYERS * 5 * ROWS * INDEX
+
+
+def test_what_counts() -> None:
+    with PeakMemory() as memory:
+        x = torch.empty(1000)
+        y = x + 1
+        del x
+        assert memory.now == 4000 and memory.peak == 8000
+        z = y[:10]
+        del y
+        assert memory.now == 4000
+        del z
+    assert memory.now == 0 and memory.peak == 8000
