@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
 
 from bench.layer_cost import Shape, layer_step, make_layer, measure, schedule_ratio
+from bench.meter import measure_use
+from fusedmoe import MoELayer
+
+
+def forgotten_step(layer: MoELayer, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> None:
+    """A step of which nothing is left, its gradients neither."""
+    layer_step(layer, x_SM, dy_SM)
+    layer.zero_grad(set_to_none=True)
+    x_SM.grad = None
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -17,9 +27,12 @@ def test_layer_beside_dense_products(benchmark, threads: int) -> None:  # type: 
     layer = make_layer(shape)
     x_SM = torch.randn(shape.S, shape.M).requires_grad_()
     dy_SM = torch.randn(shape.S, shape.M)
-    benchmark.extra_info.update(shape=asdict(shape), **asdict(cost))
+    use = measure_use(partial(forgotten_step, layer, x_SM, dy_SM), x_SM.device)
+    benchmark.extra_info.update(shape=asdict(shape), **asdict(cost), **use._asdict())
     benchmark.pedantic(layer_step, args=(layer, x_SM, dy_SM), rounds=5, warmup_rounds=1)
     print(f"\n{threads} threads: layer / products = {cost.ratio:.3f}, gate + order + combine = {cost.routing:.1%}")
+    if use.peak_bytes is not None:
+        print(f"memory at its peak: {use.peak_bytes / 2**20:.0f} MiB above what was there, gradients included")
 
 
 def test_schedule_of_one_chunk_beside_none(benchmark) -> None:  # type: ignore[no-untyped-def]

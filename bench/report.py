@@ -202,13 +202,17 @@ def _memory(results: Results) -> str:
             row["variant"],
             f"{row['saved_bytes'] / 2**20:.0f}",
             "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
+            "–" if row.get("energy_j") is None else f"{row['energy_j']:.3g}",  # older results have none
             f"{max(row['errors'].values()):.1e}",
         ]
         for row in rows
     )
-    head = ["layer", "variant", "saved MiB", "peak MiB", "largest error"]
-    note = "Saved: what autograd keeps, with the tokens, without parameters. Peak: above what was there before."
-    return "\n".join(["## Memory and errors", "", *_markdown(head, body), "", note])
+    head = ["layer", "variant", "saved MiB", "peak MiB", "energy J", "largest error"]
+    note = (
+        "Saved: what autograd keeps, with the tokens, without parameters. Peak: above what was there before. Energy: "
+        "of the whole GPU during a forward and backward, by its own counter."
+    )
+    return "\n".join(["## Memory, energy and errors", "", *_markdown(head, body), "", note])
 
 
 def _notes(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""What a layer keeps from its forward for its backward, and the most it needs in between."""
+"""What a layer keeps from its forward for its backward."""
 
 from __future__ import annotations
 
@@ -23,15 +23,3 @@ def saved_bytes(layer: Layer) -> int:
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     del y_SM
     return sum(kept.values())
-
-
-def peak_bytes(layer: Layer, dy_SM: Tensor) -> int | None:
-    """The most that a forward and backward allocate above what was there, gradients included; None off the GPU."""
-    if not dy_SM.is_cuda:
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    layer.backward(layer.forward(), dy_SM)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from bench.gpu.case import Case
 from bench.gpu.clock import Clock, Step, Times
 from bench.gpu.kernels import PASSES, kernel_costs, pass_costs
 from bench.gpu.layer import Layer, Unavailable
-from bench.gpu.memory import peak_bytes, saved_bytes
+from bench.gpu.memory import saved_bytes
 from bench.gpu.ours import NAME
 from bench.gpu.reference import Reference, find_errors, wrong
 from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
+from bench.meter import measure_use
 from fusedmoe.kernels.cost import Cost
+
+# How long a variant's energy is measured for.
+_ENERGY_S = 0.5
 
 Row = dict[str, Any]
 Maker = Callable[[Case], Layer]
@@ -55,7 +60,8 @@ def ready_layers(case: Case, makers: Mapping[str, Maker], right: Reference, spoo
                 if faults := wrong(errors):
                     raise (WrongResult if name == NAME else Unavailable)("wrong result: " + ", ".join(faults))
                 found = {"version": layer.version, "errors": errors, "saved_bytes": saved_bytes(layer)}
-                ready.append((layer, found | {"peak_bytes": peak_bytes(layer, case.dy_SM)}))
+                use = measure_use(partial(_both, layer, case), case.x_SM.device, _ENERGY_S)
+                ready.append((layer, found | {"peak_bytes": use.peak_bytes, "energy_j": use.energy_j}))
             except Exception as error:
                 if name == NAME:
                     raise
@@ -63,6 +69,10 @@ def ready_layers(case: Case, makers: Mapping[str, Maker], right: Reference, spoo
                 spool.add("skipped", suite="passes", shape=case.shape.name, name=name, word=word.splitlines()[0])
                 _ask_device(case, name)
     return ready
+
+
+def _both(layer: Layer, case: Case) -> None:
+    layer.backward(layer.forward(), case.dy_SM)
 
 
 def pass_steps(layer: Layer, case: Case) -> list[Step]:

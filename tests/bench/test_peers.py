@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bench.gpu import suite
 from bench.gpu.case import Case, make_case
 from bench.gpu.layer import Layer, Unavailable, leaf
-from bench.gpu.memory import peak_bytes, saved_bytes
+from bench.gpu.memory import saved_bytes
 from bench.gpu.ours import NAME, fusedmoe_layer
 from bench.gpu.peers import PEERS, liger, scattermoe, sonicmoe, torch_grouped
 from bench.gpu.reference import find_errors, make_reference, wrong
@@ -223,6 +223,5 @@ def test_saved_bytes() -> None:
     leaves = leaf(case.x_SM), leaf(case.weight_SK), leaf(case.w1), leaf(case.w2)
     layer = Layer("saves", None, lambda: Saves.apply(leaves[0], leaves[2]), leaves)
     assert saved_bytes(layer) == 2 * (S * M + 2 * R * H)
-    assert peak_bytes(layer, case.dy_SM) is None
     ours, torchs = saved_bytes(fusedmoe_layer(case)), saved_bytes(torch_grouped.make(case))
     assert 2 * (S * M + 2 * R * H) <= ours < torchs

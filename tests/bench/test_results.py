@@ -58,7 +58,7 @@ def test_schema(results: dict[str, Any]) -> None:
     common = {"shape", "kind", "name", "variant", "parts", "flops", "measured_ms", "low_ms", "high_ms", "runs"}
     common |= {"limit_ms", "fraction", "tflops"}
     for row in results["rows"]:
-        more = {"version", "errors", "saved_bytes", "peak_bytes"} if row["kind"] == "pass" else set()
+        more = {"version", "errors", "saved_bytes", "peak_bytes", "energy_j"} if row["kind"] == "pass" else set()
         assert set(row) == common | more, row
     assert len(results["rows"]) == 2 * (5 + 2 * 3)
 
