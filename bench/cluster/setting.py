@@ -94,7 +94,7 @@ BLOCKS = Setting(
 
 #: Two ranks that really compute; samples are short, so that micro-batches of them are about equal.
 BLOCKS_COMPUTED = Setting(
-    "blocks-computed", 1, 40, 400, 64, layers=4, S=4096, M=96, H=10752, E=4, sequence=64, blocks=True
+    "blocks-computed", 1, 40, 400, 64, layers=4, S=3072, M=96, H=10752, E=4, sequence=64, blocks=True
 )
 
 SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED, BLOCKS, BLOCKS_COMPUTED)}
