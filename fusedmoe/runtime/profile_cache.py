@@ -49,7 +49,7 @@ def cached_profile(
     """
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
-    text = _read(path) if topology.rank == 0 and not again else None
+    text = read(path) if topology.rank == 0 and not again else None
     found = _valid(all_gather_object(topology.world, text, "reading the profile")[0], topology)
     if found is None:
         with Bar("measuring this machine") as bar:
@@ -57,7 +57,7 @@ def cached_profile(
             machine = describe(facts)
             found = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
         if topology.rank == 0:
-            _write(path, found.to_json() + "\n")
+            write(path, found.to_json() + "\n")
     return found, path
 
 
@@ -127,15 +127,16 @@ def _valid(text: str | None, topology: Topology) -> Profile | None:
     return found if sound and lines.keys() == set(line_names(topology)) else None
 
 
-def _read(path: Path) -> str | None:
+def read(path: Path) -> str | None:
+    """The text of a file; None where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
 
 
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: a reader never sees a part."""
+def write(path: Path, text: str) -> None:
+    """All of it or nothing: a reader never sees a part. What cannot be written is a warning."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,9 +164,9 @@ def _networks() -> Sequence[str]:
     cards = []
     for card in sorted(Path("/sys/class/net").glob("*")):
         if (card / "device").exists():  # a real one; the names of virtual ones are often random
-            cards.append(f"{card.name} {(_read(card / 'speed') or '?').strip()} Mb/s")
+            cards.append(f"{card.name} {(read(card / 'speed') or '?').strip()} Mb/s")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        cards.append(f"{port.parent.parent.name}/{port.name} {(_read(port / 'rate') or '?').strip()}")
+        cards.append(f"{port.parent.parent.name}/{port.name} {(read(port / 'rate') or '?').strip()}")
     told = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
     return [*cards, *(f"{name}={os.environ[name]}" for name in told if name in os.environ)]
 
