@@ -31,7 +31,8 @@ from fusedmoe.graph.costs import (
     start_s,
 )
 from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
-from fusedmoe.graph.report import Collective, Report
+from fusedmoe.graph.micro import Range, chosen_ranges, rewrite
+from fusedmoe.graph.report import Collective, Pipelined, Report
 from fusedmoe.graph.weights import gaps_of, ordered, place, reorder, skeleton
 from fusedmoe.runtime.bar import Bar
 from fusedmoe.runtime.profile_cache import cache_dir, fingerprint, machine_facts, read, write
@@ -60,12 +61,16 @@ def planned(
     """
     graph = module.graph
     of = Instructions(graph)
+    if phase != "backward":  # its order is the same whatever things cost
+        reorder(graph, of, ordered(of, skeleton(of, gradients, _nothing), {}))
+        of = Instructions(graph)
     all_to_alls = [of.nodes[start] for start in of.starts if is_all_to_all(of.nodes[start])]
     groups = list(dict.fromkeys(group_of(of.nodes[start]) for start in of.starts))
     meeting = Meeting(groups, settings.timeout_s)
     meeting.same(_structure(of))
     sizes = _sizes(of)
     alike = len(set(meeting.all(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
+    splits = settings if alike and phase != "backward" else None
     device = all_to_alls[0].meta["val"].device
     points = None if given is not None else _points(meeting, all_to_alls, device)
     path = None
@@ -82,7 +87,7 @@ def planned(
         with Bar(f"planning the {phase} pass") as bar:
             costs = given if points is None else Measured.load(points, device)
             assert costs is not None
-            text = json.dumps(_decided(of, gradients, costs, bar.show))
+            text = json.dumps(_decided(of, gradients, costs, splits, bar.show))
         if path is not None:
             assert isinstance(costs, Measured)
             costs.save()
@@ -90,17 +95,27 @@ def planned(
         return text
 
     plan: dict[str, Any] = json.loads(meeting.decided(decide))
-    bare = skeleton(of, gradients, lambda node: 0.0)
     beside = {int(start): units for start, units in plan["beside"].items()}
-    order = ordered(of, bare, beside)
-    reorder(graph, of, order)
+    bare = skeleton(of, gradients, _nothing)
     report = _report(of, phase, plan, bare.units, beside)
+    if phase == "backward":
+        reorder(graph, of, ordered(of, bare, beside))
+    for one in plan["ranges"]:
+        rewrite(graph, of, Range(one["start"], one["stop"], one["parts"], one["axes"], one["before"]))
+    graph.lint()
     report.cached = bool(kept)
     report.order = tuple(node.name for node in graph.nodes if node.op not in ("placeholder", "output"))
     return report
 
 
-def _decided(of: Instructions, gradients: Collection[fx.Node], costs: Costs, show: Show) -> dict[str, Any]:
+def _nothing(node: fx.Node) -> float:
+    return 0.0
+
+
+def _decided(
+    of: Instructions, gradients: Collection[fx.Node], costs: Costs, split: Settings | None, show: Show
+) -> dict[str, Any]:
+    """The plan, as what JSON can hold. `split`: how ranges are split; None: not at all."""
     known: dict[fx.Node, float] = {}
 
     def seconds(node: fx.Node) -> float:
@@ -109,23 +124,27 @@ def _decided(of: Instructions, gradients: Collection[fx.Node], costs: Costs, sho
             show(len(known), len(of.nodes))
         return known[node]
 
-    def comm(node: fx.Node) -> float:
-        return start_s(costs, node)
-
     bare = skeleton(of, gradients, seconds)
-    starts, gaps = gaps_of(of, bare, comm)
+    starts, gaps = gaps_of(of, bare, lambda node: start_s(costs, node))
     placed = place(gaps, [sum(seconds(node) for node in of.of(unit)) for unit in bare.units])
     beside: dict[int, list[int]] = {start: [] for start in starts}
     for unit, number in enumerate(placed):
         if number is not None:
             beside[starts[number]].append(unit)
+    ranges = []
+    if split is not None and split.parts > 1:
+        ranges = chosen_ranges(
+            of, seconds, lambda start: bare.due_s.get(start, 0.0), costs, split.parts, split.groups, split.reach, show
+        )
     collectives = {}
     for start in of.starts:
-        node = of.nodes[start]
-        if is_all_to_all(node):
+        if is_all_to_all(of.nodes[start]):
             weights_s = sum(seconds(one) for unit in beside.get(start, ()) for one in of.of(bare.units[unit]))
-            collectives[start] = (comm(node), bare.due_s.get(start, 0.0) + weights_s)
-    return {"beside": beside, "collectives": collectives}
+            within = any(one.start <= start < one.stop for one, _ in ranges)
+            due_s = 0.0 if within else bare.due_s.get(start, 0.0) + weights_s
+            collectives[start] = (start_s(costs, of.nodes[start]), due_s)
+    pipelined = [one._asdict() | {"report": vars(what)} for one, what in ranges]
+    return {"beside": beside, "collectives": collectives, "ranges": pipelined}
 
 
 def _report(
@@ -139,6 +158,7 @@ def _report(
         node = of.nodes[int(text)]
         weights = names(beside.get(int(text), ()))
         report.collectives.append(Collective(node.name, bytes_of(node), seconds, beside_s, weights))
+    report.ranges = [Pipelined(**one["report"]) for one in plan["ranges"]]
     used = {unit for found in beside.values() for unit in found}
     report.leftover = names([number for number in range(len(units)) if number not in used])
     return report
@@ -192,4 +212,4 @@ def _valid(text: str) -> bool:
         plan = json.loads(text)
     except json.JSONDecodeError:
         return False
-    return isinstance(plan, dict) and plan.keys() == {"beside", "collectives"}
+    return isinstance(plan, dict) and plan.keys() == {"beside", "collectives", "ranges"}
