@@ -1,18 +1,19 @@
 """How operators can be split: for each the axes of its inputs that give it in parts along an axis of its result.
 
-    rule        for a result in parts along axis d                                the inputs are in parts along
-    elementwise any                                                               the same axis; broadcast ones whole
-    view, reshape, squeeze, unsqueeze                                             where the same elements lie
-    permute, transpose, t, expand                                                 the axis that it was
-    mm, addmm   rows; columns                                                     rows of the first; columns of the second
-    bmm, baddbmm batch; rows; columns                                             both; the first; the second
-    softmax, log_softmax, cumsum, topk, sort, gather, scatter: not the one of the operation          the same
-    sum, mean, amax, amin, argmax, argmin, any, all: one that is left             the same
-    native_layer_norm: not normalised                                             the same; weights whole
-    cat, split, split_with_sizes, slice, select, unbind, stack: not the one of the operation         the same
-    embedding, index_select, index (one index in front)                           the indices; columns of the table
-    attention (CPU): batch, heads                                                 the same
-    all-to-all: not the first, which is that of the ranks                         the same; so for its wait
+    a result in parts along                        needs in parts
+    any axis of an elementwise operator            the same axis of its inputs; what is broadcast stays whole
+    view, reshape, squeeze, unsqueeze              the axis where the same elements lie
+    permute, transpose, t, expand, select, unbind  the axis that it was
+    rows or columns of mm, addmm                   rows of the first, or columns of the second factor
+    batch, rows or columns of bmm, baddbmm         the batch of both; rows of the first; columns of the second
+    sum, mean, amax, amin, argmax, argmin, any,    the axis that is left
+      all, var, prod
+    softmax, log_softmax, cumsum, topk, sort,      the same, if it is not that of the operation
+      gather, scatter, split, slice, cat, stack
+    native_layer_norm                              the same, if it is not normalised; weights stay whole
+    embedding, index_select, index (the first)     the indices, or the table's other axes
+    batch or heads of attention (CPU)              the same of queries, keys and values
+    all-to-all, and its wait                       the same, if it is not the first: that is of the ranks
 
 What is not in the table, and what draws random numbers or changes memory, is not split. All parts are equally large.
 """
@@ -42,10 +43,10 @@ class Axis(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way to split an operator: the axis of each input (None: whole), and of each result."""
+    """One way to split an operator: the axis of its result, or of all its results, and of each input (None: whole)."""
 
+    axis: Axis
     inputs: dict[fx.Node, Axis | None]
-    outputs: tuple[Axis | None, ...]
 
 
 _LIKE = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
@@ -138,20 +139,22 @@ def way_of(node: fx.Node, axis: Axis, parts: int) -> Way | None:
     if not any(wanted is not None for wanted in inputs.values()):
         return None
     value = node.meta["val"]
-    count = len(value) if isinstance(value, (tuple, list)) else 1
-    return Way(inputs, (axis,) * count)
+    if isinstance(value, (tuple, list)) and not all(_has(one, axis, parts) for one in value):
+        return None
+    return Way(axis, inputs)
 
 
 def _element(node: fx.Node, axis: Axis, parts: int) -> Way | None:
     source, index = node.args
     assert isinstance(source, fx.Node)
-    value = source.meta.get("val")
-    if not isinstance(value, (tuple, list)):
+    if not isinstance(source.meta.get("val"), (tuple, list)) or not isinstance(index, int):
         return None
-    whole = way_of(source, axis, parts)
-    if whole is None or not isinstance(index, int) or whole.outputs[index] != axis:
-        return None
-    return Way({source: axis}, (axis,))
+    return None if way_of(source, axis, parts) is None else Way(axis, {source: axis})
+
+
+def _has(value: Any, axis: Axis, parts: int) -> bool:
+    """Whether a result of several can be in parts along that axis; one that is not there can."""
+    return value is None or isinstance(value, torch.Tensor) and fits(value.shape, axis, parts)
 
 
 Inputs = list[tuple[fx.Node, Axis | None]]

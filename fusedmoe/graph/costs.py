@@ -130,7 +130,11 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
         return concrete(value) if isinstance(value, torch.SymInt) else value
 
     tensors = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
-    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(enabled=torch.Tag.nondeterministic_seeded in target.tags):
+    with (
+        unset_fake_temporarily(),
+        torch.no_grad(),
+        torch.random.fork_rng(enabled=torch.Tag.nondeterministic_seeded in target.tags),
+    ):
         try:
             own_args, own_kwargs = tree_map(made, (args, dict(kwargs)))
             device = next((value.device for value in tensors), torch.device("cpu"))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.axes import Axis, Way, first_axes, outputs_from, shape_of, way_of
+from fusedmoe.graph.axes import Axis, Way, first_axes, outputs_from, way_of
 from fusedmoe.graph.instructions import is_all_to_all, is_wait
 
 # Of the solver's work: about seconds, the same on every machine.
@@ -37,12 +37,9 @@ def ways_in(nodes: Sequence[fx.Node], parts: int) -> dict[fx.Node, dict[Axis, Wa
     ends: list[tuple[fx.Node, Way]] = []
 
     def note(node: fx.Node, way: Way | None) -> None:
-        if way is not None and node in inside:
-            axis = way.outputs[0]
-            assert axis is not None
-            if axis not in ways.setdefault(node, {}):
-                ways[node][axis] = way
-                ends.append((node, way))
+        if way is not None and node in inside and way.axis not in ways.setdefault(node, {}):
+            ways[node][way.axis] = way
+            ends.append((node, way))
 
     for node in nodes:
         if is_all_to_all(node):
@@ -53,15 +50,12 @@ def ways_in(nodes: Sequence[fx.Node], parts: int) -> dict[fx.Node, dict[Axis, Wa
         for one, wanted in way.inputs.items():
             if wanted is not None:
                 note(one, way_of(one, wanted, parts))
-        axis = way.outputs[0]
-        assert axis is not None
         for user in node.users:
-            if user in inside:
-                if user.target is operator.getitem:
-                    note(user, way_of(user, axis, parts))
-                else:
-                    for found in outputs_from(user, node, axis, parts):
-                        note(user, found)
+            if user.target is operator.getitem:
+                note(user, way_of(user, way.axis, parts))
+            else:
+                for found in outputs_from(user, node, way.axis, parts):
+                    note(user, found)
     return ways
 
 
@@ -128,7 +122,9 @@ def infer(
     solver.parameters.random_seed = 0
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
-    taken = {node: way for node in nodes for axis, way in ways.get(node, {}).items() if solver.value(chosen[node, axis])}
+    taken = {
+        node: way for node in nodes for axis, way in ways.get(node, {}).items() if solver.value(chosen[node, axis])
+    }
     return Split(
         tuple(node for node in nodes if solver.value(early[node])),
         taken,

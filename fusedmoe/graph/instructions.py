@@ -37,7 +37,9 @@ def is_all_to_all(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node computes nothing: its result is its input, seen in another way."""
-    return node.op == "get_attr" or node.target is operator.getitem or (_space(node) == "aten" and _name(node) in _VIEWS)
+    return (
+        node.op == "get_attr" or node.target is operator.getitem or (_space(node) == "aten" and _name(node) in _VIEWS)
+    )
 
 
 def computes(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ each part's all-to-all starts as soon as its stage has been computed, and runs b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -101,7 +102,7 @@ def chosen_ranges(
                 known[key] = None
             else:
                 places = {node: place for place, node in enumerate(nodes)}
-                axes = tuple((places[node], *(way.outputs[0] or ())) for node, way in split.split.items())
+                axes = tuple((places[node], *(way.axis)) for node, way in split.split.items())
                 early = tuple(places[node] for node in split.before)
                 known[key] = axes, early, pipeline_s(nodes, split, parts, node_s, costs, pieces)
         entry = known[key]
@@ -257,7 +258,7 @@ def pipeline_s(
         return one.meta["val"] if axis is None else cut(call, one.meta["val"], shape_of(one) or (), axis, 0, parts)
 
     for node, way in split.split.items():
-        key = (node, way.outputs[0], parts, tuple(one in values for one in node.all_input_nodes))
+        key = (node, way.axis, parts, tuple(one in values for one in node.all_input_nodes))
         if key not in known:
             taken_s = 0.0
             part = run_part(call, node, way, parts, value)
@@ -269,8 +270,7 @@ def pipeline_s(
     around_s = sum(map(node_s, split.after))
     for node in joined_nodes(nodes, split):
         if rebuilt(node, split.split) is None:
-            axis = split.split[node].outputs[0]
-            assert axis is not None
+            axis = split.split[node].axis
             if (node, axis, parts) not in known:
                 taken_s = 0.0
                 join(call, [values[node]] * parts, node.meta["val"], axis)
@@ -332,7 +332,7 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: Range) -> None:
     pieces: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
     cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
 
-    def value(one: fx.Node, axis: Axis | None, part: int) -> fx.Node:
+    def value(part: int, one: fx.Node, axis: Axis | None) -> fx.Node:
         if one in pieces:
             return pieces[one][part]
         if axis is None:
@@ -347,8 +347,7 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: Range) -> None:
             for part in range(parts):
                 for node, way in split.split.items():
                     if stages[node] == stage:
-                        piece = run_part(call, node, way, parts, lambda one, axis, part=part: value(one, axis, part))
-                        pieces[node].append(piece)
+                        pieces[node].append(run_part(call, node, way, parts, partial(value, part)))
             if stage == 0:
                 move(loose)
         wholes: dict[fx.Node, fx.Node] = {}
@@ -371,7 +370,5 @@ def _whole(
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: under if one is source else one)
             wholes[node] = call(node.target, args, kwargs)
         else:
-            axis = split.split[node].outputs[0]
-            assert axis is not None
-            wholes[node] = join(call, pieces[node], node.meta["val"], axis)
+            wholes[node] = join(call, pieces[node], node.meta["val"], split.split[node].axis)
     return wholes[node]

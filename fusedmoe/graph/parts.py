@@ -1,4 +1,4 @@
-"""One part of a split range, and wholes put together from parts: on fake tensors, to know what it takes, or as nodes."""
+"""One part of a split range, and wholes put together from parts: on fake tensors, to learn costs, or as nodes."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def run_part(call: Call, node: fx.Node, way: Way, parts: int, value: Callable[[f
     """One part of a split instruction. `value(input, axis)`: of an input the part along that axis, or the whole."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, way.inputs[one]))
     target = node.target
-    shape, axis = shape_of(node), way.outputs[0]
-    assert shape is not None and axis is not None
+    shape, axis = shape_of(node), way.axis
+    assert shape is not None
     if target is operator.getitem:
         return call(target, args, kwargs)
     name = target._schema.name  # type: ignore[union-attr]
@@ -70,7 +70,7 @@ def run_part(call: Call, node: fx.Node, way: Way, parts: int, value: Callable[[f
     if name == "aten::expand":
         return call(target, (args[0], part_shape(shape, axis, parts)), kwargs)
     if is_all_to_all(node):
-        rows = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
+        rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
         if not rows.is_contiguous():
             args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
     return call(target, args, kwargs)
@@ -110,10 +110,11 @@ def node_call(graph: fx.Graph) -> Call:
 
 def _layout(like: torch.Tensor) -> list[int]:
     """The dimensions in the order in which they lie in memory; as they are where the tensor has gaps or overlaps."""
-    order = sorted(range(like.dim()), key=lambda dim: (-like.stride(dim), dim))
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
     step = 1
     for dim in reversed(order):
-        if like.shape[dim] != 1 and like.stride(dim) != step:
+        if like.shape[dim] != 1 and strides[dim] != step:
             return list(range(like.dim()))
         step *= like.shape[dim]
     return order

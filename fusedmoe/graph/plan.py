@@ -76,7 +76,8 @@ def planned(
     path = None
     if points is not None:
         facts = machine_facts(Topology(), device, torch.float32) | {"settings": asdict(settings), "alike": alike}
-        path = cache_dir() / f"graph-{fingerprint(facts | {'phase': phase, 'graph': sizes, 'points': points.sizes})}.json"
+        facts |= {"phase": phase, "graph": sizes, "points": points.sizes}
+        path = cache_dir() / f"graph-{fingerprint(facts)}.json"
     kept = []
 
     def decide() -> str:

@@ -7,6 +7,7 @@ anyway, then the weight gradients that were placed beside this all-to-all, and o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -149,10 +150,8 @@ def place(gaps: Sequence[Gap], seconds: Sequence[float]) -> Placement:
     """Where each unit goes, leftovers too; exactly where the choices are few and OR-Tools is there."""
     placed = place_greedily(gaps, seconds)
     if 0 < sum(len(gap.allowed) for gap in gaps) <= _EXACT:
-        try:
+        with suppress(ConfigError):  # without OR-Tools the greedy placement stands
             placed = place_exactly(gaps, seconds, limit=_LIMIT)
-        except ConfigError:
-            pass  # without OR-Tools the greedy placement stands
     return with_leftovers(placed, gaps)
 
 
@@ -169,10 +168,10 @@ def ordered(of: Instructions, bare: Skeleton, beside: dict[int, list[int]]) -> l
     def start_ready() -> None:
         """Collectives of gradients start as soon as these are there."""
         for index in bits(bare.rest & ~done):
-            node = of.nodes[index]
-            if is_start(node) and not any(is_wait(one) for one in of.of(of.ancestors[index] & ~done)):
-                if not of.ancestors[index] & ~done & ~bare.rest:
-                    run(index)
+            needed = of.ancestors[index] & ~done
+            # Not one that needs what has not run yet, nor one that has to wait.
+            if is_start(of.nodes[index]) and not needed & ~bare.rest and not any(map(is_wait, of.of(needed))):
+                run(index)
 
     for index in bare.order:
         if index >= 0:

@@ -1,4 +1,4 @@
-"""A model as others write it: transformer blocks in plain torch, experts exchanged by torch's functional collectives."""
+"""A model as others write it: blocks in plain torch, rows exchanged by torch's functional collectives."""
 
 from __future__ import annotations
 
