@@ -208,7 +208,7 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> In
         return _looked_up(name, args, axis)
     if name == "_scaled_dot_product_flash_attention_for_cpu":
         heads = len({shape_of(one)[:2] for one in tensors}) == 1  # type: ignore[index]
-        plain = len(tensors) == 3 and (len(args) < 4 or args[3] == 0.0)
+        plain = "attn_mask" not in node.kwargs and (len(args) < 4 or args[3] == 0.0)
         return [(one, axis) for one in tensors] if plain and heads and axis.dim < 2 else None
     return None
 

@@ -19,7 +19,7 @@ from fusedmoe.graph.instructions import is_all_to_all, is_wait
 
 # Of the solver's work: about seconds, the same on every machine.
 _LIMIT = 2.0
-_TICKS = 10_000
+_TICKS, _SCATTERED = 10_000, 256
 
 
 class Split(NamedTuple):
@@ -115,7 +115,9 @@ def infer(
         follows(nodes[second], nodes[first])
     costs = {node: seconds(node) for node in nodes}
     tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
-    model.maximize(sum((1 + round(costs[node] / tick_s)) * one for (node, _), one in chosen.items()))
+    # Of ways that split the same, the one whose parts are consecutive: others cost copies.
+    worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
+    model.maximize(sum((worth[node] - min(axis.outer, _SCATTERED // 2)) * one for (node, axis), one in chosen.items()))
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = _LIMIT
     solver.parameters.num_workers = 1

@@ -47,7 +47,10 @@ def computes(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether the node draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return argument_of(node, "dropout_p") != 0.0
 
 
 def mutates(node: fx.Node) -> bool:
@@ -64,9 +67,16 @@ def is_assertion(node: fx.Node) -> bool:
 
 def group_of(start: fx.Node) -> Any:
     """The process group of a collective: its name, or itself."""
-    names = [argument.name for argument in start.target._schema.arguments]  # type: ignore[union-attr]
-    place = next(index for index, name in enumerate(names) if name in ("group_name", "group"))
-    return start.kwargs[names[place]] if names[place] in start.kwargs else start.args[place]
+    return argument_of(start, "group_name") or argument_of(start, "group")
+
+
+def argument_of(node: fx.Node, name: str) -> Any:
+    """What an operator is given for the argument of that name; None where it has none."""
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return None
 
 
 def concrete(number: Any) -> int:

@@ -79,9 +79,7 @@ def test_what_may_run_beside_a_collective_equals_a_search() -> None:
             right = {
                 node
                 for node in of.nodes
-                if computes(node)
-                and not there_is_a_path(node, here, draws)
-                and not there_is_a_path(here, node, draws)
+                if computes(node) and not there_is_a_path(node, here, draws) and not there_is_a_path(here, node, draws)
             }
             assert set(of.of(of.beside(start))) == right
 
