@@ -101,8 +101,7 @@ def node_s(costs: Costs, node: fx.Node) -> float:
 
 def start_s(costs: Costs, node: fx.Node) -> float:
     """Seconds of the collective that a node starts."""
-    given = node.all_input_nodes
-    return costs.collective_s(max((bytes_of(one) for one in given), default=0))
+    return costs.collective_s(bytes_of(node.all_input_nodes[0]))
 
 
 def operator_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

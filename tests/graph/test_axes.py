@@ -124,7 +124,7 @@ def test_parts_give_the_whole(name: str) -> None:
                 pieces = []
                 for part in range(parts):
 
-                    def value(one: fx.Node, wanted: Axis | None, part: int = part) -> Any:
+                    def value(one: fx.Node, wanted: Axis | None, part: int = part, parts: int = parts) -> Any:
                         if wanted is None or isinstance(values[one], (tuple, list)):
                             return values[one]
                         return cut(called, values[one], values[one].shape, wanted, part, parts)
