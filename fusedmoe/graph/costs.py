@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedmoe.comm.topology import Topology
@@ -95,8 +94,17 @@ def node_s(costs: Costs, node: fx.Node) -> float:
     """Seconds of a node that computes; 0 for one that does not."""
     if not computes(node) or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: one.meta.get("val"))
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: tree_map(_plain, one.meta.get("val")))
     return costs.operator_s(node.target, args, kwargs)
+
+
+def _plain(value: Any) -> Any:
+    """The value with sizes as they were when the graph was captured."""
+    if isinstance(value, torch.Tensor) and not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+        sizes, strides = ([concrete(n) for n in numbers] for numbers in (value.shape, value.stride()))
+        with value.fake_mode:  # type: ignore[attr-defined]
+            return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    return concrete(value) if isinstance(value, torch.SymInt) else value
 
 
 def start_s(costs: Costs, node: fx.Node) -> float:
@@ -192,8 +200,3 @@ def load_numbers(path: Path) -> dict[str, float]:
     if not isinstance(found, dict):
         return {}
     return {key: float(value) for key, value in found.items() if isinstance(value, (int, float)) and value >= 0}
-
-
-def is_symbolic(node: fx.Node) -> bool:
-    """Whether any size of a node's result is only known when the graph runs."""
-    return any(bool(free_symbols(value)) for value in tree_leaves(node.meta.get("val")) if value is not None)
