@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
 from fusedmoe.graph.axes import Axis, shape_of, way_of
 from fusedmoe.graph.costs import Costs, start_s
@@ -73,6 +74,7 @@ def chosen_ranges(
     degrees = [parts for parts in (2, 4, 8, 16, 32) if parts <= most_parts]
     found: dict[tuple[int, int, int], tuple[Range, Pipelined]] = {}
     pieces: dict[Any, Part] = {}
+    said: dict[fx.Node, str] = {}
     whole_s = []
     for start, stop in groups:
         exposed_s = sum(
@@ -94,7 +96,7 @@ def chosen_ranges(
         nodes = of.nodes[start:stop]
         if not any(map(is_all_to_all, nodes)):
             return float("inf")
-        key = (likeness(nodes), parts)
+        key = (likeness(nodes, said), parts)
         if key not in known:
             # Layers are alike: how one is split, all are.
             split = infer(nodes, parts, node_s, in_order(of, start, stop))
@@ -161,23 +163,30 @@ def in_order(of: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
     return [(one - start, other - start) for one, other in pairs]
 
 
-def likeness(nodes: Sequence[fx.Node]) -> str:
-    """The same for ranges that are split alike: the same operators on the same shapes, with the same users."""
+def likeness(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
+    """The same for ranges that are split alike: the same operators on the same shapes, with the same users.
+
+    `said`: what is known of the result of each node, filled as needed.
+    """
     places = {node: place for place, node in enumerate(nodes)}
+
+    def name(node: fx.Node) -> str:
+        if node not in said:
+            said[node] = str(tree_map(_described, node.meta.get("val")))
+        return said[node]
+
     lines = []
     for node in nodes:
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: _Known(_described(one, places)))
+        number = {one: f"<{index}>" for index, one in enumerate(node.all_input_nodes)}
+        rest = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
+        needs = [f"%{places[one]}" if one in places else name(one) for one in node.all_input_nodes]
         outside = any(user not in places for user in node.users)
-        lines.append(f"{node.target} {args} {node.meta.get('val')} {outside}")
+        lines.append(f"{node.target} {rest} {needs} {name(node)} {outside}")
     return "\n".join(lines)
 
 
-class _Known(str):
-    __slots__ = ()
-
-
-def _described(node: fx.Node, places: dict[fx.Node, int]) -> str:
-    return f"%{places[node]}" if node in places else f"{node.meta.get('val')}"
+def _described(value: Any) -> Any:
+    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def stages_of(split: Split) -> dict[fx.Node, int]:

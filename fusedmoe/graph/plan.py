@@ -152,7 +152,8 @@ def _report(
     of: Instructions, phase: str, plan: dict[str, Any], units: list[int], beside: dict[int, list[int]]
 ) -> Report:
     def names(numbers: Collection[int]) -> tuple[str, ...]:
-        return tuple(" + ".join(node.name for node in of.of(units[n]) if computes(node)) for n in numbers)
+        units_of = ([node.name for node in of.of(units[number]) if computes(node)] for number in numbers)
+        return tuple(" + ".join(found) for found in units_of)
 
     report = Report(phase, len(of.nodes))
     for text, (seconds, beside_s) in plan["collectives"].items():

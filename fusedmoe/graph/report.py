@@ -12,7 +12,7 @@ class Collective:
     Attributes:
         name: of the node that starts it. `size`: its bytes. `seconds`: what it takes by itself.
         beside_s: predicted, of the computation between its start and its wait; weight gradients are part of it.
-        weights: the instructions of these.
+        weights: of each, the names of its instructions, joined by " + ".
     """
 
     name: str
@@ -80,7 +80,7 @@ class Report:
             f"{_ms(total_s)}, {_ms(self.hidden_s)} of it hidden{found}"
         ]
         for one in self.collectives:
-            beside = f", beside it {', '.join(one.weights)}" if one.weights else ""
+            beside = f", beside it {', '.join(map(_short, one.weights))}" if one.weights else ""
             lines.append(f"  {one.name}: {one.size} bytes, {_ms(one.seconds)}, hidden {_ms(one.hidden_s)}{beside}")
         for of in self.ranges:
             lines.append(
@@ -88,8 +88,13 @@ class Report:
                 f"{of.all_to_alls} all-to-alls, {_ms(of.whole_s)} → {_ms(of.seconds)}"
             )
         if self.leftover:
-            lines.append(f"  beside none: {', '.join(self.leftover)}")
+            lines.append(f"  beside none: {', '.join(map(_short, self.leftover))}")
         return "\n".join(lines)
+
+
+def _short(unit: str) -> str:
+    names = unit.split(" + ")
+    return unit if len(names) < 3 else f"{names[0]} + … + {names[-1]} ({len(names)})"
 
 
 def _ms(seconds: float) -> str:
