@@ -2,7 +2,7 @@
 
 import sys
 
-from fusedmoe import ops
+from fusedmoe import graph, ops
 from fusedmoe.autograd.hooks import HookContext, Hooks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
@@ -33,6 +33,7 @@ __all__ = [
     "Topology",
     "experts",
     "gates",
+    "graph",
     "hooks",
     "losses",
     "ops",

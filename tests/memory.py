@@ -25,7 +25,8 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)}
+        tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor.untyped_storage(), given)

@@ -37,6 +37,13 @@ def test_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     assert last < 0.9 * first
 
 
+def test_captured(capsys: pytest.CaptureFixture[str]) -> None:
+    last = load("captured.py")["main"](steps=30)  # type: ignore[operator]
+    printed = capsys.readouterr().out
+    assert last < 0.9 * float(printed.split("loss")[1].split()[0])
+    assert printed.count("4 all-to-alls") == 2 and "beside it" in printed
+
+
 def test_parallel() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}

@@ -53,21 +53,31 @@ class Board:
         self._processes: dict[int, tuple[str, int]] = {}
         self._lost = False
 
-    def meet(self, ranks: Sequence[int], facts: str, timeout_s: float) -> list[str]:
+    def meet(
+        self,
+        ranks: Sequence[int],
+        facts: str,
+        timeout_s: float,
+        *,
+        operation: str = "making the topology",
+        cure: str = "give Topology a larger timeout_s",
+    ) -> list[str]:
         """Waits until all `ranks` are here, as often as each comes; returns what each of them brought.
+
+        `operation`, `cure`: what is said of it where some do not come.
 
         Raises:
             RankError: some rank failed, or did not come in time.
         """
         try:
-            brought = [json.loads(entry) for entry in self._meet(ranks, facts, timeout_s)]
+            brought = [json.loads(entry) for entry in self._meet(ranks, facts, timeout_s, operation, cure)]
         except dist.DistError as error:
             reason = f"the job's store does not answer ({error}); see the log of the rank or agent that hosts it"
-            raise RankError(f"rank {self._rank}: making the topology: {reason}") from error
+            raise RankError(f"rank {self._rank}: {operation}: {reason}") from error
         self._processes = {rank: (host, pid) for rank, (host, pid, _) in zip(ranks, brought, strict=True)}
         return [own for _, _, own in brought]
 
-    def _meet(self, ranks: Sequence[int], facts: str, timeout_s: float) -> list[bytes]:
+    def _meet(self, ranks: Sequence[int], facts: str, timeout_s: float, operation: str, cure: str) -> list[bytes]:
         # Different ranks meet at different places: a rank may have been at more of them than another.
         place = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
         number = self._store.add(f"meetings/{place}/{self._rank}", 1)
@@ -81,10 +91,10 @@ class Board:
             verdict = self.read()
             if verdict is None and time.monotonic() > deadline:
                 missing = [rank for rank in ranks if not self._store.check([key_of[rank]])]
-                text = f"did not come within {timeout_s:.0f} s; see its log, or give Topology a larger timeout_s"
-                verdict = self.post((missing or [self._rank])[0], "making the topology", text)
+                text = f"did not come within {timeout_s:.0f} s; see its log, or {cure}"
+                verdict = self.post((missing or [self._rank])[0], operation, text)
             if verdict is not None:
-                raise RankError(f"rank {self._rank}: making the topology ended because {verdict}")
+                raise RankError(f"rank {self._rank}: {operation} ended because {verdict}")
         entries: list[bytes] = self._store.multi_get(keys)
         return entries
 

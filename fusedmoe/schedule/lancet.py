@@ -93,7 +93,7 @@ def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[
 
 def _backward_orders(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> dict[str, list[Task]]:
     links, weights, gaps = gaps_of(tasks, seconds)
-    placed = _with_leftovers(place_greedily(gaps, [seconds[weight] for weight in weights]), gaps)
+    placed = with_leftovers(place_greedily(gaps, [seconds[weight] for weight in weights]), gaps)
     beside: dict[Task | None, list[Task]] = {}
     for weight, number in zip(weights, placed, strict=True):
         beside.setdefault(None if number is None else links[number], []).append(weight)
@@ -108,7 +108,7 @@ def _backward_orders(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> di
     return orders
 
 
-def _with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
+def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
     """What found no gap runs beside its last one (spec line L2), or else at the end."""
     return tuple(
         max((place for place, gap in enumerate(gaps) if one in gap.allowed), default=None) if number is None else number

@@ -1,0 +1,137 @@
+"""The backend for `torch.compile`: captured passes, planned and put in order.
+
+    model = torch.compile(model, backend=fusedmoe.graph.backend)
+
+    own = fusedmoe.graph.Backend(parts=4)
+    model = torch.compile(model, backend=own)
+    ...                                     # a training step
+    for report in own.reports:
+        print(report)
+
+Results are those of the model as it is. Backward, weight gradients run while rows are on the wire; forward, what lies
+around an all-to-all goes in micro-batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.graph.costs import Costs
+from fusedmoe.graph.instructions import is_all_to_all, is_assertion
+from fusedmoe.graph.plan import Settings, planned
+from fusedmoe.graph.report import Report
+
+
+class Backend:
+    """A backend of `torch.compile` that hides all-to-alls. Every rank of their groups compiles the same graphs.
+
+    Args:
+        parts: the most micro-batches of a range (Lancet's ρ): 2, 4, … up to it are tried; 1: none.
+        groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
+            consist of whole groups.
+        reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
+        costs: what operators and all-to-alls take; None: measured, once for each machine, and kept on disk.
+        timeout_s: how long a rank waits for the others to capture the same graph and for the first to plan it.
+    Attributes:
+        reports: of every pass that was planned, in order.
+    Raises:
+        ConfigError: numbers below 1; and when a graph is planned, splitting without OR-Tools (`fusedmoe[plan]`).
+        RankError: when a graph is planned: ranks captured different ones, one did not come, or failed.
+    """
+
+    def __init__(
+        self,
+        *,
+        parts: int = 8,
+        groups: int = 5,
+        reach: int | None = None,
+        costs: Costs | None = None,
+        timeout_s: float = 1200.0,
+    ) -> None:
+        if min(parts, groups, reach or 1) < 1 or timeout_s <= 0:
+            raise ConfigError(
+                f"graph backend: parts = {parts}, groups = {groups} and reach = {reach} must be at least 1, and "
+                f"timeout_s = {timeout_s} above 0"
+            )
+        self.__name__ = "fusedmoe"
+        self.settings = Settings(parts, groups, reach, timeout_s)
+        self.costs = costs
+        self.reports: list[Report] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Called by `torch.compile` with each graph that it has captured."""
+        from torch._dynamo.backends.common import aot_autograd
+
+        # Older captures keep parameters and buffers in the module; the passes then have them as their first inputs.
+        own = [*(True for _ in gm.parameters()), *(False for _ in gm.buffers())]
+        is_parameter = [*own, *(isinstance(one, nn.Parameter) for one in example_inputs)]
+
+        def forward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return self._compiled(graph_module, "forward", [])
+
+        def backward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return self._compiled(graph_module, "backward", is_parameter)
+
+        def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return self._compiled(graph_module, "inference", [])
+
+        compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)
+        compiled: Callable[..., Any] = compiler(gm, example_inputs)
+        return compiled
+
+    def _compiled(self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]) -> Callable[..., Any]:
+        began = time.monotonic()
+        if phase == "backward":
+            # What the forward pass has asserted holds, and what served these assertions only is dead.
+            for node in reversed(module.graph.nodes):
+                if is_assertion(node) and not node.users:
+                    module.graph.erase_node(node)
+        module.graph.eliminate_dead_code()
+        if any(is_all_to_all(node) for node in module.graph.nodes):
+            gradients = _gradients(module.graph, is_parameter) if phase == "backward" else set()
+            report = planned(module, phase, gradients, self.settings, self.costs)
+            report.planning_s = time.monotonic() - began
+            self.reports.append(report)
+        return _runnable(module)
+
+
+def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """The backend as it is by default; a `Backend` of one's own has settings and reports."""
+    return Backend()(gm, example_inputs)
+
+
+def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
+    """The results of a backward pass that are gradients of parameters and nothing else."""
+    results = next(iter(reversed(graph.nodes))).args[0]
+    assert isinstance(results, (list, tuple))
+    # One for each input of the forward pass. Where they do not fit together, every result is taken for one: they all
+    # are needed at the end only.
+    flags = is_parameter if len(is_parameter) == len(results) else [True] * len(results)
+    other = {node for node, flag in zip(results, flags, strict=True) if not flag}
+    return {node for node in results if isinstance(node, fx.Node)} - other
+
+
+def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
+    """The graph as a function that takes a list and empties it, so that inputs are freed as soon as they are used."""
+    boxed = getattr(torch.fx.graph, "_BoxedCodeGen", None)
+    if boxed is None:
+        from functorch.compile import make_boxed_func
+
+        module.recompile()
+        run: Callable[..., Any] = make_boxed_func(module.forward)
+        return run
+    module.graph.set_codegen(boxed())
+    module.recompile()
+    code = module.forward
+
+    def call(args: list[Any]) -> Any:
+        return code(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,197 @@
+"""A captured pass as a list of instructions with a dependency graph (Lancet §4.1).
+
+Nodes of the graph that compute or communicate, in order, and for each all that has to be done before it. Sets of
+instructions are integers whose bit i stands for instruction i: a pass of thousands of them is analysed in no time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+_COLLECTIVES = "_c10d_functional"
+_VIEWS = frozenset(
+    {
+        "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split",
+        "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+    }
+)  # fmt: skip
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether the node starts a collective; a wait ends it."""
+    return _space(node) == _COLLECTIVES and not is_wait(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    return _space(node) == _COLLECTIVES and _name(node) == "wait_tensor"
+
+
+def is_all_to_all(node: fx.Node) -> bool:
+    return _space(node) == _COLLECTIVES and _name(node) == "all_to_all_single"
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node computes nothing: its result is its input, seen in another way."""
+    return (
+        node.op == "get_attr" or node.target is operator.getitem or (_space(node) == "aten" and _name(node) in _VIEWS)
+    )
+
+
+def computes(node: fx.Node) -> bool:
+    return not (is_start(node) or is_wait(node) or is_view(node))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return argument_of(node, "dropout_p") != 0.0
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the node may change what another one reads; so may all that nothing is known of."""
+    if node.op == "call_function" and node.target is operator.getitem or node.op == "get_attr":
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable or node.op in ("call_module", "call_method")
+
+
+def is_assertion(node: fx.Node) -> bool:
+    return _space(node) == "aten" and _name(node) in ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")
+
+
+def group_of(start: fx.Node) -> Any:
+    """The process group of a collective: its name, or itself."""
+    return argument_of(start, "group_name") or argument_of(start, "group")
+
+
+def argument_of(node: fx.Node, name: str) -> Any:
+    """What an operator is given for the argument of that name; None where it has none."""
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return None
+
+
+def concrete(number: Any) -> int:
+    """A size; of a symbolic one what it was when the graph was captured."""
+    return number if isinstance(number, int) else int(number.node.hint)
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Of a node's tensor."""
+    tensor = node.meta["val"]
+    count = 1
+    for size in tensor.shape:
+        count *= concrete(size)
+    return count * int(tensor.element_size())
+
+
+def bits(numbers: int) -> Iterator[int]:
+    """The elements of a set, in order."""
+    while numbers:
+        lowest = numbers & -numbers
+        yield lowest.bit_length() - 1
+        numbers ^= lowest
+
+
+class Instructions:
+    """The instructions of a graph.
+
+    Attributes:
+        nodes: all but inputs and output, in the graph's order.
+        place: of each node in `nodes`.
+        ancestors, descendants: for each instruction the set of those that it waits for, and of those that wait for it:
+            for data, for their order where both draw random numbers, or since one of them changes memory in place.
+        starts: the places of the collectives, in order.
+        waits: for each of `starts` the set of instructions that wait for it to end.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        self.place = {node: index for index, node in enumerate(self.nodes)}
+        self.ancestors: list[int] = []
+        last_random = last_change = None
+        for index, node in enumerate(self.nodes):
+            before = {self.place[one] for one in node.all_input_nodes if one in self.place}
+            if is_random(node):
+                before |= {last_random} - {None}  # type: ignore[arg-type]
+                last_random = index
+            if last_change is not None:
+                before.add(last_change)
+            if mutates(node):
+                before.update(range(index))
+                last_change = index
+            known = 0
+            for one in before:
+                known |= self.ancestors[one] | 1 << one
+            self.ancestors.append(known)
+        self.descendants = [0] * len(self.nodes)
+        for index, known in enumerate(self.ancestors):
+            for one in bits(known):
+                self.descendants[one] |= 1 << index
+        self.starts = [index for index, node in enumerate(self.nodes) if is_start(node)]
+        self.waits = {start: self._waits(start) for start in self.starts}
+
+    def of(self, numbers: int) -> list[fx.Node]:
+        """The nodes of a set, in order."""
+        return [self.nodes[index] for index in bits(numbers)]
+
+    def beside(self, start: int) -> int:
+        """The compute instructions that may run while a collective does: no path leads from one to the other."""
+        apart = ~(self.ancestors[start] | self.descendants[start] | 1 << start)
+        return sum(1 << index for index, node in enumerate(self.nodes) if apart >> index & 1 and computes(node))
+
+    def weight_gradients(self, gradients: Collection[fx.Node]) -> int:
+        """What only serves gradients of parameters (`gradients`: these results of the graph) and no all-to-all.
+
+        Collectives of these gradients, and what comes after such a collective, are not among them.
+        """
+        output = next(iter(reversed(next(iter(self.nodes)).graph.nodes))) if self.nodes else None
+        results = [] if output is None else output.all_input_nodes
+        serves = 0
+        for node in results:
+            if node in self.place and node not in gradients:
+                serves |= self._with_ancestors(self.place[node])
+        for start in self.starts:
+            if is_all_to_all(self.nodes[start]):
+                serves |= self._with_ancestors(start)
+        wanted = 0
+        for node in gradients:
+            if node in self.place:
+                wanted |= self._with_ancestors(self.place[node])
+        found = wanted & ~serves
+        for index in bits(found):
+            node = self.nodes[index]
+            if is_start(node):
+                found &= ~(self.descendants[index] | 1 << index)
+            elif is_random(node) or mutates(node) or is_wait(node):
+                found &= ~(1 << index)
+        return found
+
+    def _with_ancestors(self, index: int) -> int:
+        return self.ancestors[index] | 1 << index
+
+    def _waits(self, start: int) -> int:
+        found, ends = 0, [self.nodes[start]]
+        while ends:
+            for user in ends.pop().users:
+                if is_wait(user):
+                    found |= 1 << self.place[user]
+                elif user.target is operator.getitem:
+                    ends.append(user)
+        return found
+
+
+def _space(node: fx.Node) -> str:
+    return getattr(node.target, "namespace", "") if node.op == "call_function" else ""
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target._schema.name).partition("::")[2]  # type: ignore[union-attr]

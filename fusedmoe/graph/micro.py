@@ -1,0 +1,383 @@
+"""Ranges of a forward pass in micro-batches (Lancet §5): which, how they run, and what they take.
+
+The parts of a range run stage by stage: what can be computed without another all-to-all, of one part after the other;
+each part's all-to-all starts as soon as its stage has been computed, and runs beside the following parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from fusedmoe.graph.axes import Axis, shape_of, way_of
+from fusedmoe.graph.costs import Costs, start_s
+from fusedmoe.graph.infer import Split, infer
+from fusedmoe.graph.instructions import Instructions, bytes_of, is_all_to_all, is_random, is_start, is_wait, mutates
+from fusedmoe.graph.parts import Call, cut, fake_call, join, node_call, rebuilt, run_part
+from fusedmoe.graph.report import Pipelined
+from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.ranges import best_ranges
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.task import Task
+
+
+class Range(NamedTuple):
+    """Instructions `start` to `stop` (without it) in so many parts.
+
+    `axes`: of the split ones, by their places from `start` on, as (place, dim, outer). `before`: the places of those
+    that run before.
+    """
+
+    start: int
+    stop: int
+    parts: int
+    axes: tuple[tuple[int, int, int], ...]
+    before: tuple[int, ...]
+
+    def split(self, of: Instructions) -> Split:
+        """How the instructions are split, as they stand in the graph now."""
+        nodes = of.nodes[self.start : self.stop]
+        ways = {}
+        for place, dim, outer in self.axes:
+            way = way_of(nodes[place], Axis(dim, outer), self.parts)
+            assert way is not None, f"{nodes[place].name} was split along {dim} and cannot be"
+            ways[nodes[place]] = way
+        early = tuple(nodes[place] for place in self.before)
+        taken = {*ways, *early}
+        return Split(early, ways, tuple(node for node in nodes if node not in taken))
+
+
+def chosen_ranges(
+    of: Instructions,
+    node_s: Callable[[fx.Node], float],
+    hidden_s: Callable[[int], float],
+    costs: Costs,
+    most_parts: int,
+    count: int,
+    reach: int | None,
+    show: Callable[[int, int], None],
+) -> list[tuple[Range, Pipelined]]:
+    """The ranges of a pass that are worth splitting, by the dynamic programme.
+
+    Args:
+        hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
+        most_parts, count, reach: `parts`, `groups` and `reach` of `fusedmoe.graph.Backend`.
+    """
+    groups, layers = grouped(of, node_s, count)
+    longest = reach or -(-len(groups) // layers)
+    degrees = [parts for parts in (2, 4, 8, 16, 32) if parts <= most_parts]
+    found: dict[tuple[int, int, int], tuple[Range, Pipelined]] = {}
+    pieces: dict[Any, Part] = {}
+    said: dict[fx.Node, str] = {}
+    whole_s = []
+    for start, stop in groups:
+        exposed_s = sum(
+            max(0.0, start_s(costs, of.nodes[index]) - hidden_s(index))
+            for index in range(start, stop)
+            if is_all_to_all(of.nodes[index])
+        )
+        whole_s.append(exposed_s + sum(map(node_s, of.nodes[start:stop])))
+    known: dict[tuple[str, int], tuple[Any, Any, float] | None] = {}
+    asked = 0
+
+    def seconds(first: int, last: int, parts: int) -> float:
+        nonlocal asked
+        asked += 1
+        show(asked, len(groups) * longest * (1 + len(degrees)))
+        if parts == 1:
+            return whole_s[first]
+        start, stop = groups[first][0], groups[last - 1][1]
+        nodes = of.nodes[start:stop]
+        if not any(map(is_all_to_all, nodes)):
+            return float("inf")
+        key = (likeness(nodes, said), parts)
+        if key not in known:
+            # Layers are alike: how one is split, all are.
+            split = infer(nodes, parts, node_s, in_order(of, start, stop))
+            if split is None:
+                known[key] = None
+            else:
+                places = {node: place for place, node in enumerate(nodes)}
+                axes = tuple((places[node], *(way.axis)) for node, way in split.split.items())
+                early = tuple(places[node] for node in split.before)
+                known[key] = axes, early, pipeline_s(nodes, split, parts, node_s, costs, pieces)
+        entry = known[key]
+        if entry is None:
+            return float("inf")
+        axes, early, taken_s = entry
+        found[first, last, parts] = Range(start, stop, parts, axes, early), Pipelined(
+            nodes[0].name, nodes[-1].name, parts, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken_s,
+            sum(whole_s[first:last]),
+        )  # fmt: skip
+        return taken_s
+
+    ranges, _ = best_ranges(len(groups), seconds, degrees, longest)
+    return [found[one] for one in ranges if one.parts > 1]
+
+
+def grouped(of: Instructions, node_s: Callable[[fx.Node], float], count: int) -> tuple[list[tuple[int, int]], int]:
+    """Consecutive instructions in groups, `count` of about equal time between two MoE layers; and how many layers.
+
+    A collective and its wait are in one group, and so is what has several results with these. Two all-to-alls count as
+    a layer.
+    """
+    collectives = sum(map(is_all_to_all, of.nodes))
+    layers = max(1, collectives // 2)
+    share_s = sum(map(node_s, of.nodes)) / layers / count
+    bound = {}  # from the first to the last instruction of what must stay together
+    for index, node in enumerate(of.nodes):
+        if is_start(node) or isinstance(node.meta.get("val"), (tuple, list)):
+            bound[index] = max((of.place[user] for user in node.users if user in of.place), default=index)
+    groups, start, taken_s, until = [], 0, 0.0, -1
+    for index, node in enumerate(of.nodes):
+        if is_all_to_all(node) and index > start and index > until:
+            groups.append((start, index))
+            start, taken_s = index, 0.0
+        until = max(until, bound.get(index, index))
+        taken_s += node_s(node)
+        ends = any(is_wait(one) and is_all_to_all(one.all_input_nodes[0]) for one in of.nodes[start : index + 1])
+        if index >= until and (taken_s >= share_s > 0 or ends):
+            groups.append((start, index + 1))
+            start, taken_s = index + 1, 0.0
+    if start < len(of.nodes):
+        groups.append((start, len(of.nodes)))
+    return groups, layers
+
+
+def in_order(of: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
+    """Pairs of a range's instructions that stay in order, as they draw random numbers or change memory."""
+    odd = [index for index in range(start, stop) if is_random(of.nodes[index]) or mutates(of.nodes[index])]
+    pairs = [(one, other) for one, other in zip(odd, odd[1:], strict=False)]
+    for index in odd:
+        if mutates(of.nodes[index]):
+            pairs += [(one, index) for one in range(start, index)] + [(index, one) for one in range(index + 1, stop)]
+    # Collectives that are not split, too: all ranks send in one order.
+    sent = [index for index in range(start, stop) if is_start(of.nodes[index]) and not is_all_to_all(of.nodes[index])]
+    pairs += zip(sent, sent[1:], strict=False)
+    return [(one - start, other - start) for one, other in pairs]
+
+
+def likeness(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
+    """The same for ranges that are split alike: the same operators on the same shapes, with the same users.
+
+    `said`: what is known of the result of each node, filled as needed.
+    """
+    places = {node: place for place, node in enumerate(nodes)}
+
+    def name(node: fx.Node) -> str:
+        if node not in said:
+            said[node] = str(tree_map(_described, node.meta.get("val")))
+        return said[node]
+
+    lines = []
+    for node in nodes:
+        number = {one: f"<{index}>" for index, one in enumerate(node.all_input_nodes)}
+        rest = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
+        needs = [f"%{places[one]}" if one in places else name(one) for one in node.all_input_nodes]
+        outside = any(user not in places for user in node.users)
+        lines.append(f"{node.target} {rest} {needs} {name(node)} {outside}")
+    return "\n".join(lines)
+
+
+def _described(value: Any) -> Any:
+    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def stages_of(split: Split) -> dict[fx.Node, int]:
+    """How many all-to-alls each split instruction has behind it."""
+    stages: dict[fx.Node, int] = {}
+    for node in split.split:
+        behind = max((stages[one] for one in node.all_input_nodes if one in stages), default=0)
+        stages[node] = behind + (is_wait(node) and is_all_to_all(node.all_input_nodes[0]))
+    return stages
+
+
+def loose_of(split: Split) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Of what runs before: what the split instructions need, and what may as well run beside them."""
+    needed: set[fx.Node] = set()
+    ends = [one for node in split.split for one in node.all_input_nodes]
+    early = set(split.before)
+    while ends:
+        node = ends.pop()
+        if node in early and node not in needed:
+            needed.add(node)
+            ends += node.all_input_nodes
+    firm = set()
+    for node in split.before:  # what stays in order stays before
+        if is_random(node) or mutates(node) or is_start(node) or is_wait(node):
+            firm.add(node)
+    ends = list(firm)
+    while ends:
+        node = ends.pop()
+        if node in early and node not in needed:
+            needed.add(node)
+            ends += node.all_input_nodes
+    return [node for node in split.before if node in needed], [node for node in split.before if node not in needed]
+
+
+def joined_nodes(nodes: Sequence[fx.Node], split: Split) -> list[fx.Node]:
+    """The split instructions whose wholes somebody needs."""
+    return [node for node in nodes if node in split.split and any(user not in split.split for user in node.users)]
+
+
+class Part(NamedTuple):
+    """One part of a split instruction: its fake value, and its seconds with those of cutting its inputs."""
+
+    value: Any
+    seconds: float
+
+
+def pipeline_s(
+    nodes: Sequence[fx.Node],
+    split: Split,
+    parts: int,
+    node_s: Callable[[fx.Node], float],
+    costs: Costs,
+    known: dict[Any, Part],
+) -> float:
+    """P(i, n, k): the seconds of a range in parts, by the simulator.
+
+    `known`: parts of instructions in other ranges, and from now on those of this one.
+    """
+    mode = next(one.meta["val"] for one in nodes if isinstance(one.meta.get("val"), torch.Tensor)).fake_mode
+    plain = fake_call(mode)
+    taken_s = 0.0
+
+    def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal taken_s
+        result = plain(target, args, kwargs)
+        if getattr(target, "namespace", "") == "aten" and not _is_view_of(result, args):
+            taken_s += costs.operator_s(target, args, kwargs)
+        return result
+
+    stages = stages_of(split)
+    compute = dict.fromkeys(range(max(stages.values()) + 1), 0.0)
+    comm: dict[int, float] = {}
+    values: dict[fx.Node, Any] = {}
+
+    def value(one: fx.Node, axis: Axis | None) -> Any:
+        if one in values:
+            return values[one]
+        return one.meta["val"] if axis is None else cut(call, one.meta["val"], shape_of(one) or (), axis, 0, parts)
+
+    for node, way in split.split.items():
+        key = (node, way.axis, parts, tuple(one in values for one in node.all_input_nodes))
+        if key not in known:
+            taken_s = 0.0
+            part = run_part(call, node, way, parts, value)
+            known[key] = Part(part, taken_s)
+        values[node] = known[key].value
+        compute[stages[node]] += known[key].seconds
+        if is_all_to_all(node):
+            comm[stages[node]] = comm.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / parts)
+    around_s = sum(map(node_s, split.after))
+    for node in joined_nodes(nodes, split):
+        if rebuilt(node, split.split) is None:
+            axis = split.split[node].axis
+            if (node, axis, parts) not in known:
+                taken_s = 0.0
+                join(call, [values[node]] * parts, node.meta["val"], axis)
+                known[node, axis, parts] = Part(None, taken_s)
+            around_s += known[node, axis, parts].seconds
+    needed, loose = loose_of(split)
+    around_s += sum(map(node_s, needed))
+    plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), parts)
+    return around_s + makespan(plan, Durations(seconds))
+
+
+def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a result lies in the memory of an argument."""
+    if not isinstance(result, torch.Tensor):
+        return False
+    own = result.untyped_storage()._cdata
+    return any(isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == own for one in args)
+
+
+def stage_plan(
+    compute: dict[int, float], comm: dict[int, float], loose_s: float, parts: int
+) -> tuple[Plan, dict[Task, float]]:
+    """The stages of a range as a plan: `compute[s]` and then `comm[s]` seconds for each part of stage s."""
+    order: dict[str, list[Task]] = {"compute": [], "inter": []}
+    after: dict[Task, tuple[Task, ...]] = {}
+    seconds: dict[Task, float] = {}
+    before: list[Task | None] = [None] * parts
+    for stage in range(max([*compute, *comm], default=0) + 1):
+        for part in range(parts):
+            for kind, where, given in (("expert", "compute", compute), ("dispatch", "inter", comm)):
+                if stage not in given:
+                    continue
+                # A layer of the plan for each stage, so that no rule of layers applies.
+                task = Task(kind, part, 2 * stage + (kind == "dispatch"))
+                order[where].append(task)
+                last = before[part]
+                after[task] = () if last is None else (last,)
+                seconds[task] = given[stage]
+                before[part] = task
+        if stage == 0:
+            task = Task("gate", None, 2 * len(compute) + 2)
+            order["compute"].append(task)
+            after[task], seconds[task] = (), loose_s
+    return Plan.of(order, after), seconds
+
+
+def rewrite(graph: fx.Graph, of: Instructions, chosen: Range) -> None:
+    """Puts a range in parts into the graph."""
+    nodes, split, parts = of.nodes[chosen.start : chosen.stop], chosen.split(of), chosen.parts
+    anchor = nodes[-1].next
+    needed, loose = loose_of(split)
+    stages = stages_of(split)
+    call = node_call(graph)
+
+    def move(some: Sequence[fx.Node]) -> None:
+        for node in some:
+            anchor.prepend(node)
+
+    pieces: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
+    cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
+
+    def value(part: int, one: fx.Node, axis: Axis | None) -> fx.Node:
+        if one in pieces:
+            return pieces[one][part]
+        if axis is None:
+            return one
+        if (one, axis, part) not in cuts:
+            cuts[one, axis, part] = cut(call, one, shape_of(one) or (), axis, part, parts)
+        return cuts[one, axis, part]
+
+    move(needed)
+    with graph.inserting_before(anchor):
+        for stage in range(max(stages.values()) + 1):
+            for part in range(parts):
+                for node, way in split.split.items():
+                    if stages[node] == stage:
+                        pieces[node].append(run_part(call, node, way, parts, partial(value, part)))
+            if stage == 0:
+                move(loose)
+        wholes: dict[fx.Node, fx.Node] = {}
+        for node in joined_nodes(nodes, split):
+            _whole(call, node, split, pieces, wholes)
+    move(split.after)
+    for node, whole in wholes.items():
+        node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in pieces)
+    for node in reversed(split.split):
+        graph.erase_node(node)
+
+
+def _whole(
+    call: Call, node: fx.Node, split: Split, pieces: dict[fx.Node, list[fx.Node]], wholes: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    if node not in wholes:
+        source = rebuilt(node, split.split)
+        if source is not None:
+            under = _whole(call, source, split, pieces, wholes)
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: under if one is source else one)
+            wholes[node] = call(node.target, args, kwargs)
+        else:
+            wholes[node] = join(call, pieces[node], node.meta["val"], split.split[node].axis)
+    return wholes[node]

@@ -1,0 +1,226 @@
+"""Compiled training equals training as it is; plans, reports, and what goes wrong between ranks."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single
+
+import fusedmoe
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.graph import Backend, Report
+from fusedmoe.graph.agree import Meeting
+from fusedmoe.runtime.cache import CACHE
+from tests.cluster import Cluster
+from tests.graph.models import Model, Steady, train
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def largest_difference(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for a, b in zip(ours, theirs, strict=True) for name in b)
+
+
+def compiled_and_eager(rank: int, world: int, k: int, parts: int) -> tuple[float, list[Report]]:
+    """The largest difference of any loss, gradient or parameter over 5 steps, and the reports."""
+    torch._dynamo.reset()
+    model = Model(k).double()
+    plain = copy.deepcopy(model)
+    backend = Backend(costs=Steady(), parts=parts, groups=1)
+    ours = train(model, torch.compile(model, backend=backend, fullgraph=True), rank)
+    return largest_difference(ours, train(plain, plain, rank)), backend.reports
+
+
+@pytest.mark.parametrize(("world_size", "k", "parts"), [(1, 2, 4), (2, 1, 4), (4, 2, 2)])
+def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, parts: int) -> None:
+    found = cluster.run(world_size, compiled_and_eager, k, parts)
+    for worst, (forward, backward) in found:
+        assert worst < 1e-10
+        assert [one.parts for one in forward.ranges] == [parts] * 2 * (parts > 1)
+        # Each all-to-all of the backward pass has something beside it that only weights need.
+        assert [bool(one.weights) for one in backward.collectives] == [True] * 4
+    assert len({str((forward.order, backward.order)) for _, (forward, backward) in found}) == 1
+
+
+def test_weight_gradients_in_between_change_no_bit(world: None) -> None:
+    """Parts apart, the same operators run on the same numbers; and they run where the report says."""
+    model = Model(2).double()
+    plain = copy.deepcopy(model)
+    backend = Backend(costs=Steady(), parts=1)
+    ours = train(model, torch.compile(model, backend=backend, fullgraph=True), 0)
+    theirs = train(plain, torch.compile(plain, backend="aot_eager", fullgraph=True), 0)
+    assert largest_difference(ours, theirs) == 0.0
+    forward, backward = backend.reports
+    assert (forward.phase, backward.phase) == ("forward", "backward")
+    assert not forward.ranges and len(forward.collectives) == len(backward.collectives) == 4
+    for one in backward.collectives:
+        start = backward.order.index(one.name)
+        wait = next(place for place in range(start, len(backward.order)) if "wait" in backward.order[place])
+        for unit in one.weights:
+            for name in unit.split(" + "):
+                assert start < backward.order.index(name) < wait
+    assert sum("mm" in name for one in backward.collectives for name in one.weights) >= 6
+    text = str(backward)
+    assert text.startswith("backward: ") and "4 all-to-alls" in text and "beside it " in text
+
+
+class Broken(nn.Module):
+    """The graph ends between two layers with an all-to-all each; one has dropout, and a statistic that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        x_SM = self.drop(all_to_all_single(self.first(x_SM).relu(), None, None, dist.group.WORLD))
+        torch._dynamo.graph_break()
+        x_SM = all_to_all_single(self.norm(self.second(x_SM)), None, None, dist.group.WORLD)
+        return self.drop(x_SM) + self.drop(self.first(x_SM))
+
+
+def test_graph_breaks_dropout_and_statistics(world: None) -> None:
+    """Random numbers are drawn in the order of the model as it is."""
+    model = Broken().double()
+    plain = copy.deepcopy(model)
+    backend = Backend(costs=Steady())
+    compiled = torch.compile(model, backend=backend)
+    for step in range(3):
+        x_SM = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+        other_SM = x_SM.detach().clone().requires_grad_()
+        torch.manual_seed(step)
+        ours = compiled(x_SM)
+        torch.manual_seed(step)
+        theirs = plain(other_SM)
+        ours.square().sum().backward()
+        theirs.square().sum().backward()
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+        assert torch.allclose(x_SM.grad, other_SM.grad, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    assert torch.equal(model.norm.running_mean, plain.norm.running_mean)  # type: ignore[arg-type]
+    assert len(backend.reports) == 4
+    with torch.no_grad():
+        compiled.eval()
+        plain.eval()
+        assert torch.allclose(compiled(x_SM), plain(x_SM), rtol=0, atol=1e-12)
+    assert backend.reports[-1].phase == "inference"
+
+
+def test_sizes_that_are_known_late(world: None) -> None:
+    """A dynamic dimension: the backward pass is planned all the same, nothing is split."""
+    model = nn.Sequential(nn.Linear(8, 8), _AllToAll(), nn.Linear(8, 8), _AllToAll(), nn.Linear(8, 8)).double()
+    backend = Backend(costs=Steady())
+    compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+    for size in (4, 6, 10):
+        x_SM = torch.randn(size, 8, dtype=torch.float64)
+        assert torch.allclose(compiled(x_SM), model(x_SM), rtol=0, atol=1e-12)
+        compiled(x_SM).sum().backward()
+    assert [report.phase for report in backend.reports] == ["forward", "backward"]
+    assert not backend.reports[0].ranges and backend.reports[1].collectives[1].weights
+
+
+class _AllToAll(nn.Module):
+    def forward(self, x_SM: Tensor) -> Tensor:
+        return all_to_all_single(x_SM, None, None, dist.group.WORLD)
+
+
+def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default backend measures, once: the second job finds costs and plans, and runs the same."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    orders = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Model(1).double()
+        plain = copy.deepcopy(model)
+        backend = Backend(parts=2, groups=1)
+        ours = train(model, torch.compile(model, backend=backend), 0, steps=1)
+        assert largest_difference(ours, train(plain, plain, 0, steps=1)) < 1e-10
+        assert [report.cached for report in backend.reports] == [cached, cached]
+        assert all(one.seconds > 0 for report in backend.reports for one in report.collectives)
+        orders.append([report.order for report in backend.reports])
+    assert orders[0] == orders[1]
+    assert sorted({path.name.rpartition("-")[0] for path in tmp_path.iterdir()}) == ["all-to-all", "graph", "operators"]
+    for path in tmp_path.glob("graph-*"):
+        path.write_text("{")  # not a plan: another one is made
+    torch._dynamo.reset()
+    backend = Backend(parts=2, groups=1)
+    train(model, torch.compile(model, backend=backend), 0, steps=1)
+    assert not any(report.cached for report in backend.reports)
+
+
+def test_the_plain_function(world: None) -> None:
+    model = _AllToAll()
+    x_SM = torch.randn(4, 2)
+    assert torch.equal(torch.compile(model, backend=fusedmoe.graph.backend, fullgraph=True)(x_SM), x_SM)
+    # Without an all-to-all there is nothing to plan.
+    own = Backend()
+    assert torch.equal(torch.compile(nn.ReLU(), backend=own)(x_SM), x_SM.relu()) and not own.reports
+
+
+@pytest.mark.parametrize("wrong", [{"parts": 0}, {"groups": 0}, {"reach": -1}, {"timeout_s": 0.0}])
+def test_settings_that_cannot_work(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="graph backend"):
+        Backend(**wrong)  # type: ignore[arg-type]
+
+
+def other_ways(rank: int, world: int) -> str:
+    """Rank 1 takes another way through the model."""
+    torch._dynamo.reset()
+    layer = nn.Linear(8, 8)
+
+    def call(x_SM: Tensor) -> Tensor:
+        y_SM = all_to_all_single(layer(x_SM), None, None, dist.group.WORLD)
+        return y_SM.relu() if rank else y_SM
+
+    with pytest.raises(Exception) as caught:
+        torch.compile(call, backend=Backend(costs=Steady(), timeout_s=30))(torch.randn(4, 8))
+    return str(caught.value)
+
+
+def late_and_failing(rank: int, world: int) -> list[str]:
+    group = dist.group.WORLD
+    found = []
+    meeting = Meeting([group], 20.0)
+    assert meeting.all(f"rank {rank}") == ["rank 0", "rank 1"]
+    assert meeting.decided(lambda: "as rank 0 says" if rank == 0 else 1 / 0) == "as rank 0 says"  # type: ignore[return-value]
+    began = time.monotonic()
+    try:
+        meeting.decided(lambda: str(1 // 0))
+    except (RankError, ZeroDivisionError) as error:
+        found.append(f"{type(error).__name__}: {error}")
+    assert time.monotonic() - began < 15
+    return found
+
+
+def alone(rank: int, world: int) -> str:
+    if rank == 1:
+        return ""
+    with pytest.raises(RankError) as caught:
+        Meeting([dist.group.WORLD], 1.0).same("a graph")
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_fit_together(cluster: Cluster) -> None:
+    for text in cluster.run(2, other_ways):
+        assert "ranks [1] captured another graph than rank 0" in text
+    (first,), (second,) = cluster.run(2, late_and_failing)
+    assert first.startswith("ZeroDivisionError")
+    assert second.startswith("RankError: rank 1: planning a captured graph ended because rank 0 failed")
+    text, _ = cluster.run(2, alone)
+    assert "rank 1 failed" in text and "must compile the same graphs in the same order" in text

@@ -1,0 +1,184 @@
+"""Dependency sets beside a search for paths; weight gradients and the orders of passes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.graph.instructions import Instructions, bits, computes, is_all_to_all, is_start, is_wait
+from fusedmoe.graph.weights import gaps_of, ordered, place, reorder, skeleton, units_of
+from fusedmoe.schedule.weights import Gap
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def random_graph(rng: random.Random) -> fx.Graph:
+    """Products, sums, random numbers and all-to-alls of what came before."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"x{number}") for number in range(2)]
+    waits: list[fx.Node] = []
+    for _ in range(rng.randint(5, 25)):
+        kind = rng.random()
+        if kind < 0.25:
+            waits.append(
+                graph.call_function(
+                    torch.ops._c10d_functional.all_to_all_single.default, (rng.choice(nodes), [4], [4], "0")
+                )
+            )
+            continue
+        if kind < 0.45 and waits:
+            start = waits.pop(rng.randrange(len(waits)))
+            nodes.append(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,)))
+        elif kind < 0.55:
+            nodes.append(graph.call_function(aten.bernoulli.p, (rng.choice(nodes), 0.5)))
+        else:
+            pair = (rng.choice(nodes), rng.choice(nodes))
+            nodes.append(graph.call_function(rng.choice([aten.mm.default, aten.add.Tensor]), pair))
+    for start in waits:
+        nodes.append(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,)))
+    graph.output(tuple(rng.sample(nodes, rng.randint(1, min(4, len(nodes))))))
+    return graph
+
+
+def there_is_a_path(one: fx.Node, other: fx.Node, draws: list[fx.Node]) -> bool:
+    follow = {before: after for before, after in zip(draws, draws[1:], strict=False)}
+    ends, seen = [one], set()
+    while ends:
+        node = ends.pop()
+        if node is other:
+            return True
+        if node not in seen:
+            seen.add(node)
+            ends += [*node.users, *([follow[node]] if node in follow else [])]
+    return False
+
+
+def test_what_may_run_beside_a_collective_equals_a_search() -> None:
+    rng = random.Random()
+    for _ in range(60):
+        graph = random_graph(rng)
+        of = Instructions(graph)
+        draws = [node for node in of.nodes if node.target is aten.bernoulli.p]
+        for start in of.starts:
+            here = of.nodes[start]
+            right = {
+                node
+                for node in of.nodes
+                if computes(node) and not there_is_a_path(node, here, draws) and not there_is_a_path(here, node, draws)
+            }
+            assert set(of.of(of.beside(start))) == right
+
+
+def test_orders_of_random_graphs() -> None:
+    """Whatever is placed where: every instruction runs once and after all that it waits for, and all-to-alls keep
+    their order; a unit beside an all-to-all runs between its start and the first wait for it."""
+    rng = random.Random()
+    for _ in range(150):
+        graph = random_graph(rng)
+        of = Instructions(graph)
+        gradients = {node for node in graph.output_node().all_input_nodes if rng.random() < 0.7}
+        seconds = {node: rng.random() for node in of.nodes}
+        bare = skeleton(of, gradients, seconds.__getitem__)
+        starts, gaps = gaps_of(of, bare, lambda node: 3.0)
+        units_s = [sum(seconds[node] for node in of.of(unit)) for unit in bare.units]
+        placed = place(gaps, units_s)
+        beside: dict[int, list[int]] = {}
+        for unit, number in enumerate(placed):
+            if number is not None:
+                beside.setdefault(starts[number], []).append(unit)
+        order = ordered(of, bare, beside)
+        assert sorted(order) == list(range(len(of.nodes)))
+        at = {index: position for position, index in enumerate(order)}
+        assert [index for index in order if index in starts] == starts
+        for start, units in beside.items():
+            first = min(at[wait] for wait in bits(of.waits[start]))
+            for unit in units:
+                assert all(at[index] < first for index in bits(bare.units[unit]))
+        reorder(graph, of, order)
+        # What found a place is free of paths to and from its all-to-all.
+        for start, units in beside.items():
+            for unit in units:
+                assert not any(of.ancestors[index] >> start & 1 for index in bits(bare.units[unit]))
+                assert not any(of.ancestors[start] >> index & 1 for index in bits(bare.units[unit]))
+
+
+def backward_by_hand(dy: Tensor, x0: Tensor, x1: Tensor, w0: Tensor, w1: Tensor) -> tuple[Tensor, ...]:
+    """Two linear layers with an all-to-all between them; the gradients of the weights are averaged over ranks."""
+    dw1 = all_reduce(dy.t() @ x1, "avg", dist.group.WORLD) * 1.0
+    dx1 = all_to_all_single(dy @ w1, None, None, dist.group.WORLD) * 2
+    dw0 = all_reduce(dx1.t() @ x0, "avg", dist.group.WORLD) * 1.0
+    return dw1, dw0, dx1 @ w0
+
+
+def captured(function: object, *inputs: Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)  # type: ignore[arg-type]
+
+
+def test_gradients_that_are_reduced_in_the_graph() -> None:
+    inputs = [torch.randn(6, 6, dtype=torch.float64) for _ in range(5)]
+    module = captured(backward_by_hand, *inputs)
+    right = module(*inputs)
+    of = Instructions(module.graph)
+    gradients = set(module.graph.output_node().args[0][:2])  # type: ignore[index]
+    units = [[node.name for node in of.of(unit)] for unit in units_of(of, gradients)]
+    # Up to the all-reduce; the second one waits for the all-to-all.
+    assert units == [["t", "mm"], ["t_1", "mm_2"]]
+    bare = skeleton(of, gradients, lambda node: 1.0)
+    starts, gaps = gaps_of(of, bare, lambda node: 5.0)
+    assert gaps == [Gap(5.0, frozenset({0}))]
+    order = ordered(of, bare, {starts[0]: [0]})
+    reorder(module.graph, of, order)
+    module.recompile()
+    names = [node.name for node in module.graph.nodes]
+    assert names.index("all_to_all_single") < names.index("mm") < names.index("all_reduce")
+    assert names.index("all_reduce") < names.index("wait_tensor_1")  # which is the all-to-all's
+    for ours, theirs in zip(module(*inputs), right, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_leftovers_run_too() -> None:
+    """One all-to-all that is full at once: what does not fit runs beside it all the same (the last that it can)."""
+    assert place([Gap(1.0, {0, 1, 2})], [2.0, 2.0, 2.0]) == (0, 0, 0)
+    assert place([Gap(1.0, {0, 1}), Gap(0.5, {0, 1, 2}), Gap(0.0, set())], [2.0, 2.0, 2.0])[2] == 1
+    assert place([Gap(1.0, set())], [2.0]) == (None,)
+
+
+def test_an_impossible_order_is_refused() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(aten.neg.default, (graph.call_function(aten.exp.default, (x,)),)),))
+    with pytest.raises(ConfigError, match="neg_default stands before exp_default"):
+        reorder(graph, Instructions(graph), [1, 0])
+
+
+def test_what_changes_memory_stays_where_it_is() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(aten.exp.default, (x,))
+    change = graph.call_function(aten.add_.Tensor, (x, 1))
+    last = graph.call_function(aten.exp.default, (x,))
+    graph.output((first, change, last))
+    of = Instructions(graph)
+    assert of.ancestors == [0, 0b1, 0b11]
+
+
+def test_kinds() -> None:
+    graph = random_graph(random.Random(1))
+    for node in graph.nodes:
+        assert not (is_start(node) and is_wait(node))
+        assert not is_all_to_all(node) or is_start(node)
