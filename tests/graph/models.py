@@ -57,12 +57,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks between an embedding and a head."""
+    """Blocks between an embedding and a head."""
 
-    def __init__(self, k: int = 1, model_dim: int = 8, factor: float = 1.0) -> None:
+    def __init__(self, k: int = 1, blocks: int = 2, model_dim: int = 8, factor: float = 1.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, model_dim)
-        self.blocks = nn.ModuleList(Block(model_dim, k, factor) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(model_dim, k, factor) for _ in range(blocks))
         self.head = nn.Linear(model_dim, 11)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
