@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -22,6 +23,7 @@ from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, ROADS, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.workload import Workload
 
 Along = Literal["samples", "positions"]
 
@@ -88,6 +90,19 @@ class PipelinedBlocks(nn.Module):
     def dense_parameters(self) -> list[list[nn.Parameter]]:
         """Of each block what its dense part, gate and shared expert learn."""
         return [list(stage.dense_parameters) for stage in self._stages]
+
+    def workload(self, x: Tensor) -> Workload:
+        """What one block amounts to for a batch like x, [B, L, …, M], for plans by cost: its dense part counts as
+        attention, four projections and the scores of L positions.
+
+        Raises:
+            ConfigError: experts that do not say how much they compute.
+        """
+        layer, topology = self._layers()[0], self.topology
+        found = layer.experts.workload(1, x.dtype.itemsize, topology.ep.size, topology.esp.size)
+        length = max(1, x[:1, ..., 0].numel())
+        batch = max(1, len(x)) * topology.esp.size
+        return replace(found, batch=batch, seq_len=length, k=layer.gate.k, capacity_factor=layer.gate.capacity_factor)
 
     def follow(self, plans: Plans, gradients: Gradients | None = None) -> None:
         """From now on both passes run by these plans. Collective over all ranks.

@@ -9,6 +9,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.pipeline import PipelinedBlocks
+from fusedmoe.layers.schedule import measured_costs
 from fusedmoe.runtime.plan_cache import cached_plans
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.degree import MAX_DEGREE
@@ -25,7 +26,7 @@ def plan_step(
     model: nn.Module,
     topology: Topology,
     policy: str,
-    costs: CostModel,
+    costs: CostModel | None,
     workload: Workload,
     *,
     limit: int = MAX_DEGREE,
@@ -39,6 +40,7 @@ def plan_step(
     and weight gradients (FlowMoE, Lancet); others only have the plan's chunks and gradient pieces.
 
         plan, stream = plan_step(model, topology, "fsmoe", costs, workload)
+        plan, stream = plan_step(model, topology, "joint", None, blocks.workload(x))  # of fusedmoe.pipeline
         …
         stream.open()
         loss.backward()
@@ -47,7 +49,7 @@ def plan_step(
     Args:
         policy: a name of `fusedmoe.schedule.policies.POLICIES`, for blocks also of
             `fusedmoe.schedule.whole_policies.WHOLE_POLICIES`.
-        costs: of this machine, the same on every rank.
+        costs: of this machine, the same on every rank; None: measured now, or before (`fusedmoe profile`).
         workload: of one of the model's layers, which are taken to be alike.
         limit: the largest degree.
         blocks: where they are no module of the model.
@@ -65,6 +67,9 @@ def plan_step(
     known = POLICIES if blocks is None else {**POLICIES, **WHOLE_POLICIES}
     if policy not in known:
         raise ConfigError(f"unknown schedule {policy!r}; choose {', '.join(known)}")
+    if costs is None:
+        first = next(model.parameters())
+        costs = measured_costs(topology, first.device, first.dtype)
     if blocks is not None:
         if len(found) > 1:
             raise ConfigError("plan_step: the model has several pipelines; make one of all its blocks")

@@ -183,7 +183,9 @@ def reduces(rank: int, world: int, policy: str, sizes: dict[str, int], passes: i
         model = nn.Sequential(nn.Linear(M, M).double(), run, nn.Linear(M, 1).double())
         stream = None
         if planned:
-            plan, stream = plan_step(model, topology, policy, COSTS, workload(topology, 2), limit=4)
+            shape = run.workload(torch.empty(4, L, M, dtype=torch.double))
+            assert shape == replace(workload(topology, 2), capacity_factor=None)
+            plan, stream = plan_step(model, topology, policy, COSTS, shape, limit=4)
             assert any(task.kind == "gradient-all-reduce" for task in plan)
         for step in range(2):
             for number in range(passes):
