@@ -44,7 +44,7 @@ _REPEATS = 3
 _DEGREES = (1, LIMIT)
 # Of a layer's gradient, pieces whose all-reduces are measured; still smaller ones are faster than their line, by what
 # goes through a bucket unhindered.
-_PIECES = (1, 4, 16)
+_PIECES = (1, 2, 4)
 # What computes in a layer by its name in what is measured; backward also input and weight gradients by themselves.
 _PARTS = ("attention forward", "attention backward", "expert forward", "expert backward")
 _APART = {source: (f"{source} backward, input only", f"{kind} backward") for source, kind in WEIGHT_GRADIENTS.items()}
