@@ -1,8 +1,8 @@
 """`make bench-cluster`: every policy on two nodes of one machine, measured beside its prediction.
 
-Needs root, for network namespaces; says so and ends where it cannot be. Takes about eight minutes a setting, and wants
-the machine for itself. Writes bench/results/cluster.json, or blocks.json for schedules of whole models, and pictures of
-predicted and measured timelines.
+Needs root, for network namespaces; says so and ends where it cannot be. Takes eight to fifteen minutes a setting, and
+wants the machine for itself. Writes bench/results/cluster.json, or blocks.json for schedules of whole models, and
+pictures of predicted and measured timelines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.cluster.setting import SETTINGS, Setting
 from bench.gpu.process import ROOT, Process
 
 _PORT = 29555  # in a namespace of our own
-_SECONDS = 900  # that a setting may take
+_SECONDS = 1500  # that a setting may take
 
 
 def main() -> int:

@@ -56,8 +56,10 @@ def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> 
     topology.agree({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
     tell(topology, "policies")
     difference = same_results(step, plans)
-    recorders: dict[str, list[Recorder]] = {policy: [] for policy in plans}
-    runs = {policy: partial(_recorded, step, plan, topology.rank, recorders[policy]) for policy, plan in plans.items()}
+    # Policies that choose the same plan are measured once.
+    first = {policy: next(one for one in plans if plans[one] == plan) for policy, plan in plans.items()}
+    recorders: dict[str, list[Recorder]] = {policy: [] for policy in first.values()}
+    runs = {policy: partial(_recorded, step, plans[policy], topology.rank, of) for policy, of in recorders.items()}
     seconds = in_turns(topology, runs, rounds, profiler.round)
     tell(topology, "sizes of gradient pieces")
     pieces = _pieces_json(topology, step, profiler, costs, plans["flowmoe"], rounds)
@@ -67,13 +69,14 @@ def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> 
     every = all_gather_object(topology.world, {policy: [one.exposed_s() for one in of] for policy, of in own.items()})
     rows = {}
     for policy, plan in plans.items():
-        rows[policy] = row(plan, profile.stack, seconds[policy], seconds["sequential"])
-        exposed = [statistics.mean(of) for of in zip(*(rank[policy] for rank in every), strict=True)]
+        which = first[policy]
+        rows[policy] = row(plan, profile.stack, seconds[which], seconds["sequential"])
+        exposed = [statistics.mean(of) for of in zip(*(rank[which] for rank in every), strict=True)]
         rows[policy]["exposed_s"] = statistics.median(exposed)
         rows[policy]["predicted_exposed_s"] = simulate(plan, profile.stack).exposed_s()
         if topology.rank == 0:
             title = f"{policy}: predicted above, measured below ({setting.ranks} ranks, {setting.name})"
-            timelines = [simulate(plan, profile.stack), own[policy][-1]]
+            timelines = [simulate(plan, profile.stack), own[which][-1]]
             draw(timelines, folder / f"{policy.replace(', ', '-')}.png", title=title)
     return {
         "setting": setting_json(setting),

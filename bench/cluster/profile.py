@@ -42,17 +42,19 @@ _BUDGET_S, _BUDGET_OF_BLOCKS_S = 20.0, 6.0
 _REPEATS = 3
 # Steps that are done to measure what computes: whole, and in as many chunks as may be.
 _DEGREES = (1, LIMIT)
-# Of a layer's gradient, pieces whose all-reduces are measured.
-_PIECES = (1, 4, 16, 64)
+# Of a layer's gradient, pieces whose all-reduces are measured; still smaller ones are faster than their line, by what
+# goes through a bucket unhindered.
+_PIECES = (1, 2, 4)
 # What computes in a layer by its name in what is measured; backward also input and weight gradients by themselves.
 _PARTS = ("attention forward", "attention backward", "expert forward", "expert backward")
 _APART = {source: (f"{source} backward, input only", f"{kind} backward") for source, kind in WEIGHT_GRADIENTS.items()}
 
 # Chunks that travel inside a node and between nodes, alone and at the same time.
+_INTER, _INTRA = "inter: D0 D1 D2 D3", "intra: AG0 RS0 AG1 RS1 AG2 RS2 AG3 RS3"
 _LINKS = {
-    "link between nodes": Plan.parse("inter: D0"),
-    "links inside a node": Plan.parse("intra: AG0 RS0"),
-    "both links": Plan.parse("intra: AG0 RS0\ninter: D0\nafter AG0:\nafter RS0: AG0"),
+    "link between nodes": Plan.parse(_INTER),
+    "links inside a node": Plan.parse(_INTRA),
+    "both links": Plan.parse("\n".join([_INTER, _INTRA, *(f"after AG{chunk}:" for chunk in range(4))])),
 }
 
 Points = Sequence[tuple[float, float]]
@@ -126,8 +128,8 @@ class Profiler:
             add("all-gather/esp", gathered // degree, partial(all_gather_rows, topology.esp, own, each))
             whole = own.repeat(setting.esp, 1)
             add("reduce-scatter/esp", gathered // degree, partial(reduce_scatter_rows, topology.esp, whole, each))
-        # One chunk of two: on both links about equally long.
-        part, M = self._step.part(setting.S // setting.E // 2), setting.M
+        # Four chunks: on both links about equally long.
+        part, M = self._step.part(setting.S // setting.E // 4), setting.M
         bodies = {
             "dispatch": lambda task: part.dispatch(torch.zeros(part.sent, M)),
             "all-gather": lambda task: part.all_gather(torch.zeros(part.rows // setting.esp, M)),
@@ -135,7 +137,7 @@ class Profiler:
         }
         for links, plan in _LINKS.items():
             run = partial(execute, plan, bodies, stop=partial(topology.stop, "a measurement of both links"))
-            add(links, setting.row_bytes // 2, run)
+            add(links, setting.row_bytes, run)
 
     def round(self) -> None:
         """Measures everything once more: machines are not always equally fast."""

@@ -161,9 +161,11 @@ def test_plans_of_blocks() -> None:
 
 
 def measured_blocks(rank: int, world: int, folder: str) -> None:
-    profile._BUDGET_OF_BLOCKS_S = 1.0  # in this process alone
-    setting = replace(TINY_BLOCKS_EMULATED, gradient_bytes=2**16)
-    found = blocks.measure(setting, topology_of(setting), 1, Path(folder))
+    setting = replace(TINY_BLOCKS_EMULATED, layers=2, gradient_bytes=2**16)
+    with pytest.MonkeyPatch.context() as quicker:  # no pictures
+        quicker.setattr(profile, "_BUDGET_OF_BLOCKS_S", 1.0)
+        quicker.setattr(blocks, "draw", lambda timelines, path, title: path.touch())
+        found = blocks.measure(setting, topology_of(setting), 1, Path(folder))
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
 
