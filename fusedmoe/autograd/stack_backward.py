@@ -83,26 +83,27 @@ class Backward(Pass):
         for p in self.pieces(task):
             _, to_u = there(layer.units[unit_of(layer.unit_cuts, layer.cuts, p)]).to
             dz_SM = self.view(dz, layer.cuts, range(p, p + 1)).reshape(-1, dz.shape[-1])
-            rows.append(permute(self.hold(dz_SM.to(to_u.dtype)), there(layer.pieces[p]).layout))
+            rows.append(permute(self.use(dz_SM).to(to_u.dtype), there(layer.pieces[p]).layout))
         chunk.rows = chunk.part.dispatch(chunk.sent.join(rows))
 
     def all_gather(self, task: Task) -> None:
         chunk = self.chunk(task)
-        chunk.rows = self.hold(chunk.part.all_gather(self.hold(there(chunk.rows))))
+        chunk.rows = chunk.part.all_gather(self.use(there(chunk.rows)))
 
     def expert(self, task: Task) -> None:
         number, layer = self.at(task)
         if layer.chunks and not self._same[number]:
             self._regroup(number)
         chunk = self.chunk(task)
-        layout, weights = chunk.received.layout, there(chunk.weights)
-        given = self.hold(there(chunk.rows)), there(chunk.x_RM), chunk.kept, layout, weights[:, 0][layout.slot_N]
+        layout, weights = chunk.received.layout, self.use(there(chunk.weights))
+        weight_R = weights[:, 0][layout.slot_N]
+        given = self.use(there(chunk.rows)), self.use(there(chunk.x_RM)), chunk.kept, layout, weight_R
         if self.counts.of(WEIGHT_GRADIENTS["expert"], number):
             chunk.rows, dweight_R, chunk.rest = layer.experts.backward_rows(*given)
         else:
             chunk.rows, dweight_R, self.totals[number] = layer.experts.backward(*given, self.totals[number])
         chunk.x_RM = chunk.kept = None
-        dweight_R = torch.zeros_like(given[-1]) if dweight_R is None else dweight_R
+        dweight_R = torch.zeros_like(weight_R) if dweight_R is None else dweight_R
         chunk.weights = put_slots(dweight_R.to(weights.dtype), layout)
 
     def weight_gradient(self, task: Task) -> None:
@@ -117,14 +118,14 @@ class Backward(Pass):
 
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunk(task)
-        chunk.rows = self.hold(chunk.part.reduce_scatter(self.hold(there(chunk.rows))))
-        chunk.weights = chunk.part.reduce_scatter(there(chunk.weights))
+        chunk.rows = chunk.part.reduce_scatter(self.use(there(chunk.rows)))
+        chunk.weights = chunk.part.reduce_scatter(self.use(there(chunk.weights)))
 
     def combine(self, task: Task) -> None:
         _, layer = self.at(task)
         chunk = self.chunk(task)
-        rows = chunk.sent.split(chunk.part.combine(self.hold(there(chunk.rows))))
-        weights = chunk.sent.split(chunk.part.combine(there(chunk.weights))[:, 0])
+        rows = chunk.sent.split(chunk.part.combine(self.use(there(chunk.rows))))
+        weights = chunk.sent.split(chunk.part.combine(self.use(there(chunk.weights)))[:, 0])
         for p, drows, dweight in zip(self.pieces(task), rows, weights, strict=True):
             piece = there(layer.pieces[p])
             piece.drows, piece.dweight = drows, dweight
@@ -170,7 +171,7 @@ class Backward(Pass):
         for p in layer.cuts.inside(layer.unit_cuts, place):
             piece = there(layer.pieces[p])
             if piece.weight_N.requires_grad:
-                pairs.append((piece.weight_N, there(piece.dweight)))
+                pairs.append((piece.weight_N, self.use(there(piece.dweight))))
         daux = self._daux[number]
         if daux is not None and layer.dscores is not None:
             for score, dscore in zip(unit.scores, layer.dscores, strict=True):
@@ -201,7 +202,8 @@ class Backward(Pass):
     def _drows(self, layer: Layer, place: int, unit: Unit) -> Tensor:
         """The gradient of what the experts saw of a unit."""
         inside = layer.cuts.inside(layer.unit_cuts, place)
-        parts = [gather_sum(there(there(layer.pieces[p]).drows), there(layer.pieces[p]).layout) for p in inside]
+        pieces = [there(layer.pieces[p]) for p in inside]
+        parts = [gather_sum(self.use(there(piece.drows)), piece.layout) for piece in pieces]
         if len(parts) == 1:
             return parts[0]
         du = parts[0].new_empty(unit.to[1].shape)

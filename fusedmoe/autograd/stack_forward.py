@@ -132,32 +132,32 @@ class Forward(Pass):
         exchange = layer.stage.exchange(sent.counts, rows, [there(layer.units[place]).routing for place in units])
         received = Received(exchange, counts_of(exchange.come_QPE, len(pieces), rows.device))
         chunk = Chunk(sent, exchange, received, exchange.dispatch(rows))
-        weights = sent.join([piece.weight_N.detach() for piece in pieces])
+        weights = sent.join([self.use(piece.weight_N.detach()) for piece in pieces])
         chunk.weights = exchange.dispatch(weights[:, None])
         self.chunks[number][task.chunk or 0] = chunk
 
     def all_gather(self, task: Task) -> None:
         chunk = self.chunk(task)
-        chunk.rows = self.hold(chunk.part.all_gather(self.hold(there(chunk.rows))))
-        chunk.weights = chunk.part.all_gather(there(chunk.weights))
+        chunk.rows = chunk.part.all_gather(self.use(there(chunk.rows)))
+        chunk.weights = chunk.part.all_gather(self.use(there(chunk.weights)))
 
     def expert(self, task: Task) -> None:
         _, layer = self.at(task)
         chunk = self.chunk(task)
-        weight_R = there(chunk.weights)[:, 0][chunk.received.layout.slot_N]
-        chunk.x_RM = there(chunk.rows)
+        weight_R = self.use(there(chunk.weights))[:, 0][chunk.received.layout.slot_N]
+        chunk.x_RM = self.use(there(chunk.rows))
         chunk.rows, chunk.kept = layer.experts.forward(chunk.x_RM, chunk.received.layout, weight_R)
         if not self._keep:
             chunk.x_RM = chunk.kept = None
 
     def reduce_scatter(self, task: Task) -> None:
         chunk = self.chunk(task)
-        chunk.rows = self.hold(chunk.part.reduce_scatter(self.hold(there(chunk.rows))))
+        chunk.rows = chunk.part.reduce_scatter(self.use(there(chunk.rows)))
 
     def combine(self, task: Task) -> None:
         _, layer = self.at(task)
         chunk, places = self.chunk(task), self.pieces(task)
-        for p, rows in zip(places, chunk.sent.split(chunk.part.combine(self.hold(there(chunk.rows)))), strict=True):
+        for p, rows in zip(places, chunk.sent.split(chunk.part.combine(self.use(there(chunk.rows)))), strict=True):
             z = self.view(there(layer.z), layer.cuts, range(p, p + 1))
             z += gather_sum(rows, there(layer.pieces[p]).layout).view(z.shape)
         chunk.rows = None
@@ -197,7 +197,7 @@ class Forward(Pass):
         unit.dispatched += 1
         if unit.dispatched == len(layer.cuts.inside(layer.unit_cuts, place)):
             unit.u = None
-        return permute(self.hold(u_SM), piece.layout)
+        return permute(self.use(u_SM), piece.layout)
 
     def _unit_of(self, layer: Layer, p: int) -> int:
         """The unit that a piece is of."""

@@ -123,13 +123,11 @@ class Pass:
         self.plan = stack.plans.of(phase)
         self.counts = Counts(self.plan)
         self.chunks: list[dict[int, Chunk]] = [{} for _ in layers]
-        self._alive: list[Tensor] = []
 
     def execute(self) -> None:
         stack = self.stack
         bodies = {task.kind: getattr(self, task.kind.replace("-", "_")) for task in self.plan}
         execute(self.plan, bodies, stop=stack.stop, streams=stack.streams, recorder=stack.recorder)
-        self._alive.clear()
 
     def at(self, task: Task) -> tuple[int, Layer]:
         assert task.layer is not None
@@ -154,10 +152,10 @@ class Pass:
         at = cuts.slice(pieces, batch.shape[self.stack.axis])
         return batch[at] if self.stack.axis == 0 else batch[:, at]
 
-    def hold(self, tensor: Tensor) -> Tensor:
-        """A stream must not get memory back while another still reads it."""
+    def use(self, tensor: Tensor) -> Tensor:
+        """For a tensor that another stream has made: its memory must not be given out anew while this one reads it."""
         if self.stack.streams is not None:
-            self._alive.append(tensor)
+            tensor.record_stream(torch.cuda.current_stream())
         return tensor
 
 

@@ -19,7 +19,7 @@ from fusedmoe.cli.costs import picture_to_write, read_costs
 from fusedmoe.cli.flags import add_flags, changes_of, describe
 from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import compute_dtype, policy_of, step_workload, unsplit
+from fusedmoe.cli.trainer import compute_dtype, cuttable, policy_of, step_workload, unsplit
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.plan_cache import cached_plans
@@ -194,7 +194,7 @@ class Report:
         step = step_costs(settings, launch, sizes, costs, whole=refusal is None)
         whole = {} if refusal is not None else WHOLE_POLICIES
         plans = {name: layered.plan(step) for name, layered in POLICIES.items() if name not in whole}
-        plans |= cached_plans(whole, Topology(), step, samples=settings.model.batch, again=again)
+        plans |= cached_plans(whole, Topology(), step, samples=cuttable(settings, sizes.mp), again=again)
         plan = plans[policy]
         timeline = simulate(plan, step)
         return cls(

@@ -17,6 +17,7 @@ from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.hooks import Hooks, WireCast
+from fusedmoe.layers.pipeline import Along
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.parts import make_gate
 from fusedmoe.models.transformer import Loss, Transformer
@@ -96,7 +97,8 @@ class Trainer:
             plan, self._stream = plan_step(self.model, topology, policy, costs, workload)
             parts = next(self.model.moe_layers()).parts
             return plan, workload.step_costs(costs, self._stream.layer_bytes, parts)
-        blocks, samples = self.model.in_micro_batches(), settings.model.batch
+        blocks = self.model.in_micro_batches(along(settings, topology.mp.size))
+        samples = cuttable(settings, topology.mp.size)
         plan, self._stream = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
         step_costs = blocks_costs(blocks, costs, workload, self._stream)
         if policy == "flowmoe" and any(step_costs.gradient_bytes):
@@ -209,6 +211,17 @@ def policy_of(settings: Settings) -> str:
     if policy in WHOLE_POLICIES and policy not in POLICIES and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
     return policy
+
+
+def along(settings: Settings, mp: int) -> Along:
+    """What micro-batches are cut along: a batch's samples, or the positions of a single one where these allow it."""
+    single = settings.model.batch == 1 and settings.model.objective == "causal" and mp == 1
+    return "positions" if single else "samples"
+
+
+def cuttable(settings: Settings, mp: int) -> int:
+    """How many of them there are."""
+    return settings.model.seq_len if along(settings, mp) == "positions" else settings.model.batch
 
 
 def unsplit(settings: Settings) -> str | None:

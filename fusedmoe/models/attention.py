@@ -7,6 +7,7 @@ heads up behind them. Backward, the two change places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,19 +83,36 @@ class Attention(nn.Module):
         y_BPM = y_SM.view(x_BPM.shape)
         return y_BPM if self.out_bias is None else y_BPM + self.out_bias
 
+    def continued(self, x_BPM: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The attention of some positions, [B, P, M] -> [B, P, M], that follow others, of one MP rank.
+
+        `past`: keys and values of those before, as they were given. Returns this part's, too, [B, heads, P, D] each.
+        """
+        y_BPM, own = self._attend(x_BPM, past)
+        return (y_BPM if self.out_bias is None else y_BPM + self.out_bias), own
+
     def _heads(self, x_BLM: Tensor) -> Tensor:
         """This rank's heads over whole sequences: [B, L, M] -> [B, L, M], its part of the sum."""
+        return self._attend(x_BLM, ())[0]
+
+    def _attend(self, x_BLM: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         config, mp = self.config, self.topology.mp.size
         keys, sharing = config.key_heads // mp, config.heads // config.key_heads
         qkv = F.linear(x_BLM, self.qkv_weight, self.qkv_bias)
         qkv = qkv.unflatten(-1, (keys, sharing + 2, config.head_dim))
         q_BHLD = qkv[:, :, :, :sharing].flatten(2, 3).transpose(1, 2)
         k_BHLD, v_BHLD = (qkv[:, :, :, sharing + i].transpose(1, 2) for i in (0, 1))
+        before = sum(keys.shape[2] for keys, _ in past)
         if config.positions == "rope":
             # In the dtype of the products under autocast, in float64 throughout a float64 model.
-            angles = rotary_angles(x_BLM.shape[1], config.head_dim, q_BHLD.device, q_BHLD.dtype)
+            every = rotary_angles(before + x_BLM.shape[1], config.head_dim, q_BHLD.device, q_BHLD.dtype)
+            angles = [of[before:] for of in every]
             q_BHLD, k_BHLD = rotate(q_BHLD, *angles), rotate(k_BHLD, *angles)
+        own, causal, seen = (k_BHLD, v_BHLD), config.objective == "causal", None
+        if before:
+            k_BHLD, v_BHLD = (torch.cat([*(one[i] for one in past), own[i]], 2) for i in (0, 1))
+            seen = torch.ones(q_BHLD.shape[2], k_BHLD.shape[2], dtype=torch.bool, device=x_BLM.device).tril(before)
         y_BHLD = F.scaled_dot_product_attention(
-            q_BHLD, k_BHLD, v_BHLD, is_causal=config.objective == "causal", enable_gqa=sharing > 1
+            q_BHLD, k_BHLD, v_BHLD, attn_mask=seen, is_causal=causal and seen is None, enable_gqa=sharing > 1
         )
-        return F.linear(y_BHLD.transpose(1, 2).flatten(2), self.out_weight)
+        return F.linear(y_BHLD.transpose(1, 2).flatten(2), self.out_weight), own

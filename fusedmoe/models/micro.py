@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.pipeline import Parts, PipelinedBlocks, pipeline
+from fusedmoe.layers.pipeline import Along, Parts, PipelinedBlocks, pipeline
+from fusedmoe.models.attention import Attention
 from fusedmoe.models.block import Block
 from fusedmoe.models.feedforward import DenseFeedForward
 from fusedmoe.models.sequence import TokenSplit
@@ -36,6 +37,29 @@ class BeforeExperts(nn.Module):
         return y_BPM, self.experts_norm(y_BPM)
 
 
+class BeforeExpertsInPositions(BeforeExperts):
+    """The same for some positions of all samples, on one MP rank; keys and values go on to those that follow."""
+
+    def forward(  # type: ignore[override]
+        self, x_BPM: Tensor, past: Sequence[tuple[Tensor, ...]]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        own: list[Tensor] = []
+
+        def attend(norm: nn.Module, attention: Attention) -> Tensor:
+            at = len(own)
+            y_BPM, found = attention.continued(norm(x_BPM), [(of[at], of[at + 1]) for of in past])
+            own.extend(found)
+            return x_BPM + y_BPM
+
+        for block in self.before:
+            assert isinstance(block, Block) and isinstance(block.experts, DenseFeedForward)
+            x_BPM = attend(block.attention_norm, block.attention)
+            part = TokenSplit(x_BPM.shape[1], (x_BPM.shape[1],), 0, x_BPM.shape[1])
+            x_BPM = x_BPM + block.experts(block.experts_norm(x_BPM), part)
+        x_BPM = attend(self.attention_norm, self.attention)
+        return x_BPM, self.experts_norm(x_BPM), tuple(own)
+
+
 class MicroBatches:
     """Blocks up to the last one with experts, as one pipeline; the parameters stay the blocks' own.
 
@@ -45,15 +69,19 @@ class MicroBatches:
         ConfigError: no block has experts, or one cannot be split (`fusedmoe.pipeline`). Making one is collective.
     """
 
-    def __init__(self, blocks: Sequence[Block], recompute: bool) -> None:
+    def __init__(self, blocks: Sequence[Block], recompute: bool, along: Along) -> None:
         groups = list(_groups(blocks))
         if not groups:
             raise ConfigError("micro-batches: the model has no experts, so there is nothing to overlap")
-        self._parts = [BeforeExperts(group) for group in groups]
+        attention = groups[0][-1].attention
+        if along == "positions" and (attention.config.objective != "causal" or attention.topology.mp.size > 1):
+            raise ConfigError("micro-batches along positions: only causal models with whole sequences on a rank (mp=1)")
+        kind = BeforeExperts if along == "samples" else BeforeExpertsInPositions
+        self._parts = [kind(group) for group in groups]
         experts = [group[-1].experts for group in groups]
         pairs = zip(self._parts, experts, strict=True)
         parts = [Parts(dense, layer) for dense, layer in pairs if isinstance(layer, MoELayer)]
-        self.pipelined: PipelinedBlocks = pipeline(parts, recompute=recompute)
+        self.pipelined: PipelinedBlocks = pipeline(parts, along=along, recompute=recompute)
         self.rest = list(blocks)[sum(map(len, groups)) :]
 
     def __call__(self, x_BPM: Tensor, split: TokenSplit) -> tuple[Tensor, Tensor]:

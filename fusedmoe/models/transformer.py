@@ -16,7 +16,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.hooks import Hooks
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.pipeline import PipelinedBlocks
+from fusedmoe.layers.pipeline import Along, PipelinedBlocks
 from fusedmoe.models.attention import Attention
 from fusedmoe.models.block import Block, make_norm
 from fusedmoe.models.config import ModelConfig
@@ -129,13 +129,15 @@ class Transformer(nn.Module):
             if isinstance(block.experts, MoELayer):
                 yield block.experts
 
-    def in_micro_batches(self) -> PipelinedBlocks:
+    def in_micro_batches(self, along: Along = "samples") -> PipelinedBlocks:
         """From now on the blocks run in micro-batches, by the plans that what is returned follows. Collective.
 
+        Args:
+            along: "positions": of each sequence, so that one sample is enough; of causal models with mp = 1.
         Raises:
-            ConfigError: a model whose blocks cannot be split (`fusedmoe.pipeline`).
+            ConfigError: a model whose blocks cannot be split (so) (`fusedmoe.pipeline`).
         """
-        self._micro = MicroBatches(list(self.blocks), self.recompute)  # type: ignore[arg-type]
+        self._micro = MicroBatches(list(self.blocks), self.recompute, along)  # type: ignore[arg-type]
         return self._micro.pipelined
 
     def update_gates(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.pipeline import Along
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.models.workload import block_workload
@@ -38,7 +39,9 @@ def run(model: Transformer, config: ModelConfig, batch: int, seed: int, stream: 
     return [loss.nats.detach(), loss.aux.detach(), dropped, *grads]
 
 
-def compare(rank: int, world: int, settings: dict[str, Any], layout: dict[str, int], recompute: bool) -> None:
+def compare(
+    rank: int, world: int, settings: dict[str, Any], layout: dict[str, int], recompute: bool, along: Along = "samples"
+) -> None:
     topology = Topology.from_sizes(**layout, timeout_s=30) if world > 1 else Topology()
     config = ModelConfig(**settings)
     torch.manual_seed(0)
@@ -46,7 +49,7 @@ def compare(rank: int, world: int, settings: dict[str, Any], layout: dict[str, i
     workload = block_workload(config, topology.ep.size, topology.esp.size, topology.mp.size, 8)
     for policy in POLICIES:
         other = copy.deepcopy(model)
-        blocks = other.in_micro_batches()
+        blocks = other.in_micro_batches(along)
         plan, stream = plan_step(other, topology, policy, COSTS, workload, limit=4, blocks=blocks)
         recorder = Recorder(rank)
         other.record(recorder)
@@ -77,8 +80,20 @@ def test_the_last_block_may_have_no_experts() -> None:
     compare(0, 1, {**GPT, "layers": 3, "moe_every": 2}, {}, False)
 
 
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+@pytest.mark.parametrize("moe_every", [1, 2])
+def test_along_positions(positions: str, moe_every: int) -> None:
+    compare(0, 1, {**GPT, "positions": positions, "layers": 4, "moe_every": moe_every}, {}, False, "positions")
+
+
+def test_along_positions_on_ranks(cluster: Cluster) -> None:
+    cluster.run(2, compare, {**GPT, "k": 1, "bias": True}, dict(ep=2), True, "positions")
+
+
 def test_models_that_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match="no experts"):
         Transformer(ModelConfig(**{**GPT, "moe_every": 3})).in_micro_batches()
+    with pytest.raises(ConfigError, match="along positions"):
+        Transformer(ModelConfig(**BERT)).in_micro_batches("positions")
     with pytest.raises(ConfigError, match="looks at whole batches"):
         Transformer(ModelConfig(**{**GPT, "gate": "expert_choice"})).in_micro_batches()
