@@ -109,6 +109,7 @@ class Instructions:
         place: of each node in `nodes`.
         ancestors, descendants: for each instruction the set of those that it waits for, and of those that wait for it:
             for data, for their order where both draw random numbers, or since one of them changes memory in place.
+        computing: the set of those that compute.
         starts: the places of the collectives, in order.
         waits: for each of `starts` the set of instructions that wait for it to end.
     """
@@ -136,6 +137,7 @@ class Instructions:
         for index, known in enumerate(self.ancestors):
             for one in bits(known):
                 self.descendants[one] |= 1 << index
+        self.computing = sum(1 << index for index, node in enumerate(self.nodes) if computes(node))
         self.starts = [index for index, node in enumerate(self.nodes) if is_start(node)]
         self.waits = {start: self._waits(start) for start in self.starts}
 
@@ -145,8 +147,7 @@ class Instructions:
 
     def beside(self, start: int) -> int:
         """The compute instructions that may run while a collective does: no path leads from one to the other."""
-        apart = ~(self.ancestors[start] | self.descendants[start] | 1 << start)
-        return sum(1 << index for index, node in enumerate(self.nodes) if apart >> index & 1 and computes(node))
+        return self.computing & ~(self.ancestors[start] | self.descendants[start] | 1 << start)
 
     def weight_gradients(self, gradients: Collection[fx.Node]) -> int:
         """What only serves gradients of parameters (`gradients`: these results of the graph) and no all-to-all.

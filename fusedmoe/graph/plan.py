@@ -77,7 +77,7 @@ def planned(
     path = None
     if points is not None:
         facts = machine_facts(Topology(), device, torch.float32) | {"settings": asdict(settings), "alike": alike}
-        facts |= {"phase": phase, "graph": sizes, "points": points.sizes}
+        facts |= {"phase": phase, "graph": sizes, "points": asdict(points), "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
     kept = []
 

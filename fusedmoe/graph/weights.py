@@ -133,14 +133,12 @@ def gaps_of(of: Instructions, bare: Skeleton, comm_s: Callable[[fx.Node], float]
     starts = [start for start in of.starts if start in bare.reached and is_all_to_all(of.nodes[start])]
     gaps = []
     for start in starts:
+        beside, late = of.beside(start), collectives & ~bare.reached[start]
         allowed = frozenset(
             number
             for number, unit in enumerate(bare.units)
-            # Nothing leads from it to the unit, and the unit needs no other collective that has not ended by then.
-            if all(
-                not of.ancestors[index] >> start & 1 and not of.ancestors[index] & collectives & ~bare.reached[start]
-                for index in bits(unit)
-            )
+            # No path either way, and no other collective is needed that has not ended by then.
+            if not unit & of.computing & ~beside and not any(of.ancestors[index] & late for index in bits(unit))
         )
         gaps.append(Gap(max(0.0, comm_s(of.nodes[start]) - bare.due_s[start]), allowed))
     return starts, gaps
