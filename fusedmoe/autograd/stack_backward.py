@@ -215,6 +215,8 @@ class Backward(Pass):
 
     def _add(self, number: int, place: int, gradient: Tensor) -> None:
         totals = self.dense[number]
+        # Under autocast what comes later is in half precision; units are not rounded one after the other.
+        gradient = gradient.to(self.layers[number].parameters[place].dtype)
         totals[place] = gradient if place not in totals else totals[place] + gradient
 
     def _end_part(self, number: int) -> None:

@@ -14,7 +14,7 @@ from itertools import product
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, any_order
+from fusedmoe.schedule.policies import POLICIES, any_order, best_of
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
 from fusedmoe.schedule.workload import StackCosts
@@ -120,11 +120,9 @@ class WholeModel:
             search.try_all(search.best._replace(forward=degree) for degree in self._degrees)
         plans = [self.plan(name) for name in POLICIES if name != "joint"]
         plans += [any_order(self._costs, self._limit), *self.ablation.values(), self.lancet, search.plan()]
-        seconds = [makespan(plan, self._costs) for plan in plans]
         self._done = self._total
         self._step()
-        # Of equal ones the plainest.
-        return next(plan for plan, took in zip(plans, seconds, strict=True) if took <= min(seconds) * _ROUNDING)
+        return best_of(plans, self._costs)
 
     @cached_property
     def ablation(self) -> dict[str, Plan]:
