@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class PieceTuner:
         piece_bytes: to use in the next step.
         tried: (bytes, seconds) so far.
     Raises:
-        ConfigError: numbers that are not positive.
+        ConfigError: numbers that are not positive, or no scikit-learn (`fusedmoe[plan]`).
     """
 
     largest_bytes: int
@@ -58,6 +59,8 @@ class PieceTuner:
                 f"tuning S_p needs largest_bytes = {self.largest_bytes}, samples = {self.samples} and steps = "
                 f"{self.steps} of at least 1, and drift = {self.drift} above 0 or None"
             )
+        if find_spec("sklearn") is None:  # told now, and not when the second size is to be chosen
+            raise ConfigError("tuning S_p needs scikit-learn: pip install 'fusedmoe[plan]'")
         self._chance = np.random.default_rng(self.seed)
         self._seconds: list[float] = []
         self._settled_s: float | None = None
@@ -91,13 +94,10 @@ class PieceTuner:
     def _next(self) -> int:
         """The size with the largest expected improvement, of those that were not tried."""
         from scipy.stats import norm
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import Matern, WhiteKernel
 
-        try:
-            from sklearn.exceptions import ConvergenceWarning
-            from sklearn.gaussian_process import GaussianProcessRegressor
-            from sklearn.gaussian_process.kernels import Matern, WhiteKernel
-        except ImportError:
-            raise ConfigError("tuning S_p needs scikit-learn: pip install 'fusedmoe[plan]'") from None
         bytes_, seconds = (np.array(column, dtype=float) for column in zip(*self.tried, strict=True))
         spread = seconds.std() or 1.0
         values = (seconds - seconds.mean()) / spread

@@ -91,3 +91,9 @@ def test_a_gradient_of_few_bytes(largest: int) -> None:
 def test_numbers_that_cannot_be(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="S_p"):
         PieceTuner(**{"largest_bytes": 10, **wrong})
+
+
+def test_without_scikit_learn_it_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedmoe.runtime.tune.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="scikit-learn"):
+        PieceTuner(1000)
