@@ -168,7 +168,9 @@ def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_
     assert (parts / "plan.txt").read_text() == plan
 
 
-@pytest.mark.parametrize("schedule", ["flowmoe", "lancet", "auto"])
+@pytest.mark.parametrize(
+    "schedule", ["flowmoe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lancet", "auto"))]
+)
 def test_a_schedule_of_whole_models_changes_no_loss(
     cluster: Cluster, tmp_path: Path, text: Path, schedule: str
 ) -> None:

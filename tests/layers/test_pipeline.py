@@ -116,7 +116,7 @@ def assert_same(blocks: list[Parts], degrees: tuple[int, int], batch: int, rank:
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("k", "factor"), [(1, None), (2, None), (1, 0.8), (2, 0.8)])
-@pytest.mark.parametrize("degrees", [(1, 1), (2, 2), (4, 4), (3, 2)])
+@pytest.mark.parametrize("degrees", [(2, 2), (3, 2)])
 def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, int]) -> None:
     if gate == "switch" and k > 1:
         pytest.skip("one expert a token")
@@ -124,8 +124,8 @@ def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, i
     assert (dropped > 0) == (factor is not None) or gate in ("hash", "random")
 
 
-@pytest.mark.parametrize("degrees", [(1, 1), (2, 2), (8, 8), (2, 3), (8, 3), (1, 4)])
-@pytest.mark.parametrize("batches", [(1,), (5,), (8, 0), (3, 8)])
+@pytest.mark.parametrize("degrees", [(1, 1), (8, 8), (2, 3), (1, 4)])
+@pytest.mark.parametrize("batches", [(1,), (8, 0), (3, 8)])
 @pytest.mark.parametrize("factor", [None, 0.5])
 def test_two_ranks(cluster: Cluster, degrees: tuple[int, int], batches: tuple[int, ...], factor: float | None) -> None:
     cluster.run(2, compare, "topk", 2, factor, degrees, batches, {"ep": 2})

@@ -63,7 +63,7 @@ def follows(rank: int, world: int, policy: str, k: int, factor: float | None, si
 
 
 @pytest.mark.parametrize("policy", EVERY)
-@pytest.mark.parametrize(("k", "factor"), [(1, 0.8), (2, None), (2, 1.0)])
+@pytest.mark.parametrize(("k", "factor"), [(1, 0.8), (2, 1.0)])
 def test_every_policy(policy: str, k: int, factor: float | None) -> None:
     follows(0, 1, policy, k, factor, {})
 
@@ -159,9 +159,9 @@ def along_positions(
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("k", "factor"), [(1, None), (2, None), (1, 0.8), (2, 1.0)])
-@pytest.mark.parametrize(("batch", "length"), [(1, 7), (3, 4), (2, 2)])
-@pytest.mark.parametrize("split", [Split(1, 1), Split(2, 2), Split(4, 3, weights=True)])
+@pytest.mark.parametrize(("k", "factor"), [(2, None), (1, 0.8), (2, 1.0)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 7), (3, 4)])
+@pytest.mark.parametrize("split", [Split(2, 2), Split(4, 3, weights=True)])
 def test_along_positions(k: int, factor: float | None, batch: int, length: int, split: Split) -> None:
     along_positions(0, 1, k, factor, split, batch, length, recompute=length == 4)
 
@@ -204,8 +204,7 @@ def reduces(rank: int, world: int, policy: str, sizes: dict[str, int], passes: i
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("policy", ["fsmoe", *WHOLE_POLICIES])
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("policy", "passes"), [("fsmoe", 1), ("flowmoe", 2), ("lancet", 2), ("joint", 1)])
 def test_gradients_are_reduced_on_the_way(cluster: Cluster, policy: str, passes: int) -> None:
     cluster.run(2, reduces, policy, {"ep": 2}, passes)
 

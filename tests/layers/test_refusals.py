@@ -211,10 +211,11 @@ def test_ranks_that_differ(cluster: Cluster, function: Callable[..., None], matc
     all_end(cluster, "RankError", match, function)
 
 
-PLACES = [(4, 1, 1, "split"), (2, 2, 2, "split"), (2, 2, 2, "replicated"), (2, 2, 4, "partial"), (1, 4, 1, "split")]
+PLACES = [(4, 1, 1, "split"), (2, 2, 2, "replicated"), (2, 2, 4, "partial")]
+MORE = [pytest.param(place, marks=pytest.mark.slow) for place in ((2, 2, 2, "split"), (1, 4, 1, "split"))]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place)))
+@pytest.mark.parametrize("place", [*PLACES, *MORE], ids=lambda place: "-".join(map(str, place)))
 def test_input_of_one_rank(cluster: Cluster, place: tuple[int, int, int, MpInput]) -> None:
     # Of 5 tokens, each of 2 MP ranks routes some; of 7 tokens, rank 2 routes all.
     mp, mp_input = place[2:]

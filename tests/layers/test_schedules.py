@@ -224,7 +224,10 @@ def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
                 layer(torch.zeros(3 if rank else 0, M, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("world", "ep", "esp"), [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1)])
+@pytest.mark.parametrize(
+    ("world", "ep", "esp"),
+    [(2, 2, 1), (2, 1, 2), *(pytest.param(4, 2, esp, marks=pytest.mark.slow) for esp in (1, 2))],
+)
 def test_names(cluster: Cluster, world: int, ep: int, esp: int) -> None:
     """So few rows are best sent at once: the same bits as without a schedule. Replicas measure together."""
     cluster.run(world, by_name, ep, esp, ["auto", "fsmoe", "tutel"] if world == 2 else ["auto"])
