@@ -37,6 +37,7 @@ def test_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     assert last < 0.9 * first
 
 
+@pytest.mark.slow
 def test_captured() -> None:
     # A process of its own: compiled code looks for its module by name.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}

@@ -171,6 +171,7 @@ def measured_blocks(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="tuning S_p needs scikit-learn")
+@pytest.mark.slow
 def test_a_setting_of_blocks_is_measured_and_shown(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

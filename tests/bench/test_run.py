@@ -39,6 +39,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SHAPES", TINY)
 
 
+@pytest.mark.slow
 def test_kernels_are_called_as_they_want(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All of them, in Triton's interpreter; one shape's tensors are gone before the next."""
     pytest.importorskip("triton")
@@ -62,6 +63,7 @@ def test_a_shape_that_fails(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp
     assert len(spool.of("environment")) == 1 and spool.unfinished() == []
 
 
+@pytest.mark.slow
 def test_a_peer_that_hangs(
     fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

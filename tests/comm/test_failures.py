@@ -115,6 +115,7 @@ def in_guarded_code(rank: int, world: int, culprit: int) -> None:
         train(layer)
 
 
+@pytest.mark.slow
 def test_experts_that_raise(cluster: Cluster) -> None:
     texts = check(cluster, 1, "failed in MoELayer.forward: ValueError: this expert does not feel well", in_forward)
     assert texts[1] == "this expert does not feel well"
@@ -151,6 +152,7 @@ def never_comes(rank: int, world: int, culprit: int) -> None:
     train(layer, 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes(cluster: Cluster) -> None:
     cluster.run(4, nothing)
     *outcomes, last = cluster.outcomes(4, never_comes, 3, timeout_s=10.0)

@@ -83,7 +83,7 @@ def compare(
     return same
 
 
-@pytest.mark.parametrize("experts", ["swiglu", "feed_forward"])
+@pytest.mark.parametrize("experts", ["swiglu", pytest.param("feed_forward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("world", "ep", "esp"), [(2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 2)])
 def test_degrees(cluster: Cluster, world: int, ep: int, esp: int, experts: str) -> None:
     cluster.run(world, compare, ep, esp, "topk", "sparse", experts, "direct", "fsmoe", PAIRS)

@@ -71,7 +71,7 @@ def test_one_rank(settings: dict[str, Any], recompute: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", [dict(ep=2, esp=2, mp=2), dict(ep=4), dict(ep=2, mp=4)], ids=str)
-@pytest.mark.parametrize("settings", [GPT, BERT], ids=["gpt", "bert"])
+@pytest.mark.parametrize("settings", [GPT, pytest.param(BERT, marks=pytest.mark.slow)], ids=["gpt", "bert"])
 def test_four_ranks(cluster: Cluster, settings: dict[str, Any], layout: dict[str, int]) -> None:
     cluster.run(4, compare, settings, layout, False)
 
