@@ -44,7 +44,10 @@ def compiled_and_eager(rank: int, world: int, k: int, parts: int, blocks: int) -
     return largest_difference(ours, train(plain, plain, rank)), backend.reports
 
 
-@pytest.mark.parametrize(("world_size", "k", "parts", "blocks"), [(1, 2, 4, 2), (2, 1, 4, 2), pytest.param(4, 2, 2, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "k", "parts", "blocks"),
+    [(1, 2, 4, 2), (2, 1, 4, 2), pytest.param(4, 2, 2, 1, marks=pytest.mark.slow)],
+)
 def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, parts: int, blocks: int) -> None:
     found = cluster.run(world_size, compiled_and_eager, k, parts, blocks)
     for worst, (forward, backward) in found:
