@@ -41,7 +41,9 @@ def test_blocks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_captured() -> None:
     # A process of its own: compiled code looks for its module by name.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
-    command = [sys.executable, "examples/captured.py"]
+    # One that hangs says where it stands.
+    bounded = "import faulthandler, runpy; faulthandler.dump_traceback_later(80, exit=True); "
+    command = [sys.executable, "-c", bounded + "runpy.run_path('examples/captured.py', run_name='__main__')"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment)
     assert done.returncode == 0, done.stderr
     first, *_, last = (float(line.split()[0]) for line in done.stdout.split("loss")[1:])
