@@ -58,7 +58,8 @@ def compare(layer: fusedmoe.MoELayer, backend: str, sizes: tuple[int, ...] = (41
                 torch.testing.assert_close(ours[name], right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("capacity_factor", [pytest.param(None, marks=pytest.mark.slow), 0.7])
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity_factor", [None, 0.7])
 @pytest.mark.parametrize("name", GATES)
 def test_gates(name: str, capacity_factor: float | None) -> None:
     if name in ("softmoe", "expert_choice") and capacity_factor is None:
