@@ -51,6 +51,7 @@ def test_captured() -> None:
     assert done.stdout.count("4 all-to-alls") == 2 and "beside it" in done.stdout
 
 
+@pytest.mark.slow
 def test_parallel() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}

@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.grouped.device import mac, swizzle
+from fusedmoe.kernels.puts import signal_peers, signal_those_without
 
 
-@triton.jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns"])
+@triton.jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns", "epoch"])
 def product_kernel(
     a,
     b,
@@ -26,8 +27,18 @@ def product_kernel(
     N,
     bias_start,
     bias_columns,
+    address_ptr,
+    weight_ptr,
+    peer_ptr,
+    counter_ptr,
+    wanted_ptr,
+    signal_ptr,
+    epoch,
+    W,
     TRANSPOSED: tl.constexpr,
     BIAS: tl.constexpr,
+    PUT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -38,6 +49,9 @@ def product_kernel(
     GROUP: tl.constexpr,
 ):
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(N, BN), GROUP)
+    if PUT:
+        if tl.program_id(0) == 0:
+            signal_those_without(wanted_ptr, signal_ptr, epoch, W)
     expert = tl.load(tiles_ptr + 2 * row_tile)
     if expert < 0:
         return
@@ -92,8 +106,18 @@ def product_kernel(
         of_bias = (n >= bias_start) & (n < bias_start + bias_columns)
         bias = tl.load(bias_ptr + expert * bias_columns + n - bias_start, mask=of_bias, other=0.0)
         acc += bias.to(tl.float32)[None, :]
-    out_ptrs = out_ptr + row[:, None] * N + n[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
+    out = acc.to(out_ptr.dtype.element_ty)
+    mask = inside[:, None] & (n < N)[None, :]
+    if PUT:
+        # Straight to the ranks that asked, rounded as a result and times its weight as theirs is.
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + row).to(tl.float32)
+            out = (out.to(tl.float32) * weight[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(tl.load(address_ptr + row).to(out_ptr.dtype)[:, None] + n[None, :], out, mask=mask)
+        peer = tl.load(peer_ptr + row)
+        signal_peers(peer, inside, tl.cdiv(N, BN), counter_ptr, wanted_ptr, signal_ptr, epoch, W)
+    else:
+        tl.store(out_ptr + row[:, None] * N + n[None, :], out, mask=mask)
 
 
 def define_product(a_NK: Tensor, expert_N: Tensor, b: Tensor, transposed: bool) -> Tensor:
