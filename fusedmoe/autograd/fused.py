@@ -106,14 +106,13 @@ class Backward:
             weight_R, put = route.arrivals[chunk].weight_R, route.put(chunk, self._results)
             values_R = route.value_places(chunk, self._results)
             with route.watch_tokens(chunk):
-                _, _, hidden = experts_backward_rows(
+                _, _, dy_RM, hidden = experts_backward_rows(
                     dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values_R
                 )
-            left.append((route.take(chunk, self._tokens), hidden))
+            left.append((dy_RM, hidden))
         route.read(self._tokens)
         # Sums over rows wait for nothing, and what others wait for is on its way by now.
-        rest = zip(left, self._kept, route.arrivals, strict=True)
-        for (dy_RM, hidden), kept, arrivals in rest:
+        for (dy_RM, hidden), kept, arrivals in zip(left, self._kept, route.arrivals, strict=True):
             layout = contiguous(arrivals)
             self.totals = experts.weight_gradients(dy_RM, kept.x_RM, hidden, layout, arrivals.weight_R, self.totals)
 
@@ -268,7 +267,7 @@ class _DispatchExperts(torch.autograd.Function):
         left: list[tuple[Tensor, Hidden]] = []
         for chunk, (dy_RM, one) in enumerate(zip(dout, kept, strict=True)):
             put, layout = route.put(chunk, epoch), contiguous(route.arrivals[chunk])
-            _, _, hidden = experts_backward_rows(
+            _, _, _, hidden = experts_backward_rows(
                 dy_RM, one.h_RH, layout, None, experts.weights, experts.activation, None, put
             )
             left.append((dy_RM, hidden))
@@ -316,11 +315,11 @@ class _ExpertsCombine(torch.autograd.Function):
         for chunk, (one, weight_R) in enumerate(zip(kept, weights, strict=True)):
             dy_CM, layout, wait = route.arriving(chunk, epoch)
             with route.watch_tokens(chunk):
-                dx_RM, dweight_R, hidden = experts_backward_rows(
+                dx_RM, dweight_R, dy_RM, hidden = experts_backward_rows(
                     dy_CM, one.h_RH, layout, weight_R, experts.weights, experts.activation, wait, None
                 )
-            dy_RM, sorted_layout = route.take(chunk, epoch), contiguous(route.arrivals[chunk])
-            totals = experts.weight_gradients(dy_RM, one.x_RM, hidden, sorted_layout, weight_R, totals)
+            by_expert = contiguous(route.arrivals[chunk])
+            totals = experts.weight_gradients(dy_RM, one.x_RM, hidden, by_expert, weight_R, totals)
             drows.append(dx_RM)
             dweights.append(None if weight_R is None or dweight_R is None else dweight_R.to(weight_R.dtype))
         route.read(epoch)

@@ -22,6 +22,8 @@ from fusedmoe.kernels.remote import at_peer, signal, wait
 
 # Rows of a program that puts what lies here already.
 _RETURN_TILE = 64
+# Of programs that move rows.
+_WARPS = 8
 _UNSPECIAL = ["me", "slot", "epoch", "credit", "limit_ns"]
 
 
@@ -278,6 +280,7 @@ def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, place: Place, epoch: 
         TILE=place.tile,
         **_columns(width, place.tile),
         INTERPRET=INTERPRET,
+        num_warps=_WARPS,
     )
 
 
@@ -351,12 +354,13 @@ def return_rows(x_RM: Tensor, rows: Tensor, put: Put) -> None:
         width,
         TILE=_RETURN_TILE,
         **_columns(width, _RETURN_TILE),
+        num_warps=_WARPS,
     )
 
 
 def _columns(width: int, tile: int) -> dict[str, int]:
-    """A program's block of columns: 64 KB of a tile at a time in the widest dtype would not fit its registers."""
-    most = max(16, 8192 // tile) if not INTERPRET else 4096
+    """A program's block of columns: addresses of more elements would not fit its registers."""
+    most = max(16, 4096 // tile) if not INTERPRET else 4096
     return {"BLOCK": min(most, max(2, triton.next_power_of_2(width)))}
 
 
@@ -365,7 +369,7 @@ def aot_cases() -> list[AotCase]:
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
     numbers = {name: "i32" for name in ("me", "slot", "epoch")}
     ends = {"counter_ptr": i32, "wanted_ptr": i32, "signal_ptr": i64, "epoch": "i32"}
-    cases = []
+    cases, warps = [], {"num_warps": _WARPS}
     for dtype, tile, width in (
         *((torch.bfloat16, 128, width) for width in (512, 4096, 7168)),
         *((torch.bfloat16, tile, 4096) for tile in (16, 64)),
@@ -380,11 +384,11 @@ def aot_cases() -> list[AotCase]:
         sizes = {"M": width, "TILE": tile, **_columns(width, tile), "INTERPRET": False}
         put = {"x_ptr": dtype, **tables, **more, **numbers, **stop, **sizes}
         quick = name == "bfloat16 128x4096"
-        cases.append(AotCase(f"put rows {name}", put_rows_kernel, put, quick=quick))
+        cases.append(AotCase(f"put rows {name}", put_rows_kernel, put, warps, quick=quick))
         if dtype != torch.int32 and tile == 128:
             back = {"x_ptr": dtype, "rows_ptr": i32, "address_ptr": i64, "peer_ptr": i32, **ends, "W": 8, "M": width}
             back |= {"TILE": _RETURN_TILE, **_columns(width, _RETURN_TILE)}
-            cases.append(AotCase(f"return rows {name[:-len(str(width)) - 4]}{width}", return_rows_kernel, back))
+            cases.append(AotCase(f"return rows {str(dtype)[6:]} {width}", return_rows_kernel, back, warps))
     letters = {"letters_ptr": i32, "signals_ptr": i64, **stop, "slot": "i32", "epoch": "i32", "W": 8, "C": 65536}
     shape = {"T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
     cases.append(AotCase("await letters", await_letters_kernel, {**letters, **shape}))

@@ -5,9 +5,12 @@ Contract: as `launch.py`; rows that are awaited lie in a window, what is put is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.gather_sum import permute
 from fusedmoe.kernels.grouped.launch import bias_dot, make_plan
 from fusedmoe.kernels.grouped.products import Wait, dhidden, product, up
 from fusedmoe.kernels.layout import Layout
@@ -40,18 +43,21 @@ def experts_backward_rows(
     wait: Wait | None,
     put: Put | None,
     value_R: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Hidden]:
-    """Gradients of rows [R, M], none where they are put, of router weights [R], and what is left for parameters.
+) -> tuple[Tensor, Tensor | None, Tensor, Hidden]:
+    """Gradients of rows [R, M], none where they are put, of router weights [R], and what is left for those of
+    parameters: dy, [R, M] sorted by expert, and activations.
 
     Args:
-        value_R: addresses to which those of router weights go as well.
+        value_R: addresses to which the gradients of router weights go as well.
     """
     plan = make_plan(layout, dy_CM, in_flight=True)
     h = h.view(layout.rows, activation.halves * weights.w2.shape[2])
     dh, a, ds_R = dhidden(plan, dy_CM, h, weight_R, weights, activation, wait)
+    dy_RM = permute(dy_CM, layout)  # all of them are here by now
     if weights.b2 is not None and ds_R is not None:
-        ds_R = ds_R + bias_dot(plan, dy_CM, weights)
+        sorted_plan = make_plan(replace(layout, source_N=None), dy_RM, in_flight=True)
+        ds_R = ds_R + bias_dot(sorted_plan, dy_RM, weights)
     if value_R is not None and ds_R is not None:
         put_values(ds_R, value_R, layout.offsets_E1[-1:])
     up_ENM = weights.w1.view(weights.w1.shape[0], -1, weights.w1.shape[-1])
-    return product(plan, "dinput", dh, up_ENM, False, put=put), ds_R, Hidden(a, dh)
+    return product(plan, "dinput", dh, up_ENM, False, put=put), ds_R, dy_RM, Hidden(a, dh)

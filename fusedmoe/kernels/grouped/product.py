@@ -10,8 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.grouped.device import mac, swizzle
+from fusedmoe.kernels.grouped.device import halves, mac, swizzle
 from fusedmoe.kernels.puts import signal_peers, signal_those_without
+
+
+@triton.jit
+def _put(part, weight, target, inside, column, N, WEIGHTED: tl.constexpr):
+    """Some columns of a tile straight to the ranks that asked, rounded as a result and once more times its weight, as
+    results are that are weighted when they are summed."""
+    dtype: tl.constexpr = target.dtype.element_ty
+    out = part.to(dtype)
+    if WEIGHTED:
+        out = (out.to(tl.float32) * weight[:, None]).to(dtype)
+    tl.store(target[:, None] + column[None, :], out, mask=inside[:, None] & (column < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns", "epoch"])
@@ -106,18 +117,24 @@ def product_kernel(
         of_bias = (n >= bias_start) & (n < bias_start + bias_columns)
         bias = tl.load(bias_ptr + expert * bias_columns + n - bias_start, mask=of_bias, other=0.0)
         acc += bias.to(tl.float32)[None, :]
-    out = acc.to(out_ptr.dtype.element_ty)
-    mask = inside[:, None] & (n < N)[None, :]
     if PUT:
-        # Straight to the ranks that asked, rounded as a result and times its weight as theirs is.
         if WEIGHTED:
             weight = tl.load(weight_ptr + row).to(tl.float32)
-            out = (out.to(tl.float32) * weight[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(tl.load(address_ptr + row).to(out_ptr.dtype)[:, None] + n[None, :], out, mask=mask)
+        else:
+            weight = tl.full((BM,), 1.0, dtype=tl.float32)
+        # Some columns at a time: addresses of all would not fit the registers.
+        target = tl.load(address_ptr + row).to(out_ptr.dtype)
+        left, right = halves(acc, BM, BN)
+        for half in tl.static_range(2):
+            first, second = halves(left if half == 0 else right, BM, BN // 2)
+            column = n0 + half * (BN // 2) + tl.arange(0, BN // 4)
+            _put(first, weight, target, inside, column, N, WEIGHTED)
+            _put(second, weight, target, inside, column + BN // 4, N, WEIGHTED)
         peer = tl.load(peer_ptr + row)
         signal_peers(peer, inside, tl.cdiv(N, BN), counter_ptr, wanted_ptr, signal_ptr, epoch, W)
     else:
-        tl.store(out_ptr + row[:, None] * N + n[None, :], out, mask=mask)
+        out_ptrs = out_ptr + row[:, None] * N + n[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
 
 
 def define_product(a_NK: Tensor, expert_N: Tensor, b: Tensor, transposed: bool) -> Tensor:
