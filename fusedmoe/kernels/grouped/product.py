@@ -127,9 +127,16 @@ def product_kernel(
         left, right = halves(acc, BM, BN)
         for half in tl.static_range(2):
             first, second = halves(left if half == 0 else right, BM, BN // 2)
-            column = n0 + half * (BN // 2) + tl.arange(0, BN // 4)
-            _put(first, weight, target, inside, column, N, WEIGHTED)
-            _put(second, weight, target, inside, column + BN // 4, N, WEIGHTED)
+            for quarter in tl.static_range(2):
+                part = first if quarter == 0 else second
+                start = n0 + half * (BN // 2) + quarter * (BN // 4)
+                if BN < 256:
+                    _put(part, weight, target, inside, start + tl.arange(0, BN // 4), N, WEIGHTED)
+                else:
+                    one, other = halves(part, BM, BN // 4)
+                    column = start + tl.arange(0, BN // 8)
+                    _put(one, weight, target, inside, column, N, WEIGHTED)
+                    _put(other, weight, target, inside, column + BN // 8, N, WEIGHTED)
         peer = tl.load(peer_ptr + row)
         signal_peers(peer, inside, tl.cdiv(N, BN), counter_ptr, wanted_ptr, signal_ptr, epoch, W)
     else:
