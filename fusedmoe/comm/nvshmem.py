@@ -256,7 +256,7 @@ class Nvshmem:
                 for rank, state in zip(group.ranks, states, strict=True)
             }
             raise ConfigError(
-                f"NVSHMEM over the {group}: a process takes part in one NVSHMEM job, and that of these ranks is another: "
+                f"NVSHMEM over the {group}: a process takes part in one NVSHMEM job, and these ranks are in others: "
                 f"{_each(found)}. Open it for the same ranks everywhere, or close the other one first."
             )
         self._attempt(lambda: self._library.call("adopt"), operation)

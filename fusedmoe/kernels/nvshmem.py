@@ -159,7 +159,7 @@ def peer_address(address_ptr, pe):
 
 @triton.jit
 def now_ns():
-    """The GPU's clock, the same number in all threads, which each read another: for loops that must end in all at once."""
+    """The GPU's clock, the same in all threads, each of which reads another: for loops that must end in all at once."""
     thread = tl.arange(0, tl.extra.cuda.num_threads())
     times = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [thread], tl.int64, is_pure=False, pack=1)
     return tl.max(times, 0)

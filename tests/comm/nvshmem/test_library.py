@@ -1,5 +1,4 @@
-"""The C library, built without a GPU: what it exports, what it says where there is no GPU, and whole jobs over a made-up
-NVSHMEM (fake_host.cpp)."""
+"""The C library, built without a GPU: what it exports and says, and jobs over a made-up NVSHMEM (fake_host.cpp)."""
 
 from __future__ import annotations
 
