@@ -6,7 +6,7 @@ Nothing here imports Triton or loads a library.
 from __future__ import annotations
 
 from importlib import metadata
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from fusedmoe.errors import ConfigError
@@ -19,11 +19,8 @@ HOW_TO_INSTALL = "pip install 'fusedmoe[nvshmem]' for CUDA 13, 'fusedmoe[nvshmem
 
 def nvshmem_home() -> Path | None:
     """The folder of NVSHMEM's package, which has include/ and lib/; None where it is not installed."""
-    try:
-        spec = find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:
-        return None
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or [] if spec else [])]
+    spec = PathFinder.find_spec("nvidia")  # imports nothing
+    folders = [Path(folder) / "nvshmem" for folder in (spec.submodule_search_locations or [] if spec else [])]
     return next((folder for folder in folders if (folder / "lib" / "libnvshmem_host.so.3").exists()), None)
 
 
