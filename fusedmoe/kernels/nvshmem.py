@@ -24,6 +24,7 @@ from triton.language import core
 
 from fusedmoe.kernels.aot import AotCase
 from fusedmoe.kernels.libraries import nvshmem_bitcode
+from fusedmoe.kernels.remote import now_ns
 
 _I32, _I64 = core.dtype("int32"), core.dtype("int64")
 
@@ -155,14 +156,6 @@ def arrived(signal_ptr, value):
 def peer_address(address_ptr, pe):
     """Where this GPU can address a PE's copy, as int64; 0 where it cannot."""
     return _ptr(tl.cast(address_ptr, tl.int64), tl.cast(pe, tl.int32))
-
-
-@triton.jit
-def now_ns():
-    """The GPU's clock, the same in all threads, each of which reads another: for loops that must end in all at once."""
-    thread = tl.arange(0, tl.extra.cuda.num_threads())
-    times = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [thread], tl.int64, is_pure=False, pack=1)
-    return tl.max(times, 0)
 
 
 @triton.jit(do_not_specialize=["row_bytes", "rank", "epoch"])

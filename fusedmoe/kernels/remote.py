@@ -39,6 +39,24 @@ def signal(ptr, epoch):
 
 
 @triton.jit
+def now_ns():
+    """The GPU's clock, the same in all threads, each of which reads another: for loops that must end in all at once."""
+    thread = tl.arange(0, tl.extra.cuda.num_threads())
+    times = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [thread], tl.int64, is_pure=False, pack=1)
+    return tl.max(times, 0)
+
+
+@triton.jit
+def stopped(stop_ptr, INTERPRET: tl.constexpr):
+    """The host's word, the same in all threads: or some would leave a loop and others wait for them."""
+    if INTERPRET:
+        return tl.load(stop_ptr, volatile=True)
+    # Not by an atomic: those of a GPU and of its host need not know of each other.
+    thread = tl.arange(0, tl.extra.cuda.num_threads())
+    return tl.max(tl.load(stop_ptr + thread * 0, volatile=True), 0)
+
+
+@triton.jit
 def look(ptr, index, wanted):
     """The signals with these indices, as an acquire; those that are not wanted count as come."""
     seen = tl.atomic_add(ptr + index, 0, mask=wanted, sem="acquire", scope="sys")
@@ -60,15 +78,15 @@ def wait(ptr, index, wanted, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET: t
     late = tl.sum((seen < epoch).to(tl.int32), 0)
     began = tl.full((), 0, tl.int64)
     if not INTERPRET:
-        began = tl.extra.cuda.globaltimer().to(tl.int64)
+        began = now_ns()
     looks = 0
     while late > 0:
         reason = tl.full((), 0, tl.int64)
         looks += 1
         if looks % LOOKS == 0 or INTERPRET:
-            reason = tl.load(stop_ptr, volatile=True)
+            reason = stopped(stop_ptr, INTERPRET)
             if not INTERPRET:
-                if tl.extra.cuda.globaltimer().to(tl.int64) - began > limit_ns:
+                if now_ns() - began > limit_ns:
                     reason = tl.full((), 1, tl.int64)
         if reason != 0:
             first = tl.min(tl.where(seen < epoch, index, 0x7FFFFFFF), 0)
