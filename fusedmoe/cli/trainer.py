@@ -27,7 +27,7 @@ from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import StackCosts, Workload
 from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
 from fusedmoe.training.overlap import blocks_costs
@@ -102,8 +102,7 @@ class Trainer:
         plan, self._stream = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
         step_costs = blocks_costs(blocks, costs, workload, self._stream)
         if policy == "flowmoe" and any(step_costs.gradient_bytes):
-            split = WholeModel(step_costs, samples=samples).flowmoe_split
-            self._tuning = PieceTuning(blocks, self._stream, step_costs, split)
+            self._tuning = PieceTuning(blocks, self._stream, step_costs, plan)
             plan = self._tuning.plan
         return plan, step_costs
 

@@ -94,11 +94,6 @@ class WholeModel:
     def flowmoe(self) -> Plan:
         return self._tuned.plan()
 
-    @property
-    def flowmoe_split(self) -> Split:
-        """Of `flowmoe`."""
-        return self._tuned.best
-
     @cached_property
     def lancet(self) -> Plan:
         plan = lancet_plan(self._costs, [k for k in PARTS if k in self._degrees])
