@@ -119,7 +119,8 @@ class PipelinedBlocks(nn.Module):
         """
         for phase in ROADS:
             self._check(phase, plans, gradients)
-        self.topology.agree({"plans": [str(plans.forward), str(plans.backward)]}, "pipeline")
+        found = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
+        self.topology.agree(found, "pipeline")
         self.plans, self._gradients = plans, gradients
 
     def forward(self, x: Tensor) -> Tensor:
