@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,12 +26,7 @@ from tests.graph.models import Steady
 
 aten = torch.ops.aten
 
-
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def floats(*shape: int) -> Tensor:
