@@ -200,19 +200,13 @@ def stages_of(split: Split) -> dict[fx.Node, int]:
 
 def loose_of(split: Split) -> tuple[list[fx.Node], list[fx.Node]]:
     """Of what runs before: what the split instructions need, and what may as well run beside them."""
+    early = set(split.before)
     needed: set[fx.Node] = set()
     ends = [one for node in split.split for one in node.all_input_nodes]
-    early = set(split.before)
-    while ends:
-        node = ends.pop()
-        if node in early and node not in needed:
-            needed.add(node)
-            ends += node.all_input_nodes
-    firm = set()
-    for node in split.before:  # what stays in order stays before
-        if is_random(node) or mutates(node) or is_start(node) or is_wait(node):
-            firm.add(node)
-    ends = list(firm)
+    # What stays in order stays before, and so does all that may read what is changed then.
+    last = max((place for place, node in enumerate(split.before) if mutates(node)), default=-1)
+    ends += split.before[: last + 1]
+    ends += [node for node in split.before if is_random(node) or is_start(node) or is_wait(node)]
     while ends:
         node = ends.pop()
         if node in early and node not in needed:
