@@ -252,7 +252,9 @@ def test_the_programme_splits_what_is_worth_it() -> None:
 
     def found(costs: Steady, most: int = 8) -> list[int]:
         seconds = lambda node: costs.operator_s(None, tuple(one.meta["val"] for one in node.all_input_nodes), {})  # noqa: E731
-        ranges = chosen_ranges(of, seconds, lambda start: 0.0, costs, most, 2, None, lambda done, total: None)
+        shown: list[tuple[int, int]] = []
+        ranges = chosen_ranges(of, seconds, lambda start: 0.0, costs, most, 2, None, lambda *step: shown.append(step))
+        assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
         return [one.parts for one, _ in ranges]
 
     assert found(work) == [2]
