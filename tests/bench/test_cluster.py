@@ -93,6 +93,18 @@ def test_blocks_do_the_same_in_micro_batches(cluster: Cluster, setting: Setting)
     assert set(cluster.run(setting.ranks, every_whole_policy, setting)) == {11 + 4}
 
 
+@pytest.mark.parametrize("wrong", [1.001, float("nan")])
+def test_results_that_differ_are_refused(wrong: float) -> None:
+    plans = {policy: POLICIES[policy].plan(stack(COMPUTED), 8) for policy in ("sequential", "fsmoe", "tutel")}
+
+    class Results:
+        def run(self, plan: Plan) -> dict[str, torch.Tensor]:
+            return {"z": torch.tensor([1.0, wrong if plan == plans["fsmoe"] else 1.0])}
+
+    with pytest.raises(AssertionError, match="results of fsmoe differ"):
+        same_results(Results(), plans)  # type: ignore[arg-type]
+
+
 def one_step(rank: int, world: int) -> None:
     """Against autograd, the layers in one piece; one rank of two has all rows of the other as well."""
     setting = TINY_BLOCKS
