@@ -197,7 +197,7 @@ def test_a_setting_of_blocks_is_measured_and_shown(
     pieces = found["pieces"]
     assert len(pieces["tried"]) == 8 and pieces["chosen"] in [row["bytes"] for row in pieces["rows"]]
     assert pieces["regret"] >= 0 and len(pieces["rows"]) >= 12
-    command._store(tmp_path / "results", {"blocks": found})
+    command._store(tmp_path / "results", "blocks", found)
     assert (tmp_path / "results/blocks.json").exists() and not (tmp_path / "results/cluster.json").exists()
     monkeypatch.setattr(sys, "argv", ["bench.cluster", "--show", "--results", str(tmp_path / "results")])
     assert command.main() == 0
@@ -276,6 +276,25 @@ def test_without_root_it_says_so_and_ends_well(
     assert command.main() == 0
     assert "skipped: it needs root" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_what_was_done_before_an_interruption_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(setting: Setting, rounds: int, folder: Path) -> None:
+        if setting is EMULATED:
+            raise KeyboardInterrupt
+        (folder / "result.json").write_text('{"steps": 1}')
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "missing", lambda: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    folders = ["--results", str(tmp_path), "--pictures", str(tmp_path / "pictures")]
+    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--settings", "computed", "emulated", "blocks", *folders])
+    assert command.main() == 130
+    assert "computed written" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "cluster.json").read_text())["settings"]
+    assert stored["computed"]["steps"] == 1 and stored.keys() == {"computed"}
 
 
 @needs_namespaces
