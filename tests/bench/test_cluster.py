@@ -43,7 +43,8 @@ TINY_BLOCKS_EMULATED = replace(BLOCKS, layers=3, S=64, M=8, H=16, emulated_flops
 # By which experts and links take about as long, and starting costs little.
 COSTS = CostModel({name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, 0.8)
 
-needs_namespaces = pytest.mark.skipif(missing() is not None, reason=f"two nodes: {missing()}")
+lacking = missing()
+needs_namespaces = pytest.mark.skipif(lacking is not None, reason=f"two nodes: {lacking}")
 
 
 def stack(setting: Setting) -> StackCosts:
