@@ -38,7 +38,7 @@ class Later(TorchFunctionMode):
         if bias is not None and places[1] is not None:
             bias = bias.detach()
         device = input.device.type
-        if torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:  # which autocast leaves as it is
             dtype = torch.get_autocast_dtype(device)
             input, weight = input.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)

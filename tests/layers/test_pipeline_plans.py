@@ -259,6 +259,15 @@ def test_biases_later(own: bool, autocast: bool, frozen: tuple[int, ...]) -> Non
         assert (grad - right).norm() <= (0.02 if autocast else 1e-6) * right.norm()
 
 
+def test_autocast_leaves_doubles_as_they_are() -> None:
+    x, weight = torch.randn(4, 5, dtype=torch.double, requires_grad=True), torch.randn(3, 5, dtype=torch.double)
+    weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        with Later([weight]):
+            y = F.linear(x, weight)
+        assert torch.equal(y, F.linear(x, weight))
+
+
 def test_dense_gradients_later_under_autocast() -> None:
     """Those of every dense parameter, biases among them, in the parameters' precision."""
     torch.manual_seed(0)
