@@ -19,9 +19,11 @@ from fusedmoe.cli.costs import picture_to_write, read_costs
 from fusedmoe.cli.flags import add_flags, changes_of, describe
 from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import compute_dtype, cuttable, policy_of, step_workload, unsplit
+from fusedmoe.cli.trainer import along, compute_dtype, cuttable, policy_of, step_workload, unsplit
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.stage import must_wait
+from fusedmoe.models.parts import make_gate, make_order
 from fusedmoe.runtime.plan_cache import cached_plans
 from fusedmoe.runtime.profile_cache import cached_profile
 from fusedmoe.schedule.bound import bound_s
@@ -78,9 +80,11 @@ _FLAGS = (
     "--timeout",
 )
 
-# Of whole models first: of two of the same name, theirs counts.
-_POLICIES = {name: (policy.__doc__ or "").rstrip(".") for name, policy in WHOLE_POLICIES.items()}
-_POLICIES = {name: policy.description for name, policy in POLICIES.items()} | _POLICIES
+# What each does. Of two of the same name, the one of whole models counts.
+_POLICIES = {
+    **{name: policy.description for name, policy in POLICIES.items()},
+    **{name: (policy.__doc__ or "").rstrip(".") for name, policy in WHOLE_POLICIES.items()},
+}
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
 
@@ -364,10 +368,8 @@ def step_costs(
     if layers < 1:
         raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
     reduced = workload.gradient_bytes() if launch.ranks > sizes.mp else 0
-    limited = model.capacity_factor is not None and model.order != "dropless"
-    return workload.step_costs(
-        costs, [reduced] * layers, workload.volumes(), whole=whole, waits=limited and model.k > 1
-    )
+    waits = must_wait(make_gate(model), make_order(model), along(settings, sizes.mp) == "positions")
+    return workload.step_costs(costs, [reduced] * layers, workload.volumes(), whole=whole, waits=waits)
 
 
 def _ms(seconds: float) -> str:

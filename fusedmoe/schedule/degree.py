@@ -12,7 +12,7 @@ from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.orders import Order, one_queue, three_queues
 from fusedmoe.schedule.passes import chunk_times, one_queue_s, pass_bound_s, three_queues_s
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.task import PIPELINE, Task
 from fusedmoe.schedule.workload import Chunks
 
@@ -54,20 +54,16 @@ def choose_degree(
     found: list[Choice] = []
     best_s = math.inf
     for degree, seconds in sorted(least, key=lambda choice: choice.seconds):
-        if seconds > best_s * _ROUNDING:
+        if seconds > best_s * (1 + ROUNDING):
             break
         found.append(Choice(degree, pass_s(chunks, degree, gar, order=order, contention=contention)))
         best_s = min(best_s, found[-1].seconds)
     return _smallest_of_best(found)
 
 
-# Times that differ by less are equal.
-_ROUNDING = 1 + 1e-12
-
-
 def _smallest_of_best(choices: Sequence[Choice]) -> Choice:
     best_s = min(choice.seconds for choice in choices)
-    return min(choice for choice in choices if choice.seconds <= best_s * _ROUNDING)
+    return min(choice for choice in choices if choice.seconds <= best_s * (1 + ROUNDING))
 
 
 def pass_s(

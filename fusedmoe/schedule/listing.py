@@ -8,7 +8,8 @@ nothing is interrupted. What comes out is a plan like any other, in which these 
 
 The schedule is then improved by going through it backwards and forwards again: from the end every task is put as late
 as it can be, which tells which ones had time; from the start, those that had none go first (Li and Willis, "An
-iterative scheduling technique for resource-constrained project scheduling", 1992).
+iterative scheduling technique for resource-constrained project scheduling", 1992). Gradient all-reduces are then tasks
+like all others.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class ListSchedule:
 
     def makespan_s(self, contention: float = 1.0) -> float:
         """The `makespan` of the plan, with links that disturb each other so much."""
-        if contention == 1.0 or not {1, 2} <= set(self._on):
+        links = {RESOURCES.index(link) for link in ("intra", "inter")}
+        if contention == 1.0 or not links <= set(self._on):
             return self._end_s
         before = [list(found) for found in self._before]
         for order in self._orders():
@@ -139,7 +141,7 @@ class ListSchedule:
         for number, place in enumerate(by_rank):
             rank[place] = number
         waits = [len(found) for found in before]
-        ready: tuple[list[int], ...] = ([], [], [])
+        ready: list[list[int]] = [[] for _ in RESOURCES]
         for number, place in enumerate(by_rank):
             if not waits[place]:
                 ready[on[place]].append(number)  # in order, so a heap
@@ -157,8 +159,8 @@ class ListSchedule:
             if soonest == math.inf:
                 return starts, now
             now = soonest
-            for resource in (0, 1, 2):
-                if end[resource] == now:
+            for resource, ends in enumerate(end):
+                if ends == now:
                     end[resource] = math.inf
                     for one in followers[running[resource]]:
                         waits[one] -= 1

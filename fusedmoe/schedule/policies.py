@@ -17,7 +17,7 @@ from fusedmoe.schedule.orders import Order, alternating, one_queue, three_queues
 from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
 from fusedmoe.schedule.passes import chunk_times, one_queue_s
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import LayerCosts, StackCosts
@@ -27,9 +27,6 @@ TUTEL_DEGREES = (1, 2, 4, 8)
 
 #: The size of Lina's gradient pieces.
 LINA_BYTES = 30 * 10**6
-
-# Of seconds, relatively: what sums in another order differ by.
-_ROUNDING = 1e-9
 
 
 def sequential(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
@@ -84,7 +81,7 @@ def best_of(plans: Sequence[Plan], costs: StackCosts) -> Plan:
     """The shortest in simulation; of those that are equally short the one with the fewest tasks: what costs do not know
     of, each task has some of."""
     seconds = [makespan(plan, costs) for plan in plans]
-    enough = min(seconds) * (1 + _ROUNDING)
+    enough = min(seconds) * (1 + ROUNDING)
     return min((plan for plan, took in zip(plans, seconds, strict=True) if took <= enough), key=len)
 
 

@@ -16,7 +16,7 @@ from fusedmoe.schedule.listing import ListSchedule, list_plan
 from fusedmoe.schedule.passes import links_bound_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import LINKS, PIPELINE, ROADS, WEIGHT_GRADIENTS, Task
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.timeline import PHASES, RESOURCES
 from fusedmoe.schedule.workload import LayerCosts, StackCosts
 
 
@@ -31,6 +31,15 @@ class Split(NamedTuple):
     backward: int
     piece_bytes: int | None = None
     weights: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Split:
+        """How a plan of `micro_schedule` is split. Its `piece_bytes` are those of the largest piece there is."""
+        degrees = plan.degrees.items()
+        forward, backward = (max(degree for (phase, _), degree in degrees if phase == one) for one in PHASES)
+        piece_bytes = max((task.size or 0 for task in plan.inter if task.kind == "gradient-all-reduce"), default=None)
+        weights = any(task.kind in WEIGHT_GRADIENTS.values() for task in plan.compute)
+        return cls(forward, backward, piece_bytes, weights)
 
 
 def micro_schedule(costs: StackCosts, split: Split) -> ListSchedule:

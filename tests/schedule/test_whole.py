@@ -71,6 +71,18 @@ def test_a_split_step_does_the_same_work():
             assert {(t.kind, t.layer, t.phase) for t in plan} == {(t.kind, t.layer, t.phase) for t in whole}
 
 
+def test_a_plan_tells_how_it_is_split():
+    rng = random.Random()
+    for _ in range(30):
+        costs, split = random_stack(rng), random_split(rng)
+        plan = micro_schedule(costs, split).plan()
+        found = Split.of(plan)
+        assert found._replace(piece_bytes=None) == split._replace(piece_bytes=None)
+        assert micro_schedule(costs, found).plan() == plan
+    bare = replace(costs, layers=tuple(replace(layer, gradient_bytes=0) for layer in costs.layers))
+    assert Split.of(micro_schedule(bare, Split(2, 3, 2**20)).plan()) == Split(2, 3)
+
+
 def test_chunks_go_on_from_layer_to_layer():
     costs = replace(random_stack(random.Random(1), 2), loss_s=None, optimizer_s=None)
     plan = micro_schedule(costs, Split(3, 3, weights=True)).plan()
