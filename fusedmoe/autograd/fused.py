@@ -1,10 +1,10 @@
 """Experts over ranks without collectives: kernels put tokens to their experts' ranks, compute on tiles as their rows
 come, and put results straight back.
 
-    dispatch            tokens → rows at their experts
+    dispatch_tokens     tokens → rows at their experts
     dispatch_experts    tokens → results at their experts; products wait for their own rows
     experts_combine     rows at their experts → tokens' results; products put what they make
-    combine             results at their experts → tokens' results
+    combine_results     results at their experts → tokens' results
     fused_experts       all in one
 
 Values and gradients are those of the collectives (`autograd/pipeline.py`), bit for bit: rows meet in the same order, in
@@ -193,7 +193,7 @@ class _Dispatch(torch.autograd.Function):
         return dx_SM, dweight_SK, None
 
 
-def dispatch(x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[list[Tensor], list[Tensor]]:
+def dispatch_tokens(x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens to their experts' ranks. Collective.
 
     Returns:
@@ -229,7 +229,7 @@ class _Combine(torch.autograd.Function):
         return None, *drows
 
 
-def combine(rows: Sequence[Tensor], route: Route) -> Tensor:
+def combine_results(rows: Sequence[Tensor], route: Route) -> Tensor:
     """Results of each chunk, [R, M] sorted by local expert, back to their tokens, and summed: [S, M]. Collective.
 
     Saves for backward: nothing.
