@@ -15,7 +15,8 @@ import numpy as np
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
 from fusedmoe.schedule.orders import Order
-from fusedmoe.schedule.workload import LayerCosts, StackCosts
+from fusedmoe.schedule.roads import Road
+from fusedmoe.schedule.stack_costs import StackCosts
 
 
 class Partition(NamedTuple):
@@ -39,13 +40,13 @@ class Way(NamedTuple):
         return self.free_s - self.busy_s
 
 
-def ways(layer: LayerCosts, order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
-    """The degrees that can be best for some g: the first one for g = 0, each further one slower and less busy.
+def ways(chunks: Road, order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
+    """The degrees of a backward pass that can be best for some g: the first one for g = 0, each further one slower and
+    less busy.
 
     Exact without contention. With it all-reduces slow down what they hide behind, so that a pass can take a little
     longer than its way says.
     """
-    chunks = layer.chunks["backward"]
     best = choose_degree(chunks, order=order, contention=contention, limit=limit)
     found: list[Way] = []
     for degree in range(best.degree, 0, -1):

@@ -28,7 +28,7 @@ def backward_s(costs: StackCosts, of, partition: Partition) -> float:
 
 def random_ways(rng: random.Random, costs: StackCosts) -> list[list[Way]]:
     order = rng.choice(ORDERS)
-    return [ways(layer, order, costs.contention) for layer in costs.layers]
+    return [ways(layer.chunks["backward"], order, costs.contention) for layer in costs.layers]
 
 
 def test_ways_by_definition():
@@ -36,7 +36,7 @@ def test_ways_by_definition():
     for _ in range(30):
         costs = random_costs(rng, 1.0)
         layer = costs.layers[0]
-        found = ways(layer, three_queues, 1.0)
+        found = ways(layer.chunks["backward"], three_queues, 1.0)
         assert [way.free_s for way in found] == sorted(way.free_s for way in found)
         assert [way.slack_s for way in found] == sorted(way.slack_s for way in found)
         for gar in (0.0, 1e-4, 1e-2, 1.0):
