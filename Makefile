@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint bench bench-gpu bench-cluster bench-report clean
+.PHONY: help env train test lint nvshmem bench bench-gpu bench-cluster bench-report clean
 
 VENV := .venv
 ARGS ?=
@@ -18,10 +18,12 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
 READY :=
+NVSHMEM_INSTALL :=
 RUN_ENV := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 else
 PY := $(VENV)/bin/python
 READY := $(STAMP)
+NVSHMEM_INSTALL := --install $(CONSTRAINTS)
 RUN_ENV :=
 endif
 
@@ -40,6 +42,7 @@ help:
 	@echo '                make train ARGS="--steps 20 --run-dir runs/try"    make train ARGS=--help'
 	@echo '  make test     the tests, without the slow ones    make test ARGS="-k gates"    ARGS="-m slow"'
 	@echo '  make lint     ruff, mypy, and the floors of the design (import-linter)'
+	@echo '  make nvshmem  the optional NVSHMEM transport: its package, and a library from csrc/nvshmem (no GPU needed)'
 	@echo '  make bench    the benchmarks'
 	@echo '  make bench-gpu     one GPU in ten minutes: correctness, then each kernel and pass against its limit'
 	@echo '                     make bench-gpu PYTHON=python3    make bench-gpu ARGS=--help'
@@ -91,6 +94,10 @@ lint: $(READY)
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' || bad=1; \
 	exit $$bad
 
+# Into .venv, and beside the module that loads it; it says what is missing.
+nvshmem: $(READY)
+	@exec env $(RUN_ENV) $(PY) csrc/nvshmem/build.py $(NVSHMEM_INSTALL) $(ARGS)
+
 # A benchmark sets its threads itself, and may take longer than a test.
 bench: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m pytest --timeout 1800 bench $(ARGS)
@@ -107,5 +114,5 @@ bench-report: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m bench.report $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+	rm -rf $(VENV) build dist *.egg-info fusedmoe/comm/*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

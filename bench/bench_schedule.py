@@ -14,10 +14,11 @@ from fusedmoe.schedule.paper import paper_degree
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 
 # Twelve layers in eight chunks, with attention and one all-reduce: 985 tasks.
 LAYERS, DEGREE = 12, 8

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fusedmoe.kernels.libraries import nvshmem_home
 from fusedmoe.runtime.cache import CACHE
 from tests.cluster import Cluster
 
@@ -24,3 +27,25 @@ def cluster(cache: Path) -> Iterator[Cluster]:
     ranks = Cluster()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def nvshmem_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the path of modules, in which NVSHMEM's package lies: the installed one, or one that pip fetches."""
+    if (home := nvshmem_home()) is not None:
+        return home.parents[1]
+    site = tmp_path_factory.mktemp("nvshmem")
+    pins = Path(__file__).parents[1] / "constraints" / "common.txt"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    try:
+        done = subprocess.run(
+            [*pip, "-c", str(pins), "--target", str(site), "nvidia-nvshmem-cu13"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip("NVSHMEM's package is not installed, and pip did not fetch it within 100 s")
+    if done.returncode:
+        pytest.skip(f"NVSHMEM's package is not installed, and pip does not find it: {done.stderr[-300:]}")
+    return site

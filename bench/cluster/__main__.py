@@ -56,15 +56,17 @@ def main() -> int:
             try:
                 run(SETTINGS[name], options.rounds, out)
             except KeyboardInterrupt:
-                console.print("interrupted: nothing is left running, nothing is written")
+                done = f"{' and '.join(results)} written" if results else "nothing is written"
+                console.print(f"interrupted: nothing is left running, {done}")
                 return 130
             results[name] = {"machine": _machine(), **json.loads((out / "result.json").read_text())}
+            _store(options.results, name, results[name])
             options.pictures.mkdir(parents=True, exist_ok=True)
             for picture in out.glob("*.png"):
                 (options.pictures / f"{name}-{picture.name}").write_bytes(picture.read_bytes())
     show(results, console)
-    written = _store(options.results, results)
-    console.print(f"\n{' and '.join(map(str, written))}; pictures in {options.pictures}", highlight=False)
+    written = dict.fromkeys(str(_file(options.results, SETTINGS[name])) for name in results)
+    console.print(f"\n{' and '.join(written)}; pictures in {options.pictures}", highlight=False)
     return 0
 
 
@@ -72,16 +74,12 @@ def _file(folder: Path, setting: Setting) -> Path:
     return folder / ("blocks.json" if setting.blocks else "cluster.json")
 
 
-def _store(folder: Path, results: dict[str, Any]) -> list[Path]:
-    """Writes results into their files, in which other settings' stay as they are."""
+def _store(folder: Path, name: str, found: dict[str, Any]) -> None:
+    """Writes a setting's results into their file, in which other settings' stay as they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    files: dict[Path, dict[str, Any]] = {}
-    for name, found in results.items():
-        files.setdefault(_file(folder, SETTINGS[name]), {})[name] = found
-    for file, new in files.items():
-        before = json.loads(file.read_text())["settings"] if file.exists() else {}
-        file.write_text(json.dumps({"settings": before | new}, indent=1) + "\n")
-    return list(files)
+    file = _file(folder, SETTINGS[name])
+    before = json.loads(file.read_text())["settings"] if file.exists() else {}
+    file.write_text(json.dumps({"settings": before | {name: found}}, indent=1) + "\n")
 
 
 def _stored(folder: Path, names: list[str]) -> dict[str, Any]:

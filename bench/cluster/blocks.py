@@ -19,7 +19,6 @@ from bench.cluster.parts import computation
 from bench.cluster.profile import Clock, Profiler
 from bench.cluster.setting import LIMIT, Setting
 from bench.cluster.step import Step
-from bench.cluster.sweep import degrees_of
 from bench.cluster.turns import in_turns, row, same_results, setting_json, spread, tell
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
@@ -33,10 +32,10 @@ from fusedmoe.schedule.orders import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import fsmoe, pipemoe, sequential
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.step import Pass
 from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
-from fusedmoe.schedule.workload import StackCosts
 
 #: Pieces of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
 UNTUNED_BYTES = 32 * 1024
@@ -128,11 +127,10 @@ def _pieces_json(
     topology: Topology, step: Step, profiler: Profiler, costs: StackCosts, plan: Plan, rounds: int
 ) -> dict[str, Any]:
     """What the tuner finds while steps run, in a fine sweep. `costs`: by which plans are made."""
-    largest = max(costs.gradient_bytes)
-    forward, backward = degrees_of(plan)
+    largest, split = max(costs.gradient_bytes), Split.of(plan)
 
     def plan_of(size: int) -> Plan:
-        return micro_schedule(costs, Split(forward, backward, size)).plan()
+        return micro_schedule(costs, split._replace(piece_bytes=size)).plan()
 
     tuner = PieceTuner(largest, _SAMPLES, _STEPS, drift=None)
     clock = Clock(topology)
@@ -153,7 +151,7 @@ def _pieces_json(
     own = next(one for one in rows if one["bytes"] == chosen)
     regret = own["median_s"] / best["median_s"] - 1.0
     return {
-        "degrees": (forward, backward),
+        "degrees": (split.forward, split.backward),
         "tried": tuner.tried,
         "chosen": chosen,
         "best": best["bytes"],

@@ -25,7 +25,7 @@ from fusedmoe.schedule.workload import Workload
 def make_layer(setting: Setting, topology: Topology, policy: str, costs: CostModel) -> fusedmoe.MoELayer:
     """`policy`: "off", or one that chooses its degrees by `costs`."""
     torch.manual_seed(0)
-    experts = FeedForward(setting.H) if setting.emulated_flops is None else Waiting(setting)
+    experts = fusedmoe.experts.FeedForward(setting.H) if setting.emulated_flops is None else Waiting(setting)
     return fusedmoe.MoELayer(
         setting.M,
         fusedmoe.gates.Random(setting.E, k=2),
@@ -40,9 +40,6 @@ def run(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor) -> None:
     x_SM.grad = None
     layer.zero_grad(set_to_none=True)
     layer(x_SM).backward(dy_SM)
-
-
-FeedForward = fusedmoe.experts.FeedForward
 
 
 class Waiting(RowExperts):

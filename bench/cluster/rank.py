@@ -11,7 +11,7 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,9 @@ from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.simulate import simulate
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.workload import Workload
 
 _DRAWN = ("sequential", "pipemoe", "fsmoe", "joint")
 _WAIT_S = 60.0
@@ -76,12 +77,12 @@ def _measure(setting: Setting, topology: Topology, rounds: int, folder: Path) ->
     topology.agree({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
     tell(topology, "policies")
     difference = same_results(step, plans)
-    runs = {policy: _runner(step, plan) for policy, plan in plans.items()}
+    runs = {policy: partial(step.run, plan) for policy, plan in plans.items()}
     steps = in_turns(topology, runs, rounds, profiler.round)
     tell(topology, "sweep")
     chosen = degrees_of(plans["fsmoe"])
     swept = {pair: plan_of(costs, *pair) for pair in cross(chosen)}
-    sweep = in_turns(topology, {str(pair): _runner(step, plan) for pair, plan in swept.items()}, rounds)
+    sweep = in_turns(topology, {str(pair): partial(step.run, plan) for pair, plan in swept.items()}, rounds)
     # Plans are made by what was measured before; what they should take is said by what was measured among them.
     profile = profiler.profile()
     costs = profile.stack
@@ -104,17 +105,13 @@ def _measure(setting: Setting, topology: Topology, rounds: int, folder: Path) ->
     }
 
 
-def _runner(step: Step, plan: Plan) -> Callable[[], Any]:
-    return lambda: step.run(plan)
-
-
 def _sweep_json(
     chosen: tuple[int, int], plans: Mapping[tuple[int, int], Plan], seconds: dict[str, list[float]], costs: StackCosts
 ) -> dict[str, Any]:
     rows = []
     for pair, plan in plans.items():
         of = seconds[str(pair)]
-        rows.append({"degrees": pair, **spread(of), "predicted_s": simulate(plan, costs).end_s})
+        rows.append({"degrees": pair, **spread(of), "predicted_s": makespan(plan, costs)})
     own = statistics.median(seconds[str(chosen)])
     best = min(rows, key=lambda row: row["median_s"])
     return {"chosen": chosen, "best": best["degrees"], "regret": own / best["median_s"] - 1.0, "rows": rows}
@@ -124,7 +121,7 @@ def _layer_json(setting: Setting, topology: Topology, profile: Profile, rounds: 
     made = {policy: layers.make_layer(setting, topology, policy, profile.model) for policy in ("off", *POLICIES)}
     x_SM = torch.randn(setting.S // 2, setting.M).requires_grad_()
     dy_SM = torch.randn(setting.S // 2, setting.M)
-    runs = {policy: _layer_runner(layer, x_SM, dy_SM) for policy, layer in made.items()}
+    runs = {policy: partial(layers.run, layer, x_SM, dy_SM) for policy, layer in made.items()}
     seconds = in_turns(topology, runs, rounds)
     off = statistics.median(seconds["off"])
     found = {}
@@ -136,14 +133,10 @@ def _layer_json(setting: Setting, topology: Topology, profile: Profile, rounds: 
             workload, both = plans[-1]
             assert isinstance(workload, Workload)
             costs = StackCosts((workload.layer_costs(profile.model),), contention=profile.model.contention)
-            ends = [simulate(plan, costs).end_s for plan in (both.forward, both.backward)]
+            predicted_s = sum(makespan(plan, costs) for plan in (both.forward, both.backward))
             degrees = [max(plan.degrees.values()) for plan in (both.forward, both.backward)]
-            found[policy] |= {"predicted_s": sum(ends), "error": sum(ends) / median - 1.0, "degrees": degrees}
+            found[policy] |= {"predicted_s": predicted_s, "error": predicted_s / median - 1.0, "degrees": degrees}
     return found
-
-
-def _layer_runner(layer: Any, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> Callable[[], Any]:
-    return lambda: layers.run(layer, x_SM, dy_SM)
 
 
 def _job_json(setting: Setting, topology: Topology, profile: Profile, rounds: int) -> dict[str, Any]:
@@ -167,14 +160,10 @@ def _draw(
     clock = Clock(topology)
     for policy in _DRAWN:
         recorder = Recorder(topology.rank)
-        clock.seconds(_recorded(step, plans[policy], recorder))
+        clock.seconds(partial(step.run, plans[policy], recorder))
         if topology.rank == 0:
             title = f"{policy}: predicted above, measured below ({setting.ranks} ranks, {setting.name})"
             draw([simulate(plans[policy], costs), recorder.timeline()], folder / f"{policy}.png", title=title)
-
-
-def _recorded(step: Step, plan: Plan, recorder: Recorder) -> Callable[[], Any]:
-    return lambda: step.run(plan, recorder)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Setting:
 
 #: Two ranks, one a node, that really compute, on one thread each. Experts are wide and rows narrow, so that a slow link
 #: is enough: what travels takes little of the processors then.
-COMPUTED = Setting("computed", 1, 40, 400, 64, layers=2, S=8192, M=96, H=10752, E=4)
+COMPUTED = Setting("computed", 1, 32, 400, 64, layers=2, S=8192, M=96, H=10752, E=4)
 
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(

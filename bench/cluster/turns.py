@@ -17,8 +17,8 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.timeline import RESOURCES
-from fusedmoe.schedule.workload import StackCosts
 
 
 def in_turns(
@@ -46,12 +46,13 @@ def same_results(step: Step, plans: Mapping[str, Plan]) -> float:
     """The largest difference of any policy's results from the sequential ones', as a share of the largest number."""
     right = {name: tensor.clone() for name, tensor in step.run(plans["sequential"]).items()}
     worst = 0.0
-    for plan in plans.values():
+    for policy, plan in plans.items():
         for name, found in step.run(plan).items():
             scale = max(1e-30, float(right[name].abs().max()))
-            worst = max(worst, float((found - right[name]).abs().max()) / scale)
-    if not worst < 1e-4:
-        raise AssertionError(f"policies' results differ by {worst:.2e}")
+            differs = float((found - right[name]).abs().max()) / scale
+            if not differs < 1e-4:  # nor if it is NaN
+                raise AssertionError(f"results of {policy} differ from the sequential ones' by {differs:.2e} ({name})")
+            worst = max(worst, differs)
     return worst
 
 

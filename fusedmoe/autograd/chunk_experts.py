@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from fusedmoe.kernels.experts import (
     experts_forward,
 )
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.weights import Gradients, Weights
+from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 # Gradients of parameters; None before the first chunk, and for a parameter without one.
 Totals = Sequence["Tensor | None"] | None
@@ -88,12 +89,15 @@ class FusedChunks:
             dy_RM, x_RM, kept, layout, weight_R, self.weights, self.activation
         )
 
-        def rest(totals: Totals) -> Totals:
-            into = _gradients(x_RM, totals)
-            grads = experts_backward_weights(dy_RM, x_RM, left, layout, weight_R, self.weights, into)
-            return grads.w1, grads.w2, grads.b1, grads.b2
+        return dx_RM, dweight_R, partial(self.weight_gradients, dy_RM, x_RM, left, layout, weight_R)
 
-        return dx_RM, dweight_R, rest
+    def weight_gradients(
+        self, dy_RM: Tensor, x_RM: Tensor, left: Hidden, layout: Layout, weight_R: Tensor | None, totals: Totals
+    ) -> Totals:
+        """The second half of `backward`."""
+        into = _gradients(x_RM, totals)
+        grads = experts_backward_weights(dy_RM, x_RM, left, layout, weight_R, self.weights, into)
+        return grads.w1, grads.w2, grads.b1, grads.b2
 
 
 class ModuleChunks:

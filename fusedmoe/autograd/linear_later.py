@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class Later(TorchFunctionMode):
-    """`parameters`: leaves; a gradient is told by its place among them."""
+    """`parameters`: leaves; a gradient is told by its place among them. Of those that need none, there is none."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
-        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        self._waiting: list[tuple[int | None, int | None, Tensor, Tensor]] = []
+        self._places = {id(one): place for place, one in enumerate(parameters) if one.requires_grad}
+        self._waiting: list[tuple[int, int | None, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -34,30 +34,28 @@ class Later(TorchFunctionMode):
         places = self._places.get(id(weight)), self._places.get(id(bias))
         if places[0] is None or not (input.requires_grad and torch.is_grad_enabled()):
             return torch.nn.functional.linear(input, weight, bias)
+        weight = weight.detach()
+        if bias is not None and places[1] is not None:
+            bias = bias.detach()
         device = input.device.type
-        if torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:  # which autocast leaves as it is
             dtype = torch.get_autocast_dtype(device)
-            input, cast = input.to(dtype), weight.detach().to(dtype)
+            input, weight = input.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        else:
-            cast = weight.detach()
-        wanted = places[0] if weight.requires_grad else None
-        # A bias that is no leaf here, or has been cast, leads to its own by autograd.
-        later = bias is not None and bias.is_leaf and places[1] is not None
-        own = places[1] if later and bias is not None and bias.requires_grad else None
-        return _Linear.apply(input, cast, bias.detach() if later and bias is not None else bias, self, wanted, own)
+        return _Linear.apply(input, weight, bias, self, *places)
 
-    def keep(self, weight: int | None, bias: int | None, x: Tensor, dy: Tensor) -> None:
-        if weight is not None or bias is not None:
-            self._waiting.append((weight, bias, x, dy))
+    def keep(self, weight: int, bias: int | None, x: Tensor, dy: Tensor) -> None:
+        self._waiting.append((weight, bias, x, dy))
 
     def run(self, add: Callable[[int, Tensor], None]) -> None:
-        """Calls `add(place, gradient)` for every linear map whose backward has been; once."""
+        """Calls `add(place, gradient)` for every linear map whose backward has been; once.
+
+        Under autocast gradients are in the lower precision.
+        """
         waiting, self._waiting = self._waiting, []
         for weight, bias, x, dy in waiting:
             rows = dy.reshape(-1, dy.shape[-1])
-            if weight is not None:
-                add(weight, rows.t() @ x.reshape(-1, x.shape[-1]))
+            add(weight, rows.t() @ x.reshape(-1, x.shape[-1]))
             if bias is not None:
                 add(bias, rows.sum(0))
 

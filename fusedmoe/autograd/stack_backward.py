@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fusedmoe.autograd.chunk_experts import Totals
 from fusedmoe.autograd.pieces import Received, Regrouped, Sent, counts_of
-from fusedmoe.autograd.stack_forward import place_in_unit, unit_of
 from fusedmoe.autograd.stack_state import Chunk, Layer, Output, Pass, Unit, there
 from fusedmoe.autograd.stage import Stack
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots
@@ -27,12 +26,12 @@ class Backward(Pass):
     """
 
     def __init__(self, stack: Stack, layers: list[Layer], dz: Tensor, daux: Sequence[Tensor | None]) -> None:
-        super().__init__(stack, "backward", layers)
+        super().__init__(stack, "backward", layers, dz.shape)
         self._daux = daux
         # Of what each layer gives; last, since it is also the first layer's that is -1, of the input.
         self._dz: list[Tensor | None] = [None] * (len(layers) + 1)
         self._dz[len(layers) - 1] = dz
-        self._shape, self._done = dz.shape, [0] * len(layers)  # units whose dense part is done
+        self._done = [0] * len(layers)  # units whose dense part is done
         self.totals: list[Totals] = [None] * len(layers)
         self.dense: list[dict[int, Tensor]] = [{} for _ in layers]
         kinds = ("attention", WEIGHT_GRADIENTS["attention"])
@@ -81,7 +80,7 @@ class Backward(Pass):
         chunk, dz = self.chunk(task), there(self._dz[number])
         rows = []
         for p in self.pieces(task):
-            _, to_u = there(layer.units[unit_of(layer.unit_cuts, layer.cuts, p)]).to
+            _, to_u = there(layer.units[layer.unit_of(p)]).to
             dz_SM = self.view(dz, layer.cuts, range(p, p + 1)).reshape(-1, dz.shape[-1])
             rows.append(permute(self.use(dz_SM).to(to_u.dtype), there(layer.pieces[p]).layout))
         chunk.rows = chunk.part.dispatch(chunk.sent.join(rows))
@@ -137,7 +136,7 @@ class Backward(Pass):
             unit = there(layer.units[place])
             dx = self._through(number, place, unit)
             if self._dz[number - 1] is None:
-                self._dz[number - 1] = dx.new_empty(self._shape)
+                self._dz[number - 1] = dx.new_empty(self.shape)
             self.view(there(self._dz[number - 1]), layer.unit_cuts, range(place, place + 1)).copy_(dx)
             if unit.later is None:
                 layer.units[place] = None
@@ -207,9 +206,8 @@ class Backward(Pass):
         if len(parts) == 1:
             return parts[0]
         du = parts[0].new_empty(unit.to[1].shape)
-        size, axis = self._shape[self.stack.axis], self.stack.axis
         for p, part in zip(inside, parts, strict=True):
-            at = place_in_unit(layer, place, p, size, axis)
+            at = self.in_unit(layer, p)
             du[at] = part.view(du[at].shape)
         return du
 

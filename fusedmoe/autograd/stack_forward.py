@@ -31,7 +31,7 @@ class Forward(Pass):
             unit_cuts, cuts = cuts_of((stack.plans.forward, stack.plans.backward), number)
             leaves = [one.detach().requires_grad_(keep and one.requires_grad) for one in stage.dense_parameters]
             layers.append(Layer(stage, of, leaves, unit_cuts, cuts, [None] * len(unit_cuts), [None] * len(cuts)))
-        super().__init__(stack, "forward", layers)
+        super().__init__(stack, "forward", layers, x.shape)
         tokens = self._lead.numel() if x.numel() else 0
         self._capacities = [stage.capacity(tokens) for stage in stack.stages]
         self._drawn = [tuple(self._batch(one) for one in stage.draw(x)) for stage in stack.stages]
@@ -69,7 +69,7 @@ class Forward(Pass):
                 later = Later(layer.parameters) if self._later[number] else None
                 y, u, scores, routing, own = layer.stage.dense(layer.parameters, x, drawn, past, later)
             if layer.z is None:
-                layer.z = y.new_empty(self._x.shape, dtype=torch.promote_types(y.dtype, u.dtype))
+                layer.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))
             self.view(layer.z, layer.unit_cuts, span).copy_(y.detach())
             to = Output.of(y), Output.of(u)
             down: list[Tensor | None] = [None] * len(own)
@@ -101,7 +101,7 @@ class Forward(Pass):
             chosen = list(kept.split([one.shape[axis] for one in chosen], axis))
         for place, unit, expert in zip(units, found, chosen, strict=True):
             for p in layer.cuts.inside(layer.unit_cuts, place):
-                at = self._inside(layer, place, p)
+                at = self.in_unit(layer, p)
                 layout = order(expert[at].flatten(0, -2), E).exact()
                 with torch.set_grad_enabled(self._keep):
                     weight = self._batch(unit.routing.weight_SK, unit.x)[at].flatten(0, -2)
@@ -128,7 +128,7 @@ class Forward(Pass):
         pieces = [there(layer.pieces[p]) for p in places]
         sent = Sent([piece.layout for piece in pieces], self.stack.peers)
         rows = sent.join([self._rows(layer, p, piece) for p, piece in zip(places, pieces, strict=True)])
-        units = sorted({self._unit_of(layer, p) for p in places})
+        units = sorted({layer.unit_of(p) for p in places})
         exchange = layer.stage.exchange(sent.counts, rows, [there(layer.units[place]).routing for place in units])
         received = Received(exchange, counts_of(exchange.come_QPE, len(pieces), rows.device))
         chunk = Chunk(sent, exchange, received, exchange.dispatch(rows))
@@ -190,22 +190,14 @@ class Forward(Pass):
 
     def _rows(self, layer: Layer, p: int, piece: Piece) -> Tensor:
         """A piece's rows as they are sent. A unit's input of the experts goes when the last of them has been made."""
-        place = self._unit_of(layer, p)
+        place = layer.unit_of(p)
         unit = there(layer.units[place])
         u = there(unit.u)
-        u_SM = u[self._inside(layer, place, p)].reshape(-1, u.shape[-1])
+        u_SM = u[self.in_unit(layer, p)].reshape(-1, u.shape[-1])
         unit.dispatched += 1
         if unit.dispatched == len(layer.cuts.inside(layer.unit_cuts, place)):
             unit.u = None
         return permute(self.use(u_SM), piece.layout)
-
-    def _unit_of(self, layer: Layer, p: int) -> int:
-        """The unit that a piece is of."""
-        return unit_of(layer.unit_cuts, layer.cuts, p)
-
-    def _inside(self, layer: Layer, place: int, p: int) -> tuple[slice, ...]:
-        """Where a piece is in its unit."""
-        return place_in_unit(layer, place, p, self._x.shape[self.stack.axis], self.stack.axis)
 
     def _batch(self, value_S: Tensor, like: Tensor | None = None) -> Tensor:
         """[S, …] values of tokens -> [B, …, ·], of the whole batch or of a unit's x."""
@@ -215,15 +207,3 @@ class Forward(Pass):
     def _tokens(self, value: Tensor, cuts: Cuts, pieces: range) -> Tensor:
         """The inverse, of some pieces."""
         return self.view(value, cuts, pieces).flatten(0, len(self._lead) - 1)
-
-
-def unit_of(unit_cuts: Cuts, cuts: Cuts, p: int) -> int:
-    """The unit that a piece is of."""
-    return max(place for place, share in enumerate(unit_cuts.shares[:-1]) if share <= cuts.shares[p])
-
-
-def place_in_unit(layer: Layer, place: int, p: int, size: int, axis: int) -> tuple[slice, ...]:
-    """Where a piece is in its unit, for a batch of so many samples or positions."""
-    start = layer.unit_cuts.slice(range(place, place + 1), size).start
-    at = layer.cuts.slice(range(p, p + 1), size)
-    return (slice(None),) * axis + (slice(at.start - start, at.stop - start),)

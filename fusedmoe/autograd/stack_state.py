@@ -98,6 +98,10 @@ class Layer:
     dscores: list[Tensor | None] | None = None  # of the auxiliary loss, of the whole batch
     exchange: Exchange | None = None
 
+    def unit_of(self, p: int) -> int:
+        """The unit that a piece is of."""
+        return max(place for place, share in enumerate(self.unit_cuts.shares[:-1]) if share <= self.cuts.shares[p])
+
 
 class Counts:
     """In how many chunks a plan has each part of each layer, and whether weight gradients are tasks of their own."""
@@ -116,10 +120,10 @@ class Counts:
 
 
 class Pass:
-    """What both passes have in common."""
+    """What both passes have in common. `shape`: of the batch, [B, …, M]."""
 
-    def __init__(self, stack: Stack, phase: Direction, layers: list[Layer]) -> None:
-        self.stack, self.phase, self.layers = stack, phase, layers
+    def __init__(self, stack: Stack, phase: Direction, layers: list[Layer], shape: torch.Size) -> None:
+        self.stack, self.phase, self.layers, self.shape = stack, phase, layers, shape
         self.plan = stack.plans.of(phase)
         self.counts = Counts(self.plan)
         self.chunks: list[dict[int, Chunk]] = [{} for _ in layers]
@@ -151,6 +155,13 @@ class Pass:
         """Some pieces of a batch, [B, …, M]."""
         at = cuts.slice(pieces, batch.shape[self.stack.axis])
         return batch[at] if self.stack.axis == 0 else batch[:, at]
+
+    def in_unit(self, layer: Layer, p: int) -> tuple[slice, ...]:
+        """Where a piece is in its unit."""
+        size, place = self.shape[self.stack.axis], layer.unit_of(p)
+        start = layer.unit_cuts.slice(range(place, place + 1), size).start
+        at = layer.cuts.slice(range(p, p + 1), size)
+        return (slice(None),) * self.stack.axis + (slice(at.start - start, at.stop - start),)
 
     def use(self, tensor: Tensor) -> Tensor:
         """For a tensor that another stream has made: its memory must not be given out anew while this one reads it."""

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from fusedmoe.cli.layout import Launch, Sizes
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import step_workload
+from fusedmoe.cli.trainer import along, step_workload
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.stage import must_wait
+from fusedmoe.models.parts import make_gate, make_order
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.task import FUSED
@@ -61,6 +63,6 @@ def step_costs(
     if layers < 1:
         raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
     reduced = workload.gradient_bytes() if launch.ranks > sizes.mp else 0
-    limited = model.capacity_factor is not None and model.order != "dropless"
+    waits = must_wait(make_gate(model), make_order(model), along(settings, sizes.mp) == "positions")
     parts = (*workload.volumes(), *FUSED)
-    return workload.step_costs(costs, [reduced] * layers, parts, whole=whole, waits=limited and model.k > 1)
+    return workload.step_costs(costs, [reduced] * layers, parts, whole=whole, waits=waits)

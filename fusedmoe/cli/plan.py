@@ -64,9 +64,11 @@ _FLAGS = (
     "--timeout",
 )
 
-# Of whole models first: of two of the same name, theirs counts.
-_POLICIES = {name: (policy.__doc__ or "").rstrip(".") for name, policy in WHOLE_POLICIES.items()}
-_POLICIES = {name: policy.description for name, policy in POLICIES.items()} | _POLICIES
+# What each does. Of two of the same name, the one of whole models counts.
+_POLICIES = {
+    **{name: policy.description for name, policy in POLICIES.items()},
+    **{name: (policy.__doc__ or "").rstrip(".") for name, policy in WHOLE_POLICIES.items()},
+}
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

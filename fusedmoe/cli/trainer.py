@@ -17,9 +17,9 @@ from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.hooks import Hooks, WireCast
-from fusedmoe.layers.pipeline import Along
+from fusedmoe.layers.pipeline import Along, unsplit_part
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.parts import make_gate
+from fusedmoe.models.parts import make_gate, make_order
 from fusedmoe.models.transformer import Loss, Transformer
 from fusedmoe.models.workload import block_workload
 from fusedmoe.runtime.recorder import Recorder, span
@@ -28,7 +28,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
 from fusedmoe.training.overlap import blocks_costs
@@ -103,8 +103,7 @@ class Trainer:
         plan, self._stream = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
         step_costs = blocks_costs(blocks, costs, workload, self._stream)
         if policy == "flowmoe" and any(step_costs.gradient_bytes):
-            split = WholeModel(step_costs, samples=samples).flowmoe_split
-            self._tuning = PieceTuning(blocks, self._stream, step_costs, split)
+            self._tuning = PieceTuning(blocks, self._stream, step_costs, plan)
             plan = self._tuning.plan
         return plan, step_costs
 
@@ -228,13 +227,13 @@ def cuttable(settings: Settings, mp: int) -> int:
 def unsplit(settings: Settings) -> str | None:
     """Why micro-batches cannot go through the layers of a model; None where they can."""
     model = settings.model
-    if not make_gate(model).splits:
-        return f"gate {model.gate} looks at whole batches"
-    if model.order == "einsum":
-        return "an order by products cannot be split"
-    if settings.wire_dtype != "same":
-        return "what compresses rows sees whole layers"
-    return None
+    says = {
+        "gate": f"gate {model.gate} looks at whole batches",
+        "order": "an order by products cannot be split",
+        "hooks": "what compresses rows sees whole layers",
+    }
+    part = unsplit_part(make_gate(model), make_order(model), make_hooks(settings))
+    return None if part is None else says[part]
 
 
 def compute_dtype(settings: Settings) -> torch.dtype:
@@ -248,16 +247,20 @@ def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
     return block_workload(settings.model, ep, esp, mp, travels.itemsize)
 
 
+def make_hooks(settings: Settings) -> tuple[Hooks, ...]:
+    """What compresses rows on their way, if anything does."""
+    return (WireCast(_WIRE[settings.wire_dtype]),) if settings.wire_dtype in _WIRE else ()
+
+
 def make_model(settings: Settings, model: ModelConfig, topology: Topology, device: torch.device) -> Transformer:
     """The model with its parameters drawn from the seed: the same ones in every world."""
-    hooks: tuple[Hooks, ...] = (WireCast(_WIRE[settings.wire_dtype]),) if settings.wire_dtype in _WIRE else ()
     torch.manual_seed(mix("parameters", settings.seed))
     dtype = torch.float64 if settings.dtype == "fp64" else torch.float32
     return Transformer(
         model,
         topology,
         dispatch=settings.dispatch,
-        hooks=hooks,
+        hooks=make_hooks(settings),
         recompute=settings.recompute,
         device=device,
         dtype=dtype,

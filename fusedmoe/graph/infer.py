@@ -16,8 +16,9 @@ from torch import fx
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, Way, first_axes, outputs_from, way_of
 from fusedmoe.graph.instructions import is_all_to_all, is_wait
+from fusedmoe.schedule.solve import solved
 
-# Of the solver's work: about seconds, the same on every machine.
+# Of the solver's work (`fusedmoe.schedule.solve`).
 _LIMIT = 2.0
 _TICKS, _SCATTERED = 10_000, 256
 
@@ -83,7 +84,6 @@ def infer(
     early = {node: model.new_bool_var("") for node in nodes}
     late = {node: model.new_bool_var("") for node in nodes}
     chosen = {(node, axis): model.new_bool_var("") for node in nodes for axis in ways.get(node, ())}
-
     never = model.new_constant(0)
 
     def split(node: fx.Node) -> list[cp_model.IntVar]:
@@ -118,11 +118,8 @@ def infer(
     # Of ways that split the same, the one whose parts are consecutive: others cost copies.
     worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
     model.maximize(sum((worth[node] - min(axis.outer, _SCATTERED // 2)) * one for (node, axis), one in chosen.items()))
-    solver = cp_model.CpSolver()
-    solver.parameters.max_deterministic_time = _LIMIT
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    solver = solved(model, _LIMIT)
+    if solver is None:
         return None
     taken = {
         node: way for node in nodes for axis, way in ways.get(node, {}).items() if solver.value(chosen[node, axis])

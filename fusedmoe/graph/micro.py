@@ -71,7 +71,7 @@ def chosen_ranges(
     """
     groups, layers = grouped(of, node_s, count)
     longest = reach or -(-len(groups) // layers)
-    degrees = [parts for parts in (2, 4, 8, 16, 32) if parts <= most_parts]
+    degrees = [2**power for power in range(1, most_parts.bit_length())]
     found: dict[tuple[int, int, int], tuple[Range, Pipelined]] = {}
     pieces: dict[Any, Part] = {}
     said: dict[fx.Node, str] = {}
@@ -84,12 +84,12 @@ def chosen_ranges(
         )
         whole_s.append(exposed_s + sum(map(node_s, of.nodes[start:stop])))
     known: dict[tuple[str, int], tuple[Any, Any, float] | None] = {}
-    asked = 0
+    asked, total = 0, sum(1 + len(degrees) * min(stop, longest) for stop in range(1, len(groups) + 1))
 
     def seconds(first: int, last: int, parts: int) -> float:
         nonlocal asked
         asked += 1
-        show(asked, len(groups) * longest * (1 + len(degrees)))
+        show(asked, total)
         if parts == 1:
             return whole_s[first]
         start, stop = groups[first][0], groups[last - 1][1]
@@ -200,19 +200,13 @@ def stages_of(split: Split) -> dict[fx.Node, int]:
 
 def loose_of(split: Split) -> tuple[list[fx.Node], list[fx.Node]]:
     """Of what runs before: what the split instructions need, and what may as well run beside them."""
+    early = set(split.before)
     needed: set[fx.Node] = set()
     ends = [one for node in split.split for one in node.all_input_nodes]
-    early = set(split.before)
-    while ends:
-        node = ends.pop()
-        if node in early and node not in needed:
-            needed.add(node)
-            ends += node.all_input_nodes
-    firm = set()
-    for node in split.before:  # what stays in order stays before
-        if is_random(node) or mutates(node) or is_start(node) or is_wait(node):
-            firm.add(node)
-    ends = list(firm)
+    # What stays in order stays before, and so does all that may read what is changed then.
+    last = max((place for place, node in enumerate(split.before) if mutates(node)), default=-1)
+    ends += split.before[: last + 1]
+    ends += [node for node in split.before if is_random(node) or is_start(node) or is_wait(node)]
     while ends:
         node = ends.pop()
         if node in early and node not in needed:
@@ -372,6 +366,7 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: Range) -> None:
 def _whole(
     call: Call, node: fx.Node, split: Split, pieces: dict[fx.Node, list[fx.Node]], wholes: dict[fx.Node, fx.Node]
 ) -> fx.Node:
+    """The whole of a split instruction: of its parts, or the view of another whole. `wholes`: those there are."""
     if node not in wholes:
         source = rebuilt(node, split.split)
         if source is not None:

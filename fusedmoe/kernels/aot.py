@@ -8,7 +8,7 @@ bench/aot.json; a test fails where a case is not there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class AotCase:
         expect: for a target, instructions that the machine code must have, e.g. {90: ("HGMMA", "UTMALDG")}.
         quick: belongs to the small selection that every test run compiles.
         rare: is left out of the slow tests too, which could not compile all in a few minutes: for the record alone.
+        libraries: gives the libraries of device functions that it is linked with, as a launch's `extern_libs`; raises a
+            ConfigError where they are not installed, and then the case is left out.
     """
 
     name: str
@@ -60,6 +62,7 @@ class AotCase:
     expect: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     quick: bool = False
     rare: bool = False
+    libraries: Callable[[], Mapping[str, str]] = dict
 
     def specialise(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
         """What `triton.compiler.ASTSource` takes: signature, constexprs and attributes."""

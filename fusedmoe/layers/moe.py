@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, NamedTuple, NoReturn
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,10 @@ class MoELayer(nn.Module):
             has been sent by then.
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        _keep_out_of_graphs()
+        return super().__new__(cls)
+
     def __init__(
         self,
         model_dim: int,
@@ -183,7 +187,6 @@ class MoELayer(nn.Module):
             return self._forward(x)
         return self._guarded(x)
 
-    @torch.compiler.disable
     def _guarded(self, x: Tensor) -> Tensor:
         with self.topology.guard("MoELayer.forward"):
             self._refuse_logits_seen(self._watch.seen())
@@ -491,6 +494,13 @@ def _rounded(rows: int) -> int:
     """To three binary digits, up: plans are made for few sizes."""
     step = 1 << max(0, rows.bit_length() - 3)
     return max(1, -(-rows // step) * step)
+
+
+@cache
+def _keep_out_of_graphs() -> None:
+    """Compiled models call `_guarded` as it is. Said with the first layer, not with the module: to say so imports the
+    compiler, which takes longer than all of this library."""
+    MoELayer._guarded = torch.compiler.disable(MoELayer._guarded)  # type: ignore[method-assign]
 
 
 def expert_load(expert_SK: Tensor, experts: int) -> Tensor:

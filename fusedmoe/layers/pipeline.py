@@ -10,13 +10,15 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.autograd.stack import through_stack
 from fusedmoe.autograd.stage import Gradients, Stack
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.orders import Einsum
+from fusedmoe.layers.orders import Einsum, Order
 from fusedmoe.layers.stage import BlockStage
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.runtime.streams import Streams
@@ -117,7 +119,8 @@ class PipelinedBlocks(nn.Module):
         """
         for phase in ROADS:
             self._check(phase, plans, gradients)
-        self.topology.agree({"plans": [str(plans.forward), str(plans.backward)]}, "pipeline")
+        found = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
+        self.topology.agree(found, "pipeline")
         self.plans, self._gradients = plans, gradients
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,15 +206,21 @@ def pipeline(
     return PipelinedBlocks(blocks, degrees, along, recompute)
 
 
+def unsplit_part(gate: Gate, order: Order | None, hooks: Sequence[Hooks]) -> Literal["gate", "order", "hooks"] | None:
+    """The part of a layer that micro-batches cannot go through; None where there is none."""
+    if not gate.splits:
+        return "gate"
+    if isinstance(order, Einsum):
+        return "order"
+    return "hooks" if hooks else None
+
+
 def _refuse(layer: MoELayer, number: int, topology: Topology) -> None:
-    gate = layer.gate
+    part, gate = unsplit_part(layer.gate, layer.order, layer.hooks), type(layer.gate).__name__
     for wrong, text in (
-        (
-            not gate.splits,
-            f"{type(gate).__name__} looks at whole batches, so that only what follows it can be split: use schedule=…",
-        ),
-        (isinstance(layer.order, Einsum), "an order by products cannot be split: use Sparse() or Dropless()"),
-        (bool(layer.hooks), "hooks see whole layers: use MoELayer(schedule=…) with them"),
+        (part == "gate", f"{gate} looks at whole batches, so that only what follows it can be split: use schedule=…"),
+        (part == "order", "an order by products cannot be split: use Sparse() or Dropless()"),
+        (part == "hooks", "hooks see whole layers: use MoELayer(schedule=…) with them"),
         (
             layer.topology is not topology and topology.size * layer.topology.size > 1,
             "all blocks must have the same topology",

@@ -17,10 +17,10 @@ from fusedmoe.autograd.stage import Choice, Dense
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.kernels.layout import contiguous_layout
-from fusedmoe.layers.gates.base import Routing
+from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import outside_autocast
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.orders import Dropless
+from fusedmoe.layers.orders import Dropless, Order
 
 
 class BlockStage:
@@ -39,9 +39,8 @@ class BlockStage:
         self._names = [name for name, _ in self._dense.named_parameters()]
         gate = layer.gate
         self.experts_in_all = gate.experts
-        self._limited = gate.capacity_factor is not None and not isinstance(layer.order, Dropless)
-        # Of a sample's first positions nobody knows what the samples before it will ask for.
-        self.waits = self._limited and (gate.k > 1 or in_positions)
+        self._limited = _limited(gate, layer.order)
+        self.waits = must_wait(gate, layer.order, in_positions)
         like = next(layer.experts.parameters(), torch.empty(0))
         self.any_degree = layer.experts.in_chunks(like).any_degree
 
@@ -128,3 +127,16 @@ class _DensePart(nn.Module):
             every = contiguous_layout(torch.full((1,), len(u_SM), device=u_SM.device), len(u_SM))
             y = y + self.shared(u_SM, every, None).view(y.shape)
         return y, u_SM.view(x.shape), scores, own
+
+
+def must_wait(gate: Gate, order: Order | None, in_positions: bool) -> bool:
+    """Whether it takes all of a batch to know which rows an expert has no room for.
+
+    `order`: None: the one that a layer has by default. `in_positions`: sequences are cut, not batches.
+    """
+    # Of a sample's first positions nobody knows what the samples before it will ask for.
+    return _limited(gate, order) and (gate.k > 1 or in_positions)
+
+
+def _limited(gate: Gate, order: Order | None) -> bool:
+    return gate.capacity_factor is not None and not isinstance(order, Dropless)

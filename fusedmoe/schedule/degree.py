@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.fused import FusedChunks
+from fusedmoe.schedule.fused import TiledChunks
 from fusedmoe.schedule.orders import Order, one_queue, three_queues
 from fusedmoe.schedule.passes import chunk_times, fused_bound_s, one_queue_s, pass_bound_s, three_queues_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.roads import Road, is_fused, kind_times
-from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.task import Task
 
 #: The largest degree that is tried, unless the caller says otherwise.
@@ -59,20 +59,16 @@ def choose_degree(
     found: list[Choice] = []
     best_s = math.inf
     for degree, seconds in sorted(least, key=lambda choice: choice.seconds):
-        if seconds > best_s * _ROUNDING:
+        if seconds > best_s * (1 + ROUNDING):
             break
         found.append(Choice(degree, pass_s(chunks, degree, gar, order=order, contention=contention)))
         best_s = min(best_s, found[-1].seconds)
     return _smallest_of_best(found)
 
 
-# Times that differ by less are equal.
-_ROUNDING = 1 + 1e-12
-
-
 def _smallest_of_best(choices: Sequence[Choice]) -> Choice:
     best_s = min(choice.seconds for choice in choices)
-    return min(choice for choice in choices if choice.seconds <= best_s * _ROUNDING)
+    return min(choice for choice in choices if choice.seconds <= best_s * (1 + ROUNDING))
 
 
 def pass_s(
@@ -90,7 +86,7 @@ def pass_s(
         return three_queues_s(degree, chunk_times(chunks, degree), gar)
     plan = _pass_plan(order, tuple(chunks), degree, gar > 0)
     of = kind_times(chunks, degree) | {"gradient-all-reduce": gar}
-    overlaps = {kind: part.overlap(degree) for kind, part in chunks.items() if isinstance(part, FusedChunks)}
+    overlaps = {kind: part.overlap(degree) for kind, part in chunks.items() if isinstance(part, TiledChunks)}
     given = {task: overlaps[task.kind] for task in plan.fused}
     return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention, given))
 

@@ -40,7 +40,7 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class FusedChunks:
+class TiledChunks:
     """Each of r chunks takes alpha_s + signals_s, its weight gradients, and its steps one after the other.
 
     Attributes:
@@ -77,9 +77,9 @@ class FusedChunks:
         return Overlap(links, self.alpha_s + self.weights.seconds(degree) + computed)
 
 
-def fused_chunks(
+def tiled_parts(
     parts: Mapping[str, Chunks], phase: str, products: int, weights: Chunks, rows: float, costs: FusedCosts
-) -> dict[str, FusedChunks]:
+) -> dict[str, TiledChunks]:
     """What each fused operation takes that a machine has for a layer of these parts.
 
     A part's bytes travel as fast as its collective takes them by its line (β·n), and no collective has to start: a
@@ -104,5 +104,5 @@ def fused_chunks(
                 {LINKS[part]: parts[part].whole_s for part in own[place + 1 :]} | {"compute": last * expert.whole_s},
             )
             signals_s = sum(costs.signal_s[link] for link in links)
-            found[kind] = FusedChunks(expert.alpha_s, signals_s, steps, min(1.0, costs.tile_rows / rows), weights)
+            found[kind] = TiledChunks(expert.alpha_s, signals_s, steps, min(1.0, costs.tile_rows / rows), weights)
     return found

@@ -9,7 +9,8 @@ starts when all of its resources are free, and nothing else that is ready there 
 
 The schedule is then improved by going through it backwards and forwards again: from the end every task is put as late
 as it can be, which tells which ones had time; from the start, those that had none go first (Li and Willis, "An
-iterative scheduling technique for resource-constrained project scheduling", 1992).
+iterative scheduling technique for resource-constrained project scheduling", 1992). Gradient all-reduces are then tasks
+like all others.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class ListSchedule:
 
     def makespan_s(self, contention: float = 1.0) -> float:
         """The `makespan` of the plan, with links that disturb each other so much."""
-        if contention == 1.0 or not {1, 2} <= set(self._on).union(*self._links.values()):
+        both = {RESOURCES.index(link) for link in ("intra", "inter")}
+        if contention == 1.0 or not both <= set(self._on).union(*self._links.values()):
             return self._end_s
         before = [list(found) for found in self._before]
         for order in self._orders():
@@ -153,7 +155,7 @@ class ListSchedule:
         for number, place in enumerate(by_rank):
             rank[place] = number
         waits = [len(found) for found in before]
-        ready: tuple[list[int], ...] = ([], [], [])
+        ready: list[list[int]] = [[] for _ in RESOURCES]
         for number, place in enumerate(by_rank):
             if not waits[place]:
                 ready[on[place]].append(number)  # in order, so a heap
@@ -178,8 +180,8 @@ class ListSchedule:
             if soonest == math.inf:
                 return starts, now
             now = soonest
-            for resource in (0, 1, 2):
-                if end[resource] == now:
+            for resource, ends in enumerate(end):
+                if ends == now:
                     end[resource] = math.inf
                     if resource and running[resource] in links:
                         continue  # compute has told
@@ -188,7 +190,7 @@ class ListSchedule:
                         if not waits[one]:
                             heappush(ready[on[one]], rank[one])
 
-    def _next(self, ready: tuple[list[int], ...], end: Sequence[float], by_rank: Sequence[int]) -> int:
+    def _next(self, ready: Sequence[list[int]], end: Sequence[float], by_rank: Sequence[int]) -> int:
         """Takes the first task for compute that can start, or −1: a fused operation can when its links are free, and
         what else is ready there comes later."""
         aside: list[int] = []

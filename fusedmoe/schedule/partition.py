@@ -34,6 +34,15 @@ class Way(NamedTuple):
     busy_s: float
     free_s: float
 
+    @classmethod
+    def of(cls, chunks: Road, order: Order, degree: int, contention: float) -> Way:
+        """Exact without contention. With it all-reduces slow down what they hide behind, so that a pass can take a
+        little longer than its way says."""
+        free_s = pass_s(chunks, degree, order=order, contention=contention)
+        exposed_s = 2 * free_s + 1.0  # of which something must stay exposed
+        busy_s = pass_s(chunks, degree, exposed_s, order=order, contention=contention) - exposed_s
+        return cls(order, degree, busy_s, free_s)
+
     @property
     def slack_s(self) -> float:
         """Seconds of all-reduces that it hides."""
@@ -42,19 +51,13 @@ class Way(NamedTuple):
 
 def ways(chunks: Road, order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
     """The degrees of a backward pass that can be best for some g: the first one for g = 0, each further one slower and
-    less busy.
-
-    Exact without contention. With it all-reduces slow down what they hide behind, so that a pass can take a little
-    longer than its way says.
-    """
+    less busy."""
     best = choose_degree(chunks, order=order, contention=contention, limit=limit)
     found: list[Way] = []
     for degree in range(best.degree, 0, -1):
-        free = pass_s(chunks, degree, order=order, contention=contention)
-        exposed = 2 * free + 1.0  # of which something must stay exposed
-        busy = pass_s(chunks, degree, exposed, order=order, contention=contention) - exposed
-        if not found or busy < found[-1].busy_s:
-            found.append(Way(order, degree, busy, free))
+        way = Way.of(chunks, order, degree, contention)
+        if not found or way.busy_s < found[-1].busy_s:
+            found.append(way)
     return found
 
 

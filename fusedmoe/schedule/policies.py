@@ -18,7 +18,7 @@ from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
 from fusedmoe.schedule.passes import chunk_times, one_queue_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.roads import Road, is_fused
-from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.timeline import PHASES
@@ -28,9 +28,6 @@ TUTEL_DEGREES = (1, 2, 4, 8)
 
 #: The size of Lina's gradient pieces.
 LINA_BYTES = 30 * 10**6
-
-# Of seconds, relatively: what sums in another order differ by.
-_ROUNDING = 1e-9
 
 _ORDERS = (three_queues, alternating, one_queue)
 
@@ -94,7 +91,7 @@ def best_of(plans: Sequence[Plan], costs: StackCosts) -> Plan:
     """The shortest in simulation; of those that are equally short the one with the fewest passes that have fused
     operations, and then the fewest tasks: what costs do not know of, each task has some of."""
     seconds = [makespan(plan, costs) for plan in plans]
-    enough = min(seconds) * (1 + _ROUNDING)
+    enough = min(seconds) * (1 + ROUNDING)
     return min((plan for plan, took in zip(plans, seconds, strict=True) if took <= enough), key=_means)
 
 
@@ -169,7 +166,7 @@ def _best(roads: Sequence[Road], gar: float, orders: Sequence[Order], costs: Sta
     for road in roads:
         for order in orders:
             choice = choose_degree(road, gar, order=order, contention=costs.contention, limit=limit)
-            seconds = choice.seconds * (1 + _ROUNDING) if is_fused(road) else choice.seconds
+            seconds = choice.seconds * (1 + ROUNDING) if is_fused(road) else choice.seconds
             if best is None or seconds < best[0]:
                 best = seconds, Pass(order, choice.degree, tuple(road) if is_fused(road) else None)
     assert best is not None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fusedmoe.schedule.fused import Chunks, FusedChunks
+from fusedmoe.schedule.fused import Chunks, TiledChunks
 from fusedmoe.schedule.task import FUSED, LINKS
 from fusedmoe.schedule.timeline import RESOURCES
 
 #: What each kind on the way takes, in the order of the way.
-Road = Mapping[str, Chunks | FusedChunks]
+Road = Mapping[str, Chunks | TiledChunks]
 
 
 def kind_times(road: Road, degree: int) -> dict[str, float]:
@@ -27,7 +27,7 @@ def work_s(road: Road, degree: int = 1) -> dict[str, float]:
     found = dict.fromkeys(RESOURCES, 0.0)
     for kind, part in road.items():
         found[LINKS.get(kind, "compute")] += degree * part.seconds(degree)
-        if isinstance(part, FusedChunks):
+        if isinstance(part, TiledChunks):
             for link, use in part.overlap(degree).links.items():
                 found[link] += degree * use.work_s
     return found

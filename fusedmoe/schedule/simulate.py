@@ -24,6 +24,9 @@ from fusedmoe.schedule.task import FUSED, Task
 from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import Span, Timeline
 
+#: Of seconds, relatively: times that differ by no more are equal. Sums in another order differ by less.
+ROUNDING = 1e-9
+
 
 def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
     """The predicted timeline of a plan; it starts at 0.

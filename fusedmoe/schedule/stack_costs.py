@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line, Overlap, check_contention
-from fusedmoe.schedule.fused import Chunks, FusedChunks
+from fusedmoe.schedule.fused import Chunks, TiledChunks
 from fusedmoe.schedule.gradient import gradient_ranges
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.roads import Road
@@ -46,7 +46,7 @@ class LayerCosts:
     dense_s: Mapping[str, Mapping[str, float]]
     gradient_bytes: int = 0
     micro: MicroBatches | None = None
-    fused: Mapping[str, Mapping[str, FusedChunks]] = field(default_factory=dict)
+    fused: Mapping[str, Mapping[str, TiledChunks]] = field(default_factory=dict)
 
     def with_parts(self, kinds: Iterable[str]) -> LayerCosts:
         """The same with these parts of the pipeline, those that were not in it take no time; and with those of its
@@ -162,7 +162,7 @@ class StackCosts:
         if layer is None or layer >= len(self.layers) or phase is None:
             raise _unknown(task)
         part = _part(self.layers[layer], phase, kind, without_weights)
-        if not isinstance(part, FusedChunks):
+        if not isinstance(part, TiledChunks):
             raise _unknown(task)
         return part.overlap(count)
 
@@ -171,7 +171,7 @@ def _unknown(task: Task) -> ConfigError:
     return ConfigError(f"costs: nothing is known of {name(task)} ({task.kind}); the plan is not for these layers")
 
 
-def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> Chunks | FusedChunks | None:
+def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> Chunks | TiledChunks | None:
     """What chunks of a kind take; None: the layer has none of it."""
     micro = layer.micro
     if kind in FUSED:

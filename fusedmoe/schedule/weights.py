@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.solve import solved
 
 Placement = tuple[int | None, ...]
 """For each weight gradient its gap; None: in none."""
@@ -46,8 +47,7 @@ def place_greedily(gaps: Sequence[Gap], weights_s: Sequence[float]) -> Placement
 def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: float = 10.0) -> Placement:
     """What hides most, by an integer programme (OR-Tools CP-SAT); never worse than the greedy placement.
 
-    `limit`: of the solver's work, in units of about a second that are the same on every machine, so that all ranks
-    stop at the same placement: the best found so far.
+    `limit`: of the solver's work, see `fusedmoe.schedule.solve`.
 
     Raises `ConfigError` where OR-Tools is not installed.
     """
@@ -70,11 +70,8 @@ def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: flo
     greedy = place_greedily(gaps, weights_s)
     for (one, number), variable in chosen.items():
         model.add_hint(variable, greedy[one] == number)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_deterministic_time = limit
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    solver = solved(model, limit)
+    if solver is None:
         return greedy
     found: list[int | None] = [None] * len(weights_s)
     for (one, number), variable in chosen.items():

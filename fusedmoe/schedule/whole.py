@@ -18,8 +18,8 @@ from fusedmoe.schedule.passes import links_bound_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.roads import work_s
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
-from fusedmoe.schedule.task import FUSED, ROADS, Task, weight_gradient
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.task import FUSED, ROADS, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.timeline import PHASES, RESOURCES
 
 
 class Split(NamedTuple):
@@ -42,6 +42,16 @@ class Split(NamedTuple):
         kept = [one for one in self.fused if one[1] != phase or one[0] not in layers]
         new = [(layer, phase, kind) for layer in layers if kind is not None]
         return self._replace(fused=tuple(sorted(kept + new)))
+
+    @classmethod
+    def of(cls, plan: Plan) -> Split:
+        """How a plan of `micro_schedule` is split. Its `piece_bytes` are those of the largest piece there is."""
+        degrees = plan.degrees.items()
+        forward, backward = (max(degree for (phase, _), degree in degrees if phase == one) for one in PHASES)
+        piece_bytes = max((task.size or 0 for task in plan.inter if task.kind == "gradient-all-reduce"), default=None)
+        weights = any(task.kind in WEIGHT_GRADIENTS.values() for task in plan.compute)
+        fused = {(task.layer or 0, task.phase or "", task.kind) for task in plan.fused}
+        return cls(forward, backward, piece_bytes, weights, tuple(sorted(fused)))
 
 
 def micro_schedule(costs: StackCosts, split: Split) -> ListSchedule:

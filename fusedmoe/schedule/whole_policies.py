@@ -15,7 +15,7 @@ from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, best_of
-from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
@@ -23,8 +23,6 @@ from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_b
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
 # Pieces of the largest gradient of a layer, and what FlowMoE's are where nothing tunes them.
 _PIECES, _UNTUNED_BYTES = (1, 2, 4, 8, 16), 2**20
-# Times that differ by less are equal.
-_ROUNDING = 1 + 5e-13
 
 
 def flowmoe(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
@@ -94,11 +92,6 @@ class WholeModel:
     @cached_property
     def flowmoe(self) -> Plan:
         return self._tuned.plan()
-
-    @property
-    def flowmoe_split(self) -> Split:
-        """Of `flowmoe`."""
-        return self._tuned.best
 
     @cached_property
     def lancet(self) -> Plan:
@@ -213,7 +206,7 @@ class _Search:
         for split in sorted(least, key=least.__getitem__):
             if least[split] < self._best_s:
                 seconds, plan = self._evaluate(self._costs, split, self._best_s)
-                if seconds * _ROUNDING < self._best_s:
+                if seconds * (1 + ROUNDING) < self._best_s:
                     self._best_s, self.best, self.plan = seconds, split, plan
             self._step()
         for _ in range(len(splits) - len(least)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.fused import Chunks, FusedChunks, fused_chunks
+from fusedmoe.schedule.fused import Chunks, TiledChunks, tiled_parts
 from fusedmoe.schedule.stack_costs import LayerCosts, MicroBatches, StackCosts
 from fusedmoe.schedule.task import PIPELINE
 from fusedmoe.schedule.timeline import PHASES
@@ -103,7 +103,7 @@ class Workload:
         them (`cost.FusedCosts`).
         """
         chunks: dict[str, dict[str, Chunks]] = {}
-        fused: dict[str, dict[str, FusedChunks]] = {}
+        fused: dict[str, dict[str, TiledChunks]] = {}
         dense_s: dict[str, dict[str, float]] = {}
         gemm = model.line("gemm")
         attention = Chunks(_ATTENTION_GEMMS * gemm.alpha_s, gemm.beta_s * self.attention_flop())
@@ -129,7 +129,7 @@ class Workload:
         if model.fused is not None:
             for phase, apart in zip(PHASES, (Chunks(0.0, 0.0), weights["expert"]), strict=True):
                 products = _GEMMS[self.expert]
-                fused[phase] = fused_chunks(chunks[phase], phase, products, apart, self.rows, model.fused)
+                fused[phase] = tiled_parts(chunks[phase], phase, products, apart, self.rows, model.fused)
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), MicroBatches(dense, weights), fused)
 
     def step_costs(

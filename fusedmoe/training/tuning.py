@@ -16,16 +16,16 @@ from fusedmoe.training.stream import GradientStream
 
 
 class PieceTuning:
-    """Has blocks follow plans of one split with one S_p after the other, and keeps to the best (FlowMoE §4.3).
+    """Has blocks follow a plan with one S_p after the other, and keeps to the best (FlowMoE §4.3).
 
-        tuning = PieceTuning(blocks, stream, costs, split)
+        tuning = PieceTuning(blocks, stream, costs, plan)
         for batch in batches:
             seconds = step(batch)
             tuning.note(seconds)
 
     Args:
         blocks, stream: of the model.
-        costs, split: of its steps, the same on every rank.
+        costs, plan: of its steps, the same on every rank; a plan of `micro_schedule`, such as FlowMoE's.
         samples: sizes that are tried.   steps: with each.
         drift: by which share steps must change for it to begin anew; None: never.
     Attributes:
@@ -39,13 +39,13 @@ class PieceTuning:
         blocks: PipelinedBlocks,
         stream: GradientStream,
         costs: StackCosts,
-        split: Split,
+        plan: Plan,
         *,
         samples: int = 8,
         steps: int = 10,
         drift: float | None = 0.1,
     ) -> None:
-        self._blocks, self._stream, self._costs, self._split = blocks, stream, costs, split
+        self._blocks, self._stream, self._costs, self._split = blocks, stream, costs, Split.of(plan)
         self.tuner = PieceTuner(max(costs.gradient_bytes), samples, steps, drift)
         self.plan: Plan
         self._follow()

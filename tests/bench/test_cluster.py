@@ -31,8 +31,9 @@ from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.whole import Split, micro_schedule
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 
 TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32)
@@ -43,7 +44,8 @@ TINY_BLOCKS_EMULATED = replace(BLOCKS, layers=3, S=64, M=8, H=16, emulated_flops
 # By which experts and links take about as long, and starting costs little.
 COSTS = CostModel({name: Line(1e-5, 1e-11 if name == "gemm" else 1e-9) for name in LINES}, 0.8)
 
-needs_namespaces = pytest.mark.skipif(missing() is not None, reason=f"two nodes: {missing()}")
+lacking = missing()
+needs_namespaces = pytest.mark.skipif(lacking is not None, reason=f"two nodes: {lacking}")
 
 
 def stack(setting: Setting) -> StackCosts:
@@ -91,6 +93,18 @@ def every_whole_policy(rank: int, world: int, setting: Setting) -> int:
 @pytest.mark.parametrize("setting", [TINY_BLOCKS, TINY_BLOCKS_EMULATED], ids=lambda setting: setting.name)
 def test_blocks_do_the_same_in_micro_batches(cluster: Cluster, setting: Setting) -> None:
     assert set(cluster.run(setting.ranks, every_whole_policy, setting)) == {11 + 4}
+
+
+@pytest.mark.parametrize("wrong", [1.001, float("nan")])
+def test_results_that_differ_are_refused(wrong: float) -> None:
+    plans = {policy: POLICIES[policy].plan(stack(COMPUTED), 8) for policy in ("sequential", "fsmoe", "tutel")}
+
+    class Results:
+        def run(self, plan: Plan) -> dict[str, torch.Tensor]:
+            return {"z": torch.tensor([1.0, wrong if plan == plans["fsmoe"] else 1.0])}
+
+    with pytest.raises(AssertionError, match="results of fsmoe differ"):
+        same_results(Results(), plans)  # type: ignore[arg-type]
 
 
 def one_step(rank: int, world: int) -> None:
@@ -185,7 +199,7 @@ def test_a_setting_of_blocks_is_measured_and_shown(
     pieces = found["pieces"]
     assert len(pieces["tried"]) == 8 and pieces["chosen"] in [row["bytes"] for row in pieces["rows"]]
     assert pieces["regret"] >= 0 and len(pieces["rows"]) >= 12
-    command._store(tmp_path / "results", {"blocks": found})
+    command._store(tmp_path / "results", "blocks", found)
     assert (tmp_path / "results/blocks.json").exists() and not (tmp_path / "results/cluster.json").exists()
     monkeypatch.setattr(sys, "argv", ["bench.cluster", "--show", "--results", str(tmp_path / "results")])
     assert command.main() == 0
@@ -264,6 +278,25 @@ def test_without_root_it_says_so_and_ends_well(
     assert command.main() == 0
     assert "skipped: it needs root" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_what_was_done_before_an_interruption_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(setting: Setting, rounds: int, folder: Path) -> None:
+        if setting is EMULATED:
+            raise KeyboardInterrupt
+        (folder / "result.json").write_text('{"steps": 1}')
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "missing", lambda: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    folders = ["--results", str(tmp_path), "--pictures", str(tmp_path / "pictures")]
+    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--settings", "computed", "emulated", "blocks", *folders])
+    assert command.main() == 130
+    assert "computed written" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "cluster.json").read_text())["settings"]
+    assert stored["computed"]["steps"] == 1 and stored.keys() == {"computed"}
 
 
 @needs_namespaces

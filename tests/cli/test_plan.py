@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fusedmoe.cli.costs import step_costs
+from fusedmoe.cli.data import random_corpus
+from fusedmoe.cli.layout import Launch, choose_sizes, make_topology
 from fusedmoe.cli.main import main
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.stop import StopRequest
+from fusedmoe.cli.trainer import Trainer, unsplit
+from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profile import Profile
 from fusedmoe.schedule.plan import Plan
@@ -148,6 +157,39 @@ def test_second_choices_that_compete_wait_for_the_first(capsys: pytest.CaptureFi
     for flags, waits in ((["--k", "2"], True), (["--k", "2", "--capacity-factor", "none"], False)):
         plan = Plan.parse(planned(capsys, *FLOWMOE, *flags, "--schedule", "flowmoe")["plan"])
         assert any(task.kind == "order" for task in plan) == waits
+
+
+# A model's shape, and whether all of a batch is routed before the first row is sent; None: micro-batches cannot be.
+SHAPES: list[tuple[dict[str, Any], bool | None]] = [
+    ({}, True),  # along positions
+    ({"batch": 2}, False),
+    ({"objective": "masked"}, False),
+    ({"order": "dropless"}, False),
+    ({"batch": 2, "k": 2}, True),
+    ({"batch": 2, "k": 2, "gate": "switch"}, False),  # which has one choice whatever k is
+    ({"gate": "expert_choice"}, None),
+]
+
+
+def costs_of_training(rank: int, world: int) -> None:
+    shape: dict[str, Any] = dict(batch=1, k=1, layers=2, model_dim=8, heads=2, hidden=8, seq_len=8, experts=4)
+    launch, costs = Launch(rank, world, 0, 1), TESTBEDS["B"].costs
+    for changes, waits in SHAPES:
+        policy = "fsmoe" if waits is None else "flowmoe"
+        settings = Settings(ModelConfig(**{**shape, **changes}), ranks_per_node=1, schedule=policy)
+        sizes = choose_sizes(settings, launch)
+        topology = make_topology(sizes, 60.0)
+        trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**10), StopRequest())
+        _, trained = trainer.follow(costs)
+        planned = step_costs(settings, launch, sizes, costs, whole=unsplit(settings) is None)
+        # Planned gradients are those of attention and gate, trained ones all there are.
+        for one, other in zip(planned.layers, trained.layers, strict=True):
+            assert one == replace(other, gradient_bytes=one.gradient_bytes), changes
+            assert (other.micro and other.micro.waits) == waits, changes
+
+
+def test_costs_are_those_by_which_training_plans(cluster: Cluster) -> None:
+    cluster.run(2, costs_of_training)
 
 
 def test_other_ranks_of_a_testbed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, relocate, shape_of, way_of
-from fusedmoe.graph.infer import infer
+from fusedmoe.graph.infer import Split, infer
 from fusedmoe.graph.instructions import Instructions, is_all_to_all
-from fusedmoe.graph.micro import Range, chosen_ranges, grouped, rewrite, stage_plan
+from fusedmoe.graph.micro import Range, chosen_ranges, grouped, in_order, rewrite, stage_plan
 from fusedmoe.graph.parts import cut, join, run_part
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
@@ -26,12 +26,7 @@ from tests.graph.models import Steady
 
 aten = torch.ops.aten
 
-
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def floats(*shape: int) -> Tensor:
@@ -206,6 +201,12 @@ def test_what_cannot_be_split_ends_the_range() -> None:
     assert last is not None and of.nodes[place] in last.before
 
 
+def as_range(of: Instructions, split: Split, parts: int) -> Range:
+    """All instructions, split so."""
+    axes = tuple((of.place[node], *way.axis) for node, way in split.split.items())
+    return Range(0, len(of.nodes), parts, axes, tuple(of.place[node] for node in split.before))
+
+
 @pytest.mark.parametrize("parts", [2, 3, 6])
 def test_a_range_in_parts_gives_the_same(parts: int) -> None:
     module, inputs = an_example(lambda h: h)
@@ -213,9 +214,7 @@ def test_a_range_in_parts_gives_the_same(parts: int) -> None:
     of = Instructions(module.graph)
     split = infer(of.nodes, parts, lambda node: 1.0)
     assert split is not None
-    places = {node: place for place, node in enumerate(of.nodes)}
-    axes = tuple((places[node], *way.axis) for node, way in split.split.items())
-    rewrite(module.graph, of, Range(0, len(of.nodes), parts, axes, tuple(places[node] for node in split.before)))
+    rewrite(module.graph, of, as_range(of, split, parts))
     module.graph.lint()
     module.recompile()
     torch.testing.assert_close(module(*inputs), right, rtol=1e-12, atol=1e-12)
@@ -228,6 +227,24 @@ def test_a_range_in_parts_gives_the_same(parts: int) -> None:
     assert starts[parts - 1] < waits[0] < products[0] < starts[parts] < waits[1]
 
 
+def test_what_reads_memory_before_it_changes_still_does() -> None:
+    def with_a_state(state: Tensor, *of: Tensor) -> Tensor:
+        before = torch.linalg.inv_ex(state)[0]  # for which nothing in parts waits
+        state.mul_(2)
+        return experts(*of, lambda h: h).sum() + (before * state).sum()
+
+    inputs = [torch.eye(3, dtype=torch.double), *an_example(lambda h: h)[1]]
+    module = make_fx(with_a_state, tracing_mode="fake")(*inputs)
+    right = with_a_state(inputs[0].clone(), *inputs[1:])
+    of = Instructions(module.graph)
+    split = infer(of.nodes, 2, lambda node: 1.0, in_order(of, 0, len(of.nodes)))
+    assert split is not None and {"linalg_inv_ex", "mul_"} <= {node.name for node in split.before}
+    rewrite(module.graph, of, as_range(of, split, 2))
+    module.graph.lint()
+    module.recompile()
+    torch.testing.assert_close(module(*inputs), right, rtol=1e-12, atol=1e-12)
+
+
 def test_the_programme_splits_what_is_worth_it() -> None:
     module, _ = an_example(lambda h: h)
     of = Instructions(module.graph)
@@ -235,7 +252,9 @@ def test_the_programme_splits_what_is_worth_it() -> None:
 
     def found(costs: Steady, most: int = 8) -> list[int]:
         seconds = lambda node: costs.operator_s(None, tuple(one.meta["val"] for one in node.all_input_nodes), {})  # noqa: E731
-        ranges = chosen_ranges(of, seconds, lambda start: 0.0, costs, most, 2, None, lambda done, total: None)
+        shown: list[tuple[int, int]] = []
+        ranges = chosen_ranges(of, seconds, lambda start: 0.0, costs, most, 2, None, lambda *step: shown.append(step))
+        assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
         return [one.parts for one, _ in ranges]
 
     assert found(work) == [2]

@@ -22,11 +22,9 @@ from tests.graph.models import Model, Steady, train
 
 
 @pytest.fixture
-def world() -> Iterator[None]:
+def world(world: None) -> Iterator[None]:
     torch._dynamo.reset()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
     torch._dynamo.reset()
 
 

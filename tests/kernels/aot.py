@@ -2,6 +2,7 @@
 
     python -m tests.kernels.aot                 # all cases, and writes bench/aot.json: tens of minutes
     python -m tests.kernels.aot gather_sum 90   # those whose name contains the first word, for one target
+    python -m tests.kernels.aot --write nvshmem # those whose name contains the word, and writes them beside the others
 
 To have a kernel checked give its module a function `aot_cases()`; fusedmoe/kernels/aot.py says what a case is. Modules
 of fusedmoe.kernels are found by themselves.
@@ -9,6 +10,9 @@ of fusedmoe.kernels are found by themselves.
 A case fails if it does not compile, spills registers (takes memory for a stack), takes more shared memory than the GPU
 has, or lacks an instruction it is expected to have. Compiled kernels are kept in Triton's cache, and so is what was
 read from them: a run that was interrupted goes on where it was.
+
+Cases that are linked with a library which is not installed are left out, and said to be; the whole record cannot be
+written without them.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any
 
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.aot import AotCase
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +71,21 @@ def cases() -> list[tuple[str, AotCase]]:
     return found
 
 
+def absent(case: AotCase) -> str:
+    """Why the case cannot be linked here; "" where it can."""
+    try:
+        case.libraries()
+    except ConfigError as error:
+        return f"{case.name}: {error}"
+    return ""
+
+
+def left_out(only: str = "", module: str = "") -> list[str]:
+    """Why cases are left out here, of those in question."""
+    found = (absent(case) for found_in, case in cases() if only in case.name and module in ("", found_in))
+    return [why for why in found if why]
+
+
 def check(
     only: str = "",
     target: int | None = None,
@@ -86,7 +106,7 @@ def check(
         for found_in, case in cases()
         for at in case.targets
         if only in case.name and target in (None, at) and module in ("", found_in)
-        if (case.quick or not quick) and (rare or not case.rare)
+        if (case.quick or not quick) and (rare or not case.rare) and not absent(case)
     ]
     found, start = {}, time.monotonic()
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=_prepare) as pool:
@@ -120,7 +140,8 @@ def compile_case(task: tuple[str, str, int]) -> dict[str, Any]:
     case = _cases_of(module)[name]
     try:
         source = triton.compiler.ASTSource(case.kernel, *case.specialise())
-        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=dict(case.options))
+        options = {**case.options, "extern_libs": dict(case.libraries())}
+        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[-2000:]}"}
     cubin, expected = compiled.asm["cubin"], case.expect.get(target, ())
@@ -193,6 +214,21 @@ def recorded() -> tuple[str, Found]:
     return record["triton"], found
 
 
+def beside_others(found: Found) -> Found:
+    """What was found, and of the other cases that there are what bench/aot.json knows.
+
+    Raises:
+        ValueError: the record was made by another Triton, so that only a whole one can be written.
+    """
+    import triton
+
+    version, record = recorded()
+    if version != triton.__version__:
+        raise ValueError(f"the record is of Triton {version}, this is {triton.__version__}: write all of it")
+    known = {(case.name, at) for _, case in cases() for at in case.targets}
+    return {at: result for at, result in {**record, **found}.items() if at in known}
+
+
 def missing(record: Found) -> list[tuple[str, int]]:
     """What can be compiled and is not in the record."""
     return [(case.name, at) for _, case in cases() for at in case.targets if (case.name, at) not in record]
@@ -200,18 +236,20 @@ def missing(record: Found) -> list[tuple[str, int]]:
 
 def main() -> int:
     words, start = sys.argv[1:], time.monotonic()
+    writes = not words or words[0] == "--write"
+    words = [word for word in words if word != "--write"]
     only, target = words[0] if words else "", int(words[1]) if len(words) > 1 else None
     found = check(only, target, rare=True, progress=not words)
-    bad = errors(found)
+    bad, without = errors(found), left_out(only)
     if words:
         for (name, at), result in found.items():
             print(f"{name} @ sm_{at}: {result}")
-    elif not bad:
-        write(found)
-    print(*bad, sep="\n")
+    if writes and not bad and not without:
+        write(beside_others(found) if words else found)
+    print(*bad, *(f"left out: {why}" for why in without), sep="\n")
     most = max((result.get("registers", 0) for result in found.values()), default=0)
     print(f"{len(found)} compiled, {len(bad)} failed, {most} registers at most, {time.monotonic() - start:.0f} s")
-    return 1 if bad else 0
+    return 1 if bad or (writes and without) else 0
 
 
 if __name__ == "__main__":

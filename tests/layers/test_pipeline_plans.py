@@ -22,9 +22,10 @@ from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.layer import half
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step, sync_gradients
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import Attention, E, H, L, M, make_blocks, one_after_the_other, train
@@ -228,6 +229,63 @@ def test_linear_maps_later() -> None:
     for place, one in enumerate(want):
         torch.testing.assert_close(got[place], one, rtol=1e-12, atol=1e-12)
     later.run(lambda *_: pytest.fail("once"))
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,)])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_biases_later(own: bool, autocast: bool, frozen: tuple[int, ...]) -> None:
+    """A bias that is given, and one that is made of it."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(40, 5, requires_grad=True), torch.randn(40, 3)
+    leaves = [torch.randn(3, 5), torch.randn(3)]
+    for place, leaf in enumerate(leaves):
+        leaf.requires_grad_(place not in frozen)
+    weight, bias = leaves
+    later = Later(leaves)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), later:
+        y = F.linear(x, weight, bias if own else bias * 3)
+    y.backward(dy.to(y.dtype))
+    got = {place: leaf.grad for place, leaf in enumerate(leaves) if leaf.grad is not None}
+    late: dict[int, Tensor] = {}
+    later.run(late.__setitem__)
+    if not frozen:
+        assert sorted(got) == ([] if own else [1]) and sorted(late) == ([0, 1] if own else [0])
+    assert not got.keys() & late.keys()
+    want = dict(enumerate((dy.t() @ x, dy.sum(0) * (1 if own else 3))))
+    assert x.grad is not None and y.dtype == (torch.bfloat16 if autocast else torch.float32)
+    pairs = [(x.grad, dy @ weight), *((grad, want.pop(place)) for place, grad in (got | late).items())]
+    assert set(want) == set(frozen)
+    for grad, right in pairs:
+        assert (grad - right).norm() <= (0.02 if autocast else 1e-6) * right.norm()
+
+
+def test_autocast_leaves_doubles_as_they_are() -> None:
+    x, weight = torch.randn(4, 5, dtype=torch.double, requires_grad=True), torch.randn(3, 5, dtype=torch.double)
+    weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        with Later([weight]):
+            y = F.linear(x, weight)
+        assert torch.equal(y, F.linear(x, weight))
+
+
+def test_dense_gradients_later_under_autocast() -> None:
+    """Those of every dense parameter, biases among them, in the parameters' precision."""
+    torch.manual_seed(0)
+    blocks = [Parts(Attention(), fusedmoe.MoELayer(M, gates.TopK(E, 2), experts.SwiGLU(H))) for _ in range(2)]
+    others = copy.deepcopy(blocks)
+    run = fusedmoe.pipeline(others)
+    costs = costs_of(Topology(), 2, others[0].experts.parts, run.waits[0])
+    run.follow(halves(micro_schedule(costs, Split(2, 3, weights=True)).plan()))
+    x_BLM, dz_BLM = torch.randn(2, 6, L, M)
+    for call in (one_after_the_other(blocks), run):
+        with torch.autocast("cpu", torch.bfloat16):
+            z_BLM = call(x_BLM)
+        z_BLM.backward(dz_BLM)
+    for (dense, _), (other, _) in zip(blocks, others, strict=True):
+        for want, got in zip(dense.parameters(), other.parameters(), strict=True):
+            assert want.grad is not None and got.grad is not None and got.grad.dtype == torch.float32
+            assert (got.grad - want.grad).norm() <= 0.03 * want.grad.norm()
 
 
 @pytest.mark.slow

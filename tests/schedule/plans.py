@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.fused import Chunks, FusedChunks
+from fusedmoe.schedule.fused import Chunks, TiledChunks
 from fusedmoe.schedule.orders import alternating, one_queue, three_queues
 from fusedmoe.schedule.partition import Partition
 from fusedmoe.schedule.plan import Plan
@@ -61,7 +61,7 @@ def with_fused(rng: random.Random, costs: StackCosts) -> StackCosts:
     return replace(costs, layers=tuple(found[id(layer)] for layer in costs.layers))
 
 
-def _fused(rng: random.Random, parts: dict[str, Chunks]) -> dict[str, FusedChunks]:
+def _fused(rng: random.Random, parts: dict[str, Chunks]) -> dict[str, TiledChunks]:
     result = {}
     for kind, own in FUSED.items():
         if road_with(kind, parts) is not None and rng.random() < 0.7:
@@ -73,7 +73,7 @@ def _fused(rng: random.Random, parts: dict[str, Chunks]) -> dict[str, FusedChunk
             )
             start_s = parts["expert"].alpha_s
             weights = rng.choice([Chunks(0.0, 0.0), parts["expert"] * rng.random()])
-            result[kind] = FusedChunks(start_s, 10 ** rng.uniform(-7, -4), steps, rng.uniform(0.001, 0.3), weights)
+            result[kind] = TiledChunks(start_s, 10 ** rng.uniform(-7, -4), steps, rng.uniform(0.001, 0.3), weights)
     return result
 
 

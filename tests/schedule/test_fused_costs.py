@@ -10,7 +10,7 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, FusedCosts
-from fusedmoe.schedule.fused import Chunks, FusedChunks
+from fusedmoe.schedule.fused import Chunks, TiledChunks
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.stack_costs import StackCosts
@@ -41,13 +41,13 @@ def test_a_step_takes_what_its_tiles_take_one_by_one():
         stages = {name: rng.choice([0.0, rng.random(), 10 ** rng.uniform(-3, 1)]) for name in ("inter", "intra")}
         stages["compute"] = rng.random()
         stages.pop(rng.choice(["inter", "intra", "neither"]), None)
-        part = FusedChunks(0.0, 0.0, (stages,), 1 / (tiles * degree))
+        part = TiledChunks(0.0, 0.0, (stages,), 1 / (tiles * degree))
         of_chunk = [whole_s / degree for whole_s in stages.values()]
         assert part.seconds(degree) == pytest.approx(tile_by_tile(of_chunk, tiles), rel=1e-9)
 
 
 def test_a_chunk_smaller_than_a_tile_hides_nothing():
-    part = FusedChunks(0.5, 0.25, ({"inter": 4.0, "compute": 6.0}, {"compute": 2.0}), 0.2)
+    part = TiledChunks(0.5, 0.25, ({"inter": 4.0, "compute": 6.0}, {"compute": 2.0}), 0.2)
     assert part.seconds(1) == 0.75 + 6 + 0.2 * 4 + 2
     assert part.seconds(5) == part.seconds(10) * 2 - 0.75 == 0.75 + (4 + 6 + 2) / 5
 
@@ -127,7 +127,7 @@ def test_only_what_a_layer_can_run_is_in_its_costs():
 
 def test_overlaps_say_what_hides():
     steps = ({"inter": 4.0, "compute": 6.0}, {"inter": 9.0, "intra": 1.0, "compute": 2.0})
-    part = FusedChunks(0.5, 0.25, steps, 0.01, Chunks(1.0, 8.0))
+    part = TiledChunks(0.5, 0.25, steps, 0.01, Chunks(1.0, 8.0))
     found = part.overlap(2)
     assert found.links["inter"] == ((4 + 9) / 2, (6 - 4) / 2) and found.links["intra"] == (1 / 2, (9 - 1) / 2)
     assert found.compute_s == 0.5 + (1 + 8 / 2) + (6 + 2) / 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Durations, FusedCosts, Line
 from fusedmoe.schedule.degree import choose_degree, pass_s
-from fusedmoe.schedule.fused import Chunks, FusedChunks, fused_chunks
+from fusedmoe.schedule.fused import Chunks, TiledChunks, tiled_parts
 from fusedmoe.schedule.grid import workloads
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, best_of
@@ -80,7 +80,7 @@ def layer_of(
         parts |= {"all-gather": gather_ms, "reduce-scatter": gather_ms}
     chunks = {kind: Chunks(alpha_s * (kind != "expert"), parts[kind] * 1e-3) for kind in PIPELINE if kind in parts}
     costs = FusedCosts(1, {"intra" if gather_ms else "inter": signal_s})
-    fused = fused_chunks(chunks, "forward", 2, Chunks(0.0, 0.0), 1 / tile, costs)
+    fused = tiled_parts(chunks, "forward", 2, Chunks(0.0, 0.0), 1 / tile, costs)
     none = {phase: {} for phase in PHASES}
     return LayerCosts(dict.fromkeys(PHASES, chunks), none, 0, None, dict.fromkeys(PHASES, fused))
 
@@ -173,7 +173,7 @@ def test_of_plans_that_are_equally_short_collectives_win():
     layer = LayerCosts(dict.fromkeys(PHASES, chunks), {phase: {} for phase in PHASES})
     for longer, best in ((0.0, plain), (0.01, plain), (-0.01, fused)):
         alone = makespan(plain, StackCosts((layer,))) - 0.5
-        part = FusedChunks(alone + longer, 0.0, ({"inter": 0.0, "compute": 0.0},), 0.0)
+        part = TiledChunks(alone + longer, 0.0, ({"inter": 0.0, "compute": 0.0},), 0.0)
         costs = StackCosts((replace(layer, fused={"forward": {"dispatch-expert": part}}),))
         assert best_of([fused, plain], costs) == best_of([plain, fused], costs) == best
     assert len(fused) < len(plain)  # so it is not their number that decides

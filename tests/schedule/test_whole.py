@@ -17,12 +17,13 @@ from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
 from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel, ablation
-from fusedmoe.schedule.workload import LayerCosts, StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 
 GRADIENT = "gradient-all-reduce"
 WEIGHTS = ("weight-gradient", "attention-weight-gradient")
@@ -69,6 +70,18 @@ def test_a_split_step_does_the_same_work():
         assert schedule.makespan_s(costs.contention) == pytest.approx(makespan(schedule.plan(), costs), rel=1e-12)
         if split.forward == split.backward == 1 and not split.weights:
             assert {(t.kind, t.layer, t.phase) for t in plan} == {(t.kind, t.layer, t.phase) for t in whole}
+
+
+def test_a_plan_tells_how_it_is_split():
+    rng = random.Random()
+    for _ in range(30):
+        costs, split = random_stack(rng), random_split(rng)
+        plan = micro_schedule(costs, split).plan()
+        found = Split.of(plan)
+        assert found._replace(piece_bytes=None) == split._replace(piece_bytes=None)
+        assert micro_schedule(costs, found).plan() == plan
+    bare = replace(costs, layers=tuple(replace(layer, gradient_bytes=0) for layer in costs.layers))
+    assert Split.of(micro_schedule(bare, Split(2, 3, 2**20)).plan()) == Split(2, 3)
 
 
 def test_chunks_go_on_from_layer_to_layer():

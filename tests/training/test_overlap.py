@@ -61,7 +61,7 @@ def planned(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, i
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("policy", ["fsmoe", "lina", "tutel_improved"])
+@pytest.mark.parametrize("policy", ["fsmoe", pytest.param("lina", marks=pytest.mark.slow), "tutel_improved"])
 def test_pieces_on_the_way(cluster: Cluster, policy: str, recompute: bool) -> None:
     for pieces, done in cluster.run(4, planned, policy, recompute):
         assert pieces > 1 and done > 5

@@ -10,7 +10,6 @@ import torch
 import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.whole_policies import WholeModel
 from fusedmoe.training import plan_step, sync_gradients
 from fusedmoe.training.overlap import blocks_costs
 from fusedmoe.training.tuning import PieceTuning
@@ -26,9 +25,9 @@ def tune(rank: int, world: int) -> list[int]:
     blocks = make_blocks("topk", 2, None, topology)
     run = fusedmoe.pipeline(blocks)
     costs = replace(COSTS, lines={**COSTS.lines})
-    _, stream = plan_step(run, topology, "flowmoe", costs, workload(topology, 2), limit=4)
+    plan, stream = plan_step(run, topology, "flowmoe", costs, workload(topology, 2), limit=4)
     step = blocks_costs(run, costs, workload(topology, 2), stream)
-    tuning = PieceTuning(run, stream, step, WholeModel(step, 4).flowmoe_split, samples=4, steps=1)
+    tuning = PieceTuning(run, stream, step, plan, samples=4, steps=1)
     sizes, gradients = [], []
     for _ in range(6):
         sizes.append(max(task.size or 0 for task in tuning.plan.inter if task.kind == "gradient-all-reduce"))

@@ -51,6 +51,7 @@ def load(rank: int, world: int, folder: str, kind: str) -> float:
     return evaluate(m)
 
 
+@pytest.mark.slow  # eight ranks
 @pytest.mark.parametrize("kind", ["ffn", "llama_ffn"])
 def test_two_ranks_to_one_four_and_eight(cluster: Cluster, tmp_path: Path, kind: str) -> None:
     expected = cluster.run(2, train_and_save, str(tmp_path), kind)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 CLIENT = "tests/tutel/client.py"
 
@@ -23,6 +25,7 @@ def test_unmodified_script() -> None:
     assert done.stdout.splitlines()[-1] == "client ['--flag', '3'] __main__ 1"
 
 
+@pytest.mark.slow
 def test_unmodified_script_on_two_ranks() -> None:
     done = python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fusedmoe.tutel", CLIENT
@@ -42,6 +45,7 @@ def test_install_and_a_real_tutel_before_it() -> None:
     assert late.returncode and "ConfigError: tutel is imported already" in late.stderr
 
 
+@pytest.mark.slow
 def test_modules_and_unknown_names() -> None:
     done = python("-m", "fusedmoe.tutel", "-m", "tutel.checkpoint.scatter", "--help")
     assert done.returncode == 0 and "--output_size" in done.stdout

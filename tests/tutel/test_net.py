@@ -97,7 +97,7 @@ def check_gradients(rank: int, world: int, ranks: list[int]) -> list[str]:
     return passed
 
 
-@pytest.mark.parametrize("world,ranks", [(2, [0, 1]), (3, [0, 2]), (3, [0, 1, 2])])
+@pytest.mark.parametrize("world,ranks", [(2, [0, 1]), (3, [0, 2]), pytest.param(3, [0, 1, 2], marks=pytest.mark.slow)])
 def test_gradients(cluster: Cluster, world: int, ranks: list[int]) -> None:
     passed = cluster.run(world, check_gradients, ranks)
     assert all(len(passed[rank]) == 16 for rank in ranks)

@@ -51,9 +51,12 @@ def variants(bulk_copies: bool) -> Iterator[Variant]:
 
 
 class _Launch(NamedTuple):
+    """`in_flight`: rows are awaited, or results put."""
+
     variant: Variant
     config: Config
     sides: tuple[int, int]
+    in_flight: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,6 +91,15 @@ def _launches(target: int) -> Iterator[_Launch]:
         for candidate in candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even):
             for sides in all_sides:
                 yield _Launch(variant, candidate.config, sides)
+            if _can_be_in_flight(variant) and not candidate.config.specialised:
+                yield _Launch(variant, candidate.config, all_sides[0], True)
+
+
+def _can_be_in_flight(variant: Variant) -> bool:
+    """Rows are read out of a window and awaited, or put: of all these variants of which each stands for some."""
+    if variant.operation in ("up", "dhidden"):
+        return variant.gather and _is_common(variant)
+    return variant.operation in ("down", "dinput")
 
 
 def _is_common(variant: Variant) -> bool:
@@ -97,7 +109,7 @@ def _is_common(variant: Variant) -> bool:
 
 
 def _case(launch: _Launch, targets: list[int]) -> AotCase:
-    variant, config, sides = launch
+    variant, config, sides, _ = launch
     kernel, arguments = _KERNELS[variant.operation](launch)
     arguments |= {"BM": config.bm, "BN": config.bn, "BP": config.bm, "BQ": config.bn, "BK": config.bk}
     arguments |= {"GROUP": config.group, "EVEN_K": variant.even, "DESCRIPTORS": variant.bulk}
@@ -106,15 +118,16 @@ def _case(launch: _Launch, targets: list[int]) -> AotCase:
     first = [candidates(variant.operation, launch.dtype, divmod(at, 10), variant.even)[0].config for at in targets]
     common = _is_common(variant)
     rare = not common or sides not in (EVEN, ODD[0])
+    words = [str(variant), str(config), *([] if variant.even else ["{}x{}".format(*sides)])]
     return AotCase(
-        f"{variant} {config}{'' if variant.even else ' {}x{}'.format(*sides)}",
+        " ".join([*words, *(["in flight"] if launch.in_flight else [])]),
         kernel,
         {name: value for name, value in arguments.items() if name in known},
         config.options,
         tuple(targets),
         {target: _expect(launch, target) for target in targets if target == 90 or not rare},
         quick=common and variant.even and variant.dtype == "bfloat16" and (config in first or config.specialised),
-        rare=rare,
+        rare=rare or (launch.in_flight and config not in first),
     )
 
 
@@ -145,7 +158,7 @@ def _up(launch: _Launch) -> tuple[Any, dict[str, Any]]:
         "h_ptr": dtype,
         "a_ptr": dtype,
     }
-    flags = {"GATHER": variant.gather, "BIAS": variant.extra, **_activation(launch)}
+    flags = {"GATHER": variant.gather, "BIAS": variant.extra, **_activation(launch), **_waiting(launch)}
     return up_kernel, {**tensors, **_tables(), **_sides(launch, "M", "H"), **flags}
 
 
@@ -163,7 +176,7 @@ def _dhidden(launch: _Launch) -> tuple[Any, dict[str, Any]]:
         "ds_ptr": weight,
         "rows": "i32",
     }
-    flags = {"GATHER": variant.gather, "WEIGHTED": variant.extra, **_activation(launch)}
+    flags = {"GATHER": variant.gather, "WEIGHTED": variant.extra, **_activation(launch), **_waiting(launch)}
     return dhidden_kernel, {**tensors, **_tables(), **_sides(launch, "M", "H"), **flags}
 
 
@@ -185,7 +198,7 @@ def _product(launch: _Launch) -> tuple[Any, dict[str, Any]]:
         "a": launch.box(config.bm, depth),
         "b": launch.box(1, columns, depth) if transposed else launch.box(1, depth, columns),
     }
-    return product_kernel, {**common, **own}
+    return product_kernel, {**common, **own, **_putting(launch)}
 
 
 def _dweight(launch: _Launch) -> tuple[Any, dict[str, Any]]:
@@ -208,6 +221,24 @@ _KERNELS = {"up": _up, "dhidden": _dhidden, "down": _product, "dinput": _product
 
 def _activation(launch: _Launch) -> dict[str, Any]:
     return {"ACT": ACT_CODES[launch.variant.activation], "GATED": launch.gated}
+
+
+def _waiting(launch: _Launch) -> dict[str, Any]:
+    if not launch.in_flight:
+        return {**dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr", "epoch", "limit_ns")), "AWAITED": 0}
+    words = dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr"), torch.int64)
+    return {**words, "epoch": "i32", "limit_ns": "i64", "AWAITED": 128}
+
+
+def _putting(launch: _Launch) -> dict[str, Any]:
+    names = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch", "W")
+    if not launch.in_flight:
+        return {**dict.fromkeys(names), "PUT": False, "WEIGHTED": False}
+    # Of results, not of gradients, weights are applied on the way.
+    weighted = launch.variant.operation == "down"
+    i32, i64 = torch.int32, torch.int64
+    values = (i64, torch.float32 if weighted else None, i32, i32, i32, i64, "i32", 8)
+    return {**dict(zip(names, values, strict=True)), "PUT": True, "WEIGHTED": weighted}
 
 
 def _sides(launch: _Launch, depth: str, columns: str) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fusedmoe.kernels.activation import define_activation
 from fusedmoe.kernels.grouped.device import act_both, halves, mac, swizzle
 from fusedmoe.kernels.grouped.product import define_product
+from fusedmoe.kernels.remote import wait
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def _finish(
     return tl.sum(tl.where(mask, da * a, 0.0), axis=1)
 
 
-@triton.jit(do_not_specialize=["n_row_tiles", "rows"])
+@triton.jit(do_not_specialize=["n_row_tiles", "rows", "epoch", "limit_ns"])
 def dhidden_kernel(
     dy_ptr,
     source_ptr,
@@ -67,9 +68,15 @@ def dhidden_kernel(
     rows,
     M,
     H,
+    signals_ptr,
+    stop_ptr,
+    record_ptr,
+    epoch,
+    limit_ns,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
+    AWAITED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -92,6 +99,8 @@ def dhidden_kernel(
     inside = row < end
     row = tl.minimum(row, end - 1).to(tl.int64)
     source = tl.load(source_ptr + row) if GATHER else row
+    if AWAITED > 0:
+        wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
     k = tl.arange(0, BK)
     dy_ptrs = dy_ptr + source[:, None] * M + k[None, :]
     if not DESCRIPTORS:

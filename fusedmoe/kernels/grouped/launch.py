@@ -21,13 +21,17 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 
-def make_plan(layout: Layout, like: Tensor) -> Plan:
-    """What the launches of one call share; `like`: a tensor of the call's dtype and device."""
+def make_plan(layout: Layout, like: Tensor, in_flight: bool = False) -> Plan:
+    """What the launches of one call share; `like`: a tensor of the call's dtype and device.
+
+    `in_flight`: launches wait for rows or put them, so that none can be repeated to tune it.
+    """
     if INTERPRET:
         return Plan(layout, like, untuned(None), True, 4)
     gpu = torch.cuda.get_device_properties(like.device)
     bulk = has_bulk_copies((gpu.major, gpu.minor))
-    return Plan(layout, like, tuner(like.device).choose, bulk, gpu.multi_processor_count)
+    choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device).choose
+    return Plan(layout, like, choose, bulk, gpu.multi_processor_count)
 
 
 def experts_forward(

@@ -10,10 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.grouped.device import mac, swizzle
+from fusedmoe.kernels.grouped.device import halves, mac, swizzle
+from fusedmoe.kernels.puts import signal_peers, signal_those_without
 
 
-@triton.jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns"])
+@triton.jit
+def _put(part, weight, target, inside, column, N, WEIGHTED: tl.constexpr):
+    """Some columns of a tile straight to the ranks that asked, rounded as a result and once more times its weight, as
+    results are that are weighted when they are summed."""
+    dtype: tl.constexpr = target.dtype.element_ty
+    out = part.to(dtype)
+    if WEIGHTED:
+        out = (out.to(tl.float32) * weight[:, None]).to(dtype)
+    tl.store(target[:, None] + column[None, :], out, mask=inside[:, None] & (column < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns", "epoch"])
 def product_kernel(
     a,
     b,
@@ -26,8 +38,18 @@ def product_kernel(
     N,
     bias_start,
     bias_columns,
+    address_ptr,
+    weight_ptr,
+    peer_ptr,
+    counter_ptr,
+    wanted_ptr,
+    signal_ptr,
+    epoch,
+    W,
     TRANSPOSED: tl.constexpr,
     BIAS: tl.constexpr,
+    PUT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -38,6 +60,9 @@ def product_kernel(
     GROUP: tl.constexpr,
 ):
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(N, BN), GROUP)
+    if PUT:
+        if tl.program_id(0) == 0:
+            signal_those_without(wanted_ptr, signal_ptr, epoch, W)
     expert = tl.load(tiles_ptr + 2 * row_tile)
     if expert < 0:
         return
@@ -92,8 +117,31 @@ def product_kernel(
         of_bias = (n >= bias_start) & (n < bias_start + bias_columns)
         bias = tl.load(bias_ptr + expert * bias_columns + n - bias_start, mask=of_bias, other=0.0)
         acc += bias.to(tl.float32)[None, :]
-    out_ptrs = out_ptr + row[:, None] * N + n[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
+    if PUT:
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + row).to(tl.float32)
+        else:
+            weight = tl.full((BM,), 1.0, dtype=tl.float32)
+        # Some columns at a time: addresses of all would not fit the registers.
+        target = tl.load(address_ptr + row).to(out_ptr.dtype)
+        left, right = halves(acc, BM, BN)
+        for half in tl.static_range(2):
+            first, second = halves(left if half == 0 else right, BM, BN // 2)
+            for quarter in tl.static_range(2):
+                part = first if quarter == 0 else second
+                start = n0 + half * (BN // 2) + quarter * (BN // 4)
+                if BN < 256:
+                    _put(part, weight, target, inside, start + tl.arange(0, BN // 4), N, WEIGHTED)
+                else:
+                    one, other = halves(part, BM, BN // 4)
+                    column = start + tl.arange(0, BN // 8)
+                    _put(one, weight, target, inside, column, N, WEIGHTED)
+                    _put(other, weight, target, inside, column + BN // 8, N, WEIGHTED)
+        peer = tl.load(peer_ptr + row)
+        signal_peers(peer, inside, tl.cdiv(N, BN), counter_ptr, wanted_ptr, signal_ptr, epoch, W)
+    else:
+        out_ptrs = out_ptr + row[:, None] * N + n[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
 
 
 def define_product(a_NK: Tensor, expert_N: Tensor, b: Tensor, transposed: bool) -> Tensor:

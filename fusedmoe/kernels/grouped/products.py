@@ -7,7 +7,7 @@ launcher says what it is about to run and gets the configuration to run it in.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
@@ -25,6 +25,7 @@ from fusedmoe.kernels.grouped.specialised import specialised_kernel, with_scratc
 from fusedmoe.kernels.grouped.tiles import Tiles, make_tiles
 from fusedmoe.kernels.grouped.up import up_kernel
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.puts import Bounds, Put
 from fusedmoe.kernels.weights import Weights
 
 Result = TypeVar("Result")
@@ -34,6 +35,20 @@ class Choose(Protocol):
     """Chooses the configuration of a launch; `launch(config)` is the launch, which may be repeated."""
 
     def __call__(self, key: Key, launch: Callable[[Config], object]) -> Config: ...
+
+
+class Wait(NamedTuple):
+    """Rows lie in a window and may still be on their way: those that `layout.source_N` names are waited for.
+
+    Attributes:
+        signals: [..., T] int64, of the rows of the window in order, one for each `tile` of them.
+        epoch: the exchange that they come with.
+    """
+
+    signals: Tensor
+    tile: int
+    epoch: int
+    bounds: Bounds
 
 
 class Plan:
@@ -75,7 +90,9 @@ class Plan:
         return launch(self._choose(key, launch))
 
 
-def up(plan: Plan, x_SM: Tensor, weights: Weights, activation: Activation) -> tuple[Tensor, Tensor]:
+def up(
+    plan: Plan, x_SM: Tensor, weights: Weights, activation: Activation, wait: Wait | None = None
+) -> tuple[Tensor, Tensor]:
     """Pre-activation h [N, (2·)H] and a [N, H]."""
     layout, hidden, dim = plan.layout, weights.w2.shape[2], x_SM.shape[1]
     x_SM, w1 = solid(x_SM), solid(weights.w1)
@@ -102,6 +119,7 @@ def up(plan: Plan, x_SM: Tensor, weights: Weights, activation: Activation) -> tu
             hidden,
             ACT=ACT_CODES[activation.name],
             GATED=activation.gated,
+            **_waiting(wait),
             GATHER=gather,
             BIAS=variant.extra,
             **_constants(variant, config),
@@ -119,16 +137,17 @@ def product(
     transposed: bool,
     bias: Tensor | None = None,
     bias_start: int = 0,
+    put: Put | None = None,
 ) -> Tensor:
-    """a[n]·B_e for every row n; b [E, N, K] if transposed, else [E, K, N]."""
+    """a[n]·B_e for every row n; b [E, N, K] if transposed, else [E, K, N]. What is put elsewhere is not returned."""
     a, b = solid(a), solid(b)
     depth, columns = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
     variant = plan.variant(operation, depth, columns, extra=bias is not None)
 
     def launch(config: Config) -> Tensor:
-        if config.specialised:
+        if config.specialised and put is None:
             return _specialised_product(plan, variant, config, a, b, transposed, bias, bias_start)
-        out = a.new_empty((a.shape[0], columns))
+        out = a.new_empty((a.shape[0], columns)) if put is None else put.like
         box = [1, config.bn, config.bk] if transposed else [1, config.bk, config.bn]
         tiles = plan.tiles(config.bm)
         product_kernel[(len(tiles.table) * triton.cdiv(columns, config.bn),)](
@@ -143,11 +162,12 @@ def product(
             columns,
             bias_start,
             0 if bias is None else bias.shape[1],
+            **_putting(put),
             TRANSPOSED=transposed,
             BIAS=variant.extra,
             **_constants(variant, config),
         )
-        return out
+        return out if put is None else out[:0]
 
     return plan.run(variant, depth, columns, launch)
 
@@ -195,7 +215,13 @@ def _specialised_product(
 
 
 def dhidden(
-    plan: Plan, dy_SM: Tensor, h: Tensor, weight_N: Tensor | None, weights: Weights, activation: Activation
+    plan: Plan,
+    dy_SM: Tensor,
+    h: Tensor,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+    wait: Wait | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dH [N, (2·)H], s·A [N, H] and the router weights' gradient [N], without the output bias's part."""
     layout, dim, hidden = plan.layout, dy_SM.shape[1], weights.w2.shape[2]
@@ -227,6 +253,7 @@ def dhidden(
             hidden,
             ACT=ACT_CODES[activation.name],
             GATED=activation.gated,
+            **_waiting(wait),
             GATHER=gather,
             WEIGHTED=variant.extra,
             **_constants(variant, config),
@@ -278,6 +305,22 @@ def solid(tensor: Tensor) -> Tensor:
 def _described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
     """A descriptor for bulk copies."""
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box)
+
+
+def _waiting(wait: Wait | None) -> dict[str, Any]:
+    if wait is None:
+        return {**dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr", "epoch", "limit_ns")), "AWAITED": 0}
+    bounds = {"stop_ptr": wait.bounds.stop, "record_ptr": wait.bounds.record, "limit_ns": wait.bounds.limit_ns}
+    return {"signals_ptr": wait.signals, "epoch": wait.epoch, **bounds, "AWAITED": wait.tile}
+
+
+def _putting(put: Put | None) -> dict[str, Any]:
+    names = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch", "W")
+    if put is None:
+        return {**dict.fromkeys(names), "PUT": False, "WEIGHTED": False}
+    counter_W, peers = torch.zeros_like(put.wanted_W), put.wanted_W.numel()
+    values = (put.address_N, put.weight_N, put.peer_N, counter_W, put.wanted_W, put.signal_W, put.epoch, peers)
+    return {**dict(zip(names, values, strict=True)), "PUT": True, "WEIGHTED": put.weight_N is not None}
 
 
 def _constants(variant: Variant, config: Config) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import define_activation
 from fusedmoe.kernels.grouped.device import act_forward, halves, mac, swizzle
+from fusedmoe.kernels.remote import wait
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: 
     tl.store(a_ptr + offset, act_forward(h, ACT).to(a_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["n_row_tiles"])
+@triton.jit(do_not_specialize=["n_row_tiles", "epoch", "limit_ns"])
 def up_kernel(
     x_ptr,
     source_ptr,
@@ -53,9 +54,15 @@ def up_kernel(
     n_row_tiles,
     M,
     H,
+    signals_ptr,
+    stop_ptr,
+    record_ptr,
+    epoch,
+    limit_ns,
     ACT: tl.constexpr,
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
+    AWAITED: tl.constexpr,
     BIAS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -82,6 +89,8 @@ def up_kernel(
     # Rows past the end are clamped, not masked: a masked operand could not go from memory to the tensor cores directly.
     row = tl.minimum(row, end - 1).to(tl.int64)
     source = tl.load(source_ptr + row) if GATHER else row
+    if AWAITED > 0:
+        wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
     k = tl.arange(0, BK)
     x_ptrs = x_ptr + source[:, None] * M + k[None, :]
     if not DESCRIPTORS:

@@ -148,9 +148,11 @@ def sort_slots(expert_SK: Tensor, experts: int, capacity: int | None, order_S: T
         raise ValueError(f"{tokens} tokens with {slots} experts each are more than 2**31 - 1 rows: split the batch")
     bound = row_bound(tokens, slots, experts, capacity)
     if positions == 0:
-        zeros = expert_SK.new_zeros(experts + 1, dtype=torch.int32)
-        empty = expert_SK.new_empty(0, dtype=torch.long)
-        return Layout(zeros[:-1].long(), zeros, empty, empty, empty.view(tokens, slots))
+        # Memory of their own: what an operator of PyTorch returns must not share any.
+        counts_E = expert_SK.new_zeros(experts, dtype=torch.long)
+        offsets_E1 = expert_SK.new_zeros(experts + 1, dtype=torch.int32)
+        source_N, slot_N, row_N = (expert_SK.new_empty(0, dtype=torch.long) for _ in range(3))
+        return Layout(counts_E, offsets_E1, source_N, slot_N, row_N.view(tokens, slots))
     expert_SK = expert_SK.contiguous()
     blocks = triton.cdiv(positions, BLOCK)
     scratch = expert_SK.new_empty(positions + (blocks + 1) * experts, dtype=torch.int32)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.order import order
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots, take_slots
 from fusedmoe.kernels.layout import Layout, row_bound
 from fusedmoe.kernels.order import build_layout, define_layout
@@ -104,3 +105,8 @@ def test_nobody_waits_for_the_device(
         layout.counts  # noqa: B018
     with pytest.raises(RuntimeError), no_sync():
         layout.offsets_E1[-1].item()
+
+
+def test_no_tokens_through_the_operator(device: torch.device) -> None:
+    layout = order(torch.empty((0, 2), dtype=torch.long, device=device), 4)
+    assert layout.counts == [0] * 4 and layout.rows == 0 and layout.row_SK.shape == (0, 2)

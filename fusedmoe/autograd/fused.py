@@ -1,0 +1,349 @@
+"""Experts over ranks without collectives: kernels put tokens to their experts' ranks, compute on tiles as their rows
+come, and put results straight back.
+
+    dispatch_tokens     tokens → rows at their experts
+    dispatch_experts    tokens → results at their experts; products wait for their own rows
+    experts_combine     rows at their experts → tokens' results; products put what they make
+    combine_results     results at their experts → tokens' results
+    fused_experts       all in one
+
+Values and gradients are those of the collectives (`autograd/pipeline.py`), bit for bit: rows meet in the same order, in
+the same tiles. The backward of each is the other way by the same means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedmoe.autograd.chunk_experts import FusedChunks, Totals
+from fusedmoe.autograd.route import Route
+from fusedmoe.comm.windows import Windows
+from fusedmoe.kernels.gather_sum import put_slots, take_slots
+from fusedmoe.kernels.grouped.fused import experts_backward_rows, experts_forward
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.puts import put_values, return_rows
+from fusedmoe.kernels.routes import contiguous
+from fusedmoe.kernels.weights import Hidden
+
+
+class _Kept(NamedTuple):
+    """What the backward needs of a chunk."""
+
+    x_RM: Tensor
+    h_RH: Tensor
+
+
+def make_route(
+    x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, degree: int = 1
+) -> Route:
+    """The way of a batch's tokens, for one of each of the functions below. Nothing is sent yet.
+
+    Args:
+        x_SM: [S, M] tokens, or what is like them. weight_SK: router weight of each slot, or None for 1.
+        layout: of all E experts; rank p of the windows' group has those from p·E/W on.
+        degree: chunks in which results are computed and come back.
+    Raises:
+        ConfigError: more tokens, slots or chunks than the windows have room for.
+    """
+    weight_N = None if weight_SK is None else take_slots(weight_SK.detach(), layout)
+    return Route(windows, layout, weight_N, degree, x_SM.dtype, x_SM.shape[1])
+
+
+class Forward:
+    """The forward pass of `fused_experts` in three steps, which virtual ranks of one process take in turn."""
+
+    def __init__(self, x_SM: Tensor, route: Route, experts: FusedChunks) -> None:
+        self._x_SM, self.route, self.experts = x_SM, route, experts
+        self.kept: list[_Kept] = []
+        self._tokens = self._results = 0
+
+    def send(self) -> None:
+        self.route.put_letters()
+        self._tokens = self.route.put_tokens(self._x_SM)
+
+    def compute(self) -> None:
+        route, arrivals = self.route, self.route.arrivals
+        self._results = route.begin_results()
+        for chunk in range(route.degree):
+            x_CM, layout, wait = route.arriving(chunk, self._tokens)
+            put = route.put(chunk, self._results, arrivals[chunk].weight_R)
+            with route.watch_tokens(chunk):
+                _, h_RH = experts_forward(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
+            self.kept.append(_Kept(route.take(chunk, self._tokens), h_RH))
+        route.read(self._tokens)
+
+    def finish(self) -> Tensor:
+        """[S, M]"""
+        return self.route.receive(self._results)[0]
+
+
+class Backward:
+    """The backward pass of a forward pass, in three steps.
+
+    Attributes:
+        totals: gradients of the experts' parameters.
+    """
+
+    def __init__(self, forward: Forward, dy_SM: Tensor) -> None:
+        self._route, self._experts, self._kept, self._dy_SM = forward.route, forward.experts, forward.kept, dy_SM
+        self._tokens = self._results = 0
+        self.totals: Totals = None
+
+    def send(self) -> None:
+        self._tokens = self._route.put_tokens(self._dy_SM)
+
+    def compute(self) -> None:
+        route, experts = self._route, self._experts
+        self._results = route.begin_results()
+        left = []
+        for chunk, kept in enumerate(self._kept):
+            dy_CM, layout, wait = route.arriving(chunk, self._tokens)
+            weight_R, put = route.arrivals[chunk].weight_R, route.put(chunk, self._results)
+            values_R = route.value_places(chunk, self._results)
+            with route.watch_tokens(chunk):
+                _, _, dy_RM, hidden = experts_backward_rows(
+                    dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values_R
+                )
+            left.append((dy_RM, hidden))
+        route.read(self._tokens)
+        # Sums over rows wait for nothing, and what others wait for is on its way by now.
+        for (dy_RM, hidden), kept, arrivals in zip(left, self._kept, route.arrivals, strict=True):
+            layout = contiguous(arrivals)
+            self.totals = experts.weight_gradients(dy_RM, kept.x_RM, hidden, layout, arrivals.weight_R, self.totals)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Gradients of tokens, [S, M], and of router weights, [S, K] float32."""
+        dx_SM, dweight_N = self._route.receive(self._results)
+        return dx_SM, put_slots(dweight_N, self._route.layout)
+
+
+class _FusedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_SM: Tensor, weight_SK: Tensor | None, route: Route, experts: FusedChunks, *parameters: Tensor | None
+    ) -> Tensor:
+        run = Forward(x_SM, route, experts)
+        run.send()
+        run.compute()
+        ctx.run, ctx.weighted = run, None if weight_SK is None else weight_SK.dtype
+        return run.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
+        forward, ctx.run = ctx.run, None
+        run = Backward(forward, dy_SM)
+        run.send()
+        run.compute()
+        dx_SM, dweight_SK = run.finish()
+        dweight = None if ctx.weighted is None else dweight_SK.to(ctx.weighted)
+        return dx_SM, dweight, None, None, *_grads(run.totals, forward.experts)
+
+
+def fused_experts(
+    x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, experts: FusedChunks, degree: int = 1
+) -> Tensor:
+    """Σ over a token's experts of their weighted results, through the experts' ranks, by puts. Collective.
+
+    Args:
+        x_SM, weight_SK, layout, windows, degree: as for `make_route`.
+        experts: the local ones.
+    Returns:
+        [S, M]
+    Saves for backward:
+        received rows, R·M, and pre-activations R·H (gated 2·R·H).
+    Raises:
+        ConfigError: more tokens, slots or chunks than the windows have room for; nothing has been sent then.
+        RankError: a rank failed or did not come; it names rank, peer, chunk, expected and seen signal.
+    """
+    route = make_route(x_SM, weight_SK, layout, windows, degree)
+    return _FusedExperts.apply(x_SM, weight_SK, route, experts, *experts.parameters)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[Tensor, ...]:
+        route.put_letters()
+        epoch = route.put_tokens(x_SM)
+        rows = []
+        for chunk in range(route.degree):
+            route.arrivals  # noqa: B018  waits for the letters
+            route.await_tokens(chunk, epoch)
+            rows.append(route.take(chunk, epoch))
+        route.read(epoch)
+        ctx.route, ctx.weighted = route, None if weight_SK is None else weight_SK.dtype
+        return (*rows, *(arrivals.weight_R.clone() for arrivals in route.arrivals))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        route, count = ctx.route, ctx.route.degree
+        epoch = route.begin_results()
+        for chunk, (drows, dweight) in enumerate(zip(grads[:count], grads[count:], strict=True)):
+            last = route.arrivals[chunk].layout.offsets_E1[-1:]
+            put_values(dweight.float().contiguous(), route.value_places(chunk, epoch), last)
+            return_rows(drows, last, route.put(chunk, epoch))
+        dx_SM, dweight_N = route.receive(epoch)
+        dweight_SK = None if ctx.weighted is None else put_slots(dweight_N, route.layout).to(ctx.weighted)
+        return dx_SM, dweight_SK, None
+
+
+def dispatch_tokens(x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens to their experts' ranks. Collective.
+
+    Returns:
+        Of each chunk the rows [R, M], sorted by local expert (`route.arrivals` has their layouts), and their router
+        weights [R], float32.
+    Saves for backward: nothing.
+    Raises:
+        RankError: as `fused_experts`.
+    """
+    found = _Dispatch.apply(x_SM, weight_SK, route)
+    return list(found[: route.degree]), list(found[route.degree :])
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, route: Route, *rows: Tensor) -> Tensor:
+        epoch = route.begin_results()
+        for chunk, out_RM in enumerate(rows):
+            return_rows(out_RM, route.arrivals[chunk].layout.offsets_E1[-1:], route.put(chunk, epoch))
+        ctx.route = route
+        return route.receive(epoch)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
+        route = ctx.route
+        epoch = route.put_tokens(dy_SM)
+        drows = []
+        for chunk in range(route.degree):
+            route.await_tokens(chunk, epoch)
+            drows.append(route.take(chunk, epoch))
+        route.read(epoch)
+        return None, *drows
+
+
+def combine_results(rows: Sequence[Tensor], route: Route) -> Tensor:
+    """Results of each chunk, [R, M] sorted by local expert, back to their tokens, and summed: [S, M]. Collective.
+
+    Saves for backward: nothing.
+    Raises:
+        RankError: as `fused_experts`.
+    """
+    return _Combine.apply(route, *rows)
+
+
+class _DispatchExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_SM: Tensor, route: Route, experts: FusedChunks, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        route.put_letters()
+        epoch = route.put_tokens(x_SM)
+        arrivals = route.arrivals
+        out, ctx.kept = [], []
+        for chunk in range(route.degree):
+            x_CM, layout, wait = route.arriving(chunk, epoch)
+            with route.watch_tokens(chunk):
+                out_RM, h_RH = experts_forward(x_CM, layout, experts.weights, experts.activation, wait, None)
+            out.append(out_RM)
+            ctx.kept.append(_Kept(route.take(chunk, epoch), h_RH))
+        route.read(epoch)
+        ctx.route, ctx.experts, ctx.chunks = route, experts, len(arrivals)
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
+        route, experts = ctx.route, ctx.experts
+        kept, ctx.kept = ctx.kept, None
+        epoch = route.begin_results()
+        left: list[tuple[Tensor, Hidden]] = []
+        for chunk, (dy_RM, one) in enumerate(zip(dout, kept, strict=True)):
+            put, layout = route.put(chunk, epoch), contiguous(route.arrivals[chunk])
+            _, _, _, hidden = experts_backward_rows(
+                dy_RM, one.h_RH, layout, None, experts.weights, experts.activation, None, put
+            )
+            left.append((dy_RM, hidden))
+        totals: Totals = None
+        for (dy_RM, hidden), one, arrivals in zip(left, kept, route.arrivals, strict=True):
+            totals = experts.weight_gradients(dy_RM, one.x_RM, hidden, contiguous(arrivals), None, totals)
+        return route.receive(epoch)[0], None, None, *_grads(totals, experts)
+
+
+def dispatch_experts(x_SM: Tensor, route: Route, experts: FusedChunks) -> list[Tensor]:
+    """Tokens to their experts, which begin with what has come: of each chunk results [R, M], sorted by local expert,
+    not weighted. Collective.
+
+    Saves for backward:
+        received rows, R·M, and pre-activations R·H (gated 2·R·H).
+    Raises:
+        RankError: as `fused_experts`.
+    """
+    return list(_DispatchExperts.apply(x_SM, route, experts, *experts.parameters))
+
+
+class _ExpertsCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, route: Route, experts: FusedChunks, *inputs: Tensor | None) -> Tensor:
+        count = route.degree
+        rows, weights = inputs[:count], inputs[count : 2 * count]
+        epoch = route.begin_results()
+        ctx.kept = []
+        for chunk, (x_RM, weight_R) in enumerate(zip(rows, weights, strict=True)):
+            assert x_RM is not None
+            put, layout = route.put(chunk, epoch, weight_R), contiguous(route.arrivals[chunk])
+            _, h_RH = experts_forward(x_RM, layout, experts.weights, experts.activation, None, put)
+            ctx.kept.append(_Kept(x_RM, h_RH))
+        ctx.route, ctx.experts, ctx.weights = route, experts, weights
+        return route.receive(epoch)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
+        route, experts, weights = ctx.route, ctx.experts, ctx.weights
+        kept, ctx.kept = ctx.kept, None
+        epoch = route.put_tokens(dy_SM)
+        drows, dweights = [], []
+        totals: Totals = None
+        for chunk, (one, weight_R) in enumerate(zip(kept, weights, strict=True)):
+            dy_CM, layout, wait = route.arriving(chunk, epoch)
+            with route.watch_tokens(chunk):
+                dx_RM, dweight_R, dy_RM, hidden = experts_backward_rows(
+                    dy_CM, one.h_RH, layout, weight_R, experts.weights, experts.activation, wait, None
+                )
+            by_expert = contiguous(route.arrivals[chunk])
+            totals = experts.weight_gradients(dy_RM, one.x_RM, hidden, by_expert, weight_R, totals)
+            drows.append(dx_RM)
+            dweights.append(None if weight_R is None or dweight_R is None else dweight_R.to(weight_R.dtype))
+        route.read(epoch)
+        return None, None, *drows, *dweights, *_grads(totals, experts)
+
+
+def experts_combine(
+    rows: Sequence[Tensor], weights: Sequence[Tensor] | None, route: Route, experts: FusedChunks
+) -> Tensor:
+    """Rows of each chunk, [R, M] sorted by local expert, through the experts and back to their tokens as they are made:
+    [S, M]. Collective.
+
+    Args:
+        weights: router weights of these rows, [R] each; None for 1.
+    Saves for backward:
+        the rows, R·M, and pre-activations R·H (gated 2·R·H).
+    Raises:
+        RankError: as `fused_experts`.
+    """
+    factors = [None] * len(rows) if weights is None else list(weights)
+    return _ExpertsCombine.apply(route, experts, *rows, *factors, *experts.parameters)
+
+
+def _grads(totals: Totals, experts: FusedChunks) -> list[Tensor | None]:
+    parameters = experts.parameters
+    pairs = zip(totals or (None,) * len(parameters), parameters, strict=True)
+    return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]

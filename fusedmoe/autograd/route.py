@@ -1,0 +1,145 @@
+"""A batch's way to its experts' ranks and back, by puts: what both passes of the fused operations do with windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.windows import SLOTS, Windows
+from fusedmoe.kernels.gather_sum import gather_sum, permute
+from fusedmoe.kernels.grouped.products import Wait
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.puts import Put, await_letters, await_signals, give_credit, put_rows
+from fusedmoe.kernels.routes import Arrivals, Sends, plan_sends, read_letters
+
+
+class Route:
+    """One batch's way. Ranks call its methods in the same order; see `fusedmoe.autograd.fused` for who does.
+
+    Args:
+        layout: of the tokens over all E experts; rank p of the windows' group has those from p·E/W on.
+        weight_N: router weights of sorted rows, or None for 1.
+        degree: chunks.
+        dtype, width: of rows.
+    Raises:
+        ConfigError: no room for so many tokens, slots or chunks; nothing has been sent then.
+    """
+
+    def __init__(
+        self, windows: Windows, layout: Layout, weight_N: Tensor | None, degree: int, dtype: torch.dtype, width: int
+    ) -> None:
+        windows.refuse(layout.tokens, layout.slots if layout.tokens else 0, degree, dtype, width)
+        self.windows, self.layout, self.degree = windows, layout, degree
+        self._capacity, lines = windows.tokens.rows.shape[2], windows.letters.rows.shape[2]
+        self._sends: Sends = plan_sends(layout, weight_N, windows.heap.group.size, degree, self._capacity, lines)
+        self._letter_epoch = 0
+
+    def put_letters(self) -> None:
+        """Tells each rank what comes; the first thing to do."""
+        windows, sends = self.windows, self._sends
+        self._letter_epoch = windows.begin(windows.letters)
+        with windows.watch.over("dispatch", windows.name_credit):
+            put_rows(
+                sends.letter, sends.line_WC, sends.line_used_W, windows.letters, self._letter_epoch, windows.bounds
+            )
+
+    @cached_property
+    def arrivals(self) -> list[Arrivals]:
+        """Chunk by chunk what comes here; waits for all letters."""
+        windows, letters = self.windows, self.windows.letters
+        with windows.watch.over("dispatch", windows.name_letter):
+            await_letters(letters, windows.experts, self._letter_epoch, windows.bounds)
+        letters_WC2 = letters.rows[letters.slot(self._letter_epoch)]
+        rows = self._rows_of_chunks(letters_WC2)
+        found = read_letters(letters_WC2, windows.experts, self.degree, self._capacity, rows)
+        give_credit(letters, self._letter_epoch)
+        return found
+
+    def put_tokens(self, x_SM: Tensor) -> int:
+        """Puts each token, or its result's gradient, to every rank that has experts of it. The exchange's number."""
+        windows, sends = self.windows, self._sends
+        epoch = windows.begin(windows.tokens)
+        with windows.watch.over("dispatch", windows.name_credit):
+            put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, windows.tokens, epoch, windows.bounds)
+        return epoch
+
+    def arriving(self, chunk: int, epoch: int) -> tuple[Tensor, Layout, Wait]:
+        """Rows that may be on their way still: the windows' rows, which of them a chunk needs, and how to wait."""
+        tokens = self.windows.tokens
+        x_CM, layout = tokens.rows.view(-1, tokens.rows.shape[-1]), self.arrivals[chunk].layout
+        assert layout.source_N is not None
+        first = tokens.slot(epoch) * tokens.peers * self._capacity
+        wait = Wait(tokens.signals, tokens.tile, epoch, self.windows.bounds)
+        return x_CM, replace(layout, source_N=layout.source_N + first), wait
+
+    @contextmanager
+    def watch_tokens(self, chunk: int) -> Iterator[None]:
+        """Around kernels that wait for tokens."""
+        with self.windows.watch.over("experts", partial(self.windows.name_token, chunk=chunk)):
+            yield
+
+    def take(self, chunk: int, epoch: int) -> Tensor:
+        """[R, M]: a chunk's rows, sorted by expert, copied out of the window. They are known to be there."""
+        x_CM, layout, _ = self.arriving(chunk, epoch)
+        return permute(x_CM, layout)
+
+    def await_tokens(self, chunk: int, epoch: int) -> None:
+        """Waits for a chunk's rows."""
+        _, layout, wait = self.arriving(chunk, epoch)
+        assert layout.source_N is not None
+        # Slack rows are some row's that is awaited anyway, or of the first tile, which is always signalled.
+        with self.watch_tokens(chunk):
+            index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
+            await_signals(wait.signals, index.unique() if not index.is_cuda else index, epoch, wait.bounds)
+
+    def read(self, epoch: int) -> None:
+        """Nothing of this exchange's tokens will be read again."""
+        give_credit(self.windows.tokens, epoch)
+
+    def begin_results(self) -> int:
+        """The number of the exchange of results that begins, once peers have read what is in its slot."""
+        windows, results = self.windows, self.windows.results
+        epoch = windows.begin(results)
+        every = torch.arange(results.peers, dtype=torch.int32, device=windows.heap.device)
+        with windows.watch.over("combine", windows.name_credit):
+            await_signals(results.credits, every, epoch - SLOTS, windows.bounds)
+        return epoch
+
+    def put(self, chunk: int, epoch: int, weight_R: Tensor | None = None) -> Put:
+        """Where the results of a chunk go."""
+        windows, arrivals = self.windows, self.arrivals[chunk]
+        address_R = windows.result_rows(arrivals.peer_R, arrivals.place_R, epoch)
+        signal_W = windows.result_signals(chunk, epoch)
+        return Put(
+            windows.results.rows, address_R, arrivals.peer_R, weight_R, arrivals.wanted_W, signal_W, epoch
+        )
+
+    def value_places(self, chunk: int, epoch: int) -> Tensor:
+        """[R] addresses of one number to each row of a chunk, to be stored before the chunk's rows are put."""
+        arrivals = self.arrivals[chunk]
+        return self.windows.value_places(arrivals.peer_R, arrivals.place_R, epoch)
+
+    def receive(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """[S, M] the sum of each token's results, and [N] float32 the numbers to them."""
+        windows, results = self.windows, self.windows.results
+        with windows.watch.over("combine", windows.name_result):
+            await_signals(results.signals, windows.awaited_results(self.degree, epoch), epoch, windows.bounds)
+        slot = results.slot(epoch)
+        y_SM = gather_sum(results.rows[slot, 0, : self.layout.rows], self.layout)
+        values_N = windows.values.own[slot, : self.layout.rows].clone()
+        give_credit(results, epoch)
+        return y_SM, values_N
+
+    def _rows_of_chunks(self, letters_WC2: Tensor) -> Sequence[int]:
+        """Rows of each chunk; on a GPU bounds on them, since nobody waits for it."""
+        room, local = self.windows.room, self.windows.experts
+        if letters_WC2.is_cuda:
+            most = -(-room.tokens * room.slots // self.degree) + local
+            return [most * len(letters_WC2)] * self.degree
+        counts = letters_WC2[:, :local, 0].long()
+        return [int((counts * (j + 1) // self.degree - counts * j // self.degree).sum()) for j in range(self.degree)]

@@ -1,0 +1,318 @@
+"""`fusedmoe doctor`: which transports work on this machine, and what to do about those that do not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import metadata
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import fusedmoe
+from fusedmoe.comm import nvshmem
+from fusedmoe.kernels.libraries import nvshmem_packages
+
+SUMMARY = "say which transports work on this machine, and why others do not"
+
+DESCRIPTION = """\
+Tries every way in which ranks can exchange rows here, and says of each whether it works; where
+it does not, why, and what to do.
+
+Collectives are PyTorch's process groups. They carry every plan: Gloo between CPUs, NCCL between
+GPUs. Symmetric memory is for kernels that write into the memory of other ranks by themselves:
+  shm      processes of this host, with the kernels in Triton's interpreter (for tests)
+  local    virtual ranks of one process
+  symm     the GPUs of one node
+  nvshmem  GPUs of several nodes; optional, built by make nvshmem
+Where no symmetric memory works, collectives are used, and nothing else changes.
+
+Nothing is changed on the machine, and no other rank is asked. Each probe ends within 10 s.
+"""
+
+EXAMPLES = """\
+examples:
+  this machine:
+    fusedmoe doctor
+  every node of a job, under Slurm:
+    srun --ntasks-per-node=1 fusedmoe doctor
+  for a script: the exit code is 0 where any transport works, 1 where none does
+    fusedmoe doctor --json | jq '.transports[] | select(.works) | .name'
+"""
+
+PROBE_S = 10.0
+SHARED_MEMORY = "/dev/shm"
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `doctor` to the commands of `fusedmoe`."""
+    parser = commands.add_parser(
+        "doctor",
+        help=SUMMARY,
+        usage="fusedmoe doctor [FLAG ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Looks, and shows what was found."""
+    found = examine()
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        _show(found)
+    return 0 if any(answer.works for answer in found.transports) else 1
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A way between ranks. `why_not`: a probe that says why it does not work here, and what to do; "" where it does."""
+
+    name: str
+    kind: str
+    carries: str
+    why_not: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a transport. `reason`: why it does not work, and what to do; "" where it works."""
+
+    name: str
+    kind: str
+    carries: str
+    works: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, and with which of the others it shares memory."""
+
+    index: int
+    name: str
+    capability: str
+    memory_bytes: int
+    reaches: list[int]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What there is on this machine. A version is None where the thing is not there; so are the sizes, in bytes."""
+
+    host: str
+    versions: dict[str, str | None]
+    gpus: list[Gpu]
+    shared_memory: dict[str, int] | None
+    transports: list[Answer]
+
+
+def examine() -> Findings:
+    """Looks at everything, one thing after the other."""
+    answers = []
+    for one in TRANSPORTS:
+        reason = bounded(one.why_not)
+        answers.append(Answer(one.name, one.kind, one.carries, not reason, reason))
+    return Findings(platform.node(), versions(), gpus(), shared_memory(), answers)
+
+
+def bounded(probe: Callable[[], str], limit_s: float = PROBE_S) -> str:
+    """The probe's reason; a probe that raises, or does not end, gives one as well."""
+    answer: SimpleQueue[str] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            answer.put(probe())
+        except Exception as error:
+            answer.put(f"{type(error).__name__}: {error}")
+
+    Thread(target=work, name="fusedmoe doctor", daemon=True).start()
+    try:
+        return answer.get(timeout=limit_s)
+    except Empty:
+        return f"the probe did not end within {limit_s:g} s"
+
+
+def why_not_gloo() -> str:
+    """A sum over a world of one: it needs a network interface."""
+    if not dist.is_gloo_available():
+        return "this PyTorch is a build without Gloo; install one with"
+    try:
+        alone: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=PROBE_S / 2))
+        alone.allreduce([torch.ones(1)]).wait()
+    except RuntimeError as error:
+        return f"{error}; GLOO_SOCKET_IFNAME names the network interface to use"
+    return ""
+
+
+def why_not_nccl() -> str:
+    if reason := nvshmem.no_gpu() or why_not_cuda():
+        return reason
+    return "" if dist.is_nccl_available() else "this PyTorch is a build without NCCL; install one with"
+
+
+def why_not_cuda() -> str:
+    if torch.version.cuda is None:
+        return "this PyTorch is a build without CUDA; install one for CUDA"
+    if not torch.cuda.is_available():
+        return f"PyTorch for CUDA {torch.version.cuda} finds no GPU; the driver may be too old for it (nvidia-smi)"
+    return ""
+
+
+def why_not_shm() -> str:
+    """Memory that a file in /dev/shm names, written through one mapping and read through another."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="fusedmoe-doctor-") as file:
+            file.truncate(mmap.PAGESIZE)
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE) as ours, mmap.mmap(file.fileno(), mmap.PAGESIZE) as theirs:
+                ours[:2] = b"\x12\x34"
+                if theirs[:2] != b"\x12\x34":
+                    return f"what is written to a file in {SHARED_MEMORY} is not seen by others; mount a tmpfs there"
+    except OSError as error:
+        return f"no file can be made in {SHARED_MEMORY} ({error}); a container needs --shm-size or a tmpfs there"
+    return ""
+
+
+def why_not_local() -> str:
+    """Memory of this process, which it always has."""
+    return ""
+
+
+def why_not_symm() -> str:
+    if reason := nvshmem.no_gpu() or why_not_cuda():
+        return reason
+    for gpu in (found := gpus()):
+        if apart := [other.index for other in found if other.index not in (gpu.index, *gpu.reaches)]:
+            pair = f"GPUs {gpu.index} and {apart[0]}"
+            return f"{pair} do not reach each other's memory (see nvidia-smi topo -p2p r); use NCCL"
+    return ""
+
+
+COLLECTIVES, SYMMETRIC = "collectives", "symmetric memory"
+
+TRANSPORTS = (
+    Transport("gloo", COLLECTIVES, "CPUs, of any nodes", why_not_gloo),
+    Transport("nccl", COLLECTIVES, "GPUs, of any nodes", why_not_nccl),
+    Transport("shm", SYMMETRIC, "processes of this host", why_not_shm),
+    Transport("local", SYMMETRIC, "virtual ranks of one process", why_not_local),
+    Transport("symm", SYMMETRIC, "GPUs of one node", why_not_symm),
+    Transport("nvshmem", SYMMETRIC, "GPUs of several nodes", nvshmem.why_not),
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Of what transports depend on."""
+    cuda = torch.cuda.is_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None
+    packages = nvshmem_packages()
+    return {
+        "fusedmoe": fusedmoe.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda of torch": torch.version.cuda,
+        "driver": _driver(),
+        "nccl": nccl,
+        "nvshmem": ", ".join(f"{version} (CUDA {of})" for of, version in packages.items()) or None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def gpus() -> list[Gpu]:
+    """Those that PyTorch sees."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = []
+    for index in range(count):
+        what = torch.cuda.get_device_properties(index)
+        reaches = [
+            other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)
+        ]
+        found.append(Gpu(index, what.name, f"{what.major}.{what.minor}", what.total_memory, reaches))
+    return found
+
+
+def shared_memory() -> dict[str, int] | None:
+    """The size of /dev/shm, which NCCL and data loaders use as well."""
+    if not os.path.isdir(SHARED_MEMORY):
+        return None
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    return {"size": usage.total, "free": usage.free}
+
+
+def _show(found: Findings) -> None:
+    console = Console(highlight=False)
+    console.print(found.host, markup=False)
+    console.print(_versions_table(found))
+    console.print(_transports_table(found))
+    if not any(answer.works for answer in found.transports):
+        console.print("Nothing works here: only a world of one rank can run.")
+
+
+def _versions_table(found: Findings) -> Table:
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, version in found.versions.items():
+        table.add_row(name, Text(version or "not there"))
+    for gpu in found.gpus:
+        others = [str(other) for other in gpu.reaches]
+        reach = f", reaches {', '.join(others)}" if others else ", reaches no other" if len(found.gpus) > 1 else ""
+        text = f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory_bytes / 2**30:.0f} GiB{reach}"
+        table.add_row(f"GPU {gpu.index}", Text(text))
+    if not found.gpus:
+        table.add_row("GPUs", "none")
+    sizes = found.shared_memory
+    memory = "not there" if sizes is None else f"{sizes['size'] / 2**30:.3g} GiB, {sizes['free'] / 2**30:.3g} GiB free"
+    table.add_row(SHARED_MEMORY, memory)
+    return table
+
+
+def _transports_table(found: Findings) -> Table:
+    table = Table(title="transports", title_justify="left")
+    for column in ("", "between", "works", "why not, and what to do"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("", "works"))
+    kind = ""
+    for answer in found.transports:
+        if answer.kind != kind:
+            kind = answer.kind
+            table.add_section()
+            table.add_row(Text(kind, style="bold"))
+        table.add_row(answer.name, answer.carries, "yes" if answer.works else "no", Text(answer.reason))
+    return table

@@ -1,0 +1,166 @@
+"""A symmetric heap: memory of the same shape on every rank of a group, which kernels of all of them can address.
+
+    with open_heap(group, device) as heap:
+        rows = heap.allocate((2, 4, 128, 512), torch.bfloat16)
+        rows.own            # this rank's copy
+        rows.table          # where every rank's copy is, for kernels (fusedmoe/kernels/remote.py)
+
+Backends, each where it works: `shm` (processes of one host, memory shared by the kernel; for Triton's interpreter),
+`local` (virtual ranks of one process), `symm` (the GPUs of a node, PyTorch's symmetric memory).
+
+After an error anywhere nothing that was in flight may meet new data: an abandoned heap is never used again, the next
+operation takes a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.group import Group
+from fusedmoe.errors import ConfigError, RankError
+
+# Rows start where vector and bulk copies can.
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Symmetric:
+    """One allocation.
+
+    Attributes:
+        own: this rank's copy, zeros at first.
+        table: [W] int64, on the device, the address of each rank's copy in this process; 0 where it has none, and puts
+            must go through the network.
+    """
+
+    own: Tensor
+    table: Tensor
+
+
+class Heap:
+    """Symmetric memory of a group. Every call is collective: the same ones in the same order on all ranks.
+
+    Backends say how memory is had (`_map`). On leaving the `with` block the ranks meet before memory is given back, so
+    that no peer still writes into it; where an error leaves the block they do not, and each keeps what peers may still
+    address until its process ends or the memory's owner is gone, whichever the backend needs.
+
+    Attributes:
+        group, device: whose memory, and where.
+        abandoned: after an error; nothing can be allocated from then on.
+    """
+
+    backend: str
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.abandoned = False
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
+        """Zeros of this shape on every rank; all ranks have theirs when it returns.
+
+        Raises:
+            RankError: the ranks ask for different shapes, one does not come, or the heap is abandoned.
+        """
+        if self.abandoned:
+            raise RankError(f"rank {self.group.job.rank}: this heap was left after an error; open a new one")
+        wanted = (list(shape), str(dtype))
+        for rank, other in zip(self.group.ranks, self._gather(wanted), strict=True):
+            if other != wanted:
+                raise RankError(
+                    f"rank {self.group.job.rank}: symmetric memory must be alike on all ranks, but rank {rank} wants "
+                    f"{other} and this rank for {wanted}"
+                )
+        count = torch.Size(shape).numel()
+        size = max(_ALIGNMENT, -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
+        bytes_own, addresses = self._map(size)
+        own = bytes_own[: count * dtype.itemsize].view(dtype).view(tuple(shape))
+        return Symmetric(own, torch.tensor(addresses, dtype=torch.int64, device=self.device))
+
+    def close(self) -> None:
+        """Gives the memory back once all ranks are here."""
+        if not self.abandoned:
+            self._gather("close")
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Leaves the heap without meeting the others: after an error."""
+        self.abandoned = True
+
+    def __enter__(self) -> Heap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _map(self, size: int) -> tuple[Tensor, list[int]]:
+        """This rank's bytes, zeros, and every rank's address of theirs; all ranks have mapped all when it returns."""
+        raise NotImplementedError
+
+    def _gather(self, thing: Any) -> list[Any]:
+        return all_gather_object(self.group, thing, f"allocation on the {self.backend} heap")
+
+
+def open_heap(group: Group, device: torch.device, backend: str | None = None) -> Heap:
+    """A heap over the group; by default the first backend that works for the device. Collective.
+
+    Raises:
+        ConfigError: the backend does not work here, with the reason and what to do.
+    """
+    choice = [backend] if backend is not None else (["symm"] if device.type == "cuda" else ["shm"])
+    reasons = []
+    for name in choice:
+        if name not in BACKENDS:
+            raise ConfigError(f"unknown heap backend {name!r}; choose one of {', '.join(BACKENDS)}")
+        reason = BACKENDS[name].why_not(device)
+        if not reason:
+            return BACKENDS[name].open(group, device)
+        reasons.append(f"{name}: {reason}")
+    raise ConfigError(f"no symmetric heap on {device.type}: {'; '.join(reasons)}")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`why_not(device)`: why it does not work there, and what to do; "" where it does."""
+
+    open: Callable[[Group, torch.device], Heap]
+    why_not: Callable[[torch.device], str]
+
+
+def _open_shm(group: Group, device: torch.device) -> Heap:
+    from fusedmoe.comm.heaps.shm import ShmHeap
+
+    return ShmHeap(group, device)
+
+
+def _why_not_shm(device: torch.device) -> str:
+    from fusedmoe.comm.heaps import shm
+
+    return shm.why_not(device)
+
+
+def _open_symm(group: Group, device: torch.device) -> Heap:
+    from fusedmoe.comm.heaps.symm import SymmHeap
+
+    return SymmHeap(group, device)
+
+
+def _why_not_symm(device: torch.device) -> str:
+    from fusedmoe.comm.heaps import symm
+
+    return symm.why_not(device)
+
+
+#: By name. Virtual ranks (`heaps/local.py`) have no group to open one over: they are made together.
+BACKENDS = {"shm": Backend(_open_shm, _why_not_shm), "symm": Backend(_open_symm, _why_not_symm)}

@@ -1,0 +1,459 @@
+"""NVSHMEM between the ranks of a group: symmetric memory on GPUs of one node or many, and what waits for it.
+
+The library that csrc/nvshmem is built into lies beside this file (`make nvshmem`); it is loaded when it is needed, and
+NVSHMEM from its pip package with it. A process takes part in one NVSHMEM job: that of the group for which it is opened
+first, or one that other code has begun (PyTorch does), which must then span exactly the group. Where several are open
+for the same ranks they share it.
+
+What waits for other ranks on the host is bounded by the job's time-out and ends with a `RankError`. A wait on a stream
+is not; `Nvshmem.settle` looks at the stream with a bound.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.failure import LOOK_S
+from fusedmoe.comm.group import Group
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_home, nvshmem_packages
+
+T = TypeVar("T")
+
+LIBRARY = Path(__file__).with_name("libfusedmoe_nvshmem.so")
+PREFIX = "fusedmoe_nvshmem_"
+
+# The arguments of each function, as csrc/nvshmem/fusedmoe_nvshmem.h has them; all return a status but the last two.
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "probe": (),
+    "version": (POINTER(c_int), POINTER(c_int)),
+    "unique_id": (c_void_p, c_size_t),
+    "init": (c_void_p, c_size_t, c_int, c_int),
+    "adopt": (),
+    "finalize": (),
+    "state": (POINTER(c_int), POINTER(c_int), POINTER(c_int), c_void_p),
+    "allocate": (c_size_t, POINTER(c_void_p)),
+    "free": (c_void_p,),
+    "peer_pointer": (c_void_p, c_int, POINTER(c_void_p)),
+    "put_signal": (c_void_p, c_void_p, c_size_t, c_void_p, c_uint64, c_int, c_void_p),
+    "wait": (c_void_p, c_uint64, c_void_p),
+    "barrier": (c_void_p,),
+    "register_module": (c_void_p,),
+    "modules": (),
+    "last_error": (),
+}
+
+_ID_BYTES = 128
+_CLOSED = 0
+_BUILD = "in the sources of fusedmoe: make nvshmem"
+
+
+class _Failed(Exception):
+    """A function of the library that returned no 0; the text is its last error."""
+
+
+class Library:
+    """The C library: `library.call("allocate", …)` raises `_Failed` where that did not work."""
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+        for name, arguments in FUNCTIONS.items():
+            function = getattr(functions, PREFIX + name)
+            function.argtypes, function.restype = arguments, c_char_p if name == "last_error" else c_int
+
+    def call(self, name: str, *arguments: Any) -> None:
+        if getattr(self._functions, PREFIX + name)(*arguments):
+            raise _Failed(self._functions.fusedmoe_nvshmem_last_error().decode())
+
+    def versions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the NVSHMEM that it was built with, and of the one that is loaded."""
+        built, loaded = (c_int * 3)(), (c_int * 3)()
+        self.call("version", built, loaded)
+        return tuple(built), tuple(loaded)
+
+    def state(self) -> _State:
+        owner, pe, pes, job = c_int(), c_int(), c_int(), ctypes.create_string_buffer(_ID_BYTES)
+        self.call("state", owner, pe, pes, job)
+        return _State(owner.value, pe.value, pes.value, job.raw)
+
+    def unique_id(self) -> bytes:
+        made = ctypes.create_string_buffer(_ID_BYTES)
+        self.call("unique_id", made, _ID_BYTES)
+        return made.raw
+
+    def allocate(self, size: int) -> int:
+        place = c_void_p()
+        self.call("allocate", size, place)
+        return place.value or 0
+
+    def peer(self, address: int, pe: int) -> int:
+        place = c_void_p()
+        self.call("peer_pointer", address, pe, place)
+        return place.value or 0
+
+
+@dataclass(frozen=True)
+class _State:
+    """Of NVSHMEM in this process: who began it, this PE and how many there are, and the id of a job of our own."""
+
+    owner: int
+    pe: int
+    pes: int
+    job: bytes
+
+
+def no_gpu() -> str:
+    """Why the driver offers no GPU here; "" where it does. Loads nothing but the driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver here (libcuda.so.1 cannot be loaded), and it is for NVIDIA GPUs"
+    if error := driver.cuInit(0):
+        return f"the NVIDIA driver does not start (cuInit returned {error}); nvidia-smi may say why"
+    count = c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no GPU; see CUDA_VISIBLE_DEVICES"
+    return ""
+
+
+def why_not() -> str:
+    """Why NVSHMEM cannot be used in this process, and what to do; "" where it can. Asks no other rank."""
+    for reason in (no_gpu, _no_package, _no_library):
+        if why := reason():
+            return why
+    try:
+        load().call("probe")
+    except _Failed as error:
+        return str(error)
+    return "" if torch.cuda.is_available() else "this PyTorch is a build without CUDA; install one with"
+
+
+def _no_package() -> str:
+    if nvshmem_home() is None:
+        return f"NVSHMEM's package is not installed: {HOW_TO_INSTALL}"
+    cuda, packages = torch.version.cuda, nvshmem_packages()
+    if cuda and packages and int(cuda.split(".")[0]) not in packages:
+        have = ", ".join(f"nvidia-nvshmem-cu{of}" for of in packages)
+        return f"PyTorch is for CUDA {cuda}, but NVSHMEM's package is {have}: {HOW_TO_INSTALL}"
+    return ""
+
+
+def _no_library() -> str:
+    if not LIBRARY.exists():
+        return f"{LIBRARY.name} is not built; {_BUILD}"
+    try:
+        built, loaded = load().versions()
+    except OSError as error:
+        return f"{LIBRARY.name} cannot be loaded ({error}); {_BUILD}"
+    except AttributeError as error:
+        return f"{LIBRARY.name} is of other sources ({error}); {_BUILD}"
+    if built[:2] != loaded[:2]:
+        words = [".".join(map(str, version)) for version in (built, loaded)]
+        return f"{LIBRARY.name} was built with NVSHMEM {words[0]}, and {words[1]} is loaded; {_BUILD}"
+    return ""
+
+
+@cache
+def load() -> Library:
+    """The library, and NVSHMEM with it: the one that is loaded already (PyTorch brings one), else the package's.
+
+    Raises:
+        OSError: it is not there, or cannot be loaded. AttributeError: it lacks a function.
+    """
+    host = "libnvshmem_host.so.3"
+    try:
+        ctypes.CDLL(host, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        if home := nvshmem_home():
+            ctypes.CDLL(str(home / "lib" / host), mode=ctypes.RTLD_GLOBAL)
+    return Library(ctypes.CDLL(str(LIBRARY)))
+
+
+def register_module(module: int) -> None:
+    """Makes a CUDA module that Triton has loaded known to NVSHMEM, if it has device functions of it.
+
+    Raises:
+        ConfigError: NVSHMEM refuses it.
+    """
+    try:
+        load().call("register_module", module)
+    except _Failed as error:
+        raise ConfigError(f"a kernel cannot use NVSHMEM: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Memory of the same size on every rank of a group of W.
+
+    Attributes:
+        own: uint8, this rank's, cleared.
+        table: [W] int64 on the device, where this GPU finds each rank's; 0 where it cannot address it: there only
+            NVSHMEM's functions lead, with an address in `own` and the rank's PE.
+        pe_W: int32 on the device, each rank's PE.
+    """
+
+    own: Tensor
+    table: Tensor
+    pe_W: Tensor
+
+
+class Nvshmem:
+    """NVSHMEM, open for a group; as a context it closes itself. Everything but `put_signal` and `wait` is collective.
+
+    Args:
+        device: the GPU of this rank, None for the current one.
+    Raises:
+        ConfigError: it cannot be used on some rank; all ranks raise it, and it names them.
+        RankError: NVSHMEM did not start, or not all ranks came in time.
+    """
+
+    def __init__(self, group: Group, device: torch.device | None = None) -> None:
+        self.group = group
+        reason = why_not()
+        state = None if reason else load().state()
+        answers = all_gather_object(group, (reason, state), "opening NVSHMEM")
+        if refused := {rank: why for rank, (why, _) in zip(group.ranks, answers, strict=True) if why}:
+            raise ConfigError(f"NVSHMEM over the {group}: {_each(refused)}")
+        self.device = device or torch.device("cuda", torch.cuda.current_device())
+        self._library = load()
+        self._pes = self._start([state for _, state in answers])
+        self._open: list[Memory] = []
+        self._closed = False
+
+        from fusedmoe.kernels.nvshmem import tell_of_modules
+
+        tell_of_modules(register_module)
+
+    def _start(self, states: list[_State]) -> list[int]:
+        """Begins a job or joins the one there is; returns the ranks' PEs."""
+        group, operation = self.group, "opening NVSHMEM"
+        if all(state.owner == _CLOSED for state in states):
+            made = self._attempt(self._library.unique_id, operation) if group.index == 0 else b""
+            job = all_gather_object(group, made, operation)[0]
+            self._bounded(lambda: self._library.call("init", job, _ID_BYTES, group.index, group.size), operation)
+            return list(range(group.size))
+        pes = [state.pe for state in states]
+        alike = {(state.owner, state.pes, state.job) for state in states}
+        if alike != {(states[0].owner, group.size, states[0].job)} or set(pes) != set(range(group.size)):
+            found = {
+                rank: "is in none" if state.owner == _CLOSED else f"is PE {state.pe} of {state.pes}"
+                for rank, state in zip(group.ranks, states, strict=True)
+            }
+            raise ConfigError(
+                f"NVSHMEM over the {group}: a process takes part in one NVSHMEM job, and these ranks are in others: "
+                f"{_each(found)}. Open it for the same ranks everywhere, or close the other one first."
+            )
+        self._attempt(lambda: self._library.call("adopt"), operation)
+        return pes
+
+    def allocate(self, size: int) -> Memory:
+        """Symmetric memory of `size` bytes, the same on all ranks, cleared everywhere before anyone returns.
+
+        Raises:
+            ConfigError: ranks ask for different sizes, or for none. RankError: there is no room.
+        """
+        self._need_open()
+        operation = "allocating symmetric memory"
+        sizes = all_gather_object(self.group, size, operation)
+        if len(set(sizes)) > 1 or size < 1:
+            asked = _each({rank: f"{each} bytes" for rank, each in zip(self.group.ranks, sizes, strict=True)})
+            raise ConfigError(f"{operation} over the {self.group}: all must ask for the same size, above 0: {asked}")
+        address = self._bounded(lambda: self._library.allocate(size), operation)
+        own = tensor_at(address, size, self.device)
+        own.zero_()
+        self.settle(operation)
+        peers = self._attempt(lambda: [self._library.peer(address, pe) for pe in self._pes], operation)
+        table = torch.tensor(peers, dtype=torch.int64, device=self.device)
+        memory = Memory(own, table, torch.tensor(self._pes, dtype=torch.int32, device=self.device))
+        self._meet(operation)
+        self._open.append(memory)
+        return memory
+
+    def free(self, memory: Memory) -> None:
+        """Gives it back, once no rank uses it any more; its tensor must not be touched afterwards."""
+        self._need_open()
+        operation = "freeing symmetric memory"
+        self.settle(operation)
+        self._meet(operation)
+        self._open = [other for other in self._open if other is not memory]
+        self._bounded(lambda: self._library.call("free", memory.own.data_ptr()), operation)
+
+    def put_signal(self, dest: Tensor, source: Tensor, signal: Tensor, value: int, rank: int) -> None:
+        """On the current stream: copies `source` to the place of `dest` on a rank of the group, then sets its signal.
+
+        Args:
+            dest, signal: contiguous parts of symmetric memory, int64 [1] for the signal. rank: its index in the group.
+        """
+        self._need_open()
+        size = source.numel() * source.element_size()
+        if size != dest.numel() * dest.element_size() or not (source.is_contiguous() and dest.is_contiguous()):
+            raise ConfigError("put_signal: source and dest must be contiguous and of the same size")
+        places = dest.data_ptr(), source.data_ptr(), size, signal.data_ptr()
+        operation = f"putting {size} bytes to rank {self.group.ranks[rank]}"
+        pe, stream = self._pes[rank], self._stream()
+        self._attempt(lambda: self._library.call("put_signal", *places, value, pe, stream), operation)
+
+    def wait(self, signal: Tensor, value: int) -> None:
+        """On the current stream: waits until this rank's signal is at least `value`, however long."""
+        self._need_open()
+        place = signal.data_ptr()
+        self._attempt(lambda: self._library.call("wait", place, value, self._stream()), "waiting for a signal")
+
+    def barrier(self) -> None:
+        """On the current stream: waits for all ranks and for all that they have put, however long."""
+        self._need_open()
+        self._attempt(lambda: self._library.call("barrier", self._stream()), "a barrier of NVSHMEM")
+
+    def settle(self, operation: str) -> None:
+        """Waits on the host until the current stream is done, no longer than the job's time-out.
+
+        Raises:
+            RankError: a rank failed meanwhile, or the time is up.
+        """
+        done, deadline = record(self.device), time.monotonic() + self.group.job.timeout_s
+        pause = 1e-5
+        while not done():
+            self._look(operation, deadline)
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK_S)
+
+    def close(self) -> None:
+        """Waits for the stream and for the other ranks, frees what is still allocated, and ends the job if it was the
+        last use of one that was begun here. A second time it does nothing."""
+        if self._closed:
+            return
+        for memory in reversed(self._open):
+            self.free(memory)
+        self._closed = True
+        self.settle("closing NVSHMEM")
+        self._meet("closing NVSHMEM")
+        self._bounded(lambda: self._library.call("finalize"), "closing NVSHMEM")
+
+    def __enter__(self) -> Nvshmem:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Leaves it after an error, when the other ranks may not come any more: what is open ends with the process."""
+        self._closed = True
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise ConfigError(f"NVSHMEM over the {self.group} is closed")
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def _meet(self, operation: str) -> None:
+        all_gather_object(self.group, None, operation)
+
+    def _attempt(self, call: Callable[[], T], operation: str) -> T:
+        """What the call returns; where it does not work, all ranks are told."""
+        try:
+            return call()
+        except _Failed as error:
+            raise self._error(operation, str(error)) from error
+
+    def _bounded(self, call: Callable[[], T], operation: str) -> T:
+        """The same for a call that waits for other ranks.
+
+        It runs in a thread of its own, which is left behind where the others do not come.
+        """
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                make_current(self.device)
+                answer.put((call(), None))
+            except BaseException as error:
+                answer.put((None, error))
+
+        Thread(target=work, name=f"fusedmoe: {operation}", daemon=True).start()
+        deadline = time.monotonic() + self.group.job.timeout_s
+        while True:
+            with suppress(queue.Empty):
+                value, error = answer.get(timeout=LOOK_S)
+                break
+            self._look(operation, deadline)
+        if isinstance(error, _Failed):
+            raise self._error(operation, str(error)) from error
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def _look(self, operation: str, deadline: float) -> None:
+        """Between two short waits: has a rank failed, is the time up?"""
+        group = self.group
+        verdict = group.board.read() if group.handle is not None else None
+        if verdict is not None:
+            raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
+        if time.monotonic() > deadline:
+            patience = f"{group.job.timeout_s:.0f} s"
+            cure = "see the logs of the other ranks, or give Topology a larger timeout_s"
+            raise self._error(operation, f"it did not end within {patience}; {cure}")
+
+    def _error(self, operation: str, message: str) -> RankError:
+        """The error of this rank, which the others are told."""
+        group = self.group
+        if group.handle is None:
+            return RankError(f"rank {group.job.rank}: {operation}: {message}")
+        verdict = group.board.post(group.job.rank, operation, message)
+        return RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
+
+
+class _Bytes:
+    """Device memory as others describe theirs to PyTorch."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
+    """Device memory that is not PyTorch's, as a uint8 tensor."""
+    return torch.as_tensor(_Bytes(address, size), device=device)
+
+
+def make_current(device: torch.device) -> None:
+    """Gives this thread the GPU's context, which NVSHMEM looks for."""
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)
+
+
+def record(device: torch.device) -> Callable[[], bool]:
+    """Marks the current stream's end; what it returns says whether the stream has come there."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.query
+
+
+def _each(what: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in what.items())

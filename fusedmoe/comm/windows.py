@@ -1,0 +1,154 @@
+"""The windows of one layer: room on every rank for the tokens, letters and results that kernels of its peers put there.
+
+Each exchange has the next number and uses the next of two slots, so that one can begin while the one before is still
+read; a peer that is further behind is waited for (`fusedmoe/kernels/remote.py` has the protocol).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.heap import Heap, Symmetric
+from fusedmoe.comm.watch import Watch
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.puts import Bounds, Place
+
+#: Exchanges that may be under way at once.
+SLOTS = 2
+
+# Rows for which there is one signal: of tokens as many as a tile of the product has, of letters more, they are short.
+_TOKEN_TILE, _LETTER_TILE = 128, 1024
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a layer's windows must have room for; the same on all ranks.
+
+    Attributes:
+        tokens: that any rank has at once.   slots: K, experts of a token.   experts: of all ranks.
+        width: elements of a row.   dtype: of rows.   degree: chunks at most.
+    """
+
+    tokens: int
+    slots: int
+    experts: int
+    width: int
+    dtype: torch.dtype
+    degree: int = 8
+
+
+class Windows:
+    """Of one rank. Making them is collective over the heap's group.
+
+    Attributes:
+        tokens, letters: what peers send here to be computed.
+        results: what peers send back: rows [slots, 1, tokens·K, width], a signal for each peer and chunk.
+        values: [slots, tokens·K] float32, one number to each result.
+        watch: bounds waits.
+    Raises:
+        ConfigError: experts that the ranks cannot share evenly.
+    """
+
+    def __init__(self, heap: Heap, room: Room) -> None:
+        self.heap, self.room = heap, room
+        size = heap.group.size
+        if room.experts % size:
+            raise ConfigError(f"{room.experts} experts cannot be shared evenly by {size} ranks")
+        self.experts = room.experts // size
+        self._tile = min(_TOKEN_TILE, 1 << max(4, (room.tokens - 1).bit_length()))
+        capacity, lines = _up(max(room.tokens, 1), self._tile), self.experts + room.tokens * room.slots
+        if self.experts > _LETTER_TILE:
+            raise ConfigError(f"{self.experts} experts a rank are too many: a letter begins with up to {_LETTER_TILE}")
+        self.tokens = self._place((size, capacity, room.width), room.dtype, self._tile, capacity // self._tile)
+        lines = _up(lines, _LETTER_TILE)
+        self.letters = self._place((size, lines, 2), torch.int32, _LETTER_TILE, lines // _LETTER_TILE)
+        results = max(1, room.tokens * room.slots)
+        self.results = self._place((1, results, room.width), room.dtype, 0, room.degree)
+        self.values = heap.allocate((SLOTS, results), torch.float32)
+        self.watch = Watch(heap.group, heap.device)
+        self._epochs = {id(place): 0 for place in (self.tokens, self.letters, self.results)}
+
+    def begin(self, place: Place) -> int:
+        """The number of the exchange that begins in one of the windows."""
+        self._epochs[id(place)] += 1
+        return self._epochs[id(place)]
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.watch.stop, self.watch.record, self.watch.limit_ns)
+
+    def refuse(self, tokens: int, slots: int, degree: int, dtype: torch.dtype, width: int) -> None:
+        """Nothing is sent where there is no room for it.
+
+        Raises:
+            ConfigError: with what to do.
+        """
+        room = self.room
+        for name, has, most in (
+            ("tokens", tokens, room.tokens),
+            ("slots", slots, room.slots),
+            ("degree", degree, room.degree),
+        ):
+            if has > most:
+                raise ConfigError(f"{has} {name} do not fit windows with room for {most}: make them with {name}={has}")
+        if (dtype, width) != (room.dtype, room.width):
+            raise ConfigError(f"rows of {width} × {dtype} do not fit windows of {room.width} × {room.dtype}")
+
+    def result_rows(self, peer_R: Tensor, place_R: Tensor, epoch: int) -> Tensor:
+        """[R] addresses of results at their sources."""
+        rows = self.results.rows
+        start = self.results.slot(epoch) * rows.shape[2]
+        return self.results.row_table[peer_R.long()] + (start + place_R) * (rows.shape[3] * rows.itemsize)
+
+    def value_places(self, peer_R: Tensor, place_R: Tensor, epoch: int) -> Tensor:
+        """[R] addresses of the numbers to these results."""
+        start = self.results.slot(epoch) * self.values.own.shape[1]
+        return self.values.table[peer_R.long()] + (start + place_R) * 4
+
+    def result_signals(self, chunk: int, epoch: int) -> Tensor:
+        """[W] addresses of this rank's signal at each peer, that a chunk's results are there."""
+        place = self.results
+        index = (place.slot(epoch) * self.heap.group.size + place.me) * self.room.degree + chunk
+        return place.signal_table + index * 8
+
+    def awaited_results(self, degree: int, epoch: int) -> Tensor:
+        """Indices of the signals that all results are here, int32."""
+        size = self.heap.group.size
+        peer_W1 = torch.arange(size, dtype=torch.int32, device=self.heap.device)[:, None]
+        chunk = torch.arange(degree, dtype=torch.int32, device=self.heap.device)
+        return ((self.results.slot(epoch) * size + peer_W1) * self.room.degree + chunk).reshape(-1)
+
+    # Names of signals, for errors: the peer's place in the group, and what of it.
+
+    def name_credit(self, index: int) -> tuple[int, str]:
+        return index, "the credit"
+
+    def name_letter(self, index: int) -> tuple[int, str]:
+        peer, tile = divmod(index % self.letters.signals[0].numel(), self.letters.signals.shape[2])
+        return peer, f"part {tile} of the letter"
+
+    def name_token(self, index: int, chunk: int) -> tuple[int, str]:
+        peer, tile = divmod(index % self.tokens.signals[0].numel(), self.tokens.signals.shape[2])
+        return peer, f"tile {tile} of the tokens, for chunk {chunk},"
+
+    def name_result(self, index: int) -> tuple[int, str]:
+        peer, chunk = divmod(index % self.results.signals[0].numel(), self.room.degree)
+        return peer, f"chunk {chunk} of the results"
+
+    def _place(self, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int) -> Place:
+        size = self.heap.group.size
+
+        def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Symmetric:
+            return self.heap.allocate(shape, dtype)
+
+        rows, signal, credit = allocate(SLOTS, *shape, dtype=dtype), allocate(SLOTS, size, signals), allocate(size)
+        return Place(
+            rows.own, rows.table, signal.own, signal.table, tile, credit.own, credit.table, self.heap.group.index
+        )
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,175 @@
+"""A rank of a job over a made-up NVSHMEM, in the memory of this machine; started by test_library.py.
+
+    python -m tests.comm.nvshmem.ranks SCENARIO RANK FOLDER LIBRARY
+
+FOLDER has libcuda.so.1 and libnvshmem_host.so.3, which stand for the real ones. Prints "passed" in the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedmoe.comm import nvshmem
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.nvshmem import Nvshmem
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+
+CPU = torch.device("cpu")
+WITH_FUNCTIONS, WITHOUT, REFUSED = 11, 12, 13
+
+
+def stand_in(folder: Path, library: Path) -> None:
+    """The made-up libraries and a CPU for a GPU."""
+    for name in ("libcuda.so.1", "libnvshmem_host.so.3"):
+        ctypes.CDLL(str(folder / name))
+    nvshmem.LIBRARY = library
+    nvshmem.make_current = lambda device: None
+    nvshmem.record = lambda device: lambda: True
+    nvshmem.tensor_at = at
+    Nvshmem._stream = lambda self: 0  # type: ignore[method-assign]
+    torch.cuda.is_available = lambda: True
+
+
+def at(address: int, size: int, device: torch.device) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def log() -> list[str]:
+    return Path(os.environ["FAKE_NVSHMEM"], f"log.{os.getpid()}").read_text().splitlines()
+
+
+def exchange(job: Nvshmem, group: Group, size: int = 1000) -> None:
+    """Each rank gives each its own bytes, with a signal behind them."""
+    memory = job.allocate(8 * group.size + size * group.size)
+    assert memory.own.numel() == 8 * group.size + size * group.size and not memory.own.any()
+    dist.barrier()
+    signals, windows = memory.own[: 8 * group.size].view(torch.int64), memory.own[8 * group.size :].view(-1, size)
+    for other in range(group.size):
+        rows = torch.full((size,), 10 * group.index + other, dtype=torch.uint8)
+        job.put_signal(windows[group.index], rows, signals[group.index], 5, other)
+    for other in range(group.size):
+        job.wait(signals[other : other + 1], 5)
+        assert (windows[other] == 10 * other + group.index).all()
+    table = memory.table.tolist()
+    assert table[group.index] == memory.own.data_ptr() and memory.pe_W.tolist() == list(range(group.size))
+    for other, address in enumerate(table):
+        if "FAKE_OTHER_NODE" in os.environ and other != group.index:
+            assert address == 0
+        else:
+            assert at(address + 8 * group.size + group.index * size, 1, CPU) == 10 * group.index + other
+    job.barrier()
+
+
+def shared(group: Group) -> None:
+    """Several open it, one job; the last one ends it, and another begins."""
+    first = Nvshmem(group, CPU)
+    exchange(first, group)
+    nvshmem.register_module(WITH_FUNCTIONS)
+    nvshmem.register_module(WITH_FUNCTIONS)
+    nvshmem.register_module(WITHOUT)
+    with Nvshmem(group, CPU) as second:
+        exchange(second, group, 17)
+    began = f"init {group.index} of {group.size}"
+    assert log() == [began, "barrier", f"module {WITH_FUNCTIONS}", "barrier", "free"]
+    first.close()
+    first.close()
+    assert log()[5:] == ["free", f"module {WITH_FUNCTIONS} out", "finalize"]
+    for call in (lambda: first.allocate(8), first.barrier):
+        try:
+            call()
+            raise AssertionError("it is closed")
+        except ConfigError as error:
+            assert "is closed" in str(error)
+    with Nvshmem(group, CPU) as again:
+        exchange(again, group)
+    ended = ["barrier", "free", f"module {WITH_FUNCTIONS} out", "finalize"]
+    assert log()[8:] == [began, f"module {WITH_FUNCTIONS}", *ended]
+    try:
+        with Nvshmem(group, CPU):
+            nvshmem.register_module(REFUSED)
+        raise AssertionError("it was refused")
+    except ConfigError as error:
+        assert "nvshmemx_cumodule_init returned 5" in str(error), error
+
+
+def adopted(group: Group) -> None:
+    """Other code has begun a job, and goes on with it afterwards."""
+    host = ctypes.CDLL("libnvshmem_host.so.3")
+    made = ctypes.create_string_buffer(b"theirs", 128)
+    host.nvshmemx_set_attr_uniqueid_args(group.index, group.size, made, None)
+    host.nvshmemx_hostlib_init_attr(0, None)
+    with Nvshmem(group, CPU) as job:
+        exchange(job, group)
+        with Nvshmem(group, CPU) as other:
+            exchange(other, group)
+    assert host.nvshmemx_init_status() == 2 and "finalize" not in log()
+    try:
+        Nvshmem(Group("one"), CPU)
+        raise AssertionError("the job spans more ranks")
+    except ConfigError as error:
+        assert f"rank 0: is PE {group.index} of 2" in str(error), error
+
+
+def no_room(group: Group) -> None:
+    job = Nvshmem(group, CPU)
+    try:
+        job.allocate(1 << 21)
+        raise AssertionError("there is no such room")
+    except RankError as error:
+        assert "allocating symmetric memory" in str(error) and "NVSHMEM_SYMMETRIC_SIZE" in str(error), error
+
+
+def unlike(group: Group) -> None:
+    job = Nvshmem(group, CPU)
+    try:
+        job.allocate(8 + group.index)
+        raise AssertionError("sizes differ")
+    except ConfigError as error:
+        assert "rank 0: 8 bytes; rank 1: 9 bytes" in str(error), error
+    exchange(job, group)
+    job.close()
+
+
+def init_fails(group: Group) -> None:
+    """On rank 1; rank 0 waits for it meanwhile, and is told."""
+    try:
+        Nvshmem(group, CPU)
+        raise AssertionError("rank 1 does not start")
+    except RankError as error:
+        assert "rank 1 failed in opening NVSHMEM: nvshmemx_hostlib_init_attr returned 7" in str(error), error
+
+
+def one_without(group: Group) -> None:
+    """Rank 1 has no GPU: all say so."""
+    if group.index:
+        os.environ["FAKE_CUINIT"] = "100"
+    try:
+        Nvshmem(group, CPU)
+        raise AssertionError("rank 1 has no GPU")
+    except ConfigError as error:
+        assert "rank 1: the NVIDIA driver does not start (cuInit returned 100)" in str(error), error
+        assert "rank 0:" not in str(error), error
+
+
+def main() -> None:
+    scenario, rank, folder, library = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    stand_in(folder, library)
+    store = dist.FileStore(str(Path(os.environ["FAKE_NVSHMEM"]) / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    globals()[scenario](Topology.from_sizes(ep=2, timeout_s=20).ep)
+    dist.barrier()
+    print("passed", flush=True)
+    os._exit(0)  # threads that wait for ranks which do not come are left behind
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""A model of the signal protocol of `fusedmoe/kernels/remote.py`, and a search through all that can happen in it.
+
+Two ranks put tiles into each other's slots, exchange after exchange. A rank's producer and its reader go on by
+themselves (streams of their own); the network delivers each tile in two steps, its rows and its signal, tiles in any
+order among each other. A reader looks at a tile's signal, reads the rows later, and gives credit at the end. What is
+searched are all interleavings of these steps. Kernels and model change together: a step here is a line there.
+
+`Model` has a switch for every rule; the tests switch each off and see what it was there for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# The number of an exchange before the error: any, greater than the new ones.
+_LONG_AGO = 99
+
+
+class Rank(NamedTuple):
+    """`send`: (exchange, tile) that the producer is at. `read`: (exchange, tile, whether its signal has been seen).
+    `rows`, `signals`: by slot and tile. `credit`: the last exchange of this rank's that the peer has read.
+    `ended`: "", "dead", or "told" of the peer's death."""
+
+    send: tuple[int, int]
+    read: tuple[int, int, bool]
+    rows: tuple[int, ...]
+    signals: tuple[int, ...]
+    credit: int
+    ended: str
+
+
+class State(NamedTuple):
+    """`tiles`: under way, (to, place, exchange, rows written). `credits`: under way, (to, exchange)."""
+
+    ranks: tuple[Rank, Rank]
+    tiles: tuple[tuple[int, int, int, bool], ...]
+    credits: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """`exchanges`: that are made. `empty`: a rank that has no rows, and only signals its first tile.
+
+    Rules: `credit`: a producer waits for it. `release`: signals come after their rows. `slots`: in turn.
+    `signal_empty`: the first tile is always signalled. `fresh`: nothing from before an error is still under way.
+    `dies`: rank 1 may, at any time. `bounded`: who waits for a dead peer learns of it.
+    """
+
+    exchanges: int = 3
+    tiles: int = 2
+    slots: int = 2
+    empty: int | None = None
+    credit: bool = True
+    release: bool = True
+    signal_empty: bool = True
+    fresh: bool = True
+    dies: bool = False
+    bounded: bool = True
+
+    def search(self, most: int = 2_000_000) -> tuple[str, int]:
+        """What can go wrong, "" for nothing, and how many states there are."""
+        places = self.slots * self.tiles
+        rank = Rank((1, 0), (1, 0, False), (0,) * places, (0,) * places, 0, "")
+        first = State((rank, rank), () if self.fresh else ((0, 0, _LONG_AGO, False),), ())
+        seen, queue = {first}, [first]
+        while queue:
+            state = queue.pop()
+            stuck = True
+            for fault, after in self._steps(state):
+                if fault:
+                    return fault, len(seen)
+                stuck = False
+                if after not in seen:
+                    seen.add(after)
+                    queue.append(after)
+            if stuck and not all(self._done(state, r) for r in (0, 1)):
+                return "waits for ever", len(seen)
+            assert len(seen) < most, "more states than a test should look at"
+        return "", len(seen)
+
+    def _done(self, state: State, r: int) -> bool:
+        rank = state.ranks[r]
+        return bool(rank.ended) or (rank.send[0] > self.exchanges and rank.read[0] > self.exchanges)
+
+    def _tiles_of(self, r: int) -> int:
+        """Tiles that rank r signals in an exchange."""
+        if r == self.empty:
+            return 1 if self.signal_empty else 0
+        return self.tiles
+
+    def _place(self, exchange: int, tile: int) -> int:
+        return (exchange - 1) % self.slots * self.tiles + tile
+
+    def _steps(self, state: State) -> Iterator[tuple[str, State]]:
+        for r in (0, 1):
+            rank = state.ranks[r]
+            if rank.ended:
+                continue
+            yield from self._produce(state, r, rank)
+            yield from self._read(state, r, rank)
+            if self.dies and r == 1:
+                yield "", self._with(state, r, rank._replace(ended="dead"))
+            if self.bounded and state.ranks[1 - r].ended == "dead" and not self._done(state, r):
+                yield "", self._with(state, r, rank._replace(ended="told"))
+        yield from self._deliver(state)
+
+    def _produce(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        exchange, tile = rank.send
+        if exchange > self.exchanges or (self.credit and rank.credit < exchange - self.slots):
+            return
+        last = tile + 1 >= self._tiles_of(r)
+        moved = rank._replace(send=(exchange + 1, 0) if last else (exchange, tile + 1))
+        after = self._with(state, r, moved)
+        if self._tiles_of(r):
+            under_way = (1 - r, self._place(exchange, tile), exchange, False)
+            after = after._replace(tiles=tuple(sorted((*after.tiles, under_way))))
+        yield "", after
+
+    def _read(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        exchange, tile, seen = rank.read
+        if exchange > self.exchanges:
+            return
+        if tile == self._tiles_of(1 - r):  # all read
+            moved = self._with(state, r, rank._replace(read=(exchange + 1, 0, False)))
+            yield "", moved._replace(credits=tuple(sorted((*moved.credits, (1 - r, exchange)))))
+            return
+        place = self._place(exchange, tile)
+        if not seen:
+            if rank.signals[place] >= exchange:
+                yield "", self._with(state, r, rank._replace(read=(exchange, tile, True)))
+            return
+        if rank.rows[place] != exchange:
+            found = "overwritten" if rank.rows[place] > exchange else "stale"
+            yield f"a row is {found} when it is read", state
+            return
+        yield "", self._with(state, r, rank._replace(read=(exchange, tile + 1, False)))
+
+    def _deliver(self, state: State) -> Iterator[tuple[str, State]]:
+        for i, (to, place, exchange, written) in enumerate(state.tiles):
+            rank, rest = state.ranks[to], state.tiles[:i] + state.tiles[i + 1 :]
+            if any(other[:2] == (to, place) and other[2] < exchange for other in rest):
+                continue  # puts to one place keep their order
+            rows, signals = _set(rank.rows, place, exchange), _set(rank.signals, place, exchange)
+            if written:
+                change = rank._replace(signals=signals) if self.release else rank._replace(rows=rows)
+                yield "", self._with(state, to, change)._replace(tiles=rest)
+            else:
+                change = rank._replace(rows=rows) if self.release else rank._replace(signals=signals)
+                half = tuple(sorted((*rest, (to, place, exchange, True))))
+                yield "", self._with(state, to, change)._replace(tiles=half)
+        for i, (to, exchange) in enumerate(state.credits):
+            rank, rest = state.ranks[to], state.credits[:i] + state.credits[i + 1 :]
+            yield "", self._with(state, to, rank._replace(credit=max(rank.credit, exchange)))._replace(credits=rest)
+
+    def _with(self, state: State, r: int, rank: Rank) -> State:
+        return state._replace(ranks=(rank, state.ranks[1]) if r == 0 else (state.ranks[0], rank))
+
+
+def _set(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The last of several programs signals for all (`signal_peers`): each writes its part, then counts itself in.
+
+    `release`: a program counts itself in after its part is written for all to see.
+    """
+
+    programs: int = 3
+    release: bool = True
+
+    def search(self) -> tuple[str, int]:
+        """As `Model.search`."""
+        # Of each program (begun, written, counted); then the count, and the signal.
+        first = (((False, False, False),) * self.programs, 0, False)
+        seen, queue = {first}, [first]
+        while queue:
+            programs, count, signalled = queue.pop()
+            if signalled and not all(written for _, written, _ in programs):
+                return "a row is stale when it is read", len(seen)
+            steps = []
+            for i, (begun, written, counted) in enumerate(programs):
+                if not begun:
+                    steps.append((_put(programs, i, (True, False, False)), count, signalled))
+                elif not written:
+                    steps.append((_put(programs, i, (True, True, counted)), count, signalled))
+                if begun and not counted and (written or not self.release):
+                    now = _put(programs, i, (begun, written, True))
+                    steps.append((now, count + 1, signalled or count + 1 == self.programs))
+            if not steps and not signalled:
+                return "waits for ever", len(seen)
+            for step in steps:
+                if step not in seen:
+                    seen.add(step)
+                    queue.append(step)
+        return "", len(seen)
+
+
+_Programs = tuple[tuple[bool, bool, bool], ...]
+
+
+def _put(programs: _Programs, i: int, program: tuple[bool, bool, bool]) -> _Programs:
+    return (*programs[:i], program, *programs[i + 1 :])

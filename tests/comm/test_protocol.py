@@ -1,0 +1,54 @@
+"""No interleaving of the protocol's steps reads a wrong row or waits for ever, and every rule is needed for that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.comm.protocol import Model, Tiles
+
+
+@pytest.mark.parametrize("empty", [None, 0, 1])
+@pytest.mark.parametrize(("exchanges", "tiles"), [(4, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_safe(exchanges: int, tiles: int, empty: int | None) -> None:
+    fault, states = Model(exchanges, tiles, empty=empty).search()
+    assert not fault and states > 1000
+
+
+@pytest.mark.slow
+def test_safe_for_longer() -> None:
+    fault, states = Model(5, 2).search(most=20_000_000)
+    assert not fault and states > 10_000
+
+
+def test_a_rank_that_dies_is_told_of() -> None:
+    assert Model(3, 1, dies=True).search()[0] == ""
+    assert Model(3, 1, dies=True, bounded=False).search()[0] == "waits for ever"
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "fault"),
+    [
+        ("credit", False, "overwritten"),
+        ("release", False, "stale"),
+        ("fresh", False, "a row is"),
+    ],
+)
+def test_every_rule_is_needed(rule: str, value: bool, fault: str) -> None:
+    assert fault in replace(Model(4, 1), **{rule: value}).search()[0]
+
+
+def test_one_slot_is_safe_with_credit_and_only_with_it() -> None:
+    assert Model(4, 1, slots=1).search()[0] == ""
+    assert "overwritten" in Model(4, 1, slots=1, credit=False).search()[0]
+
+
+def test_without_rows_nothing_need_be_signalled_where_there_is_credit() -> None:
+    assert Model(4, 1, empty=0, signal_empty=False).search()[0] == ""
+    assert "overwritten" in Model(4, 1, empty=0, signal_empty=False, credit=False).search()[0]
+
+
+def test_the_last_program_signals_for_all() -> None:
+    assert Tiles(4).search()[0] == ""
+    assert "stale" in Tiles(4, release=False).search()[0]

@@ -1,0 +1,278 @@
+"""What ranks do in tests of the fused operations: functions for `Cluster.run`, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.chunk_experts import FusedChunks
+from fusedmoe.autograd.experts import experts as local_experts
+from fusedmoe.autograd.fused import (
+    combine_results,
+    dispatch_experts,
+    dispatch_tokens,
+    experts_combine,
+    fused_experts,
+    make_route,
+)
+from fusedmoe.autograd.moe import through_experts
+from fusedmoe.autograd.order import order
+from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.heap import open_heap
+from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels import puts
+from fusedmoe.kernels.gather_sum import take_slots
+from fusedmoe.kernels.routes import for_all_shards
+from fusedmoe.kernels.weights import Weights
+from fusedmoe.schedule.listing import list_plan
+from fusedmoe.schedule.task import PIPELINE, Task
+
+CPU = torch.device("cpu")
+EXPERTS, SLOTS, WIDTH, HIDDEN = 4, 2, 40, 24
+
+
+class Case:
+    """Random tokens of one rank, and all experts' parameters, the same on all ranks."""
+
+    def __init__(self, rank: int, world: int, tokens: int, seed: int, bias: bool) -> None:
+        own, common = (torch.Generator().manual_seed(7919 * seed + i) for i in (1 + rank, 0))
+        self.x_SM = torch.randn(tokens, WIDTH, generator=own)
+        self.weight_SK = torch.rand(tokens, SLOTS, generator=own)
+        self.dy_SM = torch.randn(tokens, WIDTH, generator=own)
+        expert_SK = torch.rand(tokens, EXPERTS, generator=own).argsort(1)[:, :SLOTS]
+        if seed % 2:
+            expert_SK = expert_SK % (EXPERTS - 1)  # the last expert has nothing; some tokens want one twice
+            expert_SK[:, 1][expert_SK[:, 0] == expert_SK[:, 1]] = -1
+        self.layout = order(expert_SK, EXPERTS, 3 if seed % 3 == 2 else None)
+        shapes = [(EXPERTS, 2, HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN)]
+        shapes += [(EXPERTS, 2, HIDDEN), (EXPERTS, WIDTH)] if bias else []
+        self.parameters = [torch.randn(*shape, generator=common) for shape in shapes]
+        local = EXPERTS // world
+        self.own = [p[rank * local : (rank + 1) * local].clone() for p in self.parameters]
+
+
+def leaves(case: Case) -> tuple[Tensor, Tensor, FusedChunks]:
+    parameters = [p.clone().requires_grad_() for p in case.own]
+    experts = FusedChunks(Weights(*parameters), "swiglu")
+    return case.x_SM.clone().requires_grad_(), case.weight_SK.clone().requires_grad_(), experts
+
+
+def results(y: Tensor, x: Tensor, weight: Tensor, experts: FusedChunks, dy: Tensor) -> list[Tensor]:
+    y.backward(dy)
+    found = [y.detach(), x.grad, weight.grad, *(p.grad for p in experts.parameters if p is not None)]
+    return [torch.zeros(0) if one is None else one for one in found]
+
+
+def by_collectives(case: Case, topology: Topology, degree: int) -> list[Tensor]:
+    x, weight, experts = leaves(case)
+    layout = case.layout.exact()
+    exchange = Exchange(make_all_to_all("direct", topology), topology.esp, layout.counts_E, x.dtype)
+    tasks = {
+        phase: [Task(kind, i, 0, phase) for i in range(degree) for kind in PIPELINE if kind in _NEEDED]
+        for phase in ("forward", "backward")
+    }
+    plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
+    run = Pipeline(layout, exchange, experts, plans, partial(topology.stop, "test"))
+    y = pipeline(x, take_slots(weight, layout), run)
+    return results(y, x, weight, experts, case.dy_SM)
+
+
+_NEEDED = ("dispatch", "expert", "combine")
+
+
+def by_puts(case: Case, windows: Windows, degree: int) -> list[Tensor]:
+    x, weight, experts = leaves(case)
+    return results(fused_experts(x, weight, case.layout, windows, experts, degree), x, weight, experts, case.dy_SM)
+
+
+def by_halves(case: Case, windows: Windows, degree: int, first: bool) -> list[Tensor]:
+    """Through two operations instead of one; the first half fused with the experts, or the second."""
+    x, weight, experts = leaves(case)
+    route = make_route(x, weight, case.layout, windows, degree)
+    if first:
+        out = dispatch_experts(x, route, experts)
+        weights = [arrivals.weight_R[:, None] for arrivals in route.arrivals]
+        y = combine_results([rows * w for rows, w in zip(out, weights, strict=True)], route)
+        found = results(y, x, weight, experts, case.dy_SM)
+        return [found[0], found[1], *found[3:]]  # weights are no input of either
+    rows, weights = dispatch_tokens(x, weight, route)
+    return results(experts_combine(rows, weights, route, experts), x, weight, experts, case.dy_SM)
+
+
+def compare(rank: int, world: int, tokens: list[int], degrees: list[int], bias: bool) -> list[str]:
+    """What differs from the collectives, in words."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    wrong = []
+    with open_heap(topology.ep, CPU) as heap:
+        windows = Windows(heap, Room(max(tokens), SLOTS, EXPERTS, WIDTH, torch.float32))
+        for seed, degree in enumerate(degrees):
+            case = Case(rank, world, tokens[rank], seed, bias)
+            right = by_collectives(case, topology, degree)
+            both = [right[0], right[1], *right[3:]]
+            for name, found, wanted, exact in (
+                ("fused_experts", by_puts(case, windows, degree), right, 9),
+                ("dispatch + experts_combine", by_halves(case, windows, degree, False), right, 9),
+                # Weights are applied outside: gradients are rounded elsewhere.
+                ("dispatch_experts + combine", by_halves(case, windows, degree, True), both, 1),
+            ):
+                for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                    if not (torch.equal(one, other) if place < exact else torch.allclose(one, other, 1e-4, 1e-3)):
+                        worst = float((one - other).abs().max()) if one.shape == other.shape else one.shape
+                        wrong.append(f"{name}, degree {degree}, result {place}: {worst}")
+    return wrong
+
+
+def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
+    """Experts split over all ranks, each of which has some of the rows: what differs from collectives, in words."""
+    topology = Topology.from_sizes(esp=world, timeout_s=30)
+    wrong = []
+    with open_heap(topology.esp, CPU) as heap:
+        windows = Windows(heap, Room(max(rows), world, EXPERTS * world, WIDTH, torch.float32))
+        for degree in (1, 3):
+            case = Case(rank, 1, rows[rank], degree, False)
+            expert_R1 = case.layout.row_SK.new_tensor([[s % EXPERTS] for s in range(rows[rank])]).view(-1, 1)
+            layout, part = order(expert_R1, EXPERTS), HIDDEN // world
+            columns = slice(rank * part, (rank + 1) * part)
+            case.own = [case.parameters[0][:, :, columns].contiguous(), case.parameters[1][:, :, columns].contiguous()]
+
+            x, weight, experts = leaves(case)
+            one_S1 = weight[:, :1]
+            every = for_all_shards(layout, world)
+            y = fused_experts(x, one_S1.expand(-1, world), every, windows, experts, degree)
+            found = results(y, x, weight, experts, case.dy_SM)
+
+            x, weight, experts = leaves(case)
+            exchange = Exchange(make_all_to_all("direct", topology), topology.esp, layout.counts_E, x.dtype)
+            compute = partial(local_experts, weights=experts.weights, activation="swiglu")
+            x_NM = x[layout.source_N]
+            y_NM = through_experts(x_NM, take_slots(weight[:, :1], layout), exchange, compute)
+            y = torch.zeros_like(x).index_put((layout.source_N,), y_NM)
+            wanted = results(y, x, weight, experts, case.dy_SM)
+            for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                # Elsewhere sums have another order: over chunks those of parameters, over shards those of tokens.
+                exact = place != 1 and (degree == 1 or place < 3)
+                if not (torch.equal(one, other) if exact else torch.allclose(one, other, atol=1e-3)):
+                    wrong.append(f"degree {degree}, result {place}: {(one - other).abs().max()}")
+    return wrong
+
+
+class Exchanges:
+    """Rows of one number, put to all ranks and waited for, exchange after exchange."""
+
+    def __init__(self, windows: Windows, rank: int, world: int) -> None:
+        self.windows, self.rank, self.world = windows, rank, world
+        self.used_W = torch.full((world,), windows.room.tokens, dtype=torch.int32)
+        capacity = windows.tokens.rows.shape[2]
+        source_C = torch.arange(capacity, dtype=torch.int32) % windows.room.tokens
+        self.source_WC = source_C.expand(world, -1).contiguous()
+        tiles = windows.tokens.signals.shape[2]
+        self.used_tiles = -(-windows.room.tokens // windows.tokens.tile)
+        self.index = torch.tensor([p * tiles + t for p in range(world) for t in range(self.used_tiles)]).int()
+
+    def put(self, number: int) -> int:
+        windows = self.windows
+        epoch = windows.begin(windows.tokens)
+        x = torch.full((windows.room.tokens, windows.room.width), float(number * self.world + self.rank))
+        with windows.watch.over("dispatch", windows.name_credit):
+            puts.put_rows(x, self.source_WC, self.used_W, windows.tokens, epoch, windows.bounds)
+        return epoch
+
+    def take(self, epoch: int) -> list[list[float]]:
+        """Of each rank the different numbers that are there."""
+        windows, slot = self.windows, self.windows.tokens.slot(epoch)
+        index = self.index + slot * windows.tokens.signals[0].numel()
+        with windows.watch.over("dispatch", partial(windows.name_token, chunk=0)):
+            puts.await_signals(windows.tokens.signals, index, epoch, windows.bounds)
+        rows = windows.tokens.rows[slot, :, : windows.room.tokens]
+        found = [of.unique().tolist() for of in rows]
+        puts.give_credit(windows.tokens, epoch)
+        return found
+
+
+def delay(run: Any, most_s: float, draw: random.Random) -> Any:
+    def delayed(*arguments: Any, **more: Any) -> Any:
+        if draw.random() < 0.5:
+            time.sleep(draw.random() * most_s)
+        return run(*arguments, **more)
+
+    return delayed
+
+
+def exchange_often(rank: int, world: int, count: int, ahead: bool) -> int:
+    """Exchanges with delays before puts, signals and waits. `ahead`: the next one is put before one is read."""
+    draw = random.Random(rank)
+    kept = {name: getattr(puts, name) for name in ("put_rows", "await_signals", "give_credit", "signal")}
+    for name, run in kept.items():
+        setattr(puts, name, delay(run, 0.002, draw))
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    wrong = 0
+    try:
+        with open_heap(topology.ep, CPU) as heap:
+            exchanges = Exchanges(Windows(heap, Room(20, 1, world, 8, torch.float32)), rank, world)
+            waiting: list[tuple[int, int]] = []
+            for number in range(count):
+                waiting.append((number, exchanges.put(number)))
+                while len(waiting) > (1 if ahead and number + 1 < count else 0):
+                    first, epoch = waiting.pop(0)
+                    wrong += exchanges.take(epoch) != [[float(first * world + p)] for p in range(world)]
+    finally:
+        for name, run in kept.items():
+            setattr(puts, name, run)
+    return wrong
+
+
+def fail_in_the_middle(rank: int, world: int, how: str, timeout_s: float) -> str:
+    """Rank 1 fails after some exchanges; what the others are told."""
+    topology = Topology.from_sizes(ep=world, timeout_s=timeout_s)
+    heap = open_heap(topology.ep, CPU)
+    with topology.guard("test"), heap:
+        exchanges = Exchanges(Windows(heap, Room(20, 1, world, 8, torch.float32)), rank, world)
+        for number in range(6):
+            if rank == 1 and number == 3:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "raises":
+                    raise ValueError("no more")
+                if how == "late":
+                    time.sleep(timeout_s / 3)
+                if how == "never":
+                    time.sleep(3 * timeout_s)
+                    return "slept"
+            exchanges.take(exchanges.put(number))
+    return f"done, {heap.abandoned}"
+
+
+def nothing_in_shared_memory() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob("*fusedmoe*")]
+
+
+def refuse(rank: int, world: int) -> str:
+    """A batch with no room is refused before anything is sent: the next one goes through."""
+    topology = Topology.from_sizes(ep=world, timeout_s=20)
+    with open_heap(topology.ep, CPU) as heap:
+        windows = Windows(heap, Room(8, SLOTS, EXPERTS, WIDTH, torch.float32))
+        big, small = Case(rank, world, 9, 0, False), Case(rank, world, 8, 0, False)
+        try:
+            by_puts(big, windows, 1)
+        except ConfigError as error:
+            by_puts(small, windows, 2)
+            return str(error)
+    return "taken"
+
+
+def allocate_differently(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=20)
+    with open_heap(topology.ep, CPU) as heap:
+        heap.allocate((4, 4 + rank), torch.float32)

@@ -1,0 +1,99 @@
+"""The fused operations over processes that share memory: the same bits as collectives, whatever the ranks have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.cluster import Cluster, RankFailed
+from tests.kernels.device.on_windows import (
+    allocate_differently,
+    compare,
+    compare_shards,
+    exchange_often,
+    fail_in_the_middle,
+    nothing_in_shared_memory,
+    refuse,
+)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("processes share memory of the host; virtual ranks are tested on GPUs")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "degrees", "bias"),
+    [
+        ([9, 20], [1, 5], True),
+        pytest.param([9, 33], [1, 5, 2, 8], True, marks=pytest.mark.slow),
+        ([20, 0], [8], False),
+        pytest.param([1, 1], [2, 3, 8], True, marks=pytest.mark.slow),
+        pytest.param([200, 130], [1, 4, 6], False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_ranks(cluster: Cluster, tokens: list[int], degrees: list[int], bias: bool) -> None:
+    assert cluster.run(2, compare, tokens, degrees, bias, timeout_s=110) == [[], []]
+
+
+@pytest.mark.parametrize("tokens", [[5, 0, 17, 3]], ids=str)
+def test_four_ranks(cluster: Cluster, tokens: list[int]) -> None:
+    assert cluster.run(4, compare, tokens, [3], False) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_degrees(cluster: Cluster, world: int) -> None:
+    tokens = [12, 7, 0, 30][:world]
+    assert cluster.run(world, compare, tokens, list(range(1, 9)), True, timeout_s=280) == [[]] * world
+
+
+def test_no_tokens_anywhere(cluster: Cluster) -> None:
+    assert cluster.run(2, compare, [0, 0], [2], False) == [[], []]
+
+
+@pytest.mark.parametrize("rows", [[6, 11], [0, 4]], ids=str)
+def test_shards(cluster: Cluster, rows: list[int]) -> None:
+    assert cluster.run(2, compare_shards, rows) == [[], []]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_thousand_exchanges(cluster: Cluster, ahead: bool) -> None:
+    assert cluster.run(2, exchange_often, 500, ahead) == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_thousand_exchanges_of_four(cluster: Cluster, ahead: bool) -> None:
+    assert cluster.run(4, exchange_often, 1000, ahead, timeout_s=280) == [0] * 4
+
+
+@pytest.mark.parametrize("how", ["killed", "raises", "never"])
+def test_a_rank_fails(cluster: Cluster, how: str) -> None:
+    outcomes = cluster.outcomes(2, fail_in_the_middle, how, 4.0)
+    assert outcomes[0].error is not None
+    kind, message, _ = outcomes[0].error
+    assert kind == "RankError"
+    assert re.search(r"waiting for .* of rank 1, expected signal \d+, seen \d+", message), message
+    assert re.search(r"chunk \d", message) or "credit" in message
+    assert {"killed": "its process ended", "raises": "no more", "never": "within 4 s"}[how] in message
+    assert nothing_in_shared_memory() == []
+
+
+def test_a_late_rank_is_only_late(cluster: Cluster) -> None:
+    assert cluster.run(2, fail_in_the_middle, "late", 6.0) == ["done, True"] * 2
+
+
+def test_too_many_tokens_are_refused(cluster: Cluster) -> None:
+    for message in cluster.run(2, refuse):
+        assert "9 tokens do not fit windows with room for 8" in message
+
+
+def test_ranks_that_want_different_memory(cluster: Cluster) -> None:
+    with pytest.raises(RankFailed) as failed:
+        cluster.run(2, allocate_differently)
+    assert all("must be alike on all ranks" in message for _, message, _ in failed.value.errors.values())

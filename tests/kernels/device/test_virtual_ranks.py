@@ -1,0 +1,73 @@
+"""Virtual ranks of one process, on one GPU or in the interpreter: the fused layer equals the dense one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.chunk_experts import FusedChunks
+from fusedmoe.autograd.fused import Backward, Forward, make_route
+from fusedmoe.autograd.order import order
+from fusedmoe.comm.heaps.local import local_heaps
+from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.kernels.experts import define_experts
+from fusedmoe.kernels.weights import Weights
+
+
+@pytest.mark.parametrize("peers", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("degree", [1, 3])
+def test_equals_dense(device: torch.device, peers: int, degree: int) -> None:
+    draw = torch.Generator().manual_seed(peers * 10 + degree)
+    experts, slots, width, hidden = 8, 2, 64, 48
+    counts = torch.randint(0, 30, (peers,), generator=draw).tolist()
+    w1, w2 = torch.randn(experts, 2, hidden, width, generator=draw), torch.randn(experts, width, hidden, generator=draw)
+    windows = [
+        Windows(heap, Room(30, slots, experts, width, torch.float32)) for heap in local_heaps(peers, device)
+    ]
+    local, layouts, inputs = experts // peers, [], []
+    for count in counts:
+        expert_SK = torch.rand(count, experts, generator=draw).argsort(1)[:, :slots]
+        layouts.append(order(expert_SK.to(device), experts))
+        rows = torch.randn(2, count, width, generator=draw)
+        inputs.append((rows[0], torch.rand(count, slots, generator=draw), rows[1]))
+    own = [Weights(w1[r * local :][:local].to(device), w2[r * local :][:local].to(device)) for r in range(peers)]
+
+    # Each step on all ranks before the next one on any: on one device nobody may wait for who has not begun.
+    forwards = []
+    for (x, weight, _), layout, room, parameters in zip(inputs, layouts, windows, own, strict=True):
+        route = make_route(x.to(device), weight.to(device), layout, room, degree)
+        forwards.append(Forward(x.to(device), route, FusedChunks(parameters, "swiglu")))
+    in_turn(forwards)
+    outputs = [run.finish() for run in forwards]
+    backwards = [Backward(run, dy.to(device)) for run, (_, _, dy) in zip(forwards, inputs, strict=True)]
+    in_turn(backwards)
+    gradients = [run.finish() for run in backwards]
+
+    whole = Weights(w1.double().requires_grad_(), w2.double().requires_grad_())
+    for r, ((x, weight, dy), layout) in enumerate(zip(inputs, layouts, strict=True)):
+        x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
+        there = type(layout)(*(None if one is None else one.cpu() for one in layout.tensors)).exact()
+        if not len(x):
+            continue
+        y = define_experts(x64, there, weight64.reshape(-1)[there.slot_N], whole, "swiglu")
+        y.backward(dy.double())
+        close(outputs[r], y)
+        close(gradients[r][0], x64.grad)
+        close(gradients[r][1], weight64.grad)
+    for r, run in enumerate(backwards):
+        assert run.totals is not None and whole.w1.grad is not None and whole.w2.grad is not None
+        close(run.totals[0], whole.w1.grad[r * local :][:local])
+        close(run.totals[1], whole.w2.grad[r * local :][:local])
+
+
+def in_turn(runs: list[Forward] | list[Backward]) -> None:
+    for run in runs:
+        run.send()
+    for run in runs:
+        run.compute()
+
+
+def close(found: Tensor | None, wanted: Tensor | None) -> None:
+    assert found is not None and wanted is not None
+    torch.testing.assert_close(found.double().cpu(), wanted.detach(), atol=2e-6 * float(wanted.abs().max()), rtol=0)
