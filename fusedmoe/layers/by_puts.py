@@ -58,9 +58,12 @@ def choose_way(topology: Topology, kind: str, x_SM: Tensor, plans_for: Callable[
     tokens = torch.tensor([len(x_SM)], device=device_of(_group(topology, kind)))
     most = _rounded_up(int(all_reduce(_group(topology, kind), tokens, "max", "tokens of the ranks")))
     plans = plans_for(most)
-    kinds = {task.kind for plan in plans for task in plan}
-    degrees = {degree for plan in plans for degree in plan.degrees.values()}
-    if kinds != {kind} or len(degrees) != 1:
+    both = (plans.forward, plans.backward)
+    kinds = {task.kind for plan in both for task in plan}
+    degrees = {degree for plan in both for degree in plan.degrees.values()}
+    # Where experts are split over all ranks there is nobody to dispatch to.
+    idle = {"dispatch", "combine"} if kind == _OVER_SHARDS else set()
+    if kinds - idle != {kind} or len(degrees) != 1:
         return Way(None)
     return Way(kind, degrees.pop(), most)
 
@@ -70,7 +73,7 @@ def fused_experts(
     weight_SK: Tensor,
     layout: Layout,
     topology: Topology,
-    experts: FusedChunks,
+    experts: ChunkExperts,
     way: Way,
     recorder: Recorder | None,
 ) -> Tensor:
@@ -83,7 +86,7 @@ def fused_experts(
     from fusedmoe.autograd import fused
     from fusedmoe.kernels.routes import for_all_shards
 
-    assert way.kind is not None
+    assert way.kind is not None and isinstance(experts, FusedChunks)
     group = _group(topology, way.kind)
     if way.kind == _OVER_SHARDS:
         layout = for_all_shards(layout.exact(), group.size)
