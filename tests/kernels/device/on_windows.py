@@ -121,14 +121,16 @@ def compare(rank: int, world: int, tokens: list[int], degrees: list[int], bias: 
             case = Case(rank, world, tokens[rank], seed, bias)
             right = by_collectives(case, topology, degree)
             both = [right[0], right[1], *right[3:]]
+            # An output bias's part of router weights' gradients is a product by BLAS, which rounds by a row's place.
+            blas = {2} if bias else set()
             for name, found, wanted, exact in (
-                ("fused_experts", by_puts(case, windows, degree), right, 9),
-                ("dispatch + experts_combine", by_halves(case, windows, degree, False), right, 9),
+                ("fused_experts", by_puts(case, windows, degree), right, set(range(9)) - blas),
+                ("dispatch + experts_combine", by_halves(case, windows, degree, False), right, set(range(9)) - blas),
                 # Weights are applied outside: gradients are rounded elsewhere.
-                ("dispatch_experts + combine", by_halves(case, windows, degree, True), both, 1),
+                ("dispatch_experts + combine", by_halves(case, windows, degree, True), both, {0}),
             ):
                 for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
-                    if not (torch.equal(one, other) if place < exact else torch.allclose(one, other, 1e-4, 1e-3)):
+                    if not (torch.equal(one, other) if place in exact else torch.allclose(one, other, 1e-4, 1e-3)):
                         worst = float((one - other).abs().max()) if one.shape == other.shape else one.shape
                         wrong.append(f"{name}, degree {degree}, result {place}: {worst}")
     return wrong
