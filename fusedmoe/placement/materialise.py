@@ -35,7 +35,8 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
     Where every rank has room for `t` more (t ≤ m), all ranks get the `t` experts with the most load. Otherwise these
     share the slots by load: each, in order, gets the share of the slots left that its load is of the load left,
     rounded; and a slot on a node without it rather than on one that holds it, then on the node and the rank with the
-    most free slots. Equal experts go in order of their numbers, as nodes and ranks do.
+    most free slots. Where these are equal, which the paper leaves open, the one with less to do is taken, as if the
+    copies of an expert had equal parts of its load; then the lower number.
 
     Args:
         placement: a sharding; or one with replicas, to which more are added (calibration). These count against `m`,
@@ -57,34 +58,49 @@ def materialise(placement: Placement, load_E: ArrayLike, nodes: Nodes, t: int, m
         return Placement.holding(placement.owners, holds_EW)
     load_left = float(share_E[top].sum())
     free, slots_left = free_W.tolist(), int(free_W.sum())
+    work_W = (share_E @ placement.holds_EW).tolist()
     for expert in top.tolist():
         if load_left <= 0.0:
             break
-        wanted = math.floor(slots_left * share_E[expert] / load_left + 0.5)
+        holding = np.flatnonzero(holds_EW[expert]).tolist()
+        wanted = min(math.floor(slots_left * share_E[expert] / load_left + 0.5), nodes.ranks - 1)
+        part = float(load_E[expert]) / (len(holding) + wanted)
+        for rank in holding:
+            work_W[rank] += part - float(share_E[expert])
         load_left -= share_E[expert]
-        chosen = _choose(min(wanted, nodes.ranks - 1), set(np.flatnonzero(holds_EW[expert]).tolist()), free, nodes)
+        chosen = _choose(wanted, holding, free, work_W, part, nodes)
         holds_EW[expert, chosen] = True
         slots_left -= len(chosen)
     return Placement.holding(placement.owners, holds_EW)
 
 
-def _choose(wanted: int, holding: set[int], free: list[int], nodes: Nodes) -> list[int]:
-    """The ranks for so many more replicas, or for as many as have both a free slot and no copy; takes their slots."""
+def _choose(
+    wanted: int, holding: list[int], free: list[int], work: list[float], part: float, nodes: Nodes
+) -> list[int]:
+    """The ranks for so many more replicas, or for as many as have both a free slot and no copy.
+
+    Takes their slots (`free`, by rank), and adds `part` to their `work`.
+    """
     chosen: list[int] = []
     covered = {nodes.of(rank) for rank in holding}
-    free_N = [sum(free[node * nodes.per_node : (node + 1) * nodes.per_node]) for node in range(nodes.count)]
+    free_N, work_N = (
+        [sum(of[node * nodes.per_node : (node + 1) * nodes.per_node]) for node in range(nodes.count)]
+        for of in (free, work)
+    )
     open_ranks = [rank for rank, slots in enumerate(free) if slots > 0 and rank not in holding]
 
-    def worst(rank: int) -> tuple[bool, int, int, int]:
+    def preference(rank: int) -> tuple[bool, float, float, int, int, float]:
         node = nodes.of(rank)
-        return node in covered, -free_N[node], node, -free[rank]
+        return node in covered, -free_N[node], work_N[node], node, -free[rank], work[rank]
 
     while open_ranks and len(chosen) < wanted:
-        rank = min(open_ranks, key=worst)
+        rank = min(open_ranks, key=preference)
         open_ranks.remove(rank)
         chosen.append(rank)
         free[rank] -= 1
         free_N[nodes.of(rank)] -= 1
+        work[rank] += part
+        work_N[nodes.of(rank)] += part
         covered.add(nodes.of(rank))
     return chosen
 
