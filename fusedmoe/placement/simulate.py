@@ -79,12 +79,17 @@ class Outcome:
 
 
 def simulate(
-    trace: LoadTrace, policy: Policy, nodes: Nodes, costs: Costs, *, tick: Callable[[], None] = lambda: None
+    trace: LoadTrace,
+    policy: Policy,
+    nodes: Nodes,
+    costs: Costs,
+    *,
+    show: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """Follows the trace. It starts from even shardings.
 
     Args:
-        tick: called after each iteration, for a progress bar.
+        show: called after each iteration with how many are done, and of how many.
     Raises:
         ConfigError: the trace is of other ranks, or too short for a prediction.
     """
@@ -114,5 +119,5 @@ def simulate(
                 np.sum([np.bincount(one.owners, minlength=one.ranks) for one in placements], axis=0).max(),
             )
         )
-        tick()
+        show(iteration + 1 - WINDOW, len(trace) - WINDOW)
     return Outcome(placements, *(np.array(column) for column in zip(*rows, strict=True)))

@@ -1,4 +1,4 @@
-"""The best replicas there are, by an integer programme: for each expert a set of ranks, and what the dispatcher makes of it."""
+"""The best replicas there are, by an integer programme: for each expert a set of ranks, with what tokens make of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from fusedmoe.placement.price import EXCHANGES, Costs
 from fusedmoe.schedule.solve import solved
 
 
-def best_placement(
-    sharding: Placement, tokens_WE: np.ndarray, nodes: Nodes, t: int, m: int, costs: Costs
-) -> Placement:
-    """The placement whose layer takes the least time (`layer_s`); at most `t` experts travel, a rank gets at most `m`."""
+def best_placement(sharding: Placement, tokens_WE: np.ndarray, nodes: Nodes, t: int, m: int, costs: Costs) -> Placement:
+    """The placement whose layer takes the least time (`layer_s`): `t` experts travel at most, a rank gets `m` at most."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
