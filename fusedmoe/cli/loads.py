@@ -86,7 +86,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         source.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     for flag, number, what in (
         ("--skew", 1.35, "of popularity: the k-th expert has k^-S of the first"),
-        ("--drift", 0.02, "of the logarithm of a popularity, from one iteration to the next"),
+        ("--drift", 0.05, "of the logarithm of a popularity, from one iteration to the next"),
     ):
         source.add_argument(flag, type=float, default=number, metavar="S", help=f"{what} (default: {number:g})")
     placing = parser.add_argument_group("placement")

@@ -70,7 +70,7 @@ def _draw_loads(axes: Any, load_IE: NDArray[np.int64], order_E: NDArray[np.intp]
     layers = [*share_IE[:, named].T, rest_I][: len(labels)]
     axes.stackplot(range(len(load_IE)), layers, labels=labels, colors=[*_EXPERTS[: len(named)], _OTHERS])
     axes.set(title="Loads: share of all tokens", xlabel="iteration", xlim=(0, max(len(load_IE) - 1, 1)), ylim=(0, 1))
-    axes.legend(loc="upper right", fontsize="small", framealpha=0.9)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True, frameon=False)
 
 
 def _draw_stragglers(axes: Any, before_I: NDArray[np.float64], after_I: NDArray[np.float64]) -> None:
@@ -99,8 +99,10 @@ def _draw_placement(axes: Any, after: Outcome, layer: int, order_E: NDArray[np.i
     axes.invert_yaxis()
     axes.legend(
         handles=[Patch(color=_OWNER, label="owner"), Patch(color=_REPLICA, label="replica")],
-        loc="lower right",
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
         fontsize="small",
+        frameon=False,
     )
 
 

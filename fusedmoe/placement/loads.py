@@ -88,8 +88,8 @@ def make_loads(
     tokens: int = 4096,
     skew: float = 1.35,
     spread: float = 0.25,
-    drift: float = 0.02,
-    jitter: float = 0.05,
+    drift: float = 0.05,
+    jitter: float = 0.1,
     difference: float = 0.1,
     seed: int = 0,
 ) -> LoadTrace:

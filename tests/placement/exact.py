@@ -13,7 +13,7 @@ from fusedmoe.schedule.solve import solved
 
 
 def best_placement(sharding: Placement, tokens_WE: np.ndarray, nodes: Nodes, t: int, m: int, costs: Costs) -> Placement:
-    """The placement whose layer takes the least time (`layer_s`): `t` experts travel at most, a rank gets `m` at most."""
+    """The placement whose layer takes the least time (`layer_s`): at most `t` experts travel, at most `m` to a rank."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
