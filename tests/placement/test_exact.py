@@ -31,3 +31,15 @@ def ratios(nodes: Nodes, experts: int, t: int, m: int, seeds: range) -> list[flo
 
 def test_close_to_the_best():
     assert np.mean(ratios(Nodes(4, 2), 8, 2, 2, range(8))) < 1.1
+
+
+@pytest.mark.slow
+def test_close_to_the_best_in_the_mean():
+    """One case alone may be half as long again where a rank has one slot: shares of four slots are coarse."""
+    found = [
+        ratio
+        for nodes, experts in ((Nodes(4, 2), 8), (Nodes(6, 3), 6), (Nodes(6, 2), 12))
+        for t, m in ((2, 1), (3, 1), (4, 2), (2, 2))
+        for ratio in ratios(nodes, experts, t, m, range(4))
+    ]
+    assert np.mean(found) < 1.1 and np.median(found) < 1.06
