@@ -14,10 +14,11 @@ from fusedmoe.schedule.paper import paper_degree
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 
 # Twelve layers in eight chunks, with attention and one all-reduce: 985 tasks.
 LAYERS, DEGREE = 12, 8
@@ -29,9 +30,12 @@ def costs(layers: int = LAYERS, contention: float = 1.0) -> StackCosts:
     return StackCosts((layer,) * layers, model.line("all-reduce/dp"), contention)
 
 
-def thousand_tasks() -> Plan:
-    passes = [Pass(three_queues, DEGREE)] * LAYERS
-    return step_plan(costs(), passes, passes)
+def thousand_tasks(fused: bool = False) -> Plan:
+    """With fused operations it takes 14 chunks to be as many."""
+    how = Pass(three_queues, DEGREE)
+    if fused:
+        how = Pass(three_queues, 14, ("dispatch", "all-gather-expert-reduce-scatter", "combine"))
+    return step_plan(costs(), [how] * LAYERS, [how] * LAYERS)
 
 
 def test_make_and_check_a_plan(benchmark) -> None:  # type: ignore[no-untyped-def]
@@ -44,11 +48,12 @@ def test_read_a_plan(benchmark) -> None:  # type: ignore[no-untyped-def]
     benchmark(Plan.parse, str(thousand_tasks()))
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("contention", [1.0, 0.75])
 @pytest.mark.parametrize("function", [simulate, makespan])
-def test_simulate(benchmark, function, contention: float) -> None:  # type: ignore[no-untyped-def]
+def test_simulate(benchmark, function, contention: float, fused: bool) -> None:  # type: ignore[no-untyped-def]
     """1,000 tasks in less than 5 ms."""
-    plan, rng = thousand_tasks(), random.Random(1)
+    plan, rng = thousand_tasks(fused), random.Random(1)
     durations = Durations({task: rng.random() for task in plan}, contention)
     benchmark(function, plan, durations)
     benchmark.extra_info["tasks"] = len(plan)

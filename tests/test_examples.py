@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -59,3 +60,15 @@ def test_parallel() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("gradient norm") == 5 and "(4, 2, 32, 32)" in done.stdout
+
+
+@pytest.mark.slow
+def test_puts() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(EXAMPLES.parent)
+    command = [*torchrun, "examples/puts.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment)
+    assert done.returncode == 0, done.stderr
+    differences = [float(number) for number in re.findall(r"largest difference (\S+)", done.stdout)]
+    assert len(differences) == 2 and max(differences) < 1e-6

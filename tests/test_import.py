@@ -11,7 +11,7 @@ import fusedmoe
 CODE = """
 import pickle, sys
 import fusedmoe
-heavy = [name for name in ("torch._dynamo", "sympy", "scipy.optimize", "sklearn", "ortools", "matplotlib")
+heavy = [name for name in ("triton", "torch._dynamo", "sympy", "scipy.optimize", "sklearn", "ortools", "matplotlib")
          if name in sys.modules]
 assert not heavy, heavy
 

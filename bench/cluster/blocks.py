@@ -32,10 +32,10 @@ from fusedmoe.schedule.orders import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import fsmoe, pipemoe, sequential
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.step import Pass
 from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
-from fusedmoe.schedule.workload import StackCosts
 
 #: Pieces of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
 UNTUNED_BYTES = 32 * 1024

@@ -29,13 +29,14 @@ from fusedmoe.runtime.profile import contention_of, line_through
 from fusedmoe.runtime.profile import profile as measure
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.stack_costs import LayerCosts, MicroBatches, StackCosts
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.whole import Split, micro_schedule
-from fusedmoe.schedule.workload import Chunks, LayerCosts, MicroBatches, StackCosts
 
 # For the library's profiler. Of blocks all that counts is measured again, among the policies.
 _BUDGET_S, _BUDGET_OF_BLOCKS_S = 20.0, 6.0

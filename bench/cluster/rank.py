@@ -36,7 +36,8 @@ from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.workload import Workload
 
 _DRAWN = ("sequential", "pipemoe", "fsmoe", "joint")
 _WAIT_S = 60.0

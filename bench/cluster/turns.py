@@ -17,8 +17,8 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.timeline import RESOURCES
-from fusedmoe.schedule.workload import StackCosts
 
 
 def in_turns(

@@ -1,10 +1,10 @@
 """Experts over ranks without collectives: kernels put tokens to their experts' ranks, compute on tiles as their rows
 come, and put results straight back.
 
-    dispatch            tokens → rows at their experts
+    dispatch_tokens     tokens → rows at their experts
     dispatch_experts    tokens → results at their experts; products wait for their own rows
     experts_combine     rows at their experts → tokens' results; products put what they make
-    combine             results at their experts → tokens' results
+    combine_results     results at their experts → tokens' results
     fused_experts       all in one
 
 Values and gradients are those of the collectives (`autograd/pipeline.py`), bit for bit: rows meet in the same order, in
@@ -14,6 +14,7 @@ the same tiles. The backward of each is the other way by the same means.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,15 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.puts import put_values, return_rows
 from fusedmoe.kernels.routes import contiguous
 from fusedmoe.kernels.weights import Hidden
+from fusedmoe.runtime.recorder import Recorder, span
+
+
+class Measured(NamedTuple):
+    """Where spans go, and of what kind of task they are (`fusedmoe.schedule.task.FUSED`)."""
+
+    recorder: Recorder | None
+    kind: str
+    links: tuple[str, ...]
 
 
 class _Kept(NamedTuple):
@@ -36,6 +46,13 @@ class _Kept(NamedTuple):
 
     x_RM: Tensor
     h_RH: Tensor
+
+
+def _span(measured: Measured | None, phase: str, chunk: int) -> AbstractContextManager[None]:
+    if measured is None:
+        return nullcontext()
+    recorder, kind, links = measured
+    return span(recorder, kind, kind=kind, chunk=chunk, phase=phase, also=links)
 
 
 def make_route(
@@ -57,8 +74,8 @@ def make_route(
 class Forward:
     """The forward pass of `fused_experts` in three steps, which virtual ranks of one process take in turn."""
 
-    def __init__(self, x_SM: Tensor, route: Route, experts: FusedChunks) -> None:
-        self._x_SM, self.route, self.experts = x_SM, route, experts
+    def __init__(self, x_SM: Tensor, route: Route, experts: FusedChunks, measured: Measured | None = None) -> None:
+        self._x_SM, self.route, self.experts, self.measured = x_SM, route, experts, measured
         self.kept: list[_Kept] = []
         self._tokens = self._results = 0
 
@@ -72,7 +89,7 @@ class Forward:
         for chunk in range(route.degree):
             x_CM, layout, wait = route.arriving(chunk, self._tokens)
             put = route.put(chunk, self._results, arrivals[chunk].weight_R)
-            with route.watch_tokens(chunk):
+            with route.watch_tokens(chunk), _span(self.measured, "forward", chunk):
                 _, h_RH = experts_forward(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
             self.kept.append(_Kept(route.take(chunk, self._tokens), h_RH))
         route.read(self._tokens)
@@ -91,6 +108,7 @@ class Backward:
 
     def __init__(self, forward: Forward, dy_SM: Tensor) -> None:
         self._route, self._experts, self._kept, self._dy_SM = forward.route, forward.experts, forward.kept, dy_SM
+        self._measured = forward.measured
         self._tokens = self._results = 0
         self.totals: Totals = None
 
@@ -105,7 +123,7 @@ class Backward:
             dy_CM, layout, wait = route.arriving(chunk, self._tokens)
             weight_R, put = route.arrivals[chunk].weight_R, route.put(chunk, self._results)
             values_R = route.value_places(chunk, self._results)
-            with route.watch_tokens(chunk):
+            with route.watch_tokens(chunk), _span(self._measured, "backward", chunk):
                 _, _, dy_RM, hidden = experts_backward_rows(
                     dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values_R
                 )
@@ -125,9 +143,15 @@ class Backward:
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_SM: Tensor, weight_SK: Tensor | None, route: Route, experts: FusedChunks, *parameters: Tensor | None
+        ctx: Any,
+        x_SM: Tensor,
+        weight_SK: Tensor | None,
+        route: Route,
+        experts: FusedChunks,
+        measured: Measured | None,
+        *parameters: Tensor | None,
     ) -> Tensor:
-        run = Forward(x_SM, route, experts)
+        run = Forward(x_SM, route, experts, measured)
         run.send()
         run.compute()
         ctx.run, ctx.weighted = run, None if weight_SK is None else weight_SK.dtype
@@ -142,17 +166,24 @@ class _FusedExperts(torch.autograd.Function):
         run.compute()
         dx_SM, dweight_SK = run.finish()
         dweight = None if ctx.weighted is None else dweight_SK.to(ctx.weighted)
-        return dx_SM, dweight, None, None, *_grads(run.totals, forward.experts)
+        return dx_SM, dweight, None, None, None, *_grads(run.totals, forward.experts)
 
 
 def fused_experts(
-    x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, experts: FusedChunks, degree: int = 1
+    x_SM: Tensor,
+    weight_SK: Tensor | None,
+    layout: Layout,
+    windows: Windows,
+    experts: FusedChunks,
+    degree: int = 1,
+    measured: Measured | None = None,
 ) -> Tensor:
     """Σ over a token's experts of their weighted results, through the experts' ranks, by puts. Collective.
 
     Args:
         x_SM, weight_SK, layout, windows, degree: as for `make_route`.
         experts: the local ones.
+        measured: takes spans of both passes.
     Returns:
         [S, M]
     Saves for backward:
@@ -162,7 +193,7 @@ def fused_experts(
         RankError: a rank failed or did not come; it names rank, peer, chunk, expected and seen signal.
     """
     route = make_route(x_SM, weight_SK, layout, windows, degree)
-    return _FusedExperts.apply(x_SM, weight_SK, route, experts, *experts.parameters)
+    return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -193,7 +224,7 @@ class _Dispatch(torch.autograd.Function):
         return dx_SM, dweight_SK, None
 
 
-def dispatch(x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[list[Tensor], list[Tensor]]:
+def dispatch_tokens(x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens to their experts' ranks. Collective.
 
     Returns:
@@ -229,7 +260,7 @@ class _Combine(torch.autograd.Function):
         return None, *drows
 
 
-def combine(rows: Sequence[Tensor], route: Route) -> Tensor:
+def combine_results(rows: Sequence[Tensor], route: Route) -> Tensor:
     """Results of each chunk, [R, M] sorted by local expert, back to their tokens, and summed: [S, M]. Collective.
 
     Saves for backward: nothing.

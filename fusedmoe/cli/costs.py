@@ -1,12 +1,19 @@
-"""Where the costs of `fusedmoe plan` and `fusedmoe trace` come from: a file, a published testbed, or this machine."""
+"""The costs of `fusedmoe plan` and `fusedmoe trace`: read from files, and of a model's step."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from fusedmoe.cli.layout import Launch, Sizes
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.trainer import along, step_workload
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.stage import must_wait
+from fusedmoe.models.parts import make_gate, make_order
 from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.task import FUSED
 
 
 def file_to_write(text: str) -> Path:
@@ -38,3 +45,24 @@ def read_costs(path: Path) -> CostModel:
             f"--costs {path} cannot be read ({error}); fusedmoe profile --json FILE writes such a file"
         ) from error
     return CostModel.from_json(text)
+
+
+def step_costs(
+    settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False
+) -> StackCosts:
+    """What the model's layers with experts cost in a step, without making the model.
+
+    `whole`: micro-batches can go through all of a layer.
+
+    Raises:
+        ConfigError: costs that lack what the layout needs.
+    """
+    workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
+    model = settings.model
+    layers = model.layers // model.moe_every
+    if layers < 1:
+        raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
+    reduced = workload.gradient_bytes() if launch.ranks > sizes.mp else 0
+    waits = must_wait(make_gate(model), make_order(model), along(settings, sizes.mp) == "positions")
+    parts = (*workload.volumes(), *FUSED)
+    return workload.step_costs(costs, [reduced] * layers, parts, whole=whole, waits=waits)

@@ -9,11 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.cli.costs import file_to_write, picture_to_write, read_costs
+from fusedmoe.cli.costs import file_to_write, picture_to_write, read_costs, step_costs
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.flags import add_flags, changes_of, describe
 from fusedmoe.cli.layout import Launch, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.plan import step_costs
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.trainer import Trainer, compute_dtype
@@ -24,9 +23,9 @@ from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import simulate
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.timeline import Timeline, align
 from fusedmoe.schedule.trace import save_trace
-from fusedmoe.schedule.workload import StackCosts
 
 SUMMARY = "run a training step and show it beside its plan"
 

@@ -26,9 +26,10 @@ from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
 from fusedmoe.training.overlap import blocks_costs
 from fusedmoe.training.stream import GradientStream

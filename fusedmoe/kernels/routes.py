@@ -160,13 +160,13 @@ def for_all_shards(layout: Layout, shards: int) -> Layout:
     """The layout by which every row goes to all shards of its expert, and the shards' results are added up in order.
 
     Args:
-        layout: one slot a token, over the e experts of which each of the `shards` ranks has a part.
+        layout: without slack, over the e experts of which each of the `shards` ranks has a part.
     Returns:
-        over shards·e experts, those of rank q from q·e on; slot q of a token is rank q's.
+        over shards·e experts, those of rank q from q·e on; slot k of a token becomes slots k·shards + q.
     """
-    assert layout.source_N is not None and layout.slots == 1
+    assert layout.source_N is not None
     rows, shard_Q1 = layout.rows, torch.arange(shards, device=layout.counts_E.device)[:, None]
     counts_E = layout.counts_E.repeat(shards)
-    row_SK = torch.where(layout.row_SK < 0, -1, layout.row_SK + shard_Q1.t() * rows)
+    row_SKQ = torch.where(layout.row_SK[..., None] < 0, -1, layout.row_SK[..., None] + shard_Q1.view(-1) * rows)
     slot_N = (layout.slot_N * shards + shard_Q1).view(-1)
-    return Layout(counts_E, offsets(counts_E), layout.source_N.repeat(shards), slot_N, row_SK)
+    return Layout(counts_E, offsets(counts_E), layout.source_N.repeat(shards), slot_N, row_SKQ.flatten(1))

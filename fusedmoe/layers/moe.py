@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, NoReturn, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.layout import Layout, contiguous_layout
+from fusedmoe.layers.by_puts import Way, choose_way, fused_experts, fused_kind
 from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
@@ -167,6 +168,7 @@ class MoELayer(nn.Module):
         self.recorder: Recorder | None = None
         self._schedule = self._settled(Schedule.named(schedule) if isinstance(schedule, str) else schedule)
         self._plans: dict[Workload | None, Plans] = {}
+        self._ways: dict[torch.dtype, Way] = {}
         self._followed: _Followed | None = None
         self._streams = Streams()
         self.aux_loss = torch.zeros(())
@@ -229,8 +231,8 @@ class MoELayer(nn.Module):
             routing = self._replicated(self.gate, x_SM)
             self._count(routing)
         refusal = refusal or self.refuse_logits(routing)
-        if refusal and self.topology.ep.size == self.topology.esp.size == 1:
-            self._refuse(refusal)
+        if self.topology.ep.size == self.topology.esp.size == 1:
+            self._refuse_if(refusal)
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
         if not self._travels and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
             # The experts gather from the tokens themselves.
@@ -239,6 +241,13 @@ class MoELayer(nn.Module):
                 weight_N = slot_weights(routing, layout)
             self._kept_E = layout.counts_E
             y_SM = self.experts(x_SM, layout, weight_N)
+        elif way := self._way(x_SM, routing):
+            self._refuse_if(refusal)
+            with span(recorder, "order", kind="order", phase="forward"):
+                layout = self.order.layout(cast(Routing, routing), self.gate.experts)
+            self._kept_E = layout.counts_E
+            experts, weight_SK = self.experts.in_chunks(x_SM), cast(Routing, routing).weight_SK
+            y_SM = fused_experts(x_SM, weight_SK, layout, self.topology, experts, way, recorder)
         elif self._in_chunks and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
             # Rows are copied in the order in which their chunks go.
             with span(recorder, "order", kind="order", phase="forward"):
@@ -278,7 +287,9 @@ class MoELayer(nn.Module):
     def _pipelined(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, exchange: Exchange) -> Tensor:
         """Dispatch, experts and combine by plans."""
         experts = self.experts.in_chunks(x_SM)
-        followed = self._followed or _Followed(self._scheduled(x_SM, exchange, experts.any_degree))
+        followed = self._followed
+        if followed is None:
+            followed = _Followed(self._scheduled(x_SM, exchange.most_rows, experts.any_degree))
         run = Pipeline(
             layout,
             exchange,
@@ -308,21 +319,55 @@ class MoELayer(nn.Module):
         self.experts.workload(1, 1, ep, esp)  # experts that cannot say what they compute are refused now
         return schedule
 
-    def _scheduled(self, x_SM: Tensor, exchange: Exchange, any_degree: bool) -> Plans:
-        """The schedule's plans. The first of a layer is collective over all ranks, where it has to be measured for."""
-        schedule, topology = self._schedule, self.topology
-        assert schedule is not None
-        ep, esp = topology.ep.size, topology.esp.size
-        workload = costs = None
-        if schedule.degrees is None:
-            workload = self.experts.workload(_rounded(exchange.most_rows), x_SM.dtype.itemsize, ep, esp)
+    def _way(self, x_SM: Tensor, routing: Routing | SoftRouting) -> Way | None:
+        """How kernels send and receive by themselves; None where collectives do. The first call is collective."""
+        if not self._asks_for_puts or not isinstance(routing, Routing):
+            return None
+        experts = self.experts.in_chunks(x_SM)
+        kind = fused_kind(self.topology, x_SM, experts)
+        if kind is None:
+            return None
+        if x_SM.dtype not in self._ways:
+
+            def plans_for(tokens: int) -> Plans:
+                workload = self._workload(x_SM, tokens * self.gate.k)
+                return self._planned(x_SM, workload, any_degree=False, kinds=(*self.parts, kind))
+
+            self._ways[x_SM.dtype] = choose_way(self.topology, kind, x_SM, plans_for)
+        way = self._ways[x_SM.dtype]
+        return None if way.kind is None else way
+
+    @property
+    def _asks_for_puts(self) -> bool:
+        schedule = None if self._followed else self._schedule
+        if schedule is None or schedule.policy != "fused":
+            return False
+        return not self.hooks and not isinstance(self.order, Einsum)
+
+    def _scheduled(self, x_SM: Tensor, rows: int, any_degree: bool) -> Plans:
+        """The schedule's plans, by collectives, for so many rows of the rank that sends the most."""
+        workload = self._workload(x_SM, rows)
         if workload not in self._plans:
-            if schedule.degrees is None and schedule.costs is None:
-                costs = measured_costs(topology, x_SM.device, x_SM.dtype)
-            plans = schedule.plans(self.parts, workload, costs, any_degree=any_degree)
-            require_same_plans(topology, plans)
-            self._plans[workload] = plans
+            self._plans[workload] = self._planned(x_SM, workload, any_degree, self.parts)
         return self._plans[workload]
+
+    def _workload(self, x_SM: Tensor, rows: int) -> Workload | None:
+        """What a schedule must know; None where it has nothing to choose."""
+        assert self._schedule is not None
+        if self._schedule.degrees is not None:
+            return None
+        ep, esp = self.topology.ep.size, self.topology.esp.size
+        return self.experts.workload(_rounded(rows), x_SM.dtype.itemsize, ep, esp)
+
+    def _planned(self, x_SM: Tensor, workload: Workload | None, any_degree: bool, kinds: tuple[str, ...]) -> Plans:
+        """Plans of such tasks. The first of a layer is collective over all ranks, where it has to be measured for."""
+        schedule, topology, costs = self._schedule, self.topology, None
+        assert schedule is not None
+        if schedule.degrees is None and schedule.costs is None:
+            costs = measured_costs(topology, x_SM.device, x_SM.dtype)
+        plans = schedule.plans(kinds, workload, costs, any_degree=any_degree)
+        require_same_plans(topology, plans)
+        return plans
 
     @property
     def _in_chunks(self) -> bool:
@@ -446,6 +491,10 @@ class MoELayer(nn.Module):
             held = (f"{n} of {8 * size} bits on rank {rank}" for rank, (n, size) in zip(mp.ranks, found, strict=True))
             refusal = f"mp_input={self.mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
         if refusal is not None:
+            self._refuse(refusal)
+
+    def _refuse_if(self, refusal: str | None) -> None:
+        if refusal:
             self._refuse(refusal)
 
     def _refuse(self, refusal: str) -> NoReturn:

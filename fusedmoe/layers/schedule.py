@@ -70,7 +70,7 @@ class Schedule:
         """The plans of a layer with such parts; the same for the same arguments, so on every rank.
 
         Args:
-            kinds: of `fusedmoe.schedule.task.PIPELINE`, what the layer has.
+            kinds: what the layer has, of `fusedmoe.schedule.task.PIPELINE`, and what it can run of `FUSED` there.
             workload: of the layer on one rank; None where degrees are given.
             costs: where the schedule has none.
             any_degree: the backward pass may have other chunks than the forward pass; else a choice is the forward's.

@@ -8,6 +8,9 @@ finds where these have put it, and the plan's dependencies see to it that it is 
 On a CPU, computation runs on the calling thread and each kind of link on a thread of its own, whose collectives wait
 without holding the interpreter. On CUDA, every resource is a stream and every dependency an event: the host issues the
 tasks in the plan's `sequence` and waits for nothing, so that a CUDA graph can capture the whole.
+
+A fused operation runs where computation does, on the calling thread or the stream of compute, after what is ahead of
+it on its links, too; what is behind it there waits for it.
 """
 
 from __future__ import annotations
@@ -69,12 +72,28 @@ class _Run:
 
     def body(self, task: Task) -> None:
         kind, chunk, layer, phase, _ = task
-        resource = self._plan.resources[task]
-        with span(self._recorder, kind, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase):
+        on, *also = self._plan.resources[task]
+        where = span(
+            self._recorder, kind, kind=kind, resource=on, chunk=chunk, layer=layer, phase=phase, also=tuple(also)
+        )
+        with where:
             self._bodies[kind](task)
+
+    def home(self, task: Task) -> str:
+        """The resource whose thread or stream runs a task."""
+        return self._plan.resources[task][0]
+
+    def waits(self) -> dict[Task, list[Task]]:
+        """For each task what its thread or stream does not run before it in any case."""
+        sequence = self._plan.sequence
+        return {
+            task: [sequence[one] for one in before if self.home(sequence[one]) != self.home(task)]
+            for task, before in zip(sequence, self._plan.before, strict=True)
+        }
 
     def on_threads(self, stop: Callable[[BaseException], None]) -> None:
         done = {task: threading.Event() for task in self._plan}
+        waits = self.waits()
         errors: list[BaseException] = []
         lock = threading.Lock()
 
@@ -90,7 +109,9 @@ class _Run:
         def work(resource: str) -> None:
             try:
                 for task in self._plan.on(resource):
-                    for earlier in self._plan.dependencies[task]:
+                    if self.home(task) != resource:
+                        continue
+                    for earlier in waits[task]:
                         done[earlier].wait()
                     if errors:
                         return
@@ -106,7 +127,7 @@ class _Run:
         links = [
             threading.Thread(target=link, args=(resource,), name=f"fusedmoe {resource}", daemon=True)
             for resource in RESOURCES[1:]
-            if self._plan.on(resource)
+            if any(self.home(task) == resource for task in self._plan.on(resource))
         ]
         for thread in links:
             thread.start()
@@ -125,18 +146,19 @@ class _Run:
         caller = torch.cuda.current_stream()
         begun = torch.cuda.Event()
         begun.record(caller)
-        used = {resource: stream for resource, stream in streams.items() if self._plan.on(resource)}
-        for stream in used.values():
+        homes = {self.home(task) for task in self._plan}
+        used = [stream for resource, stream in streams.items() if resource in homes]
+        for stream in used:
             stream.wait_event(begun)
         done: dict[Task, torch.cuda.Event] = {}
+        waits = self.waits()
         for task in self._plan.sequence:
-            stream = streams[self._plan.resources[task]]
-            for earlier in self._plan.dependencies[task]:
-                if self._plan.resources[earlier] != self._plan.resources[task]:
-                    stream.wait_event(done[earlier])
+            stream = streams[self.home(task)]
+            for earlier in waits[task]:
+                stream.wait_event(done[earlier])
             with torch.cuda.stream(stream) if stream != caller else nullcontext():
                 self.body(task)
                 done[task] = torch.cuda.Event()
                 done[task].record(stream)
-        for stream in used.values():
+        for stream in used:
             caller.wait_stream(stream)

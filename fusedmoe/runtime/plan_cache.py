@@ -25,8 +25,8 @@ from fusedmoe.runtime.cache import cache_dir, fingerprint, own_version, read, wr
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.whole_policies import WholeModel
-from fusedmoe.schedule.workload import StackCosts
 
 _FORMAT = "fusedmoe-plan"
 _VERSION = 1

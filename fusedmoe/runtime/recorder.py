@@ -36,11 +36,12 @@ def span(
     chunk: int | None = None,
     layer: int | None = None,
     phase: str | None = None,
+    also: tuple[str, ...] = (),
 ) -> AbstractContextManager[None]:
     """`recorder.span(...)`, or a shared context that does nothing when there is no recorder."""
     if recorder is None:
         return _NOTHING
-    return recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase)
+    return recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase, also=also)
 
 
 class Recorder:
@@ -73,15 +74,18 @@ class Recorder:
         chunk: int | None = None,
         layer: int | None = None,
         phase: str | None = None,
+        also: tuple[str, ...] = (),
     ) -> AbstractContextManager[None]:
-        """A context whose body is one span. A body that raises leaves none behind.
+        """A context whose body is one span. A body that raises leaves none behind. `also`: see `Span`.
 
         Raises `ConfigError` for a kind, resource or phase that `fusedmoe.schedule.timeline` does not list.
         """
         check_word("kind", kind)
         check_word("resource", resource)
         check_word("phase", phase)
-        return _Record(self._clock, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase))
+        for other in also:
+            check_word("resource", other)
+        return _Record(self._clock, self._records, Span(name, kind, resource, 0.0, 0.0, chunk, layer, phase, also))
 
     def now(self) -> float:
         """Seconds since zero on the host's clock, for `add`."""

@@ -9,20 +9,41 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task import LINKS, Task
 
 #: What a cost model has lines for: a collective and the group that it runs in, or matrix products.
 LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm")
 
 _FORMAT = "fusedmoe-costs"
 _VERSION = 1
+
+
+class LinkUse(NamedTuple):
+    """How a task that computes as well uses a link.
+
+    `work_s`: how long its rows are on the link. `slack_s`: what this may take longer before the task does, because it
+    computes meanwhile.
+    """
+
+    work_s: float
+    slack_s: float = 0.0
+
+
+class Overlap(NamedTuple):
+    """What a task that computes and sends at the same time spends its seconds on.
+
+    `links`: by link. `compute_s`: what it would take if its rows travelled in no time.
+    """
+
+    links: Mapping[str, LinkUse]
+    compute_s: float
 
 
 class Costs(Protocol):
@@ -33,7 +54,10 @@ class Costs(Protocol):
         """The speed of a link's task while the other link is in use too, as a share of its speed alone; (0, 1]."""
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
-        """The duration of each task of the plan when it has its resource for itself."""
+        """The duration of each task of the plan when it has its resources for itself."""
+
+    def overlaps(self, plan: Plan) -> Mapping[Task, Overlap]:
+        """Of the plan's fused operations. One that is missing uses its links from its start to its end."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +66,13 @@ class Durations:
 
     given: Mapping[Task, float]
     contention: float = 1.0
+    given_overlaps: Mapping[Task, Overlap] = field(default_factory=dict)
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
         return self.given
+
+    def overlaps(self, plan: Plan) -> Mapping[Task, Overlap]:
+        return self.given_overlaps
 
 
 @dataclass(frozen=True)
@@ -83,11 +111,37 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
 
 
 @dataclass(frozen=True)
+class FusedCosts:
+    """What fused operations take beside what the lines say of bytes and FLOP (`schedule/fused.py`).
+
+    `tile_rows`: rows that one signal stands for; a kernel computes a tile when so many rows are there, and sends them
+    on when they are computed. It follows from the kernels. `signal_s`: by link ("intra", "inter"), seconds from the end
+    of a tile's rows on the link to when the kernel that waits for them goes on, as a put of a row and a wait for it
+    measure it. A link without a signal has no fused operations.
+
+    Raises `ConfigError` for a link that is not there, and numbers that cannot be.
+    """
+
+    tile_rows: int
+    signal_s: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if type(self.tile_rows) is not int or self.tile_rows < 1:
+            raise ConfigError(f"fused costs: tile_rows must be an integer from 1, not {self.tile_rows!r}")
+        for link, seconds in self.signal_s.items():
+            if link not in LINKS.values():
+                raise ConfigError(f"fused costs: {link!r} is no link; signals are on intra and inter")
+            if not (isinstance(seconds, (int, float)) and 0 <= seconds < math.inf):
+                raise ConfigError(f"fused costs: a signal on {link} cannot take {seconds!r} s")
+
+
+@dataclass(frozen=True)
 class CostModel:
     """The lines of one machine, by the names in `LINES`, and the contention between its two kinds of links.
 
     `contention`: when a collective inside the node and one between nodes run at the same time, each goes on at this
-    share of its own speed. `machine` says what was measured, for whoever reads it.
+    share of its own speed. `machine` says what was measured, for whoever reads it. `fused`: None for a machine without
+    fused operations, or where nothing is known of them: then no plan by cost has any.
 
     Raises `ConfigError` for an unknown line and a contention outside (0, 1].
     """
@@ -95,6 +149,7 @@ class CostModel:
     lines: Mapping[str, Line] = field(default_factory=dict)
     contention: float = 1.0
     machine: str = ""
+    fused: FusedCosts | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.lines) - set(LINES))
@@ -113,7 +168,8 @@ class CostModel:
         """Indented JSON; `from_json` gives an equal model back."""
         lines = {name: vars(line) for name, line in self.lines.items()}
         head = {"format": _FORMAT, "version": _VERSION, "machine": self.machine, "contention": self.contention}
-        return json.dumps({**head, "lines": lines}, allow_nan=False, indent=2)
+        fused = {} if self.fused is None else {"fused": asdict(self.fused)}
+        return json.dumps({**head, "lines": lines, **fused}, allow_nan=False, indent=2)
 
     @classmethod
     def from_json(cls, source: str) -> CostModel:
@@ -126,7 +182,8 @@ class CostModel:
             raise ConfigError(f'cost model: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION})')
         try:
             lines = {name: Line(**line) for name, line in data["lines"].items()}
-            return cls(lines, data["contention"], data["machine"])
+            fused = FusedCosts(**data["fused"]) if "fused" in data else None
+            return cls(lines, data["contention"], data["machine"], fused)
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"cost model: a field is missing or not known: {error}") from error
 

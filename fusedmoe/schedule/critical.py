@@ -6,10 +6,12 @@ have started earlier, so only what is on it can make the step shorter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from fusedmoe.schedule.cost import Overlap
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.task import FUSED, WEIGHT_GRADIENTS, Task, resources_of
 from fusedmoe.schedule.timeline import PHASES, RESOURCES, Span, Timeline
 
 # What nothing in the passes that follow waits for.
@@ -25,8 +27,8 @@ class Stretch:
 
     Attributes:
         degree: its chunks.
-        waits_s: seconds of the critical path during the pass by what is at work: "compute", "intra" and "inter", as the
-            kinds of tasks have it, also where a plan has one queue for both links. Together they are the whole pass.
+        waits_s: seconds of the critical path during the pass by what is at work (`at_work`). Together they are the
+            whole pass.
         gradient_s: of the gradient all-reduces that run meanwhile, hidden or not.
     """
 
@@ -65,10 +67,10 @@ def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
     return tuple(reversed(path))
 
 
-def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
-    """The passes of all layers, in order of time."""
-    path = critical_path(plan, timeline)
-    reduces = [span for span in timeline.spans if span.kind == "gradient-all-reduce"]
+def stretches(plan: Plan, timeline: Timeline, overlaps: Mapping[Task, Overlap] | None = None) -> list[Stretch]:
+    """The passes of all layers, in order of time. `overlaps`: of the plan's fused operations, by its costs."""
+    path = at_work(critical_path(plan, timeline), overlaps)
+    reduces = [(span.start_s, span.end_s) for span in timeline.spans if span.kind == "gradient-all-reduce"]
     own: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
         if span.phase in PHASES and span.layer is not None and span.kind not in _BESIDE:
@@ -77,25 +79,43 @@ def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
     start_s = 0.0
     for (phase, layer), spans in sorted(own.items(), key=lambda item: min(span.start_s for span in item[1])):
         end_s = max(span.end_s for span in spans)
-        waits_s = {
-            at: _within_s([span for span in path if LINKS.get(span.kind, "compute") == at], start_s, end_s)
-            for at in RESOURCES
-        }
+        waits_s = {at: _within_s(path[at], start_s, end_s) for at in RESOURCES}
         degree = plan.degrees.get((phase, layer), 1)
         found.append(Stretch(layer, phase, degree, start_s, end_s, waits_s, _within_s(reduces, start_s, end_s)))
         start_s = end_s
     return found
 
 
+def at_work(
+    path: Iterable[Span], overlaps: Mapping[Task, Overlap] | None = None
+) -> dict[str, list[tuple[float, float]]]:
+    """When what is at work along a path: by "compute", "intra" and "inter", as the kinds of tasks have it, also where a
+    plan has one queue for both links.
+
+    Of a fused operation what it would take if rows travelled in no time is computation, and what it takes longer its
+    busiest link; where its overlap is not known, all is computation.
+    """
+    found: dict[str, list[tuple[float, float]]] = {resource: [] for resource in RESOURCES}
+    for span in path:
+        first, end_s = resources_of(span.kind)[0], span.end_s
+        overlap = (overlaps or {}).get(Task(*_name(span))) if span.kind in FUSED else None
+        if overlap is not None:
+            end_s = min(end_s, span.start_s + overlap.compute_s)
+            link = max(overlap.links, key=lambda link: overlap.links[link].work_s)
+            found[link].append((end_s, span.end_s))
+        found[first].append((span.start_s, end_s))
+    return found
+
+
 def _spans(plan: Plan, timeline: Timeline) -> list[Span]:
     """The span of each task in the plan's sequence."""
-    by_name = {(span.kind, span.chunk, span.layer, span.phase): span for span in timeline.spans}
+    by_name = {_name(span): span for span in timeline.spans}
     return [by_name[_name(task)] for task in plan.sequence]
 
 
-def _name(task: Task) -> tuple[str, int | None, int | None, str | None]:
-    return task.kind, task.chunk, task.layer, task.phase
+def _name(one: Task | Span) -> tuple[str, int | None, int | None, str | None]:
+    return one.kind, one.chunk, one.layer, one.phase
 
 
-def _within_s(spans: list[Span], start_s: float, end_s: float) -> float:
-    return sum(max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s)) for span in spans)
+def _within_s(times: list[tuple[float, float]], start_s: float, end_s: float) -> float:
+    return sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in times)

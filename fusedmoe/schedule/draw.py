@@ -4,8 +4,9 @@
 
 Colour is the kind of task. Kinds that share a row differ in lightness as well as in hue, so that they can be
 told apart with any colour vision; the legend gives the short names that narrow bars carry. A shaded ground
-marks the backward pass. At the right, each row says for how much of the time its resource was in use; at the
-left, each rank says how much communication was exposed, that is, had no computation beside it.
+marks the backward pass. A fused operation stands in the rows of all that it occupies, as an expert with bands: above
+what it receives, below what it sends. At the right, each row says for how much of the time its resource was in use; at
+the left, each rank says how much communication was exposed, that is, had no computation beside it.
 
 matplotlib is imported where it draws, not with this module, and through its object interface: no window, no
 global state, any thread.
@@ -19,31 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.bars import Measure, Stripe, free_of, is_dark, label_of, ms, stripes_of
 from fusedmoe.schedule.timeline import KINDS, RESOURCES, SYMBOLS, Span, Timeline, align, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-COLOURS = {
-    "gate": "#35259a",
-    "order": "#8a77ee",
-    "dispatch": "#0a2f66",
-    "all-gather": "#1f7350",
-    "expert": "#f79a1c",
-    "reduce-scatter": "#80f2d8",
-    "combine": "#98b8f8",
-    "unorder": "#d9cbf8",
-    "attention": "#f5d878",
-    "weight-gradient": "#ad380c",
-    "attention-weight-gradient": "#0490b3",
-    "gradient-all-reduce": "#bd559b",
-    "sparse-all-gather": "#8f1fe8",
-    "sparse-reduce-scatter": "#dde04a",
-    "loss": "#121220",
-    "optimizer": "#5e4c47",
-    "other": "#a09c98",
-}
 
 MAX_TIMELINES = 64
 
@@ -84,7 +66,7 @@ def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline")
     span_ms = max((t.end_s for t in aligned), default=0.0) * 1e3
 
     result = Figure(dpi=_DPI, facecolor="white")
-    measure = _Measure(FigureCanvasAgg(result))
+    measure = Measure(FigureCanvasAgg(result))
     legend, legend_height = _flow(_legend_entries(kinds, has_backward), measure)
     head, foot = 0.75 + legend_height, 0.55
     height = head + rows_height + foot
@@ -143,7 +125,7 @@ def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
             rows.append(_Row(resource, y, height, parts, timeline.busy_s(resource)))
             y += height + _ROW_GAP
         label = f"rank {timeline.rank}" + (f"\n{timeline.source}" if several else "")
-        note = f"{_ms(timeline.exposed_s())} exposed" if len(shown) > 1 else ""
+        note = f"{ms(timeline.exposed_s())} exposed" if len(shown) > 1 else ""
         groups.append(_Group(label, note, top, rows, runs))
         y += _GROUP_GAP - _ROW_GAP
     return groups, max(y - _GROUP_GAP, _ROW) + 0.06
@@ -167,54 +149,29 @@ def _runs(timeline: Timeline) -> list[tuple[float, float, str, int | None]]:
 
 def _summary(timelines: Sequence[Timeline], span_ms: float) -> str:
     ranks = len({timeline.rank for timeline in timelines})
-    parts = [f"{ranks} rank{'s' if ranks != 1 else ''}", _ms(span_ms * 1e-3)]
+    parts = [f"{ranks} rank{'s' if ranks != 1 else ''}", ms(span_ms * 1e-3)]
     sources = {timeline.source for timeline in timelines}
     if len(sources) == 1:
         parts.insert(0, sources.pop())
         if any(resource != "compute" for timeline in timelines for resource in timeline.resources):
             exposed_s = sum(timeline.exposed_s() for timeline in timelines) / len(timelines)
-            parts.append(f"exposed communication: {_ms(exposed_s)} a rank")
+            parts.append(f"exposed communication: {ms(exposed_s)} a rank")
     return "   ·   ".join(parts)
 
 
-def _ms(seconds: float) -> str:
-    """Milliseconds with three digits that count: 123 ms, 12.3 ms, 1.23 ms, 0.123 ms."""
-    value = seconds * 1e3
-    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
-    return f"{value:.{decimals}f} ms"
-
-
-class _Measure:
-    """Widths of text in inches, at a font size in points."""
-
-    def __init__(self, canvas: Any) -> None:
-        self._canvas = canvas
-        self._known: dict[tuple[str, float], float] = {}
-
-    def width(self, text: str, size: float) -> float:
-        key = (text, size)
-        if key not in self._known:
-            from matplotlib.font_manager import FontProperties
-
-            renderer = self._canvas.get_renderer()
-            wide, _, _ = renderer.get_text_width_height_descent(text, FontProperties(size=size), False)
-            self._known[key] = wide / self._canvas.figure.dpi
-        return self._known[key]
-
-
 def _legend_entries(kinds: Sequence[str], has_backward: bool) -> list[tuple[str, str]]:
-    entries = [(COLOURS[kind], f"{SYMBOLS[kind]}  {kind}".strip()) for kind in kinds]
-    return entries + ([(_BACKWARD, "backward pass")] if has_backward else [])
+    entries = [(kind, f"{SYMBOLS[kind]}  {kind}".strip()) for kind in kinds]
+    return entries + ([("", "backward pass")] if has_backward else [])
 
 
-def _flow(entries: list[tuple[str, str]], measure: _Measure) -> tuple[list[tuple[float, float, str, str]], float]:
-    """The legend set like text: (x, y, colour, label) for each entry, and the height."""
+def _flow(entries: list[tuple[str, str]], measure: Measure) -> tuple[list[tuple[float, float, str, str]], float]:
+    """The legend set like text: (x, y, kind, label) for each entry, and the height. No kind is the backward pass."""
     x, y, result = 0.15, 0.0, []
-    for colour, label in entries:
+    for kind, label in entries:
         width = 0.22 + measure.width(label, 8.0) + 0.14
         if x + width > _WIDTH:
             x, y = 0.15, y + 0.21
-        result.append((x, y, colour, label))
+        result.append((x, y, kind, label))
         x += width
     return result, y + 0.21 if result else 0.0
 
@@ -224,8 +181,10 @@ def _draw_heading(page: Axes, title: str, summary: str, legend: list[tuple[float
 
     page.text(0.15, 0.22, title, size=13, weight="bold", color=_INK, va="center", parse_math=False)
     page.text(0.15, 0.46, summary, size=8.5, color=_FAINT, va="center")
-    for x, y, colour, label in legend:
-        page.add_patch(Rectangle((x, 0.625 + y), 0.17, 0.13, facecolor=colour, edgecolor=_FAINT, linewidth=0.4))
+    for x, y, kind, label in legend:
+        for top, bottom, colour in stripes_of(kind) if kind else [Stripe(0.0, 1.0, _BACKWARD)]:
+            where, height = (x, 0.625 + y + 0.13 * top), 0.13 * (bottom - top)
+            page.add_patch(Rectangle(where, 0.17, height, facecolor=colour, edgecolor=_FAINT, linewidth=0.4))
         page.text(x + 0.22, 0.69 + y, label, size=8.0, color=_INK, va="center")
 
 
@@ -251,7 +210,7 @@ def _draw_group(
     head: float,
     span_ms: float,
     inches_per_ms: float,
-    measure: _Measure,
+    measure: Measure,
 ) -> None:
     from matplotlib.patches import Rectangle
 
@@ -285,7 +244,7 @@ def _draw_group(
     _draw_bars(chart, group, inches_per_ms, measure)
 
 
-def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float, measure: _Measure) -> None:
+def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float, measure: Measure) -> None:
     from matplotlib.collections import PolyCollection
 
     corners, colours, edges = [], [], []
@@ -299,34 +258,17 @@ def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float, measure: _Measu
                 width = max(span.duration_s * 1e3, 1.0 / _DPI / inches_per_ms)
                 left = min(span.start_s * 1e3, chart.get_xlim()[1] - width)
                 right = left + width
-                corners.append([(left, top), (right, top), (right, bottom), (left, bottom)])
-                colours.append(COLOURS[span.kind])
-                edges.append(0.5 if width * inches_per_ms > 0.03 else 0.0)
-                for dy, text, size in _label(span, width * inches_per_ms, bottom - top, measure):
-                    ink = "white" if _is_dark(COLOURS[span.kind]) else _INK
-                    y = (top + bottom) / 2 + dy
+                ground, *bands = stripes_of(span.kind)
+                for stripe in (ground, *bands):
+                    y0, y1 = (top + share * (bottom - top) for share in (stripe.top, stripe.bottom))
+                    corners.append([(left, y0), (right, y0), (right, y1), (left, y1)])
+                    colours.append(stripe.colour)
+                    edges.append(0.5 if width * inches_per_ms > 0.03 and stripe is ground else 0.0)
+                y0, y1 = (top + share * (bottom - top) for share in free_of(bands))
+                for dy, text, size in label_of(span, width * inches_per_ms, y1 - y0, measure):
+                    ink = "white" if is_dark(ground.colour) else _INK
+                    y = (y0 + y1) / 2 + dy
                     where: dict[str, Any] = {"ha": "center", "va": "center_baseline", "parse_math": False}
                     chart.text(left + width / 2, y, text, size=size, color=ink, **where)
     bars = PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=edges or [0.0], zorder=2)
     chart.add_collection(bars, autolim=False)
-
-
-def _label(span: Span, width: float, height: float, measure: _Measure) -> list[tuple[float, str, float]]:
-    """What fits into a bar of so many inches: lines of (offset from the middle, text, size in points)."""
-    room = width - 0.04
-    chunk = "" if span.chunk is None else str(span.chunk)
-    name, short, time = f"{span.name} {chunk}".strip(), SYMBOLS[span.kind] + chunk, _ms(span.duration_s)
-    if height >= 0.28 and measure.width(time, 6.5) <= room:
-        for text in filter(None, (name, short)):
-            if measure.width(text, 7.5) <= room:
-                return [(-0.065, text, 7.5), (0.075, time, 6.5)]
-    for text, size in ((f"{name} {time}", 7.0), (name, 7.0), (short, 7.0), (short, 5.5), (chunk, 5.5)):
-        if text and measure.width(text, size) <= room:
-            return [(0.0, text, size)]
-    return []
-
-
-def _is_dark(colour: str) -> bool:
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    luminance: float = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
-    return luminance < 0.3

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.task import Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
-from fusedmoe.schedule.workload import StackCosts
 
 _GRADIENT = "gradient-all-reduce"
 

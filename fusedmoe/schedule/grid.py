@@ -14,9 +14,10 @@ from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.degree import choose_degree
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.testbeds import TESTBEDS, Testbed
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 
 #: Layers of a simulated step, unless the caller says otherwise.
 LAYERS = 4

@@ -9,11 +9,11 @@ from fusedmoe.schedule.fill import fill, gradient_pieces
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.ranges import Range, best_ranges
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.task import LINKS, WEIGHT_GRADIENTS, Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
 from fusedmoe.schedule.weights import Gap, Placement, place_greedily
 from fusedmoe.schedule.whole import Split, forward_plan, pass_tasks, task_seconds, with_weights
-from fusedmoe.schedule.workload import LayerCosts, StackCosts
 
 #: Micro-batches that are tried (spec line L5), and the most layers of a range.
 PARTS, LONGEST = (1, 2, 4, 8), 4

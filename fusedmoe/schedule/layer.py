@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 from fusedmoe.schedule.orders import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.task import FUSED, PIPELINE, Task, road_with
 from fusedmoe.schedule.timeline import RESOURCES
 
 #: Policies whose links inside the node and between nodes work at the same time; the others have one queue.
-THREE_QUEUES = ("fsmoe", "joint")
+THREE_QUEUES = ("fsmoe", "fused", "joint")
 
 _GRADIENT = "gradient-all-reduce"
 
@@ -19,7 +19,7 @@ def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
     """One layer's pass as a plan of more has it: its chunks, and the gradient pieces that run between them."""
 
     def own(task: Task) -> bool:
-        return (task.layer, task.phase) == (layer, phase) and task.kind in PIPELINE
+        return _is_chunk(task, layer, phase)
 
     orders = {}
     for resource in RESOURCES:
@@ -43,7 +43,7 @@ def half(plan: Plan, phase: str) -> Plan:
 
 def beside(plan: Plan, layer: int) -> tuple[Task, ...]:
     """The gradient pieces after the last chunk of a layer's backward pass, before those of the next layer."""
-    places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer)]
+    places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
     found: list[Task] = []
     for task in plan.inter[places[-1] + 1 :] if places else ():
         if task.kind != _GRADIENT:
@@ -55,10 +55,18 @@ def beside(plan: Plan, layer: int) -> tuple[Task, ...]:
 
 
 def pass_by_degree(policy: str, kinds: Collection[str], degree: int, phase: str) -> Plan:
-    """One layer's pass with that many chunks, in the order that a policy has for chunks."""
+    """One layer's pass with that many chunks, in the order that a policy has for chunks.
+
+    `kinds`: the parts that the layer has, and the fused operations that it can run. By the policy `fused` it takes the
+    road with the one of them that does most.
+    """
     order = three_queues if policy in THREE_QUEUES else one_queue
-    return Plan.of(order(kinds, degree, phase))
+    road = tuple(kind for kind in PIPELINE if kind in kinds)
+    if policy == "fused":
+        roads = [road_with(kind, kinds) for kind in FUSED if kind in kinds]
+        road = min((found for found in roads if found is not None), key=len, default=road)
+    return Plan.of(order(road, degree, phase))
 
 
-def _is_chunk(task: Task, layer: int) -> bool:
-    return task.kind in PIPELINE and (task.layer, task.phase) == (layer, "backward")
+def _is_chunk(task: Task, layer: int, phase: str) -> bool:
+    return (task.layer, task.phase) == (layer, phase) and (task.kind in PIPELINE or task.kind in FUSED)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from fusedmoe.schedule.degree import MAX_DEGREE, Choice
+from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.passes import ChunkTimes
 from fusedmoe.schedule.task import PIPELINE
-from fusedmoe.schedule.workload import Chunks
 
 
 class Case(NamedTuple):

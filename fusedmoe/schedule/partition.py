@@ -15,7 +15,8 @@ import numpy as np
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
 from fusedmoe.schedule.orders import Order
-from fusedmoe.schedule.workload import LayerCosts, StackCosts
+from fusedmoe.schedule.roads import Road
+from fusedmoe.schedule.stack_costs import StackCosts
 
 
 class Partition(NamedTuple):
@@ -34,10 +35,9 @@ class Way(NamedTuple):
     free_s: float
 
     @classmethod
-    def of(cls, layer: LayerCosts, order: Order, degree: int, contention: float) -> Way:
+    def of(cls, chunks: Road, order: Order, degree: int, contention: float) -> Way:
         """Exact without contention. With it all-reduces slow down what they hide behind, so that a pass can take a
         little longer than its way says."""
-        chunks = layer.chunks["backward"]
         free_s = pass_s(chunks, degree, order=order, contention=contention)
         exposed_s = 2 * free_s + 1.0  # of which something must stay exposed
         busy_s = pass_s(chunks, degree, exposed_s, order=order, contention=contention) - exposed_s
@@ -49,12 +49,13 @@ class Way(NamedTuple):
         return self.free_s - self.busy_s
 
 
-def ways(layer: LayerCosts, order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
-    """The degrees that can be best for some g: the first one for g = 0, each further one slower and less busy."""
-    best = choose_degree(layer.chunks["backward"], order=order, contention=contention, limit=limit)
+def ways(chunks: Road, order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
+    """The degrees of a backward pass that can be best for some g: the first one for g = 0, each further one slower and
+    less busy."""
+    best = choose_degree(chunks, order=order, contention=contention, limit=limit)
     found: list[Way] = []
     for degree in range(best.degree, 0, -1):
-        way = Way.of(layer, order, degree, contention)
+        way = Way.of(chunks, order, degree, contention)
         if not found or way.busy_s < found[-1].busy_s:
             found.append(way)
     return found

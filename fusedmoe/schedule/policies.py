@@ -17,16 +17,19 @@ from fusedmoe.schedule.orders import Order, alternating, one_queue, three_queues
 from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
 from fusedmoe.schedule.passes import chunk_times, one_queue_s
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.roads import Road, is_fused
 from fusedmoe.schedule.simulate import ROUNDING, makespan
+from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.timeline import PHASES
-from fusedmoe.schedule.workload import LayerCosts, StackCosts
 
 #: The degrees that Tutel tries.
 TUTEL_DEGREES = (1, 2, 4, 8)
 
 #: The size of Lina's gradient pieces.
 LINA_BYTES = 30 * 10**6
+
+_ORDERS = (three_queues, alternating, one_queue)
 
 
 def sequential(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
@@ -71,23 +74,29 @@ def fsmoe(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
     return _fsmoe(costs, [three_queues], limit)
 
 
+def fused(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """As FSMoE, with any order, and fused operations where these are shorter, for each layer and pass."""
+    plain = _fsmoe(costs, _ORDERS, limit)
+    if not any(layer.fused for layer in costs.layers):
+        return plain
+    return best_of([plain, _fsmoe(costs, _ORDERS, limit, fused=True)], costs)
+
+
 def joint(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
     """The best in simulation of all other policies, and of all orders, degrees and partitions together."""
-    plans = [policy.plan(costs, limit) for name, policy in POLICIES.items() if name != "joint"]
-    return best_of([*plans, any_order(costs, limit)], costs)
+    return best_of([policy.plan(costs, limit) for name, policy in POLICIES.items() if name != "joint"], costs)
 
 
 def best_of(plans: Sequence[Plan], costs: StackCosts) -> Plan:
-    """The shortest in simulation; of those that are equally short the one with the fewest tasks: what costs do not know
-    of, each task has some of."""
+    """The shortest in simulation; of those that are equally short the one with the fewest passes that have fused
+    operations, and then the fewest tasks: what costs do not know of, each task has some of."""
     seconds = [makespan(plan, costs) for plan in plans]
     enough = min(seconds) * (1 + ROUNDING)
-    return min((plan for plan, took in zip(plans, seconds, strict=True) if took <= enough), key=len)
+    return min((plan for plan, took in zip(plans, seconds, strict=True) if took <= enough), key=_means)
 
 
-def any_order(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
-    """FSMoE with every order at its choice, for each layer and pass: what `joint` adds to the other policies."""
-    return _fsmoe(costs, [three_queues, alternating, one_queue], limit)
+def _means(plan: Plan) -> tuple[int, int]:
+    return len({(task.phase, task.layer) for task in plan.fused}), len(plan)
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ def _described(*functions: Callable[..., Plan]) -> dict[str, Policy]:
 
 
 #: Every policy by its name.
-POLICIES = _described(sequential, tutel, pipemoe, tutel_improved, lina, fsmoe_no_iio, fsmoe, joint)
+POLICIES = _described(sequential, tutel, pipemoe, tutel_improved, lina, fsmoe_no_iio, fsmoe, fused, joint)
 
 
 def _both_passes_s(layer: LayerCosts, degree: int) -> float:
@@ -123,13 +132,22 @@ def _pipemoe_passes(costs: StackCosts, limit: int) -> list[Pass]:
     ]
 
 
-def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
-    """For each layer and pass the best degree of the best of the orders; gradients by `partition.search`."""
+def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int, *, fused: bool = False) -> Plan:
+    """For each layer and pass the best degree of the best of the orders; gradients by `partition.search`.
+
+    `fused`: with any of the layers' fused operations, too.
+    """
     known: dict[int, tuple[Pass, list[Way]]] = {}  # layers are often one object many times
+    roads = {
+        (id(layer), phase): layer.roads(phase) if fused else [layer.chunks[phase]]
+        for layer in costs.layers
+        for phase in PHASES
+    }
     for layer in costs.layers:
         if id(layer) not in known:
-            found = [way for order in orders for way in ways(layer, order, costs.contention, limit)]
-            known[id(layer)] = (_best(layer, "forward", 0.0, orders, costs, limit), _useful(found))
+            there, back = (roads[id(layer), phase] for phase in PHASES)
+            found = [way for road in back for order in orders for way in ways(road, order, costs.contention, limit)]
+            known[id(layer)] = (_best(there, 0.0, orders, costs, limit), _useful(found))
     forward = [known[id(layer)][0] for layer in costs.layers]
     partition = search(costs, [known[id(layer)][1] for layer in costs.layers])
     chosen: dict[tuple[int, float], Pass] = {}
@@ -137,17 +155,22 @@ def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
     for layer, middle in zip(costs.layers, partition.middle, strict=True):
         if (id(layer), middle) not in chosen:
             gar = piece_s(costs.all_reduce, middle)
-            chosen[id(layer), middle] = _best(layer, "backward", gar, orders, costs, limit)
+            chosen[id(layer), middle] = _best(roads[id(layer), "backward"], gar, orders, costs, limit)
         backward.append(chosen[id(layer), middle])
     return step_plan(costs, forward, backward, partition)
 
 
-def _best(layer: LayerCosts, phase: str, gar: float, orders: Sequence[Order], costs: StackCosts, limit: int) -> Pass:
-    found = []
-    for order in orders:
-        choice = choose_degree(layer.chunks[phase], gar, order=order, contention=costs.contention, limit=limit)
-        found.append((choice.seconds, Pass(order, choice.degree)))
-    return min(found, key=lambda one: one[0])[1]
+def _best(roads: Sequence[Road], gar: float, orders: Sequence[Order], costs: StackCosts, limit: int) -> Pass:
+    """The shortest pass with all-reduces of `gar` seconds. `roads`: by collectives first; others have to be shorter."""
+    best: tuple[float, Pass] | None = None
+    for road in roads:
+        for order in orders:
+            choice = choose_degree(road, gar, order=order, contention=costs.contention, limit=limit)
+            seconds = choice.seconds * (1 + ROUNDING) if is_fused(road) else choice.seconds
+            if best is None or seconds < best[0]:
+                best = seconds, Pass(order, choice.degree, tuple(road) if is_fused(road) else None)
+    assert best is not None
+    return best[1]
 
 
 def _useful(found: Sequence[Way]) -> list[Way]:

@@ -9,16 +9,17 @@ from fusedmoe.schedule.gradient import Stream
 from fusedmoe.schedule.orders import Order
 from fusedmoe.schedule.partition import Partition
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.task import PIPELINE, ROADS, Task
 from fusedmoe.schedule.timeline import RESOURCES
-from fusedmoe.schedule.workload import StackCosts
 
 
 class Pass(NamedTuple):
-    """How one layer's chunks go through one pass."""
+    """How one layer's chunks go through one pass. `road`: the kinds on their way, where a fused operation is one."""
 
     order: Order
     degree: int
+    road: tuple[str, ...] | None = None
 
 
 def step_plan(
@@ -69,6 +70,6 @@ def _add_pass(
     road = ROADS[phase]
     first, last = road.index(PIPELINE[0]), road.index(PIPELINE[-1])
     orders["compute"] += [Task(kind, None, layer, phase) for kind in road[:first] if kind in dense]
-    for resource, tasks in how.order(chunks, how.degree, phase, layer, pieces).items():
+    for resource, tasks in how.order(how.road or chunks, how.degree, phase, layer, pieces).items():
         orders[resource] += tasks
     orders["compute"] += [Task(kind, None, layer, phase) for kind in road[last + 1 :] if kind in dense]

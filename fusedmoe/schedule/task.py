@@ -8,26 +8,45 @@ gradients of rows back.
     backward   order → [dispatch → all-gather → expert → reduce-scatter → combine] → unorder → gate → attention
 
 What stands in brackets goes in chunks; any part may be missing (without expert sharding there is no all-gather).
+
+Neighbouring parts may be one task: a fused operation, whose kernels send and receive rows while they compute. It is
+named after its parts, `dispatch-expert` say, and occupies the processor and its links together, from its start to its
+end. All chunks of a layer's pass take the same road.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 #: The parts of a layer that a plan pipelines, in the order in which a chunk goes through them.
 PIPELINE = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
 
-#: All parts of a layer, in the order in which its rows go through them.
+
+def _fused(road: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """All runs of neighbouring parts of a road that have the expert and something beside it."""
+    expert = road.index("expert")
+    for first in range(expert, -1, -1):
+        for last in range(expert + (first == expert), len(road)):
+            yield road[first : last + 1]
+
+
+#: The fused operations, each with the parts that it does, of layers without expert sharding and with it:
+#: expert-combine, dispatch-expert, dispatch-expert-combine; expert-reduce-scatter, …, all-gather-expert, …
+FUSED = {"-".join(parts): parts for road in (PIPELINE[::2], PIPELINE) for parts in _fused(road)}
+
+_CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
+
+#: All kinds of a layer's tasks, in the order in which its rows go through them.
 ROADS = {
-    "forward": ("attention", "gate", "order", *PIPELINE, "unorder"),
-    "backward": ("order", *PIPELINE, "unorder", "gate", "attention"),
+    "forward": ("attention", "gate", "order", *_CHUNKS, "unorder"),
+    "backward": ("order", *_CHUNKS, "unorder", "gate", "attention"),
 }
 
 #: Parts whose backward pass may be without its weight gradients, and what these are called then.
 WEIGHT_GRADIENTS = {"expert": "weight-gradient", "attention": "attention-weight-gradient"}
 
-#: The kinds that move data, by the link that they use; every other kind computes.
+#: The kinds that only move data, by the link that they use; every other kind computes.
 LINKS = {
     "dispatch": "inter",
     "all-gather": "intra",
@@ -37,6 +56,13 @@ LINKS = {
     "sparse-all-gather": "inter",
     "sparse-reduce-scatter": "inter",
 }
+
+_OCCUPIED = {
+    kind: ("compute", *(link for link in ("intra", "inter") if link in {LINKS.get(part) for part in parts}))
+    for kind, parts in FUSED.items()
+} | {kind: (link,) for kind, link in LINKS.items()}
+
+_WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
 
 
 class Task(NamedTuple):
@@ -59,6 +85,30 @@ class Task(NamedTuple):
     size: int | None = None
 
 
+def resources_of(kind: str) -> tuple[str, ...]:
+    """What a task of this kind occupies: the links that it uses, and "compute" ahead of them if it computes."""
+    return _OCCUPIED.get(kind, ("compute",))
+
+
+def weight_gradient(kind: str) -> str | None:
+    """What the weight gradients of a kind are called where they are tasks of their own; None: it has none."""
+    return WEIGHT_GRADIENTS.get("expert" if kind in FUSED else kind)
+
+
+def road_with(kind: str, parts: Collection[str]) -> tuple[str, ...] | None:
+    """The kinds that a chunk goes through in a layer of these parts where a fused operation does its own ones.
+
+    None where the layer lacks some of them, or has another one between them.
+    """
+    own = FUSED[kind]
+    first, last = PIPELINE.index(own[0]), PIPELINE.index(own[-1])
+    road = [part for part in PIPELINE if part in parts]
+    if tuple(part for part in PIPELINE[first : last + 1] if part in parts) != own:
+        return None
+    place = road.index(own[0])
+    return (*road[:place], kind, *road[place + len(own) :])
+
+
 def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
     """What each task waits for, by the rules of a model of MoE layers; a key for every task.
 
@@ -67,8 +117,8 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     * Layers follow each other, forward from 0, then the loss, then backward from the last. A layer starts when the
       one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i.
     * Chunks of one layer's attention run in order, in both passes: chunk i waits for chunk i − 1, too.
-    * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), and an
-      attention-weight-gradient for the attention.
+    * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), alone or in a fused
+      operation, and an attention-weight-gradient for the attention.
     * A gradient-all-reduce waits for the gate, the attention and its weight gradients of its layer's backward pass,
       where the plan has them.
     * An optimizer waits for all of the backward pass; one with a layer only for this layer's.
@@ -97,9 +147,9 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     for (phase, layer), of in stages.items():
         if phase is not None and layer is not None:
             _in_order(after, of.get("attention", ()))
-        for source, kind in WEIGHT_GRADIENTS.items():
-            sources = of.get(source, [])
-            for task in of.get(kind, ()):
+        for kind in [kind for kind in of if kind in _WEIGHTS]:
+            sources = [task for source in of if weight_gradient(source) == kind for task in of[source]]
+            for task in of[kind]:
                 after[task] = tuple(one for one in sources if one.chunk == task.chunk) or tuple(sources)
         reduced = [task for kind in ("gate", "attention", "attention-weight-gradient") for task in of.get(kind, ())]
         for task in of.get("gradient-all-reduce", ()):

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.task import FUSED
 
 #: What a span may be doing: the kinds of tasks.
 KINDS = (
@@ -36,6 +37,7 @@ KINDS = (
     "expert",
     "reduce-scatter",
     "combine",
+    *FUSED,
     "unorder",
     "attention",
     "weight-gradient",
@@ -54,15 +56,15 @@ RESOURCES = ("compute", "intra", "inter")
 #: The two passes of a training step.
 PHASES = ("forward", "backward")
 
-#: Short names of the kinds, as in the text form of a schedule: ``D0`` is the dispatch of chunk 0.
+_PARTS = {"dispatch": "D", "all-gather": "AG", "expert": "E", "reduce-scatter": "RS", "combine": "C"}
+
+#: Short names of the kinds, as in the text form of a schedule: ``D0`` is the dispatch of chunk 0, ``DE0`` a fused
+#: operation that is its expert as well.
 SYMBOLS = {
     "gate": "G",
     "order": "O",
-    "dispatch": "D",
-    "all-gather": "AG",
-    "expert": "E",
-    "reduce-scatter": "RS",
-    "combine": "C",
+    **_PARTS,
+    **{kind: "".join(_PARTS[part] for part in parts) for kind, parts in FUSED.items()},
     "unorder": "U",
     "attention": "A",
     "weight-gradient": "WG",
@@ -83,7 +85,7 @@ _KINDS, _RESOURCES, _PHASES = frozenset(KINDS), frozenset(RESOURCES), frozenset(
 
 
 class Span(NamedTuple):
-    """One task on one resource, from `start_s` to `end_s`, in seconds since the timeline's zero.
+    """One task, from `start_s` to `end_s`, in seconds since the timeline's zero.
 
     A named tuple, because a simulator makes a thousand in a few milliseconds; `Timeline` checks the values.
     """
@@ -96,6 +98,12 @@ class Span(NamedTuple):
     chunk: int | None = None  # which of the pieces of a pipelined task
     layer: int | None = None
     phase: str | None = None  # "forward", "backward", or None outside both (the optimizer)
+    also: tuple[str, ...] = ()  # further resources that it occupies as long: of a fused operation, its links
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """All that it occupies."""
+        return (self.resource, *self.also)
 
     @property
     def duration_s(self) -> float:
@@ -150,22 +158,26 @@ class Timeline:
     @property
     def resources(self) -> tuple[str, ...]:
         """The resources that occur, in the order of `RESOURCES`."""
-        found = {span.resource for span in self.spans}
+        found = {resource for span in self.spans for resource in span.resources}
         return tuple(resource for resource in RESOURCES if resource in found)
 
     def on(self, resource: str) -> tuple[Span, ...]:
-        """The spans of one resource, in order of start."""
+        """The spans that occupy one resource, in order of start."""
         check_word("resource", resource)
-        return tuple(span for span in self.spans if span.resource == resource)
+        return tuple(span for span in self.spans if span.resource == resource or resource in span.also)
 
     def busy_s(self, resource: str) -> float:
         """How long the resource was in use; where spans overlap, the time counts once."""
         return sum(end - start for start, end in _union(self.on(resource)))
 
     def exposed_s(self) -> float:
-        """How long a link was in use while `compute` was idle: the communication that nothing hides."""
+        """How long a link was in use while `compute` was idle: the communication that nothing hides.
+
+        A fused operation occupies both, so nothing of it counts, also where its tiles wait for rows: from outside, the
+        two cannot be told apart.
+        """
         compute = _union(self.on("compute"))
-        links = _union(span for span in self.spans if span.resource != "compute")
+        links = _union(span for span in self.spans if span.resource != "compute" or span.also)
         return sum(end - start for start, end in links) - _common_s(compute, links)
 
     def totals_s(self) -> dict[str, float]:
@@ -185,8 +197,8 @@ class Timeline:
         return json.dumps(self.as_dict(), allow_nan=False, separators=(",", ":"))
 
     def as_dict(self) -> dict[str, Any]:
-        """The timeline in plain types; a span has only the fields that are not None."""
-        spans = [{k: v for k, v in span._asdict().items() if v is not None} for span in self.spans]
+        """The timeline in plain types; a span has only the fields that are not None or empty."""
+        spans = [{k: v for k, v in span._asdict().items() if v is not None and v != ()} for span in self.spans]
         head = {"format": _FORMAT, "version": _VERSION, "rank": self.rank, "source": self.source}
         return {**head, "anchor_s": self.anchor_s, "spans": spans}
 
@@ -210,9 +222,9 @@ class Timeline:
                 "read it with the release that wrote it"
             )
         try:
-            spans = tuple(Span(**span) for span in data["spans"])
+            spans = tuple(Span(**{**span, "also": tuple(span.get("also", ()))}) for span in data["spans"])
             return cls(data["rank"], spans, data["source"], data["anchor_s"])
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"timeline: a field is missing or not known: {error}") from error
 
 
@@ -305,20 +317,30 @@ def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _are_further(also: object, resource: str) -> bool:
+    """Whether these are resources beside the first one."""
+    if not isinstance(also, tuple) or not all(one in RESOURCES for one in also):
+        return False
+    return len({resource, *also}) == 1 + len(also)
+
+
 def _fault(span: Span) -> str | None:
     """What is wrong with a span, or None. Words may be of any type here: they can come from a file."""
-    if not isinstance(span.name, str) or not span.name:
+    name, kind, resource, start_s, end_s, chunk, layer, phase, also = span
+    if not isinstance(name, str) or not name:
         return "a name that is empty or no text"
-    if not isinstance(span.kind, str) or span.kind not in _KINDS:
-        return f"kind {span.kind!r} (known: {', '.join(KINDS)})"
-    if not isinstance(span.resource, str) or span.resource not in _RESOURCES:
-        return f"resource {span.resource!r} (known: {', '.join(RESOURCES)})"
-    if span.phase is not None and (not isinstance(span.phase, str) or span.phase not in _PHASES):
-        return f"phase {span.phase!r} (known: {', '.join(PHASES)}, or None)"
-    if not _is_time(span.start_s) or not _is_time(span.end_s):
+    if not isinstance(kind, str) or kind not in _KINDS:
+        return f"kind {kind!r} (known: {', '.join(KINDS)})"
+    if not isinstance(resource, str) or resource not in _RESOURCES:
+        return f"resource {resource!r} (known: {', '.join(RESOURCES)})"
+    if also != () and not _are_further(also, resource):
+        return f"further resources {also!r} (known: {', '.join(RESOURCES)}, each once)"
+    if phase is not None and (not isinstance(phase, str) or phase not in _PHASES):
+        return f"phase {phase!r} (known: {', '.join(PHASES)}, or None)"
+    if not _is_time(start_s) or not _is_time(end_s):
         return "a time that is not a finite number"
-    if span.end_s < span.start_s:
+    if end_s < start_s:
         return "an end before its start"
-    if not (span.chunk is None or _is_count(span.chunk)) or not (span.layer is None or _is_count(span.layer)):
+    if not (chunk is None or _is_count(chunk)) or not (layer is None or _is_count(layer)):
         return "a chunk or layer that is not an integer from 0"
     return None

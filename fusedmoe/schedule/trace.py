@@ -1,8 +1,9 @@
 """Timelines as trace-event JSON, the format that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-One process is one rank, one thread one resource; times in microseconds. Format: "Trace Event Format", the
-Chromium project. Complete events ("ph": "X") of one thread must not overlap, or Perfetto loses some of
-them: spans that do overlap go to further threads of the same resource.
+One process is one rank, one thread one resource; times in microseconds. A span that occupies several resources is an
+event on the thread of each. Format: "Trace Event Format", the Chromium project. Complete events ("ph": "X") of one
+thread must not overlap, or Perfetto loses some of them: spans that do overlap go to further threads of the same
+resource.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.layer import beside, half, pass_of
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.replicas import MpLoss
 from fusedmoe.training.stream import GradientStream, moe_layers
 

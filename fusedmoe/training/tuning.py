@@ -10,8 +10,8 @@ from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.layer import half
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.whole import Split, micro_schedule
-from fusedmoe.schedule.workload import StackCosts
 from fusedmoe.training.stream import GradientStream
 
 

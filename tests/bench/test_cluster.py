@@ -31,8 +31,9 @@ from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.whole import Split, micro_schedule
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 
 TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from fusedmoe.cli.costs import step_costs
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.layout import Launch, choose_sizes, make_topology
 from fusedmoe.cli.main import main
-from fusedmoe.cli.plan import step_costs
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.trainer import Trainer, unsplit
@@ -20,8 +20,9 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profile import Profile
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.timeline import PHASES, RESOURCES
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
@@ -80,6 +81,35 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in (*POLICIES, *WHOLE_POLICIES))
     assert "micro-batches: forward 1; backward 1; gradients in pieces of up to" in out and "at work: " in out
     assert "0–2" in out  # layers alike are one row
+
+
+def test_fused_operations_are_chosen_where_costs_know_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    costs = json.loads(TESTBEDS["B"].costs.to_json())
+    layout = ["--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json")]
+    found = {}
+    for what, fused in (("none", {}), ("some", {"fused": {"tile_rows": 128, "signal_s": {"intra": 5e-6}}})):
+        (tmp_path / "costs.json").write_text(json.dumps(costs | fused))
+        found[what] = planned(capsys, *MODEL, *layout, "--schedule", "fused")
+        assert main(["plan", *MODEL, *layout, "--schedule", "fused"]) == 0
+        assert ("fused operations: forward" in capsys.readouterr().out) == bool(fused)
+    kinds = {layer[phase]["fused"] for layer in found["none"]["layers"] for phase in ("forward", "backward")}
+    assert kinds == {None}
+    data = found["some"]
+    plan = Plan.parse(data["plan"])
+    kinds = {layer[phase]["fused"] for layer in data["layers"] for phase in ("forward", "backward")}
+    assert kinds & FUSED.keys() and not any("dispatch" in (kind or "") for kind in kinds)  # inside the node only
+    assert {task.kind for task in plan.fused} == kinds - {None}
+    assert data["step_s"] < found["none"]["step_s"] and data["policies_s"]["joint"] <= data["step_s"]
+    assert sum(data["critical_path_by_resource_s"].values()) == pytest.approx(data["step_s"])
+    for layer in data["layers"]:
+        for phase in ("forward", "backward"):
+            assert sum(layer[phase]["critical_path_s"].values()) == pytest.approx(layer[phase]["seconds"])
+    assert main(["plan", *MODEL, *layout, "--schedule", "fused"]) == 0
+    words = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fused operations"))
+    assert all((layer[phase]["fused"] or "none") in words for layer in data["layers"] for phase in PHASES)
 
 
 FLOWMOE = ["--model", "LLaMA2-MoE", "--layers", "3", "--testbed", "B"]

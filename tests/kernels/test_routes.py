@@ -83,6 +83,8 @@ def test_all_shards() -> None:
     assert both.counts == [1, 2] * 3
     assert both.row_SK.tolist() == [[1, 4, 7], [0, 3, 6], [-1, -1, -1], [2, 5, 8]]
     assert both.source_N is not None and both.source_N.tolist() == [1, 0, 3] * 3
+    two = for_all_shards(order(torch.tensor([[1, 0], [0, -1]]), 2), 2)
+    assert two.row_SK.tolist() == [[2, 5, 1, 4], [0, 3, -1, -1]] and two.slot_N.tolist() == [4, 2, 0, 5, 3, 1]
     for s, row in enumerate(both.row_SK.tolist()):
         for q, n in enumerate(row):
             assert n < 0 or int(both.slot_N[n]) == 3 * s + q

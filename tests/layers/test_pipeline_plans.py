@@ -22,9 +22,10 @@ from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.layer import half
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step, sync_gradients
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import Attention, E, H, L, M, make_blocks, one_after_the_other, train

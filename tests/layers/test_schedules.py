@@ -19,7 +19,8 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.profile import Profile
 from fusedmoe.runtime.profile_cache import cached_profile
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import CostModel, FusedCosts, Line
+from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 from tests.layers.test_parallel import EXPERTS, GATES, ORDERS, M
@@ -339,6 +340,22 @@ def test_experts_that_do_not_say_what_they_compute_are_refused(cluster: Cluster)
         assert outcome.error is not None
         name, message, _ = outcome.error
         assert name == "ConfigError" and "Custom does not say how much it computes" in message and "degrees=" in message
+
+
+@pytest.mark.parametrize("policy", ["fused", "joint"])
+def test_only_what_a_layer_can_run_is_fused(policy: str) -> None:
+    """Costs may know fused operations; plans have those that are among the layer's kinds, if they are shorter."""
+    lines = {"all-to-all/ep": Line(3e-2, 1e-9), "gemm": Line(1e-6, 1e-12)}
+    costs = CostModel(lines, fused=FusedCosts(128, {"inter": 1e-6}))
+    workload, parts = Workload(1, 4096, 1024, 4096, 8, ep=8), ("dispatch", "expert", "combine")
+    schedule = Schedule(policy, costs=costs)
+    for kinds, fused in ((parts, set()), ((*parts, "expert-combine"), {"expert-combine"})):
+        plans = schedule.plans(kinds, workload)
+        for plan in (plans.forward, plans.backward):
+            assert {task.kind for task in plan.fused} == fused
+            assert plan == Plan.parse(str(plan))
+    by_hand = Schedule(policy, degrees=(2, 3)).plans((*parts, "expert-combine"), None)
+    assert bool(by_hand.backward.fused) == (policy == "fused") and set(by_hand.backward.degrees.values()) == {3}
 
 
 def test_refusals() -> None:

@@ -43,9 +43,9 @@ def test_tasks_run_once_in_order(order: str, kinds: tuple[str, ...]) -> None:
         for task, _, begun in log:
             assert set(plan.dependencies[task]) <= set(ended[:begun]), task
         for resource in ("compute", "intra", "inter"):
-            assert [task for task in ended if plan.resources[task] == resource] == list(plan.on(resource))
+            assert [task for task in ended if resource in plan.resources[task]] == list(plan.on(resource))
         here = threading.current_thread().name
-        assert {thread for task, thread, _ in log if plan.resources[task] == "compute"} == {here}
+        assert {thread for task, thread, _ in log if "compute" in plan.resources[task]} == {here}
         if degree == 1:
             assert {thread for _, thread, _ in log} == {here}  # a chain gains nothing from threads
 
@@ -129,7 +129,7 @@ def test_measured() -> None:
     recorder = Recorder()
     execute(plan, dict.fromkeys(PIPELINE, lambda task: None), stop=pytest.fail, recorder=recorder)
     spans = recorder.timeline().spans
-    assert {(s.kind, s.chunk, s.layer, s.phase, s.resource) for s in spans} == {
+    assert {(s.kind, s.chunk, s.layer, s.phase, s.resources) for s in spans} == {
         (*task[:4], plan.resources[task]) for task in plan
     }
 

@@ -14,9 +14,10 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.plan_cache import cached_plans, plan_path
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 
 LIMIT = 4

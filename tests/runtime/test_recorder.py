@@ -24,8 +24,8 @@ def test_spans_have_the_times_of_their_bodies():
     timeline = recorder.timeline()
     assert (timeline.rank, timeline.source) == (3, "measured")
     first, second = timeline.spans
-    assert first[:3] == ("D", "dispatch", "inter") and first[5:] == (1, 2, "backward")
-    assert second[:3] == ("E", "expert", "compute") and second[5:] == (None, None, None)
+    assert first[:3] == ("D", "dispatch", "inter") and first[5:] == (1, 2, "backward", ())
+    assert second[:3] == ("E", "expert", "compute") and second[5:] == (None, None, None, ())
     assert 0 <= before <= first.start_s and first.end_s <= between <= second.start_s and second.end_s <= after
     assert first.duration_s >= 0.02
 

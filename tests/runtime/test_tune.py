@@ -13,9 +13,9 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.grid import workloads
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.whole import Split, micro_schedule
-from fusedmoe.schedule.workload import StackCosts
 
 
 def random_setting(rng: random.Random) -> tuple[int, Callable[[int], float]]:

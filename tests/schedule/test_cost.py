@@ -9,11 +9,13 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import LINES, CostModel, Line, fit
+from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.gradient import ALIGNMENT, Stream, gradient_ranges
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 
 MODEL = CostModel({name: Line(1e-4 * (i + 1), 1e-9 * (i + 1), 0.999) for i, name in enumerate(LINES)}, 0.7, "here")
 

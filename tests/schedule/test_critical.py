@@ -9,10 +9,11 @@ from fusedmoe.schedule.critical import critical_path, stretches
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.schedule.workload import StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 
 
 def stack(contention: float, layers: int = 3) -> StackCosts:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.draw import COLOURS, MAX_TIMELINES, draw, figure
+from fusedmoe.schedule.bars import COLOURS
+from fusedmoe.schedule.draw import MAX_TIMELINES, draw, figure
+from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.timeline import KINDS, Span, Timeline, align
 from tests.schedule.timelines import training_step
 
@@ -65,8 +67,8 @@ def texts(timelines: Timeline | list[Timeline], **options: str) -> list[str]:
 
 @pytest.mark.parametrize("vision", VISION)
 def test_kinds_that_share_a_row_look_different(vision):
-    assert tuple(COLOURS) == KINDS
-    for row in (LINKS, tuple(kind for kind in KINDS if kind not in LINKS)):
+    assert tuple(COLOURS) == tuple(kind for kind in KINDS if kind not in FUSED)
+    for row in (LINKS, tuple(kind for kind in COLOURS if kind not in LINKS)):
         for one, two in itertools.combinations(row, 2):
             apart = np.linalg.norm(cielab(COLOURS[one], VISION[vision]) - cielab(COLOURS[two], VISION[vision]))
             assert apart > 18, f"{one} and {two} are {apart:.1f} apart"  # about 2 is just visible

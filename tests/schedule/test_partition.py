@@ -7,9 +7,10 @@ import pytest
 
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.degree import choose_degree
+from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.partition import Partition, Way, fill_free, piece_s, search, spread_rest, ways
-from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts
+from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from tests.schedule.plans import ORDERS, random_costs
 
 
@@ -28,7 +29,7 @@ def backward_s(costs: StackCosts, of, partition: Partition) -> float:
 
 def random_ways(rng: random.Random, costs: StackCosts) -> list[list[Way]]:
     order = rng.choice(ORDERS)
-    return [ways(layer, order, costs.contention) for layer in costs.layers]
+    return [ways(layer.chunks["backward"], order, costs.contention) for layer in costs.layers]
 
 
 def test_ways_by_definition():
@@ -36,7 +37,7 @@ def test_ways_by_definition():
     for _ in range(30):
         costs = random_costs(rng, 1.0)
         layer = costs.layers[0]
-        found = ways(layer, three_queues, 1.0)
+        found = ways(layer.chunks["backward"], three_queues, 1.0)
         assert [way.free_s for way in found] == sorted(way.free_s for way in found)
         assert [way.slack_s for way in found] == sorted(way.slack_s for way in found)
         for gar in (0.0, 1e-4, 1e-2, 1.0):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import LINKS, PIPELINE, Task, standard_dependencies
+from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE, Task, standard_dependencies
 from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import KINDS
 from tests.schedule.plans import random_costs, random_plan
@@ -32,7 +32,7 @@ def test_a_plan_reads_as_its_text_and_writes_it_again():
     assert len(plan) == 16 and plan.degrees == {("forward", 0): 3}
     assert plan.inter[3] == Task("gradient-all-reduce", 0, 0, "forward", 4096)
     assert plan.on("compute") == tuple(Task("expert", chunk) for chunk in range(3))
-    assert plan.resources[Task("all-gather", 1)] == "intra"
+    assert plan.resources[Task("all-gather", 1)] == ("intra",)
 
 
 def test_chunks_wait_along_the_road():
@@ -109,7 +109,7 @@ def test_after_replaces_the_standard_and_only_where_it_says_something_else():
 
 
 def test_every_kind_has_a_word():
-    compute = tuple(Task(kind, None if kind not in PIPELINE else 0) for kind in KINDS if kind not in LINKS)
+    compute = tuple(Task(kind, 0 if kind in PIPELINE else None) for kind in KINDS if kind not in (*LINKS, *FUSED))
     inter = tuple(Task(kind, 0) for kind in KINDS if kind in LINKS)
     plan = Plan(compute, (), inter, after={task: () for task in compute + inter})
     assert Plan.parse(str(plan)) == plan
@@ -214,8 +214,8 @@ def test_the_sequence_has_every_task_after_all_that_it_waits_for(seed):
         places = [place[task] for task in plan.on(resource)]
         assert places == sorted(places)
     for task, before in zip(plan.sequence, plan.before, strict=True):
-        order = plan.on(plan.resources[task])
-        earlier = {order[order.index(task) - 1]} if order[0] != task else set()
+        orders = [plan.on(resource) for resource in plan.resources[task]]
+        earlier = {order[order.index(task) - 1] for order in orders if order[0] != task}
         assert {plan.sequence[one] for one in before} == set(plan.dependencies[task]) | earlier
 
 

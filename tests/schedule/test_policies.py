@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.gradient import gradient_ranges
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LINA_BYTES, POLICIES, TUTEL_DEGREES
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.text import name
-from fusedmoe.schedule.workload import Chunks, LayerCosts, StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 from tests.schedule.plans import random_costs, random_plan
 
 SEEDS = st.integers(0, 2**32)

@@ -63,7 +63,7 @@ def test_simulation_equals_its_definition(seed, contention):
     found = {(s.kind, s.chunk, s.layer, s.phase): s for s in timeline.spans}
     for task, (start, end) in expected.items():
         span = found[task[:4]]
-        assert span.resource == plan.resources[task]
+        assert span.resources == plan.resources[task]
         assert span.start_s == pytest.approx(float(start), rel=1e-9, abs=1e-12)
         assert span.end_s == pytest.approx(float(end), rel=1e-9, abs=1e-12)
     assert makespan(plan, Durations(seconds, contention)) == timeline.end_s

@@ -17,12 +17,13 @@ from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
 from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel, ablation
-from fusedmoe.schedule.workload import LayerCosts, StackCosts, Workload
+from fusedmoe.schedule.workload import Workload
 
 GRADIENT = "gradient-all-reduce"
 WEIGHTS = ("weight-gradient", "attention-weight-gradient")

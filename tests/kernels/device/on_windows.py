@@ -16,9 +16,9 @@ from torch import Tensor
 from fusedmoe.autograd.chunk_experts import FusedChunks
 from fusedmoe.autograd.experts import experts as local_experts
 from fusedmoe.autograd.fused import (
-    combine,
-    dispatch,
+    combine_results,
     dispatch_experts,
+    dispatch_tokens,
     experts_combine,
     fused_experts,
     make_route,
@@ -104,10 +104,10 @@ def by_halves(case: Case, windows: Windows, degree: int, first: bool) -> list[Te
     if first:
         out = dispatch_experts(x, route, experts)
         weights = [arrivals.weight_R[:, None] for arrivals in route.arrivals]
-        y = combine([rows * w for rows, w in zip(out, weights, strict=True)], route)
+        y = combine_results([rows * w for rows, w in zip(out, weights, strict=True)], route)
         found = results(y, x, weight, experts, case.dy_SM)
         return [found[0], found[1], *found[3:]]  # weights are no input of either
-    rows, weights = dispatch(x, weight, route)
+    rows, weights = dispatch_tokens(x, weight, route)
     return results(experts_combine(rows, weights, route, experts), x, weight, experts, case.dy_SM)
 
 

@@ -1,0 +1,242 @@
+"""What `fusedmoe plan` says of a plan: its passes and what they wait for, in tables or as JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fusedmoe.cli.costs import step_costs
+from fusedmoe.cli.flags import describe
+from fusedmoe.cli.layout import Launch, Sizes
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.trainer import cuttable, policy_of, unsplit
+from fusedmoe.comm.topology import Topology
+from fusedmoe.runtime.plan_cache import cached_plans
+from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.cost import CostModel, Overlap
+from fusedmoe.schedule.critical import Stretch, at_work, critical_path, stretches
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task, resources_of
+from fusedmoe.schedule.timeline import PHASES, Timeline
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
+
+RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan for a model on a layout, and what there is to say about it."""
+
+    settings: Settings
+    launch: Launch
+    sizes: Sizes
+    machine: str
+    policy: str
+    plan: Plan
+    timeline: Timeline
+    overlaps: Mapping[Task, Overlap]  # of the plan's fused operations
+    passes: Sequence[Stretch]
+    step_s: dict[str, float]  # by policy
+    bound_s: float
+    refusal: str | None  # why layers are not split
+    with_fused: bool  # whether there are fused operations to choose from
+
+    @classmethod
+    def of(
+        cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
+    ) -> Report:
+        """Plans by every policy; the chosen one is the settings'.
+
+        Raises:
+            ConfigError: the policy splits what cannot be split, or costs lack what the layout needs.
+        """
+        policy, refusal = policy_of(settings), unsplit(settings)
+        step = step_costs(settings, launch, sizes, costs, whole=refusal is None)
+        whole = {} if refusal is not None else WHOLE_POLICIES
+        plans = {name: layered.plan(step) for name, layered in POLICIES.items() if name not in whole}
+        plans |= cached_plans(whole, Topology(), step, samples=cuttable(settings, sizes.mp), again=again)
+        plan = plans[policy]
+        timeline, overlaps = simulate(plan, step), step.overlaps(plan)
+        return cls(
+            settings,
+            launch,
+            sizes,
+            costs.machine,
+            policy,
+            plan,
+            timeline,
+            overlaps,
+            stretches(plan, timeline, overlaps),
+            {name: makespan(one, step) for name, one in plans.items()},
+            bound_s(step),
+            refusal,
+            any(layer.fused for layer in step.layers),
+        )
+
+    @property
+    def title(self) -> str:
+        return f"{self.settings.model.name}, {self.launch.ranks} ranks, {self.policy}"
+
+    @property
+    def rest_s(self) -> float:
+        """After the last pass: gradients that nothing hides."""
+        return self.timeline.end_s - self.passes[-1].end_s
+
+    @property
+    def piece_bytes(self) -> int | None:
+        """S_p: of the largest gradient all-reduce; None without any."""
+        return max((task.size or 0 for task in self.plan.inter if task.kind == "gradient-all-reduce"), default=None)
+
+    @property
+    def weights_apart(self) -> bool:
+        """Whether weight gradients are tasks of their own."""
+        return any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute)
+
+    def micro_batches(self, phase: str) -> list[int]:
+        """Of each layer: in how many its attention goes; 1 where the layer is not split."""
+        parts = Counter(task.layer for task in self.plan.compute if task.kind == "attention" and task.phase == phase)
+        return [parts[layer] for layer in sorted({one.layer for one in self.passes})]
+
+    def fused(self, layer: int, phase: str) -> str | None:
+        """The fused operation of a layer's pass; None: it has collectives."""
+        of = (layer, phase)
+        return next((task.kind for task in self.plan.fused if (task.layer, task.phase) == of), None)
+
+    def path_s(self) -> dict[str, float]:
+        """Seconds of the critical path by kind of task, the longest first."""
+        path = Timeline(0, critical_path(self.plan, self.timeline), "predicted").totals_s()
+        return dict(sorted(path.items(), key=lambda item: -item[1]))
+
+    def path_by_resource_s(self) -> dict[str, float]:
+        """The same by what is at work (`critical.at_work`)."""
+        found = at_work(critical_path(self.plan, self.timeline), self.overlaps)
+        return {name: sum(end_s - start_s for start_s, end_s in found[name]) for name in RESOURCES}
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that each resource is occupied in a step."""
+        found = dict.fromkeys(RESOURCES, 0.0)
+        for span in self.timeline.spans:
+            for resource in resources_of(span.kind):
+                found[resource] += span.duration_s
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain types, times in seconds."""
+        layers: dict[int, dict[str, Any]] = {}
+        for one in self.passes:
+            layers.setdefault(one.layer, {"layer": one.layer})[one.phase] = {
+                "chunks": one.degree,
+                "fused": self.fused(one.layer, one.phase),
+                "seconds": one.seconds,
+                "bound_by": one.bound_by,
+                "critical_path_s": one.waits_s,
+                "gradient_all_reduce_s": one.gradient_s,
+            }
+        return {
+            "model": vars(self.settings.model) | {"gate_options": dict(self.settings.model.gate_options)},
+            "layout": {"ranks": self.launch.ranks, **vars(self.sizes), "dp": self.launch.ranks // self.sizes.mp},
+            "machine": self.machine,
+            "policy": self.policy,
+            "step_s": self.step_s[self.policy],
+            "bound_s": self.bound_s,
+            "policies_s": self.step_s,
+            "gap_to_bound": self.step_s[self.policy] / self.bound_s - 1,
+            "micro_batches": {phase: self.micro_batches(phase) for phase in PHASES},
+            "not_split": self.refusal,
+            "piece_bytes": self.piece_bytes,
+            "weight_gradients_apart": self.weights_apart,
+            "critical_path_s": self.path_s(),
+            "critical_path_by_resource_s": self.path_by_resource_s(),
+            "busy_s": self.busy_s(),
+            "exposed_gradients_s": self.rest_s,
+            "layers": [layers[layer] for layer in sorted(layers)],
+            "plan": str(self.plan),
+            "fingerprint": self.plan.fingerprint,
+        }
+
+    def print(self) -> None:
+        """Tables of the passes and of the policies."""
+        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        sizes, ranks = self.sizes, self.launch.ranks
+        nodes = f"{ranks // sizes.ranks_per_node} × {sizes.ranks_per_node}"
+        axes = f"ep {sizes.ep}, esp {sizes.esp}, mp {sizes.mp}, dp {ranks // sizes.mp}"
+        console.print(describe(self.settings.model), markup=False)
+        console.print(f"{ranks} ranks ({nodes}): {axes}")
+        console.print(f"costs: {self.machine or 'of an unnamed machine'}", markup=False)
+        console.print(self._passes())
+        console.print(self._splitting(), soft_wrap=True)
+        if self.with_fused:
+            console.print(self._roads(), soft_wrap=True)
+        if self.rest_s > 0:
+            console.print(f"after the last pass: {_ms(self.rest_s)} of gradients that nothing hides")
+        for what, shares in (
+            ("critical path", self.path_s()),
+            ("on the path", {RESOURCES[name]: seconds for name, seconds in self.path_by_resource_s().items()}),
+            ("at work", {RESOURCES[name]: seconds for name, seconds in self.busy_s().items()}),
+        ):
+            parts = [f"{name} {seconds / self.timeline.end_s:.0%}" for name, seconds in shares.items() if seconds > 0]
+            console.print(f"{what}: {', '.join(parts)}")
+        console.print(self._policies())
+
+    def _splitting(self) -> str:
+        """In words: what is split, into how many pieces."""
+        if self.refusal is not None:
+            return f"chunks end with their layer: {self.refusal}"
+        words = [f"{phase} {_alike(self.micro_batches(phase))}" for phase in PHASES]
+        size = self.piece_bytes
+        pieces = "no gradients to reduce" if size is None else f"gradients in pieces of up to {size / 2**20:.3g} MiB"
+        apart = "tasks of their own" if self.weights_apart else "part of the backward pass"
+        return f"micro-batches: {'; '.join(words)}; {pieces}; weight gradients are {apart}"
+
+    def _roads(self) -> str:
+        """In words: which fused operations there are instead of collectives."""
+        layers = sorted({one.layer for one in self.passes})
+        words = [f"{phase} {_alike([self.fused(layer, phase) or 'none' for layer in layers])}" for phase in PHASES]
+        return f"fused operations: {'; '.join(words)}"
+
+    def _passes(self) -> Table:
+        table = Table(title=f"{self.policy}: {_ms(self.step_s[self.policy])} a step", title_justify="left")
+        for column in ("layer", "pass", "chunks", "time", "critical path while it lasts", "bound by"):
+            table.add_column(column, justify="right" if column in ("layer", "chunks", "time") else "left")
+        for _, group in groupby(self.passes, key=self._row):
+            alike = list(group)
+            one, layers = alike[0], sorted(stretch.layer for stretch in alike)
+            shares = {name: one.waits_s[resource] / one.seconds for resource, name in RESOURCES.items()}
+            named = [f"{name.removeprefix('links ')} {share:.0%}" for name, share in shares.items() if share >= 0.005]
+            span = f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else str(layers[0])
+            table.add_row(span, one.phase, str(one.degree), _ms(one.seconds), ", ".join(named), RESOURCES[one.bound_by])
+        return table
+
+    def _row(self, one: Stretch) -> tuple[object, ...]:
+        """Passes that are the same in this follow each other in one row."""
+        return one.phase, self.fused(one.layer, one.phase), one.degree, one.bound_by, _ms(one.seconds)
+
+    def _policies(self) -> Table:
+        table = Table(title="what every policy would take", title_justify="left")
+        for column in ("policy", "a step", "over the bound", "faster than sequential"):
+            table.add_column(column, justify="left" if column == "policy" else "right")
+        for name, seconds in sorted(self.step_s.items(), key=lambda item: -item[1]):
+            over, faster = max(0.0, seconds / self.bound_s - 1), self.step_s["sequential"] / seconds
+            style = "bold" if name == self.policy else None
+            table.add_row(name, _ms(seconds), f"{over:.1%}", f"{faster:.2f} ×", style=style)
+        table.add_row("bound", _ms(self.bound_s), "", f"{self.step_s['sequential'] / self.bound_s:.2f} ×")
+        return table
+
+
+def _alike(values: Sequence[object]) -> str:
+    """One value for each layer, in words."""
+    alike = [(value, len(list(group))) for value, group in groupby(values)]
+    return ", ".join(str(value) if len(alike) == 1 else f"{value} ({n} layers)" for value, n in alike)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:,.0f} ms"

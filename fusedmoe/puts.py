@@ -1,0 +1,41 @@
+"""Experts over ranks without collectives: kernels put rows into other ranks' memory themselves. Needs Triton.
+
+    from fusedmoe import puts
+
+    with puts.open_heap(topology.ep, device) as heap:
+        windows = puts.Windows(heap, puts.Room(tokens=4096, slots=2, experts=64, width=1024, dtype=torch.bfloat16))
+        y = puts.fused_experts(x, weight_SK, layout, windows, puts.FusedChunks(weights, "swiglu"))
+
+`open_heap` gives memory that kernels of all ranks address, `Windows` room in it for one layer after the other, and
+`fused_experts` takes tokens to their experts and back. `dispatch_tokens`, `dispatch_experts`, `experts_combine` and
+`combine_results` are its parts, for the way that `make_route` gives; `for_all_shards` is for experts split over ranks.
+"""
+
+from __future__ import annotations
+
+from fusedmoe.autograd.chunk_experts import FusedChunks
+from fusedmoe.autograd.fused import (
+    combine_results,
+    dispatch_experts,
+    dispatch_tokens,
+    experts_combine,
+    fused_experts,
+    make_route,
+)
+from fusedmoe.comm.heap import open_heap
+from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.kernels.routes import for_all_shards
+
+__all__ = [
+    "FusedChunks",
+    "Room",
+    "Windows",
+    "combine_results",
+    "dispatch_experts",
+    "dispatch_tokens",
+    "experts_combine",
+    "for_all_shards",
+    "fused_experts",
+    "make_route",
+    "open_heap",
+]

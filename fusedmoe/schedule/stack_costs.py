@@ -1,0 +1,193 @@
+"""What layers cost on a machine, part by part and chunk by chunk, and a training step of a stack of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.cost import Line, Overlap, check_contention
+from fusedmoe.schedule.fused import Chunks, TiledChunks
+from fusedmoe.schedule.gradient import gradient_ranges
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.roads import Road
+from fusedmoe.schedule.task import FUSED, PIPELINE, WEIGHT_GRADIENTS, Task, road_with, weight_gradient
+from fusedmoe.schedule.text import name
+
+# What weight gradients are cut off from.
+_SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What a layer costs where micro-batches go through all of it, and where weight gradients are tasks of their own.
+
+    `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
+    and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient". `waits`: forward, all
+    micro-batches are routed before the first is sent, as where second choices compete for an expert's places; an
+    "order" in one piece then stands between them, which takes no time.
+    """
+
+    dense: Mapping[str, Mapping[str, Chunks]]
+    weights: Mapping[str, Chunks]
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one layer costs: its parts in chunks and in one piece, by phase and kind, and its dense gradient.
+
+    A plan for the layer has the parts that are here. `micro`: None where dense parts cannot be split. `fused`: the
+    fused operations that may do some of the parts instead, by phase and kind.
+    """
+
+    chunks: Mapping[str, Mapping[str, Chunks]]
+    dense_s: Mapping[str, Mapping[str, float]]
+    gradient_bytes: int = 0
+    micro: MicroBatches | None = None
+    fused: Mapping[str, Mapping[str, TiledChunks]] = field(default_factory=dict)
+
+    def with_parts(self, kinds: Iterable[str]) -> LayerCosts:
+        """The same with these parts of the pipeline, those that were not in it take no time; and with those of its
+        fused operations that are named too, and do neighbouring parts."""
+        named = list(kinds)
+        parts, free = [kind for kind in named if kind not in FUSED], Chunks(0.0, 0.0)
+        chunks = {phase: {kind: of.get(kind, free) for kind in parts} for phase, of in self.chunks.items()}
+        fused = {
+            phase: {kind: part for kind, part in of.items() if kind in named and road_with(kind, parts)}
+            for phase, of in self.fused.items()
+        }
+        return replace(self, chunks=chunks, fused=fused)
+
+    def road(self, phase: str, fused: str | None = None) -> Road:
+        """What a chunk goes through: the layer's parts, with some of them done by a fused operation.
+
+        Raises `ConfigError` for one that is not in the costs.
+        """
+        parts = self.chunks[phase]
+        if fused is None:
+            return parts
+        part = self.fused.get(phase, {}).get(fused)
+        kinds = road_with(fused, parts)
+        if part is None or kinds is None:
+            raise ConfigError(f"costs: nothing is known of a fused {fused}; the layer cannot have one")
+        return {kind: part if kind == fused else parts[kind] for kind in kinds}
+
+    def roads(self, phase: str) -> list[Road]:
+        """All of them: by collectives alone first, then with each fused operation."""
+        return [self.road(phase), *(self.road(phase, kind) for kind in self.fused.get(phase, ()))]
+
+    def dense_total_s(self, phase: str) -> float:
+        """Seconds of all parts of a pass that are in one piece."""
+        return sum(self.dense_s[phase].values())
+
+
+@dataclass(frozen=True)
+class StackCosts:
+    """What a training step of a stack of layers costs (`cost.Costs`).
+
+    `loss_s` and `optimizer_s`: None for a step without them.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    all_reduce: Line = field(default_factory=lambda: Line(0.0, 0.0))
+    contention: float = 1.0
+    loss_s: float | None = None
+    optimizer_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_contention(self.contention)
+
+    @property
+    def can_split(self) -> bool:
+        """Whether micro-batches can go through all layers."""
+        return bool(self.layers) and all(layer.micro is not None for layer in self.layers)
+
+    @property
+    def gradient_bytes(self) -> tuple[int, ...]:
+        """Of each layer."""
+        return tuple(layer.gradient_bytes for layer in self.layers)
+
+    def seconds(self, plan: Plan) -> dict[Task, float]:
+        """The duration of each task. Raises `ConfigError` for a task of a part that is not in the costs."""
+        result: dict[Task, float] = {}
+        known: dict[tuple[str, int | None, str | None], float] = {}
+        counts = Counter((task.kind, task.layer, task.phase) for task in plan)
+        pieces = gradient_ranges(plan, self.gradient_bytes)
+        for task in plan.sequence:
+            kind, _, layer, phase, _ = task
+            if task in pieces:
+                result[task] = self.all_reduce.seconds(len(pieces[task]))
+                continue
+            if (kind, layer, phase) not in known:
+                without = (weight_gradient(kind) or "", layer, phase) in counts
+                known[kind, layer, phase] = self.task_s(task, counts[kind, layer, phase], without)
+            result[task] = known[kind, layer, phase]
+        return result
+
+    def overlaps(self, plan: Plan) -> dict[Task, Overlap]:
+        """What the plan's fused operations spend their seconds on. Raises `ConfigError` as `seconds` does."""
+        counts = Counter((task.kind, task.layer, task.phase) for task in plan)
+        result: dict[Task, Overlap] = {}
+        for task in plan.fused:
+            kind, _, layer, phase, _ = task
+            without = (weight_gradient(kind) or "", layer, phase) in counts
+            result[task] = self.task_overlap(task, counts[kind, layer, phase], without)
+        return result
+
+    def task_s(self, task: Task, count: int = 1, without_weights: bool = False) -> float:
+        """The duration of a task, apart from gradient-all-reduces.
+
+        `count`: how many pieces its part has. `without_weights`: weight gradients of this part are tasks of their own.
+        """
+        kind, chunk, layer, phase, _ = task
+        if layer is None:
+            found = {"loss": self.loss_s, "optimizer": self.optimizer_s}.get(kind)
+            found = None if found is None else found / count
+        elif layer >= len(self.layers) or phase is None:
+            found = None
+        elif chunk is None and kind in self.layers[layer].dense_s[phase] and not without_weights:
+            found = self.layers[layer].dense_s[phase][kind]
+        else:
+            part = _part(self.layers[layer], phase, kind, without_weights)
+            found = None if part is None else part.seconds(count)
+        if found is None:
+            raise _unknown(task)
+        return found
+
+    def task_overlap(self, task: Task, count: int = 1, without_weights: bool = False) -> Overlap:
+        """What a fused operation spends its seconds on; as `task_s`."""
+        kind, _, layer, phase, _ = task
+        if layer is None or layer >= len(self.layers) or phase is None:
+            raise _unknown(task)
+        part = _part(self.layers[layer], phase, kind, without_weights)
+        if not isinstance(part, TiledChunks):
+            raise _unknown(task)
+        return part.overlap(count)
+
+
+def _unknown(task: Task) -> ConfigError:
+    return ConfigError(f"costs: nothing is known of {name(task)} ({task.kind}); the plan is not for these layers")
+
+
+def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> Chunks | TiledChunks | None:
+    """What chunks of a kind take; None: the layer has none of it."""
+    micro = layer.micro
+    if kind in FUSED:
+        fused = layer.fused.get(phase, {}).get(kind)
+        return replace(fused, weights=Chunks(0.0, 0.0)) if fused is not None and without_weights else fused
+    if kind in PIPELINE:
+        part = layer.chunks[phase].get(kind)
+    elif micro is None:
+        part = None
+    elif kind == "order" and micro.waits:
+        part = Chunks(0.0, 0.0)
+    elif kind in _SOURCES:
+        part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None
+    else:
+        part = micro.dense[phase].get(kind)
+    if part is not None and without_weights:
+        weights = None if micro is None else micro.weights.get(kind)
+        part = None if weights is None else part + weights * -1.0
+    return part

@@ -1,0 +1,78 @@
+"""What ranks do in tests of layers whose kernels send and receive: functions for `Cluster.run`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import RankError
+from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.task import FUSED
+
+WIDTH = 32
+
+
+def layer_of(topology: Topology, schedule: str | fusedmoe.Schedule, experts: fusedmoe.experts.Experts) -> nn.Module:
+    torch.manual_seed(5)
+    gate = fusedmoe.gates.TopK(4, k=2, capacity_factor=1.5)
+    return fusedmoe.MoELayer(WIDTH, gate, experts, topology=topology, schedule=schedule)
+
+
+def train(layer: nn.Module, rank: int, steps: int) -> list[Tensor]:
+    """Outputs, and gradients of inputs and parameters, of some steps on batches of different lengths."""
+    draw = torch.Generator().manual_seed(17 + rank)
+    found = []
+    for step in range(steps):
+        x = torch.randn(12 - 3 * step + rank, WIDTH, generator=draw, requires_grad=True)
+        y = layer(x)
+        (y.square().mean() + layer.aux_loss).backward()
+        found += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        layer.zero_grad()
+    return found
+
+
+def same_as_collectives(rank: int, world: int, axis: str) -> list[str]:
+    """What differs between both ways, in words; and that kernels did send."""
+    topology = Topology.from_sizes(**{axis: world}, timeout_s=30)
+    recorder = Recorder(rank)
+    layers = {}
+    for name, schedule in (("off", "off"), ("fused", fusedmoe.Schedule("fused", degrees=(2, 2)))):
+        layers[name] = layer_of(topology, schedule, fusedmoe.experts.SwiGLU(24))
+    layers["fused"].load_state_dict(layers["off"].state_dict())
+    plain = train(layers["off"], rank, 2)
+    layers["fused"].recorder = recorder
+    own = train(layers["fused"], rank, 2)
+    kinds = {one.kind for one in recorder.timeline().spans}
+    wrong = [] if kinds & FUSED.keys() else [f"no fused operation among {sorted(kinds)}"]
+    for place, (one, other) in enumerate(zip(own, plain, strict=True)):
+        if not torch.allclose(one, other, 1e-4, 1e-5):
+            wrong.append(f"result {place}: {(one - other).abs().max()}")
+    return wrong
+
+
+def no_room(rank: int, world: int) -> str:
+    topology = Topology.from_sizes(ep=world, timeout_s=15)
+    layer = layer_of(topology, fusedmoe.Schedule("fused", degrees=(1, 1)), fusedmoe.experts.SwiGLU(24))
+    train(layer, rank, 1)
+    try:
+        layer(torch.randn(200 if rank == 0 else 3, WIDTH))
+    except RankError as error:
+        return str(error)
+    except fusedmoe.ConfigError as error:
+        return f"refused: {error}"
+    return "taken"
+
+
+def by_collectives_where_it_must(rank: int, world: int) -> set[str]:
+    """Experts of any kind, and doubles."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    recorder = Recorder(rank)
+    schedule = fusedmoe.Schedule("fused", degrees=(1, 1))
+    layer = layer_of(topology, schedule, fusedmoe.experts.Custom(lambda dim: nn.Linear(dim, dim)))
+    double = layer_of(topology, schedule, fusedmoe.experts.SwiGLU(24)).double()
+    layer.recorder = double.recorder = recorder
+    train(layer, rank, 1)
+    double(torch.randn(3, WIDTH, dtype=torch.float64))
+    return {one.kind for one in recorder.timeline().spans} & {*FUSED, "dispatch"}

@@ -1,0 +1,30 @@
+"""MoELayer with schedule="fused": kernels send and receive, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cluster import Cluster
+from tests.kernels.device.fused_layers import by_collectives_where_it_must, no_room, same_as_collectives
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("processes share memory of the host; virtual ranks are tested on GPUs")
+
+
+@pytest.mark.parametrize("axis", ["ep", "esp"])
+def test_same_as_collectives(cluster: Cluster, axis: str) -> None:
+    assert cluster.run(2, same_as_collectives, axis) == [[], []]
+
+
+def test_no_room(cluster: Cluster) -> None:
+    here, there = cluster.run(2, no_room)
+    assert here.startswith("refused: 200 tokens do not fit windows with room for")
+    assert "rank 0 failed in MoELayer.forward: ConfigError: 200 tokens do not fit" in there
+
+
+def test_by_collectives_where_it_must(cluster: Cluster) -> None:
+    assert cluster.run(2, by_collectives_where_it_must) == [{"dispatch"}] * 2
