@@ -1,0 +1,191 @@
+"""Placements: which rank holds which expert of a layer, as a value.
+
+    Placement.parse('''
+        0: 0 1 +2
+        1: 2
+        2: 3 +2
+        3:
+    ''')
+
+Four experts on four ranks: rank 0 owns experts 0 and 1 and holds a replica of expert 2, rank 3 has none. An owner keeps
+an expert's parameters and its optimizer state; a replica has the parameters only while they are used. A placement
+without replicas is a sharding (P in the Hecate paper, section 3; P' is one with replicas).
+
+Axes in suffixes: I iterations, L layers, W ranks, E experts. A rank of the group over which experts are spread is a
+number from 0; consecutive ranks share a node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusedmoe.errors import ConfigError
+
+_WORD = re.compile(r"\+?\d+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """`ranks` ranks, each `per_node` consecutive ones in a node.
+
+    Raises `ConfigError` unless nodes are full.
+    """
+
+    ranks: int
+    per_node: int
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.per_node < 1 or self.ranks % self.per_node:
+            raise ConfigError(
+                f"{self.ranks} ranks cannot stand in nodes of {self.per_node}: "
+                "give as many ranks as a multiple of the ranks of a node"
+            )
+
+    @property
+    def count(self) -> int:
+        """The number of nodes."""
+        return self.ranks // self.per_node
+
+    def of(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.count} × {self.per_node}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of each expert its owner and the other ranks that hold it, in order of their numbers.
+
+    Attributes:
+        ranks: how many there are; a rank may hold nothing.
+        owners: [E], a rank for each expert.
+        replicas: [E], ranks for each expert, the owner not among them.
+
+    Two placements are equal when they say the same. Raises `ConfigError`, naming the expert, for ranks that there are
+    not, and for a rank that holds an expert twice.
+    """
+
+    ranks: int
+    owners: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        owners = tuple(int(rank) for rank in self.owners)
+        replicas = tuple(tuple(sorted(int(rank) for rank in of)) for of in self.replicas) or ((),) * len(owners)
+        object.__setattr__(self, "owners", owners)
+        object.__setattr__(self, "replicas", replicas)
+        if self.ranks < 1 or not owners:
+            raise ConfigError(f"placement: {len(owners)} experts on {self.ranks} ranks; it needs one of each at least")
+        if len(replicas) != len(owners):
+            raise ConfigError(f"placement: replicas of {len(replicas)} experts, but owners of {len(owners)}")
+        for expert, (owner, others) in enumerate(zip(owners, replicas, strict=True)):
+            for rank in (owner, *others):
+                if not 0 <= rank < self.ranks:
+                    raise ConfigError(f"placement: expert {expert} is on rank {rank}; ranks are 0 to {self.ranks - 1}")
+            if owner in others:
+                raise ConfigError(f"placement: rank {owner} owns expert {expert}, so it cannot hold a replica as well")
+            if len(set(others)) < len(others):
+                raise ConfigError(f"placement: a rank holds two replicas of expert {expert} (ranks {list(others)})")
+
+    @classmethod
+    def even(cls, ranks: int, experts: int) -> Placement:
+        """Experts in order, as evenly as they go: what expert parallelism has."""
+        return cls(ranks, tuple(expert * ranks // experts for expert in range(experts)))
+
+    @classmethod
+    def holding(cls, owners: Iterable[int], holds_EW: NDArray[np.bool_]) -> Placement:
+        """The placement in which `holds_EW` says who holds what; owners hold theirs in any case."""
+        owners = tuple(owners)
+        replicas = tuple(
+            tuple(rank for rank in np.flatnonzero(holds_W).tolist() if rank != owner)
+            for owner, holds_W in zip(owners, holds_EW, strict=True)
+        )
+        return cls(holds_EW.shape[1], owners, replicas)
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        return len(self.owners)
+
+    @cached_property
+    def holds_EW(self) -> NDArray[np.bool_]:
+        """[E, W]: whether a rank holds an expert, as its owner or as a replica. Not to be written to."""
+        holds_EW = np.zeros((self.experts, self.ranks), dtype=np.bool_)
+        for expert, (owner, others) in enumerate(zip(self.owners, self.replicas, strict=True)):
+            holds_EW[expert, [owner, *others]] = True
+        holds_EW.flags.writeable = False
+        return holds_EW
+
+    @property
+    def sharding(self) -> Placement:
+        """The same owners without any replicas."""
+        return Placement(self.ranks, self.owners)
+
+    def owned(self, rank: int) -> tuple[int, ...]:
+        """The experts that a rank owns."""
+        return tuple(expert for expert, owner in enumerate(self.owners) if owner == rank)
+
+    def extra_W(self) -> NDArray[np.int64]:
+        """[W]: how many replicas each rank holds."""
+        counts_W = np.zeros(self.ranks, dtype=np.int64)
+        for others in self.replicas:
+            counts_W[list(others)] += 1
+        return counts_W
+
+    def is_within(self, other: Placement) -> bool:
+        """Whether `other` has the same owners, and all that this one holds at least."""
+        same = (self.ranks, self.owners) == (other.ranks, other.owners)
+        return same and not (self.holds_EW & ~other.holds_EW).any()
+
+    def __str__(self) -> str:
+        """A line for each rank; `parse` reads it back."""
+        lines: list[list[str]] = [[f"{rank}:"] for rank in range(self.ranks)]
+        for expert, owner in enumerate(self.owners):
+            lines[owner].append(str(expert))
+        for expert, others in enumerate(self.replicas):
+            for rank in others:
+                lines[rank].append(f"+{expert}")
+        return "\n".join(" ".join(words) for words in lines)
+
+    @classmethod
+    def parse(cls, source: str) -> Placement:
+        """The placement that a text stands for; # starts a comment.
+
+        Raises:
+            ConfigError: a line that is not one, a rank left out, an expert without an owner or with two.
+        """
+        owners: dict[int, int] = {}
+        replicas: dict[int, list[int]] = {}
+        ranks = 0
+        for number, line in enumerate(source.splitlines(), start=1):
+            head, colon, rest = line.partition("#")[0].strip().partition(":")
+            if not head and not colon:
+                continue
+            words = rest.split()
+            if head != str(ranks) or not colon or not all(map(_WORD.fullmatch, words)):
+                raise ConfigError(f"placement, line {number}: {line.strip()!r} is not '{ranks}: 0 1 +2', rank by rank")
+            for word in words:
+                expert = int(word)
+                if word.startswith("+"):
+                    replicas.setdefault(expert, []).append(ranks)
+                elif owners.setdefault(expert, ranks) != ranks or words.count(word) > 1:
+                    raise ConfigError(f"placement, line {number}: expert {expert} has an owner already; one is enough")
+            ranks += 1
+        _check_owned(owners, replicas)
+        experts = range(len(owners))
+        return cls(ranks, tuple(owners[e] for e in experts), tuple(tuple(replicas.get(e, ())) for e in experts))
+
+
+def _check_owned(owners: Mapping[int, int], replicas: Mapping[int, object]) -> None:
+    most = max([*owners, *replicas], default=-1)
+    missing = next((expert for expert in range(most + 1) if expert not in owners), None)
+    if missing is not None:
+        raise ConfigError(f"placement: expert {missing} has no owner; write its number without a + on one line")

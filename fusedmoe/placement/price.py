@@ -1,0 +1,145 @@
+"""What a placement costs in an iteration of one layer: the time of the busiest rank, and of what has to move first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.placement.dispatch import dispatch, flows_WV, work_W
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.transfers import Transfer, traffic
+
+#: All-to-alls of an iteration: dispatch and combine, forward and backward.
+EXCHANGES = 4
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What tokens and experts cost on one machine.
+
+    Attributes:
+        token_s: seconds in which an expert computes one token, forward and backward together.
+        token_bytes: of one token in one all-to-all.
+        expert_bytes: of one expert's parameters; its gradients are as large.
+        state_bytes: of one expert's optimizer state, with the master copy of its parameters where there is one.
+        inter_bytes_s, intra_bytes_s: what a rank sends in a second to other nodes, and inside its own; it receives as
+            much at the same time.
+
+    Raises `ConfigError` unless all are finite and 0 or more, and the bandwidths above 0.
+    """
+
+    token_s: float
+    token_bytes: int
+    expert_bytes: int
+    state_bytes: int
+    inter_bytes_s: float
+    intra_bytes_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not np.isfinite(value) or value < 0 or (value == 0 and name.endswith("_bytes_s")):
+                raise ConfigError(f"costs: {name} = {value} must be finite, not negative, and a bandwidth more than 0")
+
+    @property
+    def move_bytes(self) -> int:
+        """Of an expert that moves for good: parameters and optimizer state."""
+        return self.expert_bytes + self.state_bytes
+
+    @classmethod
+    def of_layer(
+        cls,
+        model_dim: int,
+        hidden: int,
+        *,
+        flop_s: float,
+        inter_bytes_s: float,
+        intra_bytes_s: float,
+        wire_bytes: int = 2,
+    ) -> Costs:
+        """Of experts of two matrices, trained by Adam in mixed precision (optimizer state: 6 times the parameters).
+
+        Args:
+            flop_s: what a rank computes in a second.   wire_bytes: of an element of tokens and parameters.
+        """
+        parameters = 2 * model_dim * hidden
+        return cls(
+            token_s=3 * 2 * parameters / flop_s,  # backward is twice forward
+            token_bytes=wire_bytes * model_dim,
+            expert_bytes=wire_bytes * parameters,
+            state_bytes=6 * wire_bytes * parameters,
+            inter_bytes_s=inter_bytes_s,
+            intra_bytes_s=intra_bytes_s,
+        )
+
+
+#: Hecate's cluster A (section 5.1) and GPT-MoE-S (Table 1, feed-forward twice the model): nodes of V100s that share a
+#: network of 100 Gb/s, here 4 of them, NVLink, and a third of the peak of half-precision products.
+CLUSTER_A = Costs.of_layer(768, 1536, flop_s=40e12, inter_bytes_s=12.5e9 / 4, intra_bytes_s=100e9)
+
+
+class Load(NamedTuple):
+    """What a placement makes of one iteration's tokens of a layer. In tokens, in one all-to-all.
+
+    Attributes:
+        work_W: [W], tokens that each rank computes.
+        ingress_W: [W], tokens that each rank receives from other nodes.
+        busiest_inter, busiest_intra: the most that a rank sends, or receives, to or from other nodes; and other ranks
+            of its own.
+    """
+
+    work_W: NDArray[np.int64]
+    ingress_W: NDArray[np.int64]
+    busiest_inter: int
+    busiest_intra: int
+
+    @property
+    def straggler(self) -> float:
+        """The busiest rank's work over the mean; 1 where there is none."""
+        mean = float(self.work_W.mean())
+        return float(self.work_W.max()) / mean if mean else 1.0
+
+
+def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> Load:
+    """Where the tokens, [W, E] integers, go under a placement."""
+    sent_WEV = dispatch(tokens_WE, placement, nodes)
+    flow_WV = flows_WV(sent_WEV)
+    node_W = np.arange(nodes.ranks) // nodes.per_node
+    inside_WV = node_W[:, None] == node_W
+    inter_WV = np.where(inside_WV, 0, flow_WV)
+    intra_WV = flow_WV - inter_WV
+    np.fill_diagonal(intra_WV, 0)
+    return Load(
+        work_W(sent_WEV),
+        inter_WV.sum(axis=0),
+        *(int(max(part_WV.sum(axis=0).max(), part_WV.sum(axis=1).max())) for part_WV in (inter_WV, intra_WV)),
+    )
+
+
+def exchange_s(found: Load, costs: Costs) -> float:
+    """Seconds of an iteration's all-to-alls of the layer: each takes as long as its busiest rank needs. Both kinds of
+    links work at the same time."""
+    inter_s, intra_s = found.busiest_inter / costs.inter_bytes_s, found.busiest_intra / costs.intra_bytes_s
+    return EXCHANGES * costs.token_bytes * max(inter_s, intra_s)
+
+
+def compute_s(found: Load, costs: Costs) -> float:
+    """Seconds of an iteration in which the rank with the most tokens computes its experts of the layer."""
+    return float(found.work_W.max()) * costs.token_s
+
+
+def layer_s(found: Load, costs: Costs) -> float:
+    """Both: what a placement is judged by."""
+    return exchange_s(found, costs) + compute_s(found, costs)
+
+
+def transfers_s(transfers: Iterable[Transfer], nodes: Nodes, costs: Costs, expert_bytes: int) -> float:
+    """Seconds that transfers of experts of so many bytes take: those of the busiest rank."""
+    inter_sent_W, inter_received_W, intra_sent_W, intra_received_W = traffic(transfers, nodes, expert_bytes)
+    inter = max(inter_sent_W.max(), inter_received_W.max())
+    intra = max(intra_sent_W.max(), intra_received_W.max())
+    return float(max(inter / costs.inter_bytes_s, intra / costs.intra_bytes_s))

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fusedmoe.cli.loads import POLICIES
+from fusedmoe.cli.main import main
+from fusedmoe.placement.loads import LoadTrace
+from fusedmoe.placement.placement import Placement
+
+SMALL = ["--iterations", "8", "--layers", "2", "--experts", "12", "--ranks", "8", "--tokens", "500"]
+
+
+def test_tables(capsys):
+    assert main(["loads", *SMALL, "--layer", "1", "-t", "3", "-m", "1"]) == 0
+    out = capsys.readouterr().out
+    for part in (*POLICIES, "2 × 4 ranks", "t = 3, m = 1", "Layer 1", "straggler", "most asked for then: expert"):
+        assert part in out
+
+
+def test_json(capsys):
+    assert main(["loads", *SMALL, "--json", "--policy", "flexmoe"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data["policies"]) == list(POLICIES) and (data["ranks"], data["ranks_per_node"]) == (8, 4)
+    ep, ours = data["policies"]["ep"], data["policies"]["hecate"]
+    assert ep["speedup"] == 1.0 and ours["straggler"] < ep["straggler"] and ours["layers_s"] < ep["layers_s"]
+    assert len(ours["layer_speedups"]) == 2 and ours["replicas"] <= 2 * 2 and ours["owned"] == 3
+    layer = data["layer"]
+    assert layer["policy"] == "flexmoe" and Placement.parse(layer["placement"]).experts == 12
+    assert sum(layer["work_before"]) == sum(layer["work_after"]) == 8 * 500
+
+
+def test_loads_that_were_saved(capsys, tmp_path):
+    path, picture = tmp_path / "counts.json", tmp_path / "loads.png"
+    assert main(["loads", *SMALL, "--json", "--seed", "7", "--save", str(path)]) == 0
+    made = capsys.readouterr().out
+    assert LoadTrace.from_json(path.read_text()).tokens_ILWE.shape == (8, 2, 8, 12)
+    assert main(["loads", "--trace", str(path), "--json", "--png", str(picture)]) == 0
+    assert capsys.readouterr().out == made
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["loads", "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and all(
+        word in out for word in ("examples:", "straggler", "counts[iteration]", "hecate")
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--layer", "2"], "layers 0 to 1"),
+        (["-t", "-1"], "0 or more"),
+        (["--ranks-per-node", "3"], "nodes of 3"),
+        (["--experts", "0"], "experts = 0"),
+        (["--iterations", "5"], "give more"),
+        (["--trace", "/nowhere/counts.json"], "cannot be read"),
+    ],
+)
+def test_what_cannot_work(flags, says, capsys):
+    assert main(["loads", *SMALL, *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_trace(tmp_path, capsys):
+    path = tmp_path / "counts.json"
+    path.write_text("{}")
+    assert main(["loads", "--trace", str(path)]) == 2
+    assert "load trace" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.placement.calibrate import calibrate, gathered_s
+from fusedmoe.placement.dispatch import dispatch
+from fusedmoe.placement.materialise import materialise
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.price import CLUSTER_A, Costs, exchange_s, layer_s, load, transfers_s
+from fusedmoe.placement.transfers import Transfer
+from tests.placement.placements import situations
+
+COSTS = Costs(token_s=1.0, token_bytes=10, expert_bytes=100, state_bytes=600, inter_bytes_s=10.0, intra_bytes_s=100.0)
+
+
+@settings(deadline=None)
+@given(situations())
+def test_load_by_definition(case):
+    placement, tokens_WE, nodes = case
+    found = load(tokens_WE, placement, nodes)
+    sent_WEV = dispatch(tokens_WE, placement, nodes)
+    inter, intra = np.zeros((2, nodes.ranks), int), np.zeros((2, nodes.ranks), int)
+    for source in range(nodes.ranks):
+        for target in range(nodes.ranks):
+            if source != target:
+                kind = intra if nodes.of(source) == nodes.of(target) else inter
+                kind[0, source] += sent_WEV[source, :, target].sum()
+                kind[1, target] += sent_WEV[source, :, target].sum()
+    assert found.work_W.tolist() == sent_WEV.sum(axis=(0, 1)).tolist()
+    assert found.ingress_W.tolist() == inter[1].tolist()
+    assert (found.busiest_inter, found.busiest_intra) == (inter.max(), intra.max())
+    mean = tokens_WE.sum() / nodes.ranks
+    assert found.straggler == pytest.approx(found.work_W.max() / mean if mean else 1.0)
+    seconds = 4 * max(inter.max() * 10 / 10.0, intra.max() * 10 / 100.0) + found.work_W.max()
+    assert layer_s(found, COSTS) == pytest.approx(seconds)
+
+
+def test_seconds_by_hand():
+    # All four ranks send 3 tokens to rank 0: 6 from the other node, 3 from its own.
+    found = load([[3]] * 4, Placement(4, (0,)), Nodes(4, 2))
+    assert found.work_W.tolist() == [12, 0, 0, 0] and found.straggler == 4.0
+    assert (found.busiest_inter, found.busiest_intra) == (6, 3)
+    assert exchange_s(found, COSTS) == 4 * 6 * 10 / 10 and layer_s(found, COSTS) == 24 + 12
+    assert transfers_s([Transfer(0, 0, 2, 0), Transfer(1, 0, 1, 0)], Nodes(4, 2), COSTS, 100) == 10.0
+    assert transfers_s([], Nodes(4, 2), COSTS, 100) == 0.0
+
+
+def test_costs():
+    assert CLUSTER_A.expert_bytes == 2 * 2 * 768 * 1536 and CLUSTER_A.move_bytes == 7 * CLUSTER_A.expert_bytes
+    for change in ({"token_s": -1.0}, {"inter_bytes_s": 0.0}, {"intra_bytes_s": float("nan")}, {"state_bytes": -1}):
+        with pytest.raises(ConfigError, match=next(iter(change))):
+            replace(COSTS, **change)
+
+
+@settings(deadline=None)
+@given(situations(), st.integers(0, 4))
+def test_calibration_is_cheaper_or_nothing(case, m):
+    placement, tokens_WE, nodes = case
+    after = calibrate(placement, tokens_WE, nodes, m, COSTS)
+    assert placement.is_within(after)
+    assert (after.extra_W() <= np.maximum(m, placement.extra_W())).all()
+    if after != placement:
+        before_s, after_s = (layer_s(load(tokens_WE, one, nodes), COSTS) for one in (placement, after))
+        assert after_s + gathered_s(placement, after, nodes, COSTS) < before_s
+
+
+def test_calibration_finds_what_the_prediction_missed():
+    nodes, even = Nodes(4, 2), Placement.even(4, 8)
+    tokens_WE = np.ones((4, 8), dtype=int)
+    tokens_WE[:, 6] = 200  # nobody expected it
+    predicted = materialise(even, [90, 1, 50, 1, 1, 1, 1, 1], nodes, 2, 1)
+    after = calibrate(predicted, tokens_WE, nodes, 2, COSTS)
+    assert (
+        predicted.extra_W().tolist() == [1, 1, 1, 1]
+        and after.replicas[6] == (0, 1, 2)
+        and after.replicas[0] == predicted.replicas[0]
+    )
+    slow = replace(COSTS, expert_bytes=10**6)
+    assert calibrate(predicted, tokens_WE, nodes, 2, slow) == predicted, "its own communication counts"
+    assert calibrate(predicted, tokens_WE, nodes, 1, COSTS) == predicted, "no memory is left"
+
+
+def test_gathers_on_both_ways_count():
+    even, nodes = Placement.even(4, 4), Nodes(4, 2)
+    after = materialise(even, [9, 0, 0, 0], nodes, 1, 1)
+    assert gathered_s(even, after, nodes, COSTS) == 2 * 100 / 10.0
+    assert gathered_s(even, even, nodes, COSTS) == 0.0

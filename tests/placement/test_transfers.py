@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.transfers import gather, predicted_volume, reduce, traffic
+from tests.placement.placements import GATHER, MATERIALISED, NODES, REDUCE, SHARDING, nodes, placements
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Placement, Placement, Nodes]:
+    """Any placement, and one within it, with or without replicas of its own."""
+    where = draw(nodes)
+    after = draw(placements(where))
+    keep = np.random.default_rng(draw(st.integers(0, 2**32))).random(after.holds_EW.shape) < draw(
+        st.sampled_from((0, 0.4))
+    )
+    return Placement.holding(after.owners, after.holds_EW & keep), after, where
+
+
+def run_gather(before: Placement, transfers) -> np.ndarray:
+    """[E, W]: who has what once all steps have run; a source must have had the expert before its step."""
+    has_EW = before.holds_EW.copy()
+    for step in sorted({one.step for one in transfers}):
+        now = [one for one in transfers if one.step == step]
+        assert all(has_EW[one.expert, one.source] for one in now), "sent before it came"
+        for one in now:
+            assert not has_EW[one.expert, one.target], "sent twice"
+            has_EW[one.expert, one.target] = True
+    return has_EW
+
+
+def run_reduce(after: Placement, transfers, gradient_EW: np.ndarray) -> np.ndarray:
+    """[E, W]: what each rank holds at the end. What is sent is gone: sending it twice would be seen."""
+    sum_EW = np.where(after.holds_EW, gradient_EW, 0)
+    for step in sorted({one.step for one in transfers}):
+        now = [one for one in transfers if one.step == step]
+        parts = [sum_EW[one.expert, one.source] for one in now]
+        for one in now:
+            sum_EW[one.expert, one.source] = 0
+        for one, part in zip(now, parts, strict=True):
+            sum_EW[one.expert, one.target] += part
+    return sum_EW
+
+
+@settings(deadline=None)
+@given(pairs())
+def test_the_right_replicas(case):
+    before, after, where = case
+    transfers = gather(before, after, where)
+    np.testing.assert_array_equal(run_gather(before, transfers), after.holds_EW)
+    assert list(transfers) == sorted(transfers, key=lambda one: (one.step, one.expert, one.source))
+
+
+@settings(deadline=None)
+@given(pairs())
+def test_the_right_sums(case):
+    _, after, where = case
+    back = reduce(gather(after.sharding, after, where))
+    gradient_EW = np.random.default_rng(0).integers(-(2**40), 2**40, after.holds_EW.shape)
+    expected_EW = np.zeros_like(gradient_EW)
+    expected_EW[np.arange(after.experts), list(after.owners)] = (gradient_EW * after.holds_EW).sum(axis=1)
+    np.testing.assert_array_equal(run_reduce(after, back, gradient_EW), expected_EW)
+    sent_at = {(one.expert, one.source): one.step for one in back}
+    assert len(sent_at) == len(back), "each rank sends its sum once"
+    for one in back:
+        assert sent_at.get((one.expert, one.target), 10**9) > one.step, "and after all has come"
+
+
+@settings(deadline=None)
+@given(pairs(), st.integers(1, 2**33))
+def test_bytes_as_predicted(case, expert_bytes):
+    before, after, where = case
+    transfers = gather(before, after, where)
+    volume = predicted_volume(before, after, where, expert_bytes)
+    for found in (traffic(transfers, where, expert_bytes), traffic(reduce(transfers), where, expert_bytes)):
+        assert found.total == volume.total == len(transfers) * expert_bytes
+        assert found.inter_sent_W.sum() == found.inter_received_W.sum() == volume.inter
+        assert found.busiest <= volume.limit, "λS"
+    travelling = {one.expert for one in transfers}
+    assert volume.limit == len(travelling) * expert_bytes
+
+
+@settings(deadline=None)
+@given(pairs())
+def test_an_expert_enters_a_node_once(case):
+    before, after, where = case
+    entries = Counter(
+        (one.expert, where.of(one.target))
+        for one in gather(before, after, where)
+        if where.of(one.source) != where.of(one.target)
+    )
+    assert set(entries.values()) <= {1}
+
+
+@settings(deadline=None)
+@given(pairs())
+def test_the_volume_is_that_of_the_all_reduces(case):
+    """H2: of each expert on d ranks both collectives move 2(d − 1)/d of its bytes for each of these."""
+    _, after, where = case
+    sharding = after.sharding
+    both = 2 * traffic(gather(sharding, after, where), where, 1).total
+    d_E = after.holds_EW.sum(axis=1)
+    assert both == pytest.approx(sum(d * 2 * (d - 1) / d for d in d_E.tolist()))
+
+
+def test_volume_tends_to_twice_lambda_s():
+    for ranks in (2, 16, 256):
+        sharding = Placement.even(ranks, 8)
+        after = Placement.holding(sharding.owners, np.arange(8)[:, None] < np.full(ranks, 3))  # three experts travel
+        total = 2 * predicted_volume(sharding, after, Nodes(ranks, 1), 100).total
+        assert total / ranks == pytest.approx(2 * 3 * 100 * (ranks - 1) / ranks)
+
+
+def test_worked_example():
+    assert gather(SHARDING, MATERIALISED, NODES) == GATHER
+    assert reduce(GATHER) == REDUCE
+    found = traffic(GATHER, NODES, 10)
+    assert found.inter_sent_W.tolist() == [10, 0, 10, 0] and found.inter_received_W.tolist() == [10, 0, 10, 0]
+    assert found.intra_sent_W.tolist() == [10, 0, 10, 0] and found.intra_received_W.tolist() == [0, 10, 0, 10]
+    assert predicted_volume(SHARDING, MATERIALISED, NODES, 10) == (40, 20, 20)
+
+
+def test_arrivals_are_spread_over_a_node():
+    """Four experts of node 0 for all ranks of node 1: each of its ranks receives one from outside."""
+    sharding = Placement(8, (0, 1, 2, 3))
+    after = Placement(8, (0, 1, 2, 3), ((4, 5, 6, 7),) * 4)
+    found = traffic(gather(sharding, after, Nodes(8, 4)), Nodes(8, 4), 1)
+    assert found.inter_received_W.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_nothing_travels():
+    assert gather(SHARDING, SHARDING, NODES) == reduce(()) == ()
+    assert traffic((), NODES, 7).busiest == 0
+
+
+def test_what_is_refused():
+    for before, after in (
+        (MATERIALISED, SHARDING),
+        (SHARDING, Placement(4, (1, 1, 2))),
+        (SHARDING, Placement(4, (0,))),
+    ):
+        with pytest.raises(ConfigError, match="sparse all-gather"):
+            gather(before, after, NODES)
+    with pytest.raises(ConfigError, match="sparse all-gather"):
+        gather(SHARDING, MATERIALISED, Nodes(2, 2))
