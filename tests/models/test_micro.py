@@ -70,7 +70,11 @@ def test_one_rank(settings: dict[str, Any], recompute: bool) -> None:
     compare(0, 1, settings, {}, recompute)
 
 
-@pytest.mark.parametrize("layout", [dict(ep=2, esp=2, mp=2), dict(ep=4), dict(ep=2, mp=4)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [dict(ep=2, esp=2, mp=2), *(pytest.param(more, marks=pytest.mark.slow) for more in (dict(ep=4), dict(ep=2, mp=4)))],
+    ids=str,
+)
 @pytest.mark.parametrize("settings", [GPT, pytest.param(BERT, marks=pytest.mark.slow)], ids=["gpt", "bert"])
 def test_four_ranks(cluster: Cluster, settings: dict[str, Any], layout: dict[str, int]) -> None:
     cluster.run(4, compare, settings, layout, False)

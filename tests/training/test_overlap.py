@@ -60,7 +60,7 @@ def planned(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, i
     return sum(task.kind == "gradient-all-reduce" for task in plan), done[0]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["fsmoe", pytest.param("lina", marks=pytest.mark.slow), "tutel_improved"])
 def test_pieces_on_the_way(cluster: Cluster, policy: str, recompute: bool) -> None:
     for pieces, done in cluster.run(4, planned, policy, recompute):

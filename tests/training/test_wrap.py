@@ -29,7 +29,12 @@ from tests.training.toy import ONE, Sizes
 CONFIG = ModelConfig(
     layers=2, model_dim=8, heads=4, hidden=6, experts=4, k=2, capacity_factor=1.0, seq_len=5, bias=True, moe_every=2
 )
-WORLDS = [Sizes(2, ep=2), Sizes(2, mp=2), Sizes(4, ep=2, esp=2, mp=2), Sizes(4, ep=2), Sizes(4, ep=4, mp=2)]
+WORLDS = [
+    Sizes(2, ep=2),
+    Sizes(2, mp=2),
+    Sizes(4, ep=2, esp=2, mp=2),
+    *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in (Sizes(4, ep=2), Sizes(4, ep=4, mp=2))),
+]
 
 
 def _model(topology: Topology, seed: int = 5) -> Transformer:

@@ -34,6 +34,7 @@ def test_unmodified_script_on_two_ranks() -> None:
     assert done.stdout.count("client") == done.stdout.count("[] __main__ 2") == 2  # lines may mix
 
 
+@pytest.mark.slow
 def test_install_and_a_real_tutel_before_it() -> None:
     code = f"import fusedmoe.tutel; fusedmoe.tutel.install(); fusedmoe.tutel.install(); exec(open({CLIENT!r}).read())"
     assert python("-c", code).returncode == 0

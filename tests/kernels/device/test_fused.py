@@ -30,7 +30,7 @@ def on_a_cpu(device: torch.device) -> None:
     [
         ([9, 20], [1, 5], True),
         pytest.param([9, 33], [1, 5, 2, 8], True, marks=pytest.mark.slow),
-        ([20, 0], [8], False),
+        pytest.param([20, 0], [8], False, marks=pytest.mark.slow),
         pytest.param([1, 1], [2, 3, 8], True, marks=pytest.mark.slow),
         pytest.param([200, 130], [1, 4, 6], False, marks=pytest.mark.slow),
     ],

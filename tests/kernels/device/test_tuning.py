@@ -86,7 +86,10 @@ def test_checks_pass_with_every_activation(operation: str, activation: str, devi
     assert small(variant(operation)._replace(activation=activation), SMALL, device) == ""
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "operation",
+    [pytest.param(one, marks=pytest.mark.slow) if one in ("dhidden", "dinput", "dw2") else one for one in OPERATIONS],
+)
 def test_configurations_of_hopper(operation: str, device: torch.device) -> None:
     """On the sizes that a GPU's check has. What the interpreter runs is their tiles and nothing else of them."""
     if device.type == "cuda":
