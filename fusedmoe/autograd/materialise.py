@@ -54,7 +54,7 @@ def materialise(
 
 class _Materialise(Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, returns: Returns, send_back: SendBack, tables: list[Tensor], *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.returns, ctx.send_back = returns, send_back
@@ -63,7 +63,7 @@ class _Materialise(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         whole = [grad.contiguous() for grad in grads]
         ctx.returns.flights.append(ctx.send_back(whole))
         return None, None, None, *(grad[:owned] for grad, owned in zip(whole, ctx.owned, strict=True))
@@ -71,13 +71,13 @@ class _Materialise(Function):
 
 class _Arriving(Function):
     @staticmethod
-    def forward(ctx: Any, returns: Returns, *parameters: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, returns: Returns, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.returns = returns
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         returns = ctx.returns
         flights, returns.flights = returns.flights, []
         arrived = [one for flight in flights for one in flight.wait()]

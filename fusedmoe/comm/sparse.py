@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,17 +63,31 @@ class Carrier:
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def gather(self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor]) -> Flight:
+    def gather(
+        self,
+        transfers: Transfers,
+        rows: Mapping[int, int],
+        tables: Sequence[Tensor],
+        during: AbstractContextManager[None] | None = None,
+    ) -> Flight:
         """SparseAllGather: parameters go to where they shall be. All ranks call it with the same transfers.
 
         Args:
             rows: where each expert that this rank holds, or gets, lies in the tables.
             tables: [rows, ...], contiguous; trailing shapes and dtypes are the same on every rank. Received experts are
                 written to them until the flight has ended.
+            during: is entered for as long as they travel, as a measurement.
         """
-        return self._start(transfers, rows, tables, adds=False)
+        return self._start(transfers, _Job(self._group, transfers, dict(rows), tables, None), during)
 
-    def reduce(self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor], owned: int) -> Flight:
+    def reduce(
+        self,
+        transfers: Transfers,
+        rows: Mapping[int, int],
+        tables: Sequence[Tensor],
+        owned: int,
+        during: AbstractContextManager[None] | None = None,
+    ) -> Flight:
         """SparseReduceScatter: gradients go back to the owners, on the way added to those of the ranks they pass.
 
         Sums are in the order of the transfers: the same bits, whatever arrives first. What comes for an expert of this
@@ -80,9 +95,9 @@ class Carrier:
         which it is to be added: by then its own gradient may have gone elsewhere.
 
         Args:
-            rows, tables: as for `gather`; rows of replicas are used up.
+            rows, tables, during: as for `gather`; rows of replicas are used up.
         """
-        return self._start(transfers, rows, tables, adds=True, owned=owned)
+        return self._start(transfers, _Job(self._group, transfers, dict(rows), tables, owned), during)
 
     def close(self) -> None:
         """Ends the thread, once what was begun is done."""
@@ -90,39 +105,39 @@ class Carrier:
             self._thread.shutdown()
             self._thread = None
 
-    def _start(
-        self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor], adds: bool, owned: int = 0
-    ) -> Flight:
-        me = self._group.index
-        expert_bytes = sum(table[:1].numel() * table.element_size() for table in tables if len(table))
-        sent = sum(source == me for _, source, _, _ in transfers) * expert_bytes
+    def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
+        return self  # process groups cannot be copied
+
+    def _start(self, transfers: Transfers, job: _Job, during: AbstractContextManager[None] | None) -> Flight:
         if self._group.size == 1 or not transfers:
             return Flight(0, None, None)
-        tables = [table.detach() for table in tables]
-        job = _Job(self._group, transfers, dict(rows), tables, adds, owned)
+        during = during or nullcontext()
         if device_of(self._group).type == "cuda":
-            return self._on_stream(job, sent)
+            return self._on_stream(job, during)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="fusedmoe sparse")
-        return Flight(sent, self._thread.submit(job.run), None)
+        return Flight(job.sent_bytes, self._thread.submit(job.run, during), None)
 
-    def _on_stream(self, job: _Job, sent: int) -> Flight:
+    def _on_stream(self, job: _Job, during: AbstractContextManager[None]) -> Flight:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            arrived = job.run()
+            arrived = job.run(during)
             for table in job.tables:
                 table.record_stream(self._stream)
         after = torch.cuda.Event()
         after.record(self._stream)
         done: Future[list[Arrived]] = Future()
         done.set_result(arrived)
-        return Flight(sent, done, after)
+        return Flight(job.sent_bytes, done, after)
 
 
 class _Job:
-    """One collective, step by step."""
+    """One collective, step by step.
+
+    `owned`: rows of the tables below it are not added to; None: nothing is added, but written.
+    """
 
     def __init__(
         self,
@@ -130,45 +145,40 @@ class _Job:
         transfers: Transfers,
         rows: Mapping[int, int],
         tables: Sequence[Tensor],
-        adds: bool,
-        owned: int,
+        owned: int | None,
     ) -> None:
-        self._group, self._transfers, self._rows = group, transfers, rows
-        self.tables, self._adds, self._owned = tables, adds, owned
-        self._operation = "sparse reduce-scatter" if adds else "sparse all-gather"
+        self._group, self._transfers, self._rows, self._owned = group, transfers, rows, owned
+        self.tables = [table.detach() for table in tables]
+        self._sizes = [table.shape[1:].numel() * table.element_size() for table in tables]
+        self.sent_bytes = sum(source == group.index for _, source, _, _ in transfers) * sum(self._sizes)
+        self._operation = "sparse all-gather" if owned is None else "sparse reduce-scatter"
 
     @torch.no_grad()
-    def run(self) -> list[Arrived]:
-        arrived: list[Arrived] = []
-        for step in range(max(one[3] for one in self._transfers) + 1):
-            arrived += self._step([one for one in self._transfers if one[3] == step])
-        return arrived
+    def run(self, during: AbstractContextManager[None]) -> list[Arrived]:
+        with during:
+            steps = range(max(one[3] for one in self._transfers) + 1)
+            return [one for step in steps for one in self._step([one for one in self._transfers if one[3] == step])]
 
     def _step(self, transfers: Transfers) -> list[Arrived]:
         me, size = self._group.index, self._group.size
-        sizes = [_row_bytes(table) for table in self.tables]
         leaving = sorted((target, expert) for expert, source, target, _ in transfers if source == me)
         coming = sorted((source, expert) for expert, source, target, _ in transfers if target == me)
-        expert_bytes = sum(sizes)
-        send, recv = ([expert_bytes * sum(one[0] == rank for one in of) for rank in range(size)] for of in (leaving, coming))
+        bytes_ = sum(self._sizes)
+        send, recv = ([bytes_ * sum(one[0] == rank for one in of) for rank in range(size)] for of in (leaving, coming))
         parts = [_bytes_of(table[self._rows[expert]]) for _, expert in leaving for table in self.tables]
         rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.tables[0].device)
         received = all_to_all_rows(self._group, rows, send, recv, self._operation)
-        pieces = iter(received.split(sizes * len(coming)))
+        pieces = iter(received.split(self._sizes * len(coming)))
         arrived = []
         for _, expert in coming:
             row = self._rows[expert]
             got = tuple(_typed(next(pieces), table) for table in self.tables)
-            if self._adds and row < self._owned:
+            if self._owned is not None and row < self._owned:
                 arrived.append(Arrived(expert, got))
                 continue
             for table, part in zip(self.tables, got, strict=True):
-                table[row] = _sum(table[row], part) if self._adds else part
+                table[row] = part if self._owned is None else _sum(table[row], part)
         return arrived
-
-
-def _row_bytes(table: Tensor) -> int:
-    return table.shape[1:].numel() * table.element_size()
 
 
 def _bytes_of(row: Tensor) -> Tensor:

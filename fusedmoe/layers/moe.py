@@ -28,7 +28,7 @@ from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
-from fusedmoe.layers.placed import Placed
+from fusedmoe.layers.placed import Placed, first_place
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
 from fusedmoe.layers.watch import LogitsWatch, count_bad
 from fusedmoe.runtime.recorder import Recorder, span
@@ -159,16 +159,20 @@ class MoELayer(nn.Module):
             },
             "MoELayer",
         )
-        if gate.experts % ep.size:
+        if placement == "fssdp" and ep.size > 1:
+            place = first_place(gate.experts, self.topology)
+        elif gate.experts % ep.size:
             raise ConfigError(
                 f"{gate.experts} experts cannot be split over ep = {ep.size} ranks; choose a multiple of {ep.size} "
                 "experts, or another topology"
             )
+        else:
+            local = gate.experts // ep.size
+            place = Place(ep.index * local, local, esp.index, esp.size)
         self.all_to_all = make_all_to_all(dispatch, self.topology)
-        local = gate.experts // ep.size
         self.gate, self.experts, self.shared = gate, experts, shared
         gate.setup(model_dim, device=device, dtype=dtype)
-        experts.setup(model_dim, Place(ep.index * local, local, esp.index, esp.size), device=device, dtype=dtype)
+        experts.setup(model_dim, place, device=device, dtype=dtype)
         if shared is not None:
             shared.setup(model_dim, Place(), device=device, dtype=dtype)
             shared.shardings = {}
@@ -179,7 +183,7 @@ class MoELayer(nn.Module):
         self.placed: Placed | None = None
         if placement == "fssdp" and self.topology.ep.size > 1:
             if isinstance(self.order, Einsum):
-                raise ConfigError("placement='fssdp' sends rows where copies are; an order by products cannot: Sparse()")
+                raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
             self.placed = Placed(experts, gate.experts, self.topology)
         self.recorder: Recorder | None = None
         self._schedule = self._settled(Schedule.named(schedule) if isinstance(schedule, str) else schedule)
@@ -306,6 +310,7 @@ class MoELayer(nn.Module):
         if isinstance(routing, SoftRouting):
             raise ConfigError(f"{type(self.gate).__name__} gives all experts the same load: placement='ep' is for it")
         if not placed.hooked:
+            placed.recorder = self.recorder
             placed.begin()
         with span(self.recorder, "order", kind="order", phase="forward"):
             layout = self.order.layout(routing, self.gate.experts).exact()

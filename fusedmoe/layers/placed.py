@@ -1,9 +1,9 @@
 """Experts that are where a placement says: each owned by one rank, and copied for a while to others (Hecate, FSSDP).
 
-Where experts do not move, expert i is on the rank that i's number says, and rows go there. Here a rank has a table of
-the experts that it holds, first those that it owns, then replicas, and what the layer calls experts are places in these
-tables: rank 0's rows, rank 1's rows, …, as many for each as the rank with the most has. A rank's rows for one expert are
-split over the places of its copies; dispatch, experts and combine do not know of it.
+Where experts do not move, an expert's number says on which rank it is, and rows go there. Here a rank has a table of
+the experts that it holds, first those that it owns, then replicas, and what dispatch takes for experts are places in
+these tables: rank 0's rows, rank 1's rows, …, as many for each as the rank with the most has. A rank's rows for one
+expert are split over the places of its copies; dispatch, experts and combine do not know of it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from fusedmoe.comm.sparse import Carrier, Flight
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.layers.experts.base import Experts
+from fusedmoe.layers.experts.base import Experts, Place
 from fusedmoe.placement.dispatch import dispatch
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.transfers import Transfer, gather, reduce
+from fusedmoe.runtime.recorder import Recorder, span
 
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
@@ -53,6 +54,7 @@ class Placed:
         neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.
         clocked: forwards note when this layer's turn came and when it ended (`idle_s`).
         sent_bytes: of experts that this rank has sent, parameters and gradients.
+        recorder: measures what travels while set.
     """
 
     def __init__(self, experts: Experts, count: int, topology: Topology) -> None:
@@ -73,6 +75,7 @@ class Placed:
         self.neighbours: tuple[Placed | None, Placed | None] = (None, None)
         self.clocked = False
         self._begun, self._came, self._ended = (Moment(topology.ep) for _ in range(3))
+        self.recorder: Recorder | None = None
         self._carrier = Carrier(topology.beside(topology.ep))
         self._sent_bytes = 0
         self._flights: list[Flight] = []
@@ -177,7 +180,7 @@ class Placed:
         if not self._gathered:
             self._gathered = gather(self.placement.sharding, self._now, self.nodes)
         self._versions = [parameter._version for parameter in self.parameters]
-        self._send(self._carrier.gather(self._gathered, self._rows, self._tables()), kept=True)
+        self._gather(self._gathered)
 
     def refusal(self) -> str | None:
         """Why replicas cannot be used, on the rank that owns what they were made of."""
@@ -205,11 +208,11 @@ class Placed:
         for parameter in self.parameters:
             parameter.data.untyped_storage().resize_(parameter.nbytes)
 
-    def _send(self, flight: Flight, kept: bool = False) -> Flight:
+    def _gather(self, transfers: Sequence[Transfer]) -> None:
+        during = span(self.recorder, "sparse all-gather", kind="sparse-all-gather", resource="inter")
+        flight = self._carrier.gather(transfers, self._rows, self._tables(), during)
         self._sent_bytes += flight.sent_bytes
-        if kept:
-            self._flights.append(flight)
-        return flight
+        self._flights.append(flight)
 
     @property
     def _rows(self) -> dict[int, int]:
@@ -300,14 +303,19 @@ class Placed:
         self._held_W = [held + tuple(added) for held, added in zip(self._held_W, added_W, strict=True)]
         self._gathered += tuple(one._replace(step=one.step + last) for one in more)
         self._now = wanted
-        self._send(self._carrier.gather(more, self._rows, self._tables()), kept=True)
+        self._gather(more)
 
     def _send_back(
         self, gathered: tuple[Transfer, ...], rows: dict[int, int], owned: int, grads: Sequence[Tensor]
     ) -> Flight:
         if self.rematerialises:
             self._release()
-        return self._send(self._carrier.reduce(reduce(gathered), rows, grads, owned))
+        during = span(
+            self.recorder, "sparse reduce-scatter", kind="sparse-reduce-scatter", resource="inter", phase="backward"
+        )
+        flight = self._carrier.reduce(reduce(gathered), rows, grads, owned, during)
+        self._sent_bytes += flight.sent_bytes
+        return flight
 
     def fetch_again(self) -> None:
         """For the backward of a forward whose replicas were given back. Collective."""
@@ -353,14 +361,27 @@ class _Again(Function):
     """The identity; its backward fetches the replicas again."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, placed: Placed) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, y: Tensor, placed: Placed) -> Tensor:
         ctx.placed = placed
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.placed.fetch_again()
         return grad, None
+
+
+def first_place(experts: int, topology: Topology) -> Place:
+    """Where a rank's experts are at first: evenly over ep, in order; their number need not divide.
+
+    Raises:
+        ConfigError: there are more ranks than experts.
+    """
+    ep, esp = topology.ep, topology.esp
+    if experts < ep.size:
+        raise ConfigError(f"{experts} experts for ep = {ep.size} ranks: each owns one at first; give as many at least")
+    owned = Placement.even(ep.size, experts).owned(ep.index)
+    return Place(owned[0], len(owned), esp.index, esp.size)
 
 
 def _nodes(topology: Topology) -> Nodes:
@@ -385,7 +406,8 @@ def _table(parameter: nn.Parameter, rows: int) -> Tensor:
     needed = torch.Size(shape).numel() * parameter.element_size()
     if storage.nbytes() < needed:
         storage.resize_(needed)
-    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, shape, stride)
 
 
 def _replace(parameter: nn.Parameter, tensor: Tensor) -> None:

@@ -106,11 +106,12 @@ class ShardedExperts:
         if memory < 0 or (overlap is not None and overlap < 0):
             raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
         layers = [layer for layer in moe_layers(model) if layer.placed is not None]
+        self._recorded = layers
         self._layers = [layer.placed for layer in layers if layer.placed is not None]
         if topology.ep.size > 1 and not layers:
             raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
         if len({one.placement.experts for one in self._layers}) > 1:
-            raise ConfigError("ShardedExperts: the layers have different numbers of experts; Algorithm 2 needs equal ones")
+            raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
         self._optimizer, self._topology = optimizer, topology
         self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
@@ -147,8 +148,8 @@ class ShardedExperts:
 
     def memory(self) -> Memory:
         """What the experts take on this rank."""
-        found = [sum(parts) for parts in zip(*(self._memory_of(p) for one in self._layers for p in one.parameters))]
-        return Memory(*found) if found else Memory(0, 0, 0, 0)
+        found = np.array([(0, 0, 0, 0), *(self._memory_of(p) for one in self._layers for p in one.parameters)])
+        return Memory(*found.sum(axis=0).tolist())
 
     def refresh(self) -> None:
         """Replicas are made anew: call it on every rank when parameters have changed but by `optimizer.step()`."""
@@ -167,6 +168,8 @@ class ShardedExperts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another one was, after `load_checkpoint`. On another number of ranks, owners start evenly."""
         self.iteration = int(state["iteration"])
+        if not self._layers:
+            return
         self._history.clear()
         self._history.extend(np.array(load_LE, dtype=np.int64) for load_LE in state["history"])
         if state["overlap"] is not None and self._measures:
@@ -189,7 +192,8 @@ class ShardedExperts:
             one.close()
 
     def _begin(self) -> None:
-        for one in self._layers:
+        for layer, one in zip(self._recorded, self._layers, strict=True):
+            one.recorder = layer.recorder
             one.begin()
 
     def _stepped(self) -> None:

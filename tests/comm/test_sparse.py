@@ -105,7 +105,7 @@ def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, .
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_any_pair_of_placements(cluster: Cluster, world: int):
-    """SparseAllGather gives the right replicas, SparseReduceScatter the right sums, in the bytes that were predicted."""
+    """SparseAllGather gives the right replicas, SparseReduceScatter the right sums, in the predicted bytes."""
     assert min(cluster.run(world, exchange_all, 40, (torch.float64, torch.bfloat16))) > 10
 
 
