@@ -35,7 +35,12 @@ class Flight:
         sent_bytes: what this rank sends.
     """
 
-    def __init__(self, sent_bytes: int, done: Future[list[Arrived]] | None, after: torch.cuda.Event | None) -> None:
+    def __init__(
+        self,
+        sent_bytes: int = 0,
+        done: Future[list[Arrived]] | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> None:
         self.sent_bytes, self._done, self._after = sent_bytes, done, after
 
     def wait(self) -> list[Arrived]:
@@ -110,13 +115,13 @@ class Carrier:
 
     def _start(self, transfers: Transfers, job: _Job, during: AbstractContextManager[None] | None) -> Flight:
         if self._group.size == 1 or not transfers:
-            return Flight(0, None, None)
+            return Flight()
         during = during or nullcontext()
         if device_of(self._group).type == "cuda":
             return self._on_stream(job, during)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="fusedmoe sparse")
-        return Flight(job.sent_bytes, self._thread.submit(job.run, during), None)
+        return Flight(job.sent_bytes, self._thread.submit(job.run, during))
 
     def _on_stream(self, job: _Job, during: AbstractContextManager[None]) -> Flight:
         if self._stream is None:

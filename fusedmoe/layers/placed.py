@@ -53,6 +53,8 @@ class Placed:
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.
         clocked: forwards note when this layer's turn came and when it ended (`idle_s`).
+        carrier: takes experts from rank to rank, one for all layers, so that they go one after the other; None as long
+            as there are no replicas.
         sent_bytes: of experts that this rank has sent, parameters and gradients.
         recorder: measures what travels while set.
     """
@@ -76,7 +78,7 @@ class Placed:
         self.clocked = False
         self._begun, self._came, self._ended = (Moment(topology.ep) for _ in range(3))
         self.recorder: Recorder | None = None
-        self._carrier = Carrier(topology.beside(topology.ep))
+        self.carrier: Carrier | None = None
         self._sent_bytes = 0
         self._flights: list[Flight] = []
         self._gathered: tuple[Transfer, ...] = ()
@@ -146,11 +148,6 @@ class Placed:
         self._hold()
         self._present = False
 
-    def close(self) -> None:
-        """Ends what is under way."""
-        self._settle()
-        self._carrier.close()
-
     def _hold(self) -> None:
         extra_W: list[list[int]] = [[] for _ in range(self.placement.ranks)]
         for expert, ranks in enumerate(self.placement.replicas):
@@ -209,8 +206,11 @@ class Placed:
             parameter.data.untyped_storage().resize_(parameter.nbytes)
 
     def _gather(self, transfers: Sequence[Transfer]) -> None:
+        if not transfers:
+            return
+        assert self.carrier is not None
         during = span(self.recorder, "sparse all-gather", kind="sparse-all-gather", resource="inter")
-        flight = self._carrier.gather(transfers, self._rows, self._tables(), during)
+        flight = self.carrier.gather(transfers, self._rows, self._tables(), during)
         self._sent_bytes += flight.sent_bytes
         self._flights.append(flight)
 
@@ -310,10 +310,13 @@ class Placed:
     ) -> Flight:
         if self.rematerialises:
             self._release()
+        if not gathered:
+            return Flight()
+        assert self.carrier is not None
         during = span(
             self.recorder, "sparse reduce-scatter", kind="sparse-reduce-scatter", resource="inter", phase="backward"
         )
-        flight = self._carrier.reduce(reduce(gathered), rows, grads, owned, during)
+        flight = self.carrier.reduce(reduce(gathered), rows, grads, owned, during)
         self._sent_bytes += flight.sent_bytes
         return flight
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.sparse import Carrier
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
@@ -124,11 +125,12 @@ class ShardedExperts:
             return
         asks = self._measures or calibrates or policy in ("fastermoe", "smartmoe", "flexmoe")
         self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
+        self._carrier = Carrier(topology.beside(topology.ep))
         for one, before, after in zip(
             self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True
         ):
             one.hooked, one.rematerialises, one.neighbours = True, rematerialises, (before, after)
-            one.clocked = self._measures
+            one.carrier, one.clocked = self._carrier, self._measures
             one.correct = self._correction(one)
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._begin()),
@@ -188,8 +190,10 @@ class ShardedExperts:
             hook.remove()
         for one in self._layers:
             one.place(one.placement.sharding)
-            one.hooked, one.rematerialises, one.correct, one.neighbours = False, False, None, (None, None)
-            one.close()
+            one.hooked, one.rematerialises, one.correct, one.carrier = False, False, None, None
+            one.neighbours = None, None
+        if self._layers:
+            self._carrier.close()
 
     def _begin(self) -> None:
         for layer, one in zip(self._recorded, self._layers, strict=True):
