@@ -1,8 +1,8 @@
 """`make bench-cluster`: every policy on two nodes of one machine, measured beside its prediction.
 
 Needs root, for network namespaces; says so and ends where it cannot be. Takes eight to fifteen minutes a setting, and
-wants the machine for itself. Writes bench/results/cluster.json, or blocks.json for schedules of whole models, and
-pictures of predicted and measured timelines.
+wants the machine for itself. Writes bench/results/cluster.json, or blocks.json for schedules of whole models,
+placement.json for placements of experts, and pictures of predicted and measured timelines.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _file(folder: Path, setting: Setting) -> Path:
-    return folder / ("blocks.json" if setting.blocks else "cluster.json")
+    return folder / setting.file
 
 
 def _store(folder: Path, name: str, found: dict[str, Any]) -> None:

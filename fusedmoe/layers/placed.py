@@ -47,6 +47,7 @@ class Placed:
 
     Attributes:
         placement: which rank owns and holds what; the same on all ranks. At first even, without replicas.
+        now: the same, and what was added for this step once the gate had chosen.
         nodes: which ranks of the expert-parallel group share a node.
         rematerialises: replicas are given back after each forward, and fetched again for its backward.
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.calibrate`); None: it stays.
@@ -154,7 +155,7 @@ class Placed:
             for rank in ranks:
                 extra_W[rank].append(expert)
         self._held_W = [self.placement.owned(rank) + tuple(extra) for rank, extra in enumerate(extra_W)]
-        self._now = self.placement
+        self.now = self.placement
         self._gathered = ()
         self.experts.numbers = self.placement.owned(self.group.index)
 
@@ -175,7 +176,7 @@ class Placed:
         if self._present or self._flights:
             return
         if not self._gathered:
-            self._gathered = gather(self.placement.sharding, self._now, self.nodes)
+            self._gathered = gather(self.placement.sharding, self.now, self.nodes)
         self._versions = [parameter._version for parameter in self.parameters]
         self._gather(self._gathered)
 
@@ -237,8 +238,8 @@ class Placed:
         if training:
             self._load_E += tokens_WE[self.group.index]
         if self.correct is not None and training:
-            self._correct(self.correct(self._now, tokens_WE))
-        sent_EV = dispatch(tokens_WE, self._now, self.nodes)[self.group.index]
+            self._correct(self.correct(self.now, tokens_WE))
+        sent_EV = dispatch(tokens_WE, self.now, self.nodes)[self.group.index]
         width = max(1, *map(len, self._held_W))
         row_EV = np.zeros_like(sent_EV)
         for rank, held in enumerate(self._held_W):
@@ -291,18 +292,18 @@ class Placed:
 
     def _correct(self, wanted: Placement) -> None:
         """Fetches what the corrected placement has more. Collective."""
-        if wanted == self._now:
+        if wanted == self.now:
             return
         self._ready()
-        more = gather(self._now, wanted, self.nodes)
+        more = gather(self.now, wanted, self.nodes)
         last = max((one.step for one in self._gathered), default=-1) + 1
         added_W: list[list[int]] = [[] for _ in self._held_W]
-        for expert, (old, new) in enumerate(zip(self._now.replicas, wanted.replicas, strict=True)):
+        for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
             for rank in set(new) - set(old):
                 added_W[rank].append(expert)
         self._held_W = [held + tuple(added) for held, added in zip(self._held_W, added_W, strict=True)]
         self._gathered += tuple(one._replace(step=one.step + last) for one in more)
-        self._now = wanted
+        self.now = wanted
         self._gather(more)
 
     def _send_back(
