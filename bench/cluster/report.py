@@ -18,6 +18,9 @@ def show(results: dict[str, Any], console: Console) -> None:
         title = f"{setting['ranks']} ranks on two nodes, {setting['layers']} layers, a whole step; {name}"
         console.print(_steps(title, found))
         console.print(f"computation: {setting['computation']}; no schedule can take less than {_ms(found['bound_s'])}")
+        if setting.get("computation_s") is not None:
+            alone = f"a step's computation by itself took {_ms(setting['computation_s'])}"
+            console.print(f"{setting['inter_mbit']} Mbit/s between the nodes: {alone}")
         if setting.get("blocks"):
             _show_blocks(name, found, console)
         else:
