@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fusedmoe.autograd.materialise import Returns, arriving, materialise
-from fusedmoe.comm.collectives import all_gather_rows, device_of
-from fusedmoe.comm.group import Group
+from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.sparse import Carrier, Flight
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -77,7 +76,7 @@ class Placed:
         self.correct: Correct | None = None
         self.neighbours: tuple[Placed | None, Placed | None] = (None, None)
         self.clocked = False
-        self._begun, self._came, self._ended = (Moment(topology.ep) for _ in range(3))
+        self._begun, self._came, self._ended = Moment(), Moment(), Moment()
         self.recorder: Recorder | None = None
         self.carrier: Carrier | None = None
         self._sent_bytes = 0
@@ -164,7 +163,7 @@ class Placed:
     def begin(self) -> None:
         """Before a forward: replicas start on their way, and the gradients' way back is laid. Collective."""
         if self.clocked:
-            self._begun.note()
+            self._begun.note(self._device)
         if not self.rematerialises or self.neighbours[0] is None:
             self.fetch()
         self._returns = Returns({expert: row for row, expert in enumerate(self.held[: self.owned])})
@@ -216,6 +215,10 @@ class Placed:
         self._flights.append(flight)
 
     @property
+    def _device(self) -> torch.device:
+        return self.parameters[0].device
+
+    @property
     def _rows(self) -> dict[int, int]:
         return {expert: row for row, expert in enumerate(self.held)}
 
@@ -231,7 +234,7 @@ class Placed:
         `layout` has no slack. Its tokens are counted for the next prediction if `training`.
         """
         if self.clocked:
-            self._came.note()
+            self._came.note(self._device)
         counts_E = layout.counts_E
         ones = [1] * self.group.size
         tokens_WE = all_gather_rows(self.group, counts_E[None], ones, "exchange of loads").cpu().numpy()
@@ -277,7 +280,7 @@ class Placed:
                 y = _Again.apply(y, self)
             self._release()
         if self.clocked:
-            self._ended.note()
+            self._ended.note(self._device)
         return y
 
     def idle_s(self) -> float:
@@ -332,14 +335,15 @@ class Placed:
 class Moment:
     """A moment in what the device does."""
 
-    def __init__(self, group: Group) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device_of(group).type == "cuda" else None
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
         self._clock_s = 0.0
 
-    def note(self) -> None:
+    def note(self, device: torch.device) -> None:
         """It is now; on CUDA, when the current stream gets there."""
         self._clock_s = time.perf_counter()
-        if self._event is not None:
+        if device.type == "cuda":
+            self._event = self._event or torch.cuda.Event(enable_timing=True)
             self._event.record()
 
     def after(self, other: Moment) -> float:
