@@ -52,6 +52,11 @@ def materialise(
     return _Materialise.apply(returns, send_back, list(tables), *parameters)
 
 
+def again(y: Tensor, fetch: Callable[[], None]) -> Tensor:
+    """`y`, computed with tables whose replicas are given back after it; its backward has them fetched first."""
+    return _Again.apply(y, fetch)
+
+
 class _Materialise(Function):
     @staticmethod
     def forward(
@@ -94,3 +99,15 @@ class _Arriving(Function):
                     total = total + other.to(dtype)
                 grad[row] = total
         return None, *own
+
+
+class _Again(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, fetch: Callable[[], None]) -> Tensor:
+        ctx.fetch = fetch
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.fetch()
+        return grad, None

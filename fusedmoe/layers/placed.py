@@ -8,27 +8,26 @@ expert are split over the places of its copies; dispatch, experts and combine do
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.autograd import Function
 
-from fusedmoe.autograd.materialise import Returns, arriving, materialise
+from fusedmoe.autograd.materialise import Returns, again, arriving, materialise
 from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.sparse import Carrier, Flight
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.experts.base import Experts, Place
+from fusedmoe.layers.tables import replace, table
 from fusedmoe.placement.dispatch import dispatch
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.transfers import Transfer, gather, reduce
+from fusedmoe.runtime.moment import Moment
 from fusedmoe.runtime.recorder import Recorder, span
 
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
@@ -143,7 +142,7 @@ class Placed:
         """Other owners, whose parameters, [owned, ...], are given by name; gradients are dropped."""
         self._settle()
         for name, parameter in self.experts.named_parameters():
-            _replace(parameter, tensors[name])
+            replace(parameter, tensors[name])
         self.placement = sharding
         self._hold()
         self._present = False
@@ -224,7 +223,7 @@ class Placed:
 
     def _tables(self) -> list[Tensor]:
         """[rows, ...] for each parameter, whose memory they continue; one row at least."""
-        return [_table(parameter, max(1, len(self.held))) for parameter in self.parameters]
+        return [table(parameter, max(1, len(self.held))) for parameter in self.parameters]
 
     # Running.
 
@@ -277,7 +276,7 @@ class Placed:
         y = torch.func.functional_call(_With(self.experts), named, (use,))
         if self.rematerialises and not (learns and (after is None or recomputes)):
             if learns:
-                y = _Again.apply(y, self)
+                y = again(y, self._fetch_again)
             self._release()
         if self.clocked:
             self._ended.note(self._device)
@@ -324,34 +323,12 @@ class Placed:
         self._sent_bytes += flight.sent_bytes
         return flight
 
-    def fetch_again(self) -> None:
+    def _fetch_again(self) -> None:
         """For the backward of a forward whose replicas were given back. Collective."""
         self._ready()
         before = self.neighbours[0]
         if before is not None:
             before.fetch()
-
-
-class Moment:
-    """A moment in what the device does."""
-
-    def __init__(self) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._clock_s = 0.0
-
-    def note(self, device: torch.device) -> None:
-        """It is now; on CUDA, when the current stream gets there."""
-        self._clock_s = time.perf_counter()
-        if device.type == "cuda":
-            self._event = self._event or torch.cuda.Event(enable_timing=True)
-            self._event.record()
-
-    def after(self, other: Moment) -> float:
-        """Seconds from another one. On CUDA this waits for both."""
-        if self._event is None or other._event is None:
-            return self._clock_s - other._clock_s
-        self._event.synchronize()
-        return other._event.elapsed_time(self._event) / 1000
 
 
 class _With(nn.Module):
@@ -363,20 +340,6 @@ class _With(nn.Module):
 
     def forward(self, use: Callable[[Experts], Tensor]) -> Tensor:
         return use(self.experts)
-
-
-class _Again(Function):
-    """The identity; its backward fetches the replicas again."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, placed: Placed) -> Tensor:
-        ctx.placed = placed
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.placed.fetch_again()
-        return grad, None
 
 
 def first_place(experts: int, topology: Topology) -> Place:
@@ -400,31 +363,3 @@ def _nodes(topology: Topology) -> Nodes:
     if even and len(node_W) == per_node * len(set(node_W)):
         return Nodes(len(node_W), per_node)
     return Nodes(len(node_W), 1)
-
-
-def _table(parameter: nn.Parameter, rows: int) -> Tensor:
-    """[rows, ...] in the memory in which a parameter, [owned, ...], lies at the start; more is taken where needed."""
-    storage = parameter.data.untyped_storage()
-    shared = not parameter.is_contiguous() or parameter.storage_offset() or not storage.resizable()
-    if shared or getattr(parameter, "_fusedmoe_table", None) != storage._cdata:
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-        storage = parameter.data.untyped_storage()
-        parameter._fusedmoe_table = storage._cdata  # type: ignore[attr-defined]
-    shape = (rows, *parameter.shape[1:])
-    needed = torch.Size(shape).numel() * parameter.element_size()
-    if storage.nbytes() < needed:
-        storage.resize_(needed)
-    stride = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, shape, stride)
-
-
-def _replace(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Gives a parameter data of another shape.
-
-    A graph of an earlier forward that is still held (a loss that was kept) knows the parameter's old shape, and the
-    engine would go by it. A change of dtype makes it forget.
-    """
-    parameter.grad = None
-    other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
-    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
-    parameter.data = tensor
