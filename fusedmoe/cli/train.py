@@ -228,6 +228,8 @@ class Job:
 
     def _save(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
         extra = {"step": done, "text": corpus.fingerprint}
+        if trainer.placed is not None:
+            extra["placement"] = trainer.placed.state_dict()
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
 
     def _load(self, trainer: Trainer, corpus: Corpus) -> int:
@@ -237,6 +239,8 @@ class Job:
         extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
         if extra["text"] != corpus.fingerprint and self.topology.rank == 0:
             print(f"Note: the text in {corpus.source} is not what the checkpoint was trained on.")
+        if trainer.placed is not None and "placement" in extra:
+            trainer.placed.load_state_dict(extra["placement"])
         return int(extra["step"])
 
     def _open(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
