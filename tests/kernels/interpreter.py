@@ -5,9 +5,9 @@ the kernels at the top of the file, as anywhere. Nothing else is needed: `pytest
 
 How it works: Triton decides when a kernel is *defined* whether it is to be compiled or interpreted, by the environment
 variable TRITON_INTERPRET. The other tests of a run want the plain CPU path, hence no interpreter. So, without a GPU,
-the tests of that folder run in one other pytest process that has TRITON_INTERPRET=1, started when the first of them is
-due; this process waits for each test's outcome and reports it as its own. With a GPU, or where TRITON_INTERPRET=1 is
-set by hand (to use a debugger), they run right here.
+the tests of that folder run in one other pytest process that has TRITON_INTERPRET=1, started with the session, so that
+they run beside the others, most of which leave cores idle; this process waits for each test's outcome and reports it as
+its own. With a GPU, or where TRITON_INTERPRET=1 is set by hand (to use a debugger), they run right here.
 
 Mind in such tests: the interpreter takes about 1 ms for each operation on a program's tile, so a few hundred programs
 a test; its bf16 arithmetic is wrong (kernels widen first, behind an `INTERPRET` constexpr), so test numbers in float32.
@@ -24,6 +24,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import NamedTuple
 
 import pytest
@@ -44,10 +46,12 @@ class Outcome(NamedTuple):
 class Interpreter:
     """A pytest process with TRITON_INTERPRET=1 that works through the given tests."""
 
-    def __init__(self, nodeids: Sequence[str]) -> None:
+    def __init__(self, nodeids: Sequence[str], timeout_s: float | None = None) -> None:
+        """`timeout_s`: of one test, if it is not the usual one."""
         read, write = os.pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         options = ["-p", "tests.kernels.interpreter", "-p", "no:cacheprovider", "-m", "", "--rootdir", str(ROOT)]
+        options += [] if timeout_s is None else ["--timeout", str(timeout_s)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *options, *nodeids],
             cwd=ROOT,
@@ -58,14 +62,23 @@ class Interpreter:
             stderr=subprocess.STDOUT,
         )
         os.close(write)
-        self._pipe = os.fdopen(read)
         self._outcomes: dict[str, Outcome] = {}
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        # A pipe takes only so much, and nobody may ask for long.
+        Thread(target=self._read, args=(read,), daemon=True).start()
+
+    def _read(self, pipe: int) -> None:
+        with os.fdopen(pipe) as lines:
+            for line in lines:
+                self._lines.put(line)
+        self._lines.put("")
 
     def outcome(self, nodeid: str) -> Outcome:
         """Waits for a test's end. A process that has died fails it."""
         while nodeid not in self._outcomes:
-            line = self._pipe.readline()
+            line = self._lines.get()
             if not line:
+                self._lines.put("")  # for whoever asks next
                 self._output.seek(0)
                 text = self._output.read().decode(errors="replace")[-4000:]
                 code = self._process.wait()
@@ -77,7 +90,6 @@ class Interpreter:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._pipe.close()
         self._output.close()
 
 

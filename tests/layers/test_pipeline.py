@@ -126,15 +126,15 @@ def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, i
 
 @pytest.mark.parametrize("degrees", [(1, 1), (8, 8), (2, 3), (1, 4)])
 @pytest.mark.parametrize("batches", [(1,), (8, 0), (3, 8)])
-@pytest.mark.parametrize("factor", [None, 0.5])
+@pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_two_ranks(cluster: Cluster, degrees: tuple[int, int], batches: tuple[int, ...], factor: float | None) -> None:
     cluster.run(2, compare, "topk", 2, factor, degrees, batches, {"ep": 2})
 
 
-@pytest.mark.parametrize("degrees", [(2, 2), (4, 3)])
+@pytest.mark.parametrize(("degrees", "factor"), [((2, 2), 1.0), ((4, 3), None)])
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"ep": 2, "esp": 2}, {"esp": 4}, {"ep": 2}])
-def test_four_ranks(cluster: Cluster, degrees: tuple[int, int], sizes: dict[str, int]) -> None:
-    cluster.run(4, compare, "topk", 2, 1.0, degrees, (4, 3, 0, 1), sizes)
+def test_four_ranks(cluster: Cluster, degrees: tuple[int, int], factor: float | None, sizes: dict[str, int]) -> None:
+    cluster.run(4, compare, "topk", 2, factor, degrees, (4, 3, 0, 1), sizes)
 
 
 @pytest.mark.slow

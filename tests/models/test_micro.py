@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -40,14 +41,20 @@ def run(model: Transformer, config: ModelConfig, batch: int, seed: int, stream: 
 
 
 def compare(
-    rank: int, world: int, settings: dict[str, Any], layout: dict[str, int], recompute: bool, along: Along = "samples"
+    rank: int,
+    world: int,
+    settings: dict[str, Any],
+    layout: dict[str, int],
+    recompute: bool,
+    along: Along = "samples",
+    policies: Sequence[str] = POLICIES,
 ) -> None:
     topology = Topology.from_sizes(**layout, timeout_s=30) if world > 1 else Topology()
     config = ModelConfig(**settings)
     torch.manual_seed(0)
     model = Transformer(config, topology, recompute=recompute, dtype=torch.double)
     workload = block_workload(config, topology.ep.size, topology.esp.size, topology.mp.size, 8)
-    for policy in POLICIES:
+    for policy in policies:
         other = copy.deepcopy(model)
         blocks = other.in_micro_batches(along)
         plan, stream = plan_step(other, topology, policy, COSTS, workload, limit=4, blocks=blocks)
@@ -70,13 +77,14 @@ def test_one_rank(settings: dict[str, Any], recompute: bool) -> None:
     compare(0, 1, settings, {}, recompute)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [dict(ep=2, esp=2, mp=2), *(pytest.param(more, marks=pytest.mark.slow) for more in (dict(ep=4), dict(ep=2, mp=4)))],
-    ids=str,
-)
-@pytest.mark.parametrize("settings", [GPT, pytest.param(BERT, marks=pytest.mark.slow)], ids=["gpt", "bert"])
-def test_four_ranks(cluster: Cluster, settings: dict[str, Any], layout: dict[str, int]) -> None:
+def test_four_ranks(cluster: Cluster) -> None:
+    cluster.run(4, compare, GPT, dict(ep=2, esp=2, mp=2), False, "samples", ("flowmoe", "joint"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [dict(ep=2, esp=2, mp=2), dict(ep=4), dict(ep=2, mp=4)], ids=str)
+@pytest.mark.parametrize("settings", [GPT, BERT], ids=["gpt", "bert"])
+def test_four_ranks_under_every_policy(cluster: Cluster, settings: dict[str, Any], layout: dict[str, int]) -> None:
     cluster.run(4, compare, settings, layout, False)
 
 

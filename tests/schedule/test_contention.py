@@ -102,7 +102,7 @@ def check(plan: Plan, costs: Durations) -> None:
     assert makespan(plan, costs) == timeline.end_s
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), SHARES)
 def test_simulation_equals_its_definition(seed, contention):
     rng = random.Random(seed)

@@ -12,7 +12,7 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "tutel_helloworld.p
 
 def test_losses(capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLE), run_name="example")["main"]
-    flags = "--dtype float64 --batch_size 1 --num_tokens 1024 --num_steps 3 --init 0.3 --device cpu"
+    flags = "--dtype float64 --batch_size 1 --num_tokens 1024 --num_steps 2 --init 0.3 --device cpu"
     losses = main(flags.split())
-    assert [f"{loss:.5f}" for loss in losses] == ["27.44839", "16.62704", "7.46706"]
+    assert [f"{loss:.5f}" for loss in losses] == ["27.44839", "16.62704"]
     assert "[Summary] Average synchronized step_time = " in capsys.readouterr().out

@@ -1,0 +1,6 @@
+from fusedmoe.kernels.backend import INTERPRET
+
+if INTERPRET:
+    from tests.kernels.language import patch_once
+
+    patch_once()

@@ -87,16 +87,20 @@ def no_sync(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     return unsynchronised
 
 
+def pytest_runtestloop(session: pytest.Session) -> None:
+    config = session.config
+    nodeids = [item.nodeid for item in session.items if item.path.is_relative_to(_HERE)]
+    if not _ELSEWHERE or not nodeids or config.option.collectonly:
+        return
+    config.stash[_INTERPRETER] = Interpreter(nodeids, config.getoption("timeout"))
+    config.add_cleanup(config.stash[_INTERPRETER].close)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not _ELSEWHERE:
         return None
-    config = pyfuncitem.config
-    if _INTERPRETER not in config.stash:
-        nodeids = [item.nodeid for item in pyfuncitem.session.items if item.path.is_relative_to(_HERE)]
-        config.stash[_INTERPRETER] = Interpreter(nodeids)
-        config.add_cleanup(config.stash[_INTERPRETER].close)
-    result, text = config.stash[_INTERPRETER].outcome(pyfuncitem.nodeid)
+    result, text = pyfuncitem.config.stash[_INTERPRETER].outcome(pyfuncitem.nodeid)
     if result == "failed":
         pytest.fail(text, pytrace=False)
     elif result == "skipped":

@@ -250,7 +250,7 @@ def fail_in_the_middle(rank: int, world: int, how: str, timeout_s: float) -> str
                 if how == "late":
                     time.sleep(timeout_s / 3)
                 if how == "never":
-                    time.sleep(3 * timeout_s)
+                    time.sleep(2 * timeout_s)
                     return "slept"
             exchanges.take(exchanges.put(number))
     return f"done, {heap.abandoned}"

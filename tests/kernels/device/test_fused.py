@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.cluster import Cluster, RankFailed
+from tests.cluster import Cluster
 from tests.kernels.device.on_windows import (
     allocate_differently,
     compare,
@@ -28,7 +28,7 @@ def on_a_cpu(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("tokens", "degrees", "bias"),
     [
-        ([9, 20], [1, 5], True),
+        ([9, 20], [1, 3], True),
         pytest.param([9, 33], [1, 5, 2, 8], True, marks=pytest.mark.slow),
         pytest.param([20, 0], [8], False, marks=pytest.mark.slow),
         pytest.param([1, 1], [2, 3, 8], True, marks=pytest.mark.slow),
@@ -42,7 +42,7 @@ def test_two_ranks(cluster: Cluster, tokens: list[int], degrees: list[int], bias
 
 @pytest.mark.parametrize("tokens", [[5, 0, 17, 3]], ids=str)
 def test_four_ranks(cluster: Cluster, tokens: list[int]) -> None:
-    assert cluster.run(4, compare, tokens, [3], False) == [[]] * 4
+    assert cluster.run(4, compare, tokens, [2], False) == [[]] * 4
 
 
 @pytest.mark.slow
@@ -62,15 +62,13 @@ def test_shards(cluster: Cluster, rows: list[int]) -> None:
     assert cluster.run(2, compare_shards, rows) == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("world", "count"),
+    [(2, 80), pytest.param(2, 500, marks=pytest.mark.slow), pytest.param(4, 200, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_thousand_exchanges(cluster: Cluster, ahead: bool) -> None:
-    assert cluster.run(2, exchange_often, 500, ahead) == [0, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", [False, True])
-def test_exchanges_of_four(cluster: Cluster, ahead: bool) -> None:
-    assert cluster.run(4, exchange_often, 200, ahead, timeout_s=280) == [0] * 4
+def test_exchange_after_exchange(cluster: Cluster, world: int, count: int, ahead: bool) -> None:
+    assert cluster.run(world, exchange_often, count, ahead, timeout_s=280) == [0] * world
 
 
 @pytest.mark.parametrize("how", ["killed", "raises", "never"])
@@ -95,6 +93,5 @@ def test_too_many_tokens_are_refused(cluster: Cluster) -> None:
 
 
 def test_ranks_that_want_different_memory(cluster: Cluster) -> None:
-    with pytest.raises(RankFailed) as failed:
-        cluster.run(2, allocate_differently)
-    assert all("must be alike on all ranks" in message for _, message, _ in failed.value.errors.values())
+    for outcome in cluster.outcomes(2, allocate_differently):
+        assert outcome.error is not None and "must be alike on all ranks" in outcome.error[1]
