@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.cluster import Cluster
+from tests.kernels.device.deaths import check_death
 from tests.kernels.device.on_nodes import APART, count_puts, return_twice
 from tests.kernels.device.on_windows import EXPERTS, SLOTS, WIDTH, compare, exchange_often
 
@@ -45,6 +46,12 @@ def test_rules_are_needed(cluster: Cluster, rule: str) -> None:
 @pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exchanges(cluster: Cluster, ahead: bool) -> None:
     assert cluster.run(2, exchange_often, 40, ahead, APART) == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_of_another_node_is_killed_at_any_moment(cluster: Cluster, seed: int) -> None:
+    check_death(cluster, seed, APART)
 
 
 def test_results_wait_until_those_before_are_read(cluster: Cluster) -> None:
