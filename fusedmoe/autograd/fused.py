@@ -122,10 +122,10 @@ class Backward:
         for chunk, kept in enumerate(self._kept):
             dy_CM, layout, wait = route.arriving(chunk, self._tokens)
             weight_R, put = route.arrivals[chunk].weight_R, route.put(chunk, self._results)
-            values_R = route.value_places(chunk, self._results)
+            values = route.value_addresses(chunk, self._results)
             with route.watch_tokens(chunk), _span(self._measured, "backward", chunk):
                 _, _, dy_RM, hidden = experts_backward_rows(
-                    dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values_R
+                    dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values
                 )
             left.append((dy_RM, hidden))
         route.read(self._tokens)
@@ -217,7 +217,7 @@ class _Dispatch(torch.autograd.Function):
         epoch = route.begin_results()
         for chunk, (drows, dweight) in enumerate(zip(grads[:count], grads[count:], strict=True)):
             last = route.arrivals[chunk].layout.offsets_E1[-1:]
-            put_values(dweight.float().contiguous(), route.value_places(chunk, epoch), last)
+            put_values(dweight.float().contiguous(), route.value_addresses(chunk, epoch), last)
             return_rows(drows, last, route.put(chunk, epoch))
         dx_SM, dweight_N = route.receive(epoch)
         dweight_SK = None if ctx.weighted is None else put_slots(dweight_N, route.layout).to(ctx.weighted)

@@ -10,11 +10,13 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.windows import SLOTS, Windows
+from fusedmoe.comm.windows import Windows
+from fusedmoe.kernels.awaits import await_letters, await_signals
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.grouped.products import Wait
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.puts import Put, await_letters, await_signals, give_credit, put_rows
+from fusedmoe.kernels.places import Addresses, Put
+from fusedmoe.kernels.puts import give_credit, put_rows
 from fusedmoe.kernels.routes import Arrivals, Sends, plan_sends, read_letters
 
 
@@ -74,7 +76,7 @@ class Route:
         x_CM, layout = tokens.rows.view(-1, tokens.rows.shape[-1]), self.arrivals[chunk].layout
         assert layout.source_N is not None
         first = tokens.slot(epoch) * tokens.peers * self._capacity
-        wait = Wait(tokens.signals, tokens.tile, epoch, self.windows.bounds)
+        wait = Wait(tokens.signals, tokens.tile, epoch, self.windows.bounds, self.windows.network)
         return x_CM, replace(layout, source_N=layout.source_N + first), wait
 
     @contextmanager
@@ -95,7 +97,8 @@ class Route:
         # Slack rows are some row's that is awaited anyway, or of the first tile, which is always signalled.
         with self.watch_tokens(chunk):
             index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
-            await_signals(wait.signals, index.unique() if not index.is_cuda else index, epoch, wait.bounds)
+            wanted = index.unique() if not index.is_cuda else index
+            await_signals(wait.signals, wanted, epoch, wait.bounds, wait.network)
 
     def read(self, epoch: int) -> None:
         """Nothing of this exchange's tokens will be read again."""
@@ -107,33 +110,37 @@ class Route:
         epoch = windows.begin(results)
         every = torch.arange(results.peers, dtype=torch.int32, device=windows.heap.device)
         with windows.watch.over("combine", windows.name_credit):
-            await_signals(results.credits, every, epoch - SLOTS, windows.bounds)
+            await_signals(results.credits, every, windows.results_behind(epoch), windows.bounds)
         return epoch
 
     def put(self, chunk: int, epoch: int, weight_R: Tensor | None = None) -> Put:
         """Where the results of a chunk go."""
         windows, arrivals = self.windows, self.arrivals[chunk]
-        address_R = windows.result_rows(arrivals.peer_R, arrivals.place_R, epoch)
-        signal_W = windows.result_signals(chunk, epoch)
-        return Put(
-            windows.results.rows, address_R, arrivals.peer_R, weight_R, arrivals.wanted_W, signal_W, epoch
-        )
+        addresses = windows.result_addresses(arrivals.peer_R, arrivals.place_R, epoch, self._rows_before(chunk))
+        mark = windows.result_mark(chunk, epoch)
+        signal_W = windows.result_signals(mark)
+        return Put(windows.results.rows, addresses, weight_R, arrivals.wanted_W, signal_W, epoch, mark)
 
-    def value_places(self, chunk: int, epoch: int) -> Tensor:
-        """[R] addresses of one number to each row of a chunk, to be stored before the chunk's rows are put."""
+    def value_addresses(self, chunk: int, epoch: int) -> Addresses:
+        """Where one number to each row of a chunk goes, to be put before the chunk's rows."""
         arrivals = self.arrivals[chunk]
-        return self.windows.value_places(arrivals.peer_R, arrivals.place_R, epoch)
+        return self.windows.value_addresses(arrivals.peer_R, arrivals.place_R, epoch, self._rows_before(chunk))
 
     def receive(self, epoch: int) -> tuple[Tensor, Tensor]:
         """[S, M] the sum of each token's results, and [N] float32 the numbers to them."""
         windows, results = self.windows, self.windows.results
         with windows.watch.over("combine", windows.name_result):
-            await_signals(results.signals, windows.awaited_results(self.degree, epoch), epoch, windows.bounds)
+            awaited = windows.awaited_results(self.degree, epoch)
+            await_signals(results.signals, awaited, epoch, windows.bounds, windows.network)
         slot = results.slot(epoch)
         y_SM = gather_sum(results.rows[slot, 0, : self.layout.rows], self.layout)
         values_N = windows.values.own[slot, : self.layout.rows].clone()
         give_credit(results, epoch)
         return y_SM, values_N
+
+    def _rows_before(self, chunk: int) -> int:
+        """Of chunks that come before, as they are laid out."""
+        return sum(arrivals.layout.rows for arrivals in self.arrivals[:chunk])
 
     def _rows_of_chunks(self, letters_WC2: Tensor) -> Sequence[int]:
         """Rows of each chunk; on a GPU bounds on them, since nobody waits for it."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import metadata
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -24,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 import fusedmoe
-from fusedmoe.comm import nvshmem
+from fusedmoe.comm.gpus import no_gpu, not_for_torch
+from fusedmoe.comm.heap import BACKENDS
 from fusedmoe.kernels.libraries import nvshmem_packages
 
 SUMMARY = "say which transports work on this machine, and why others do not"
@@ -116,7 +116,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Findings:
-    """What there is on this machine. A version is None where the thing is not there; so are the sizes, in bytes."""
+    """What there is on this machine. A version is None where the thing is not there.
+
+    `shared_memory`: sizes of /dev/shm in bytes, where NCCL runs, which may take it between GPUs of a node.
+    """
 
     host: str
     versions: dict[str, str | None]
@@ -131,7 +134,8 @@ def examine() -> Findings:
     for one in TRANSPORTS:
         reason = bounded(one.why_not)
         answers.append(Answer(one.name, one.kind, one.carries, not reason, reason))
-    return Findings(platform.node(), versions(), gpus(), shared_memory(), answers)
+    nccl = any(answer.works for answer in answers if answer.name == "nccl")
+    return Findings(platform.node(), versions(), gpus(), shared_memory() if nccl else None, answers)
 
 
 def bounded(probe: Callable[[], str], limit_s: float = PROBE_S) -> str:
@@ -164,31 +168,9 @@ def why_not_gloo() -> str:
 
 
 def why_not_nccl() -> str:
-    if reason := nvshmem.no_gpu() or why_not_cuda():
+    if reason := no_gpu() or not_for_torch():
         return reason
     return "" if dist.is_nccl_available() else "this PyTorch is a build without NCCL; install one with"
-
-
-def why_not_cuda() -> str:
-    if torch.version.cuda is None:
-        return "this PyTorch is a build without CUDA; install one for CUDA"
-    if not torch.cuda.is_available():
-        return f"PyTorch for CUDA {torch.version.cuda} finds no GPU; the driver may be too old for it (nvidia-smi)"
-    return ""
-
-
-def why_not_shm() -> str:
-    """Memory that a file in /dev/shm names, written through one mapping and read through another."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="fusedmoe-doctor-") as file:
-            file.truncate(mmap.PAGESIZE)
-            with mmap.mmap(file.fileno(), mmap.PAGESIZE) as ours, mmap.mmap(file.fileno(), mmap.PAGESIZE) as theirs:
-                ours[:2] = b"\x12\x34"
-                if theirs[:2] != b"\x12\x34":
-                    return f"what is written to a file in {SHARED_MEMORY} is not seen by others; mount a tmpfs there"
-    except OSError as error:
-        return f"no file can be made in {SHARED_MEMORY} ({error}); a container needs --shm-size or a tmpfs there"
-    return ""
 
 
 def why_not_local() -> str:
@@ -196,14 +178,8 @@ def why_not_local() -> str:
     return ""
 
 
-def why_not_symm() -> str:
-    if reason := nvshmem.no_gpu() or why_not_cuda():
-        return reason
-    for gpu in (found := gpus()):
-        if apart := [other.index for other in found if other.index not in (gpu.index, *gpu.reaches)]:
-            pair = f"GPUs {gpu.index} and {apart[0]}"
-            return f"{pair} do not reach each other's memory (see nvidia-smi topo -p2p r); use NCCL"
-    return ""
+def why_no_heap(backend: str, device: str) -> str:
+    return BACKENDS[backend].why_not(torch.device(device))
 
 
 COLLECTIVES, SYMMETRIC = "collectives", "symmetric memory"
@@ -211,10 +187,10 @@ COLLECTIVES, SYMMETRIC = "collectives", "symmetric memory"
 TRANSPORTS = (
     Transport("gloo", COLLECTIVES, "CPUs, of any nodes", why_not_gloo),
     Transport("nccl", COLLECTIVES, "GPUs, of any nodes", why_not_nccl),
-    Transport("shm", SYMMETRIC, "processes of this host", why_not_shm),
+    Transport("shm", SYMMETRIC, "processes of this host", partial(why_no_heap, "shm", "cpu")),
     Transport("local", SYMMETRIC, "virtual ranks of one process", why_not_local),
-    Transport("symm", SYMMETRIC, "GPUs of one node", why_not_symm),
-    Transport("nvshmem", SYMMETRIC, "GPUs of several nodes", nvshmem.why_not),
+    Transport("symm", SYMMETRIC, "GPUs of one node", partial(why_no_heap, "symm", "cuda")),
+    Transport("nvshmem", SYMMETRIC, "GPUs of several nodes", partial(why_no_heap, "nvshmem", "cuda")),
 )
 
 
@@ -269,7 +245,7 @@ def gpus() -> list[Gpu]:
 
 
 def shared_memory() -> dict[str, int] | None:
-    """The size of /dev/shm, which NCCL and data loaders use as well."""
+    """The sizes of /dev/shm, None where there is none."""
     if not os.path.isdir(SHARED_MEMORY):
         return None
     usage = shutil.disk_usage(SHARED_MEMORY)
@@ -298,9 +274,9 @@ def _versions_table(found: Findings) -> Table:
         table.add_row(f"GPU {gpu.index}", Text(text))
     if not found.gpus:
         table.add_row("GPUs", "none")
-    sizes = found.shared_memory
-    memory = "not there" if sizes is None else f"{sizes['size'] / 2**30:.3g} GiB, {sizes['free'] / 2**30:.3g} GiB free"
-    table.add_row(SHARED_MEMORY, memory)
+    if sizes := found.shared_memory:
+        free = f"{sizes['size'] / 2**30:.3g} GiB, {sizes['free'] / 2**30:.3g} GiB free"
+        table.add_row(f"{SHARED_MEMORY} (NCCL)", free)
     return table
 
 

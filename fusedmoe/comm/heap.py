@@ -6,7 +6,8 @@
         rows.table          # where every rank's copy is, for kernels (fusedmoe/kernels/remote.py)
 
 Backends, each where it works: `shm` (processes of one host, memory shared by the kernel; for Triton's interpreter),
-`local` (virtual ranks of one process), `symm` (the GPUs of a node, PyTorch's symmetric memory).
+`local` (virtual ranks of one process), `symm` (the GPUs of a node, PyTorch's symmetric memory), `nvshmem` (GPUs of
+several nodes).
 
 After an error anywhere nothing that was in flight may meet new data: an abandoned heap is never used again, the next
 operation takes a new one.
@@ -14,8 +15,10 @@ operation takes a new one.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +28,7 @@ from torch import Tensor
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.kernels.places import Network
 
 # Rows start where vector and bulk copies can.
 _ALIGNMENT = 256
@@ -36,8 +40,8 @@ class Symmetric:
 
     Attributes:
         own: this rank's copy, zeros at first.
-        table: [W] int64, on the device, the address of each rank's copy in this process; 0 where it has none, and puts
-            must go through the network.
+        table: [W] int64, on the device, the address of each rank's copy in this process; 0 for ranks that are far,
+            where only the heap's network leads.
     """
 
     own: Tensor
@@ -54,9 +58,11 @@ class Heap:
     Attributes:
         group, device: whose memory, and where.
         abandoned: after an error; nothing can be allocated from then on.
+        network: leads to far ranks; None on all ranks where none is far from any.
     """
 
     backend: str
+    network: Network | None = None
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -113,29 +119,57 @@ class Heap:
 
 
 def open_heap(group: Group, device: torch.device, backend: str | None = None) -> Heap:
-    """A heap over the group; by default the first backend that works for the device. Collective.
+    """A heap over the group; by default the first backend that works for the device on all ranks. Collective.
 
     Raises:
-        ConfigError: the backend does not work here, with the reason and what to do.
+        ConfigError: the backend does not work everywhere; it names the ranks, with the reasons and what to do. All
+            ranks raise it.
     """
-    choice = [backend] if backend is not None else (["symm"] if device.type == "cuda" else ["shm"])
+    name, reason = find_backend(group, device, backend)
+    if reason:
+        raise ConfigError(f"no symmetric heap over the {group} on {device.type}: {reason}")
+    return BACKENDS[name].open(group, device)
+
+
+def find_backend(group: Group, device: torch.device, backend: str | None = None) -> tuple[str, str]:
+    """The first backend that works for all ranks, else "" and why none does; the same on all ranks. Collective.
+
+    Raises:
+        ConfigError: there is no backend of that name.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ConfigError(f"unknown heap backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    choice = (backend,) if backend is not None else ("symm", "nvshmem") if device.type == "cuda" else ("shm",)
+    own = (_host(), [BACKENDS[name].why_not(device) for name in choice])
+    answers = dict(zip(group.ranks, all_gather_object(group, own, "choosing a symmetric heap"), strict=True))
+    hosts = {rank: host for rank, (host, _) in answers.items()}
     reasons = []
-    for name in choice:
-        if name not in BACKENDS:
-            raise ConfigError(f"unknown heap backend {name!r}; choose one of {', '.join(BACKENDS)}")
-        reason = BACKENDS[name].why_not(device)
-        if not reason:
-            return BACKENDS[name].open(group, device)
-        reasons.append(f"{name}: {reason}")
-    raise ConfigError(f"no symmetric heap on {device.type}: {'; '.join(reasons)}")
+    for place, name in enumerate(choice):
+        why = [f"rank {rank}: {of[place]}" for rank, (_, of) in answers.items() if of[place]]
+        if BACKENDS[name].one_host and len({*hosts.values()}) > 1:
+            first, host = next(iter(hosts.items()))
+            other = next(rank for rank in hosts if hosts[rank] != host)
+            names = f"rank {first} is on {host[0]}, rank {other} on {hosts[other][0]}"
+            why.append(f"it joins ranks of one host, but {names}")
+        if not why:
+            return name, ""
+        reasons.append(f"{name}: {'; '.join(why)}")
+    return "", ". ".join(reasons)
+
+
+def _host() -> tuple[str, str]:
+    """This host: its name, and what tells it from others of that name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """`why_not(device)`: why it does not work there, and what to do; "" where it does."""
+    """`why_not(device)`: why it does not work there, and what to do; "" where it does. `one_host`: joins no others."""
 
     open: Callable[[Group, torch.device], Heap]
     why_not: Callable[[torch.device], str]
+    one_host: bool = True
 
 
 def _open_shm(group: Group, device: torch.device) -> Heap:
@@ -162,5 +196,21 @@ def _why_not_symm(device: torch.device) -> str:
     return symm.why_not(device)
 
 
+def _open_nvshmem(group: Group, device: torch.device) -> Heap:
+    from fusedmoe.comm.heaps.nvshmem import NvshmemHeap
+
+    return NvshmemHeap(group, device)
+
+
+def _why_not_nvshmem(device: torch.device) -> str:
+    from fusedmoe.comm.heaps import nvshmem
+
+    return nvshmem.why_not(device)
+
+
 #: By name. Virtual ranks (`heaps/local.py`) have no group to open one over: they are made together.
-BACKENDS = {"shm": Backend(_open_shm, _why_not_shm), "symm": Backend(_open_symm, _why_not_symm)}
+BACKENDS = {
+    "shm": Backend(_open_shm, _why_not_shm),
+    "symm": Backend(_open_symm, _why_not_symm),
+    "nvshmem": Backend(_open_nvshmem, _why_not_nvshmem, one_host=False),
+}

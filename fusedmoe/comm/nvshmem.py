@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.failure import LOOK_S
+from fusedmoe.comm.gpus import no_gpu, not_for_torch
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_home, nvshmem_packages
@@ -118,20 +119,6 @@ class _State:
     job: bytes
 
 
-def no_gpu() -> str:
-    """Why the driver offers no GPU here; "" where it does. Loads nothing but the driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "there is no NVIDIA driver here (libcuda.so.1 cannot be loaded), and it is for NVIDIA GPUs"
-    if error := driver.cuInit(0):
-        return f"the NVIDIA driver does not start (cuInit returned {error}); nvidia-smi may say why"
-    count = c_int()
-    if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return "the NVIDIA driver finds no GPU; see CUDA_VISIBLE_DEVICES"
-    return ""
-
-
 def why_not() -> str:
     """Why NVSHMEM cannot be used in this process, and what to do; "" where it can. Asks no other rank."""
     for reason in (no_gpu, _no_package, _no_library):
@@ -141,7 +128,7 @@ def why_not() -> str:
         load().call("probe")
     except _Failed as error:
         return str(error)
-    return "" if torch.cuda.is_available() else "this PyTorch is a build without CUDA; install one with"
+    return not_for_torch()
 
 
 def _no_package() -> str:

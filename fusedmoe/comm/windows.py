@@ -2,6 +2,9 @@
 
 Each exchange has the next number and uses the next of two slots, so that one can begin while the one before is still
 read; a peer that is further behind is waited for (`fusedmoe/kernels/remote.py` has the protocol).
+
+Where a peer is far, there is room too for what is on its way to it. What a rank makes of all ranks' tokens may be much:
+of results only one exchange is on its way at a time, so that a new one waits until peers have read the one before.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from torch import Tensor
 from fusedmoe.comm.heap import Heap, Symmetric
 from fusedmoe.comm.watch import Watch
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.puts import Bounds, Place
+from fusedmoe.kernels.places import Addresses, Bounds, Mark, Place
 
 #: Exchanges that may be under way at once.
 SLOTS = 2
@@ -47,13 +50,14 @@ class Windows:
         tokens, letters: what peers send here to be computed.
         results: what peers send back: rows [slots, 1, tokens·K, width], a signal for each peer and chunk.
         values: [slots, tokens·K] float32, one number to each result.
+        network: leads to far peers; None where none is.
         watch: bounds waits.
     Raises:
         ConfigError: experts that the ranks cannot share evenly.
     """
 
     def __init__(self, heap: Heap, room: Room) -> None:
-        self.heap, self.room = heap, room
+        self.heap, self.room, self.network = heap, room, heap.network
         size = heap.group.size
         if room.experts % size:
             raise ConfigError(f"{room.experts} experts cannot be shared evenly by {size} ranks")
@@ -68,6 +72,11 @@ class Windows:
         results = max(1, room.tokens * room.slots)
         self.results = self._place((1, results, room.width), room.dtype, 0, room.degree)
         self.values = heap.allocate((SLOTS, results), torch.float32)
+        if self.network is not None:
+            # In chunks whose sizes are bounds, as `Route` reckons.
+            most = size * (room.tokens * room.slots + room.degree * (1 + self.experts))
+            self._staged_rows = heap.allocate((most, room.width), room.dtype).own
+            self._staged_values = heap.allocate((most, 1), torch.float32).own
         self.watch = Watch(heap.group, heap.device)
         self._epochs = {id(place): 0 for place in (self.tokens, self.letters, self.results)}
 
@@ -97,22 +106,50 @@ class Windows:
         if (dtype, width) != (room.dtype, room.width):
             raise ConfigError(f"rows of {width} × {dtype} do not fit windows of {room.width} × {room.dtype}")
 
-    def result_rows(self, peer_R: Tensor, place_R: Tensor, epoch: int) -> Tensor:
-        """[R] addresses of results at their sources."""
+    def results_behind(self, epoch: int) -> int:
+        """The last exchange of results that peers must have read before results of this one are put."""
+        return epoch - (SLOTS if self.network is None else 1)
+
+    def result_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
+        """Where results go at their sources; on their way they are rows `first` and the next ones of staging."""
         rows = self.results.rows
-        start = self.results.slot(epoch) * rows.shape[2]
-        return self.results.row_table[peer_R.long()] + (start + place_R) * (rows.shape[3] * rows.itemsize)
+        target_R = (self.results.slot(epoch) * rows.shape[2] + place_R) * (rows.shape[3] * rows.itemsize)
+        staged = None if self.network is None else self._staged_rows[first:]
+        return self._addresses(rows, self.results.row_table, peer_R, target_R, staged)
 
-    def value_places(self, peer_R: Tensor, place_R: Tensor, epoch: int) -> Tensor:
-        """[R] addresses of the numbers to these results."""
-        start = self.results.slot(epoch) * self.values.own.shape[1]
-        return self.values.table[peer_R.long()] + (start + place_R) * 4
+    def value_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
+        """The same for the numbers to these results."""
+        own, table = self.values.own, self.values.table
+        target_R = (self.results.slot(epoch) * own.shape[1] + place_R) * own.itemsize
+        staged = None if self.network is None else self._staged_values[first:]
+        return self._addresses(own, table, peer_R, target_R, staged)
 
-    def result_signals(self, chunk: int, epoch: int) -> Tensor:
-        """[W] addresses of this rank's signal at each peer, that a chunk's results are there."""
+    def _addresses(
+        self, own: Tensor, table: Tensor, peer_R: Tensor, target_R: Tensor, staged: Tensor | None
+    ) -> Addresses:
+        """`target_R`: bytes from the allocation's beginning."""
+        there_R = table[peer_R.long()]
+        store_R = there_R + target_R
+        if staged is None:
+            return Addresses(peer_R, store_R)
+        row_R = torch.arange(peer_R.numel(), device=peer_R.device)
+        here_R = staged.data_ptr() + row_R * (staged.shape[1] * staged.itemsize)
+        far_R = there_R == 0
+        target_R = torch.where(far_R, own.data_ptr() + target_R, 0)
+        return Addresses(peer_R, torch.where(far_R, here_R, store_R), target_R, self.network)
+
+    def result_mark(self, chunk: int, epoch: int) -> Mark:
+        """This rank's signal at each peer, that a chunk's results are there."""
         place = self.results
         index = (place.slot(epoch) * self.heap.group.size + place.me) * self.room.degree + chunk
-        return place.signal_table + index * 8
+        return Mark(place.signals, index, place.signal_table)
+
+    def result_signals(self, mark: Mark) -> Tensor:
+        """[W] addresses of that signal; of a spare one instead of those of far peers."""
+        signal_W = mark.table + mark.place * 8
+        if self.network is None:
+            return signal_W
+        return torch.where(mark.table == 0, self.network.spare.data_ptr(), signal_W)
 
     def awaited_results(self, degree: int, epoch: int) -> Tensor:
         """Indices of the signals that all results are here, int32."""
@@ -145,8 +182,18 @@ class Windows:
             return self.heap.allocate(shape, dtype)
 
         rows, signal, credit = allocate(SLOTS, *shape, dtype=dtype), allocate(SLOTS, size, signals), allocate(size)
+        staging = allocate(SLOTS, *shape, dtype=dtype).own if tile and self.network is not None else None
         return Place(
-            rows.own, rows.table, signal.own, signal.table, tile, credit.own, credit.table, self.heap.group.index
+            rows.own,
+            rows.table,
+            signal.own,
+            signal.table,
+            tile,
+            credit.own,
+            credit.table,
+            self.heap.group.index,
+            self.network,
+            staging,
         )
 
 

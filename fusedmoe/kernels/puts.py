@@ -1,23 +1,31 @@
-"""Rows to other ranks' windows, started by kernels: puts with a signal for every tile, waits, and credits.
+"""Rows to other ranks' windows, started by kernels: puts with a signal for every tile, results, and credits.
 
 A window (`Place`) is a ring of slots of a symmetric heap; in each slot every rank has room for C rows, of which it
-signals TILE at a time. Kernels here write to it and wait; those that compute on what has come wait for their own rows
-(`fusedmoe/kernels/grouped`). Nothing here waits for the host.
+signals TILE at a time. Kernels here write to it, those of `awaits.py` wait; those that compute on what has come wait
+for their own rows, and put what they make (`fusedmoe/kernels/grouped`). Nothing here waits for the host.
 
-Contract: the caller owns the windows, counts the exchanges and gives credit once it has read (`comm/window.py`).
+With `NVSHMEM`, rows and signals for far peers go through the network (`network.py`); without, no peer is far.
+
+Contract: the caller owns the windows, counts the exchanges and gives credit once it has read (`comm/windows.py`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels.aot import AotCase
+from fusedmoe.kernels.aot import MOST_REGISTERS, AotCase
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.libraries import nvshmem_bitcode
+from fusedmoe.kernels.network import put_runs, signal_far
+from fusedmoe.kernels.nvshmem import fence, put_signal_nbi
+from fusedmoe.kernels.nvshmem import signal as signal_pe
+from fusedmoe.kernels.places import Addresses, Bounds, Place, Put, far_pointers, linked
 from fusedmoe.kernels.remote import at_peer, signal, wait
 
 # Rows of a program that puts what lies here already.
@@ -25,66 +33,6 @@ _RETURN_TILE = 64
 # Of programs that move rows.
 _WARPS = 8
 _UNSPECIAL = ["me", "slot", "epoch", "credit", "limit_ns"]
-
-
-class Bounds(NamedTuple):
-    """What ends the waits of kernels; see `fusedmoe.kernels.remote.wait`."""
-
-    stop: Tensor
-    record: Tensor
-    limit_ns: int
-
-
-class Place(NamedTuple):
-    """A window as kernels see it.
-
-    Attributes:
-        rows: [slots, W, C, M], this rank's copy: what the W ranks put here; or [slots, 1, C, M], the same rows for all.
-        row_table: [W] all ranks' copies.
-        signals: [slots, W, T] int64 of each rank, T = C / tile where tiles have signals.   signal_table: of these.
-        tile: rows for which there is one signal.
-        credits: [W] int64, of each peer the last exchange of this rank's that it has read.   credit_table: of these.
-        me: this rank's place.
-    """
-
-    rows: Tensor
-    row_table: Tensor
-    signals: Tensor
-    signal_table: Tensor
-    tile: int
-    credits: Tensor
-    credit_table: Tensor
-    me: int
-
-    @property
-    def slots(self) -> int:
-        return self.rows.shape[0]
-
-    @property
-    def peers(self) -> int:
-        return self.credits.numel()
-
-    def slot(self, epoch: int) -> int:
-        return (epoch - 1) % self.slots
-
-
-class Put(NamedTuple):
-    """Rows that go to other ranks' memory.
-
-    Attributes:
-        like: of the rows' dtype.
-        address_N: int64, where each row goes.   peer_N: int32, to whom.   weight_N: factors, or None for 1.
-        wanted_W: int32, rows of each peer.   signal_W: int64, the addresses of what to set to `epoch` when they are
-            all there.
-    """
-
-    like: Tensor
-    address_N: Tensor
-    peer_N: Tensor
-    weight_N: Tensor | None
-    wanted_W: Tensor
-    signal_W: Tensor
-    epoch: int
 
 
 @triton.jit(do_not_specialize=_UNSPECIAL)
@@ -97,6 +45,9 @@ def put_rows_kernel(
     signals_ptr,
     signal_table_ptr,
     credits_ptr,
+    staging_ptr,
+    pe_ptr,
+    spare_ptr,
     stop_ptr,
     record_ptr,
     me,
@@ -110,6 +61,7 @@ def put_rows_kernel(
     M,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    NVSHMEM: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     # First tiles first, and each rank begins with another peer.
@@ -126,73 +78,54 @@ def put_rows_kernel(
     inside = place < used
     source = tl.load(source_ptr + peer.to(tl.int64) * C + place, mask=inside, other=0).to(tl.int64)
     there = at_peer(rows_ptr, row_table_ptr, peer)
-    target = (slot.to(tl.int64) * W + me) * C + place
+    owner = me
+    if NVSHMEM:
+        far = tl.load(row_table_ptr + peer) == 0
+        if far:
+            there, owner = staging_ptr, peer
+    target = (slot.to(tl.int64) * W + owner) * C + place
     column = tl.arange(0, BLOCK)
     for first in range(0, M, BLOCK):
         mask = inside[:, None] & (first + column < M)[None, :]
         x = tl.load(x_ptr + source[:, None] * M + first + column[None, :], mask=mask)
         tl.store(there + target[:, None] * M + first + column[None, :], x, mask=mask)
-    signal(at_peer(signals_ptr, signal_table_ptr, peer) + (slot * W + me) * T + tile, epoch)
+    mark = (slot * W + me) * T + tile
+    if NVSHMEM:
+        if far:
+            size = M * (staging_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            here = staging_ptr + ((slot.to(tl.int64) * W + peer) * C + tile * TILE) * M
+            away = rows_ptr + ((slot.to(tl.int64) * W + me) * C + tile * TILE) * M
+            count, pe = tl.minimum(used - tile * TILE, TILE).to(tl.int64), tl.load(pe_ptr + peer)
+            if count > 0:
+                put_signal_nbi(away, here, count * size, signals_ptr + mark, epoch, pe)
+            else:
+                signal_pe(signals_ptr + mark, epoch, pe, spare_ptr)
+        else:
+            signal(at_peer(signals_ptr, signal_table_ptr, peer) + mark, epoch)
+    else:
+        signal(at_peer(signals_ptr, signal_table_ptr, peer) + mark, epoch)
 
 
 @triton.jit(do_not_specialize=_UNSPECIAL)
-def await_letters_kernel(
-    letters_ptr,
-    signals_ptr,
-    stop_ptr,
-    record_ptr,
-    slot,
-    epoch,
-    limit_ns,
-    W,
-    C,
-    T,
-    E,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    EP: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Waits for all of one peer's letter, whose first tile tells how long it is."""
+def credit_kernel(credits_ptr, credit_table_ptr, pe_ptr, spare_ptr, me, epoch, NVSHMEM: tl.constexpr):
     peer = tl.program_id(0)
-    base = (slot * W + peer) * T
-    one = tl.arange(0, 1)
-    wait(signals_ptr, base + one, one == 0, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
-    e = tl.arange(0, EP)
-    letter = letters_ptr + (slot.to(tl.int64) * W + peer) * C * 2
-    used = E + tl.sum(tl.load(letter + 2 * e, mask=e < E, other=0, volatile=True), 0)
-    tile = tl.arange(0, TILES)
-    wait(signals_ptr, base + tile, tile * TILE < used, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
-
-
-@triton.jit(do_not_specialize=[*_UNSPECIAL, "count"])
-def await_kernel(
-    signals_ptr,
-    index_ptr,
-    stop_ptr,
-    record_ptr,
-    epoch,
-    limit_ns,
-    count,
-    BLOCK: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.load(index_ptr + i, mask=i < count, other=0)
-    wait(signals_ptr, index, i < count, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
-
-
-@triton.jit(do_not_specialize=_UNSPECIAL)
-def credit_kernel(credits_ptr, credit_table_ptr, me, epoch):
-    signal(at_peer(credits_ptr, credit_table_ptr, tl.program_id(0)) + me, epoch)
+    if NVSHMEM:
+        if tl.load(credit_table_ptr + peer) == 0:
+            fence()  # or the network might bring it before an earlier credit, which would then be the last
+            signal_pe(credits_ptr + me, epoch, tl.load(pe_ptr + peer), spare_ptr)
+        else:
+            signal(at_peer(credits_ptr, credit_table_ptr, peer) + me, epoch)
+    else:
+        signal(at_peer(credits_ptr, credit_table_ptr, peer) + me, epoch)
 
 
 @triton.jit
 def signal_peers(peer, inside, parts, counter_ptr, wanted_ptr, signal_ptr, epoch, W):
     """Counts a tile's rows for each peer, and signals those who have all of theirs now: all `parts` of `wanted` rows.
 
-    `signal_ptr`: [W] addresses of what to signal. A reader's acquire of the last one's release covers all tiles: each
-    counted itself in with a release that the last one acquired.
+    `signal_ptr`: [W] addresses of what to signal; far peers are signalled later (`signal_far`), here a spare place is.
+    A reader's acquire of the last one's release covers all tiles: each counted itself in with a release that the last
+    one acquired.
     """
     tl.debug_barrier()
     for p in range(W):
@@ -220,11 +153,14 @@ def return_rows_kernel(
     counter_ptr,
     wanted_ptr,
     signal_ptr,
+    target_ptr,
+    pe_ptr,
     epoch,
     W,
     M,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    NVSHMEM: tl.constexpr,
 ):
     if tl.program_id(0) == 0:
         signal_those_without(wanted_ptr, signal_ptr, epoch, W)
@@ -236,16 +172,25 @@ def return_rows_kernel(
         mask = inside[:, None] & (first + column < M)[None, :]
         x = tl.load(x_ptr + row.to(tl.int64)[:, None] * M + first + column[None, :], mask=mask)
         tl.store(target[:, None] + first + column[None, :], x, mask=mask)
+    if NVSHMEM:
+        size = M * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        first = tl.program_id(0) * TILE
+        put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, TILE)
     peer = tl.load(peer_ptr + row, mask=inside, other=0)
     signal_peers(peer, inside, 1, counter_ptr, wanted_ptr, signal_ptr, epoch, W)
 
 
 @triton.jit
-def put_values_kernel(x_ptr, address_ptr, rows_ptr, BLOCK: tl.constexpr):
+def put_values_kernel(
+    x_ptr, address_ptr, rows_ptr, target_ptr, peer_ptr, pe_ptr, BLOCK: tl.constexpr, NVSHMEM: tl.constexpr
+):
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = n < tl.load(rows_ptr)
     target = tl.load(address_ptr + n, mask=inside, other=0).to(x_ptr.dtype)
     tl.store(target, tl.load(x_ptr + n, mask=inside), mask=inside)
+    if NVSHMEM:
+        first, size = tl.program_id(0) * BLOCK, x_ptr.dtype.element_ty.primitive_bitwidth // 8
+        put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, BLOCK)
 
 
 def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, place: Place, epoch: int, bounds: Bounds) -> None:
@@ -266,6 +211,8 @@ def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, place: Place, epoch: 
         place.signals,
         place.signal_table,
         place.credits,
+        place.staging,
+        *far_pointers(place.network),
         bounds.stop,
         bounds.record,
         place.me,
@@ -279,83 +226,74 @@ def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, place: Place, epoch: 
         width,
         TILE=place.tile,
         **_columns(width, place.tile),
+        **linked(place.network),
         INTERPRET=INTERPRET,
-        num_warps=_WARPS,
+        **_options(place.network is not None),
     )
-
-
-def await_letters(letters: Place, experts: int, epoch: int, bounds: Bounds) -> None:
-    """Waits for every rank's letter: rows of two int32, of which the first `experts` begin with the number of rows that
-    follow for each of them."""
-    capacity = letters.rows.shape[2]
-    tiles = capacity // letters.tile
-    await_letters_kernel[(letters.peers,)](
-        letters.rows,
-        letters.signals,
-        bounds.stop,
-        bounds.record,
-        letters.slot(epoch),
-        epoch,
-        bounds.limit_ns,
-        letters.peers,
-        capacity,
-        tiles,
-        experts,
-        TILE=letters.tile,
-        TILES=triton.next_power_of_2(tiles),
-        EP=triton.next_power_of_2(experts),
-        INTERPRET=INTERPRET,
-    )
-
-
-def await_signals(signals: Tensor, index: Tensor, epoch: int, bounds: Bounds) -> None:
-    """Waits until the signals with these (int32) indices have come to `epoch`."""
-    block = min(1024, max(16, triton.next_power_of_2(index.numel())))
-    if index.numel():
-        await_kernel[(triton.cdiv(index.numel(), block),)](
-            signals,
-            index,
-            bounds.stop,
-            bounds.record,
-            epoch,
-            bounds.limit_ns,
-            index.numel(),
-            BLOCK=block,
-            INTERPRET=INTERPRET,
-        )
 
 
 def give_credit(place: Place, epoch: int) -> None:
     """Tells all peers that their rows of this exchange have been read."""
-    credit_kernel[(place.peers,)](place.credits, place.credit_table, place.me, epoch)
+    credit_kernel[(place.peers,)](
+        place.credits,
+        place.credit_table,
+        *far_pointers(place.network),
+        place.me,
+        epoch,
+        **linked(place.network),
+        **_credit_options(place.network is not None),
+    )
 
 
-def put_values(x_R: Tensor, address_R: Tensor, rows: Tensor) -> None:
-    """Stores x_R[i] at address_R[i] for i < rows[0]."""
+def put_values(x_R: Tensor, addresses: Addresses, rows: Tensor) -> None:
+    """Puts x_R[i] to its address for i < rows[0]. Far peers have them before signals that come later (`finish`)."""
     if x_R.numel():
         block = 256 if not INTERPRET else triton.next_power_of_2(x_R.numel())
-        put_values_kernel[(triton.cdiv(x_R.numel(), block),)](x_R, address_R, rows, BLOCK=block)
+        peer_N, store_N, target_N, network = addresses
+        put_values_kernel[(triton.cdiv(x_R.numel(), block),)](
+            x_R, store_N, rows, target_N, peer_N, far_pointers(network)[0], BLOCK=block, **linked(network)
+        )
 
 
 def return_rows(x_RM: Tensor, rows: Tensor, put: Put) -> None:
     """Puts x_RM[i], for i < rows[0], where `put` says; the weights of `put` are not applied."""
     count, width = x_RM.shape
-    peers = put.wanted_W.numel()
+    peer_N, store_N, target_N, network = put.addresses
     return_rows_kernel[(max(1, triton.cdiv(count, _RETURN_TILE)),)](
         x_RM.contiguous(),
         rows,
-        put.address_N,
-        put.peer_N,
+        store_N,
+        peer_N,
         torch.zeros_like(put.wanted_W),
         put.wanted_W,
         put.signal_W,
+        target_N,
+        far_pointers(network)[0],
         put.epoch,
-        peers,
+        put.wanted_W.numel(),
         width,
         TILE=_RETURN_TILE,
         **_columns(width, _RETURN_TILE),
-        num_warps=_WARPS,
+        **linked(network),
+        **_options(network is not None),
     )
+    finish(put)
+
+
+def finish(put: Put) -> None:
+    """Behind the launches that put: far peers learn that they have all of it."""
+    if put.addresses.network is not None:
+        signal_far(put.mark, put.epoch, put.addresses.network)
+
+
+def _options(nvshmem: bool) -> dict[str, int]:
+    """Of programs that move rows. With calls of NVSHMEM the assembler would spill a few bytes for one more program."""
+    return {"num_warps": _WARPS, "maxnreg": MOST_REGISTERS} if nvshmem else {"num_warps": _WARPS}
+
+
+def _credit_options(nvshmem: bool) -> dict[str, int]:
+    """Every thread fences."""
+    return {"num_warps": 1} if nvshmem else {}
 
 
 def _columns(width: int, tile: int) -> dict[str, int]:
@@ -369,7 +307,22 @@ def aot_cases() -> list[AotCase]:
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
     numbers = {name: "i32" for name in ("me", "slot", "epoch")}
     ends = {"counter_ptr": i32, "wanted_ptr": i32, "signal_ptr": i64, "epoch": "i32"}
-    cases, warps = [], {"num_warps": _WARPS}
+    cases = []
+
+    def add(
+        name: str,
+        kernel: Any,
+        arguments: dict[str, Any],
+        far: dict[str, Any],
+        options: Callable[[bool], dict[str, int]] = lambda nvshmem: {},
+        quick: bool = False,
+    ) -> None:
+        """Both ways: where no peer is far, and through the network."""
+        near = {**arguments, **dict.fromkeys(far), "NVSHMEM": False}
+        cases.append(AotCase(name, kernel, near, options(False), quick=quick))
+        arguments = {**arguments, **far, "NVSHMEM": True}
+        cases.append(AotCase(f"{name} nvshmem", kernel, arguments, options(True), libraries=nvshmem_bitcode))
+
     for dtype, tile, width in (
         *((torch.bfloat16, 128, width) for width in (512, 4096, 7168)),
         *((torch.bfloat16, tile, 4096) for tile in (16, 64)),
@@ -383,18 +336,15 @@ def aot_cases() -> list[AotCase]:
         more = {"source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "credit": "i32", "W": 8, "C": 4096, "T": 32}
         sizes = {"M": width, "TILE": tile, **_columns(width, tile), "INTERPRET": False}
         put = {"x_ptr": dtype, **tables, **more, **numbers, **stop, **sizes}
-        quick = name == "bfloat16 128x4096"
-        cases.append(AotCase(f"put rows {name}", put_rows_kernel, put, warps, quick=quick))
+        far = {"staging_ptr": dtype, "pe_ptr": i32, "spare_ptr": i64}
+        add(f"put rows {name}", put_rows_kernel, put, far, _options, quick=name == "bfloat16 128x4096")
         if dtype != torch.int32 and tile == 128:
             back = {"x_ptr": dtype, "rows_ptr": i32, "address_ptr": i64, "peer_ptr": i32, **ends, "W": 8, "M": width}
             back |= {"TILE": _RETURN_TILE, **_columns(width, _RETURN_TILE)}
-            cases.append(AotCase(f"return rows {str(dtype)[6:]} {width}", return_rows_kernel, back, warps))
-    letters = {"letters_ptr": i32, "signals_ptr": i64, **stop, "slot": "i32", "epoch": "i32", "W": 8, "C": 65536}
-    shape = {"T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
-    cases.append(AotCase("await letters", await_letters_kernel, {**letters, **shape}))
-    for block in (16, 256, 1024):
-        some = {"signals_ptr": i64, "index_ptr": i32, **stop, "epoch": "i32", "count": "i32"}
-        cases.append(AotCase(f"await {block}", await_kernel, {**some, "BLOCK": block, "INTERPRET": False}))
+            far = {"target_ptr": i64, "pe_ptr": i32}
+            add(f"return rows {str(dtype)[6:]} {width}", return_rows_kernel, back, far, _options)
     credit = {"credits_ptr": i64, "credit_table_ptr": i64, "me": "i32", "epoch": "i32"}
-    values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "BLOCK": 256}
-    return [*cases, AotCase("credit", credit_kernel, credit), AotCase("put values", put_values_kernel, values)]
+    add("credit", credit_kernel, credit, {"pe_ptr": i32, "spare_ptr": i64}, _credit_options)
+    values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "peer_ptr": i32, "BLOCK": 256}
+    add("put values", put_values_kernel, values, {"target_ptr": i64, "pe_ptr": i32})
+    return cases

@@ -9,6 +9,9 @@ tests/comm/test_protocol.py:
 * A producer waits for the reader's credit before it writes to a slot again: the credit of a peer is the last exchange
   that it has read. A reader gives credit for every exchange, also one in which nothing came.
 * The signal is a release, the wait an acquire, both for the whole system: rows first, then their signal.
+* Through the network (`fusedmoe/kernels/network.py`) rows are read where they are staged until they have come, so what
+  was there before must have been read by the peer. A fence is between rows and their signal, and between two credits.
+  A reader asks NVSHMEM between the wait and the rows.
 * A wait ends when `stop` is set or, on a GPU, when its time is up; it then leaves a record, and whoever launched the
   kernel raises (`fusedmoe/comm/watch.py`). What such a kernel has computed is never used.
 """

@@ -42,15 +42,12 @@ def fused_kind(topology: Topology, x_SM: Tensor, experts: ChunkExperts) -> str |
         return None
     if not uses_triton(x_SM) or x_SM.dtype == torch.float64:
         return None
-    from fusedmoe.comm.heap import BACKENDS
-
-    if all(backend.why_not(x_SM.device) for backend in BACKENDS.values()):
-        return None
     return _OVER_EXPERTS if ep > 1 else _OVER_SHARDS
 
 
 def choose_way(topology: Topology, kind: str, x_SM: Tensor, plans_for: Callable[[int], Plans]) -> Way:
-    """By which way rows travel from now on. Collective over the ranks that have the experts.
+    """By which way rows travel from now on: where some rank has no symmetric heap, by collectives. Collective over the
+    ranks that have the experts.
 
     Args:
         plans_for: the plans for so many tokens on a rank.
@@ -64,6 +61,10 @@ def choose_way(topology: Topology, kind: str, x_SM: Tensor, plans_for: Callable[
     # Where experts are split over all ranks there is nobody to dispatch to.
     idle = {"dispatch", "combine"} if kind == _OVER_SHARDS else set()
     if kinds - idle != {kind} or len(degrees) != 1:
+        return Way(None)
+    from fusedmoe.comm.heap import find_backend
+
+    if not find_backend(_group(topology, kind), x_SM.device)[0]:
         return Way(None)
     return Way(kind, degrees.pop(), most)
 

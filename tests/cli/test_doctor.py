@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ import torch
 
 from fusedmoe.cli import doctor
 from fusedmoe.cli.main import main
+from fusedmoe.comm import heap
+from fusedmoe.comm.heaps import symm
 
 NAMES = ["gloo", "nccl", "shm", "local", "symm", "nvshmem"]
 
@@ -40,18 +44,18 @@ def fake(monkeypatch: pytest.MonkeyPatch, **reasons: Any) -> None:
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    before = set(Path(doctor.SHARED_MEMORY).iterdir())
+    before = set(Path("/dev/shm").iterdir())
     assert main(["doctor"]) == 0
     found = rows(capsys.readouterr().out)
     assert found["torch"] == [torch.__version__] and found["fusedmoe"] == ["0.1.0"]
-    assert "GiB free" in found["/dev/shm"][0]
-    assert {path for path in Path(doctor.SHARED_MEMORY).iterdir() if path.name.startswith("fusedmoe")} <= before
+    assert {path for path in Path("/dev/shm").iterdir() if path.name.startswith("fusedmoe")} <= before
     for name in NAMES:
         _, works, reason = found[name]
         assert works == ("no" if reason else "yes"), name
     for name in ("gloo", "shm", "local"):
         assert found[name][1] == "yes"
     if not torch.cuda.is_available():
+        assert not any("/dev/shm" in name for name in found)
         assert found["GPUs"] == ["none"] and found["cuda of torch"] == [torch.version.cuda or "not there"]
         for name in ("nccl", "symm", "nvshmem"):
             assert "driver" in found[name][2] or "CUDA" in found[name][2]
@@ -64,7 +68,8 @@ def test_this_machine_as_json() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert list(found) == ["host", "versions", "gpus", "shared_memory", "transports"]
-    assert found["versions"]["torch"] == torch.__version__ and found["shared_memory"]["size"] > 0
+    assert found["versions"]["torch"] == torch.__version__
+    assert (found["shared_memory"] is None) != torch.cuda.is_available()
     assert [one["name"] for one in found["transports"]] == NAMES
     for one in found["transports"]:
         assert one["works"] == (not one["reason"]) and one["kind"] in ("collectives", "symmetric memory")
@@ -105,10 +110,40 @@ def test_a_probe_that_hangs_is_left() -> None:
     assert time.monotonic() - start < 2
 
 
-def test_no_room_for_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert doctor.why_not_shm() == ""
+def test_heaps_answer_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What opening one would say, for the devices that it is for."""
+    asked = []
+    for name, backend in heap.BACKENDS.items():
+
+        def why_not(device: torch.device, name: str = name) -> str:
+            asked.append((name, device.type))
+            return f"no {name}"
+
+        monkeypatch.setitem(heap.BACKENDS, name, replace(backend, why_not=why_not))
+    said = {one.name: one.why_not() for one in doctor.TRANSPORTS if one.name in heap.BACKENDS}
+    assert said == {name: f"no {name}" for name in ("shm", "symm", "nvshmem")}
+    assert asked == [("shm", "cpu"), ("symm", "cuda"), ("nvshmem", "cuda")]
+
+
+def test_shared_memory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*arguments: Any) -> int:
+        raise OSError("no more files")
+
+    assert doctor.why_no_heap("shm", "cpu") == ""
+    monkeypatch.setattr(os, "memfd_create", refuses)
+    assert "cannot be made or opened through /proc (no more files)" in doctor.why_no_heap("shm", "cpu")
+
+
+def test_what_nccl_shares_is_told_where_it_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    assert main(["doctor"]) == 0
+    assert "GiB free" in rows(capsys.readouterr().out)["/dev/shm (NCCL)"][0]
+    fake(monkeypatch, nccl="none")
+    assert main(["doctor"]) == 0
+    assert "/dev/shm" not in capsys.readouterr().out
     monkeypatch.setattr(doctor, "SHARED_MEMORY", str(tmp_path / "none"))
-    assert "No such file" in doctor.why_not_shm() and "--shm-size" in doctor.why_not_shm()
     assert doctor.shared_memory() is None
 
 
@@ -128,7 +163,8 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, pairs: set[tuple[int, int]], coun
     """As many GPUs; `pairs` reach each other."""
     properties = SimpleNamespace(name="Some GPU", major=9, minor=0, total_memory=80 * 2**30)
     for place, name, value in (
-        (doctor.nvshmem, "no_gpu", lambda: ""),
+        (doctor, "no_gpu", lambda: ""),
+        (symm, "no_gpu", lambda: ""),
         (torch.version, "cuda", "13.0"),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: count),
@@ -144,9 +180,9 @@ def test_gpus_and_how_they_reach_each_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_gpus(monkeypatch, {(0, 1), (0, 2), (1, 2)})
-    assert doctor.why_not_symm() == doctor.why_not_nccl() == ""
+    assert doctor.why_no_heap("symm", "cuda") == doctor.why_not_nccl() == ""
     with_gpus(monkeypatch, {(0, 1)})
-    assert doctor.why_not_symm().startswith("GPUs 0 and 2 do not reach each other's memory")
+    assert doctor.why_no_heap("symm", "cuda").startswith("GPUs 0 and 2 do not reach each other's memory")
     fake(monkeypatch)
     assert main(["doctor"]) == 0
     found = rows(capsys.readouterr().out)
@@ -155,7 +191,7 @@ def test_gpus_and_how_they_reach_each_other(
     assert found["nccl"][1] == "yes" and "GPUs" not in found
     assert doctor.versions()["nccl"] == "2.28.9"
     with_gpus(monkeypatch, set(), 1)
-    assert doctor.why_not_symm() == ""
+    assert doctor.why_no_heap("symm", "cuda") == ""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "PyTorch for CUDA 13.0 finds no GPU" in doctor.why_not_nccl()
     monkeypatch.setattr(torch.version, "cuda", None)

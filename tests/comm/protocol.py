@@ -32,11 +32,13 @@ class Rank(NamedTuple):
 
 
 class State(NamedTuple):
-    """`tiles`: under way, (to, place, exchange, rows written). `credits`: under way, (to, exchange)."""
+    """`tiles`: under way, (to, place, exchange, rows written). `credits`: under way, (to, exchange). `staged`: of each
+    rank, by slot and tile, the exchange whose rows lie in staging."""
 
     ranks: tuple[Rank, Rank]
     tiles: tuple[tuple[int, int, int, bool], ...]
     credits: tuple[tuple[int, int], ...]
+    staged: tuple[tuple[int, ...], ...] = ((), ())
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Model:
     Rules: `credit`: a producer waits for it. `release`: signals come after their rows. `slots`: in turn.
     `signal_empty`: the first tile is always signalled. `fresh`: nothing from before an error is still under way.
     `dies`: rank 1 may, at any time. `bounded`: who waits for a dead peer learns of it.
+
+    Over a network: `staging`, slots out of which rows are read when they are delivered; 0 where they are stored at
+    once. `behind`: the producer waits for credit for what was in that slot, not only in the window's. `fenced`: a
+    credit comes after earlier ones.
     """
 
     exchanges: int = 3
@@ -58,12 +64,16 @@ class Model:
     fresh: bool = True
     dies: bool = False
     bounded: bool = True
+    staging: int = 0
+    behind: bool = True
+    fenced: bool = True
 
     def search(self, most: int = 2_000_000) -> tuple[str, int]:
         """What can go wrong, "" for nothing, and how many states there are."""
         places = self.slots * self.tiles
         rank = Rank((1, 0), (1, 0, False), (0,) * places, (0,) * places, 0, "")
-        first = State((rank, rank), () if self.fresh else ((0, 0, _LONG_AGO, False),), ())
+        staged = ((0,) * self.staging * self.tiles,) * 2
+        first = State((rank, rank), () if self.fresh else ((0, 0, _LONG_AGO, False),), (), staged)
         seen, queue = {first}, [first]
         while queue:
             state = queue.pop()
@@ -93,6 +103,9 @@ class Model:
     def _place(self, exchange: int, tile: int) -> int:
         return (exchange - 1) % self.slots * self.tiles + tile
 
+    def _staged(self, exchange: int, tile: int) -> int:
+        return (exchange - 1) % self.staging * self.tiles + tile
+
     def _steps(self, state: State) -> Iterator[tuple[str, State]]:
         for r in (0, 1):
             rank = state.ranks[r]
@@ -108,7 +121,8 @@ class Model:
 
     def _produce(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         exchange, tile = rank.send
-        if exchange > self.exchanges or (self.credit and rank.credit < exchange - self.slots):
+        slots = min(self.slots, self.staging) if self.staging and self.behind else self.slots
+        if exchange > self.exchanges or (self.credit and rank.credit < exchange - slots):
             return
         last = tile + 1 >= self._tiles_of(r)
         moved = rank._replace(send=(exchange + 1, 0) if last else (exchange, tile + 1))
@@ -116,6 +130,9 @@ class Model:
         if self._tiles_of(r):
             under_way = (1 - r, self._place(exchange, tile), exchange, False)
             after = after._replace(tiles=tuple(sorted((*after.tiles, under_way))))
+            if self.staging:
+                rows = _set(state.staged[r], self._staged(exchange, tile), exchange)
+                after = after._replace(staged=(rows, state.staged[1]) if r == 0 else (state.staged[0], rows))
         yield "", after
 
     def _read(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
@@ -142,7 +159,8 @@ class Model:
             rank, rest = state.ranks[to], state.tiles[:i] + state.tiles[i + 1 :]
             if any(other[:2] == (to, place) and other[2] < exchange for other in rest):
                 continue  # puts to one place keep their order
-            rows, signals = _set(rank.rows, place, exchange), _set(rank.signals, place, exchange)
+            content = state.staged[1 - to][self._staged(exchange, place % self.tiles)] if self.staging else exchange
+            rows, signals = _set(rank.rows, place, content), _set(rank.signals, place, exchange)
             if written:
                 change = rank._replace(signals=signals) if self.release else rank._replace(rows=rows)
                 yield "", self._with(state, to, change)._replace(tiles=rest)
@@ -152,7 +170,9 @@ class Model:
                 yield "", self._with(state, to, change)._replace(tiles=half)
         for i, (to, exchange) in enumerate(state.credits):
             rank, rest = state.ranks[to], state.credits[:i] + state.credits[i + 1 :]
-            yield "", self._with(state, to, rank._replace(credit=max(rank.credit, exchange)))._replace(credits=rest)
+            if self.fenced and any(other < exchange for at, other in rest if at == to):
+                continue
+            yield "", self._with(state, to, rank._replace(credit=exchange))._replace(credits=rest)
 
     def _with(self, state: State, r: int, rank: Rank) -> State:
         return state._replace(ranks=(rank, state.ranks[1]) if r == 0 else (state.ranks[0], rank))
@@ -204,3 +224,66 @@ _Programs = tuple[tuple[bool, bool, bool], ...]
 
 def _put(programs: _Programs, i: int, program: tuple[bool, bool, bool]) -> _Programs:
     return (*programs[:i], program, *programs[i + 1 :])
+
+
+@dataclass(frozen=True)
+class Network:
+    """Several programs store rows of a tile, the last one puts it, a launch behind theirs signals, a reader asks.
+
+    Rules: `counted`: only the program that is the last to have stored puts. `behind`: the signal is launched once all
+    puts are issued. `fence`: it comes after what was issued before. `asks`: the reader does, before it reads.
+    """
+
+    tiles: int = 2
+    programs: int = 2
+    counted: bool = True
+    behind: bool = True
+    fence: bool = True
+    asks: bool = True
+
+    def search(self) -> tuple[str, int]:
+        """As `Model.search`."""
+        # Of each tile: programs that have stored, what was put (-1 nothing, else how many had stored then), and where
+        # that is: "", under way, "come", or "seen" by the reader's GPU. Then the signal: "", under way, "come"; and
+        # what the reader has done: "", "looked", "asked".
+        first = (((0, -1, ""),) * self.tiles, "", "")
+        seen, queue = {first}, [first]
+        while queue:
+            tiles, signal, reader = queue.pop()
+            if reader == ("asked" if self.asks else "looked"):
+                # It reads. What has come is seen sooner or later, but need not be yet.
+                if not all(rows == self.programs and where == "seen" for _, rows, where in tiles):
+                    return "a row is stale when it is read", len(seen)
+                continue
+            steps = [*self._steps(tiles, signal, reader)]
+            if not steps:
+                return "waits for ever", len(seen)
+            for step in steps:
+                if step not in seen:
+                    seen.add(step)
+                    queue.append(step)
+        return "", len(seen)
+
+    def _steps(self, tiles: _Tiles, signal: str, reader: str) -> Iterator[tuple[_Tiles, str, str]]:
+        for i, (stored, rows, where) in enumerate(tiles):
+            others = (tiles[:i], tiles[i + 1 :])
+            if stored < self.programs:
+                yield (*others[0], (stored + 1, rows, where), *others[1]), signal, reader
+            if rows < 0 and stored and (stored == self.programs or not self.counted):
+                yield (*others[0], (stored, stored, "under way"), *others[1]), signal, reader
+            if where in ("under way", "come"):
+                onward = "come" if where == "under way" else "seen"
+                yield (*others[0], (stored, rows, onward), *others[1]), signal, reader
+        issued = all(rows >= 0 for _, rows, _ in tiles)
+        if signal == "" and (issued or not self.behind):
+            yield tiles, "under way", reader
+        if signal == "under way" and (not self.fence or all(where != "under way" for _, _, where in tiles)):
+            yield tiles, "come", reader
+        if signal == "come" and reader == "":
+            yield tiles, signal, "looked"
+        if reader == "looked" and self.asks:
+            shown = tuple((stored, rows, "seen" if where == "come" else where) for stored, rows, where in tiles)
+            yield shown, signal, "asked"
+
+
+_Tiles = tuple[tuple[int, int, str], ...]

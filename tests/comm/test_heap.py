@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fusedmoe.comm.heap import open_heap
+from fusedmoe.comm import heap
+from fusedmoe.comm.heap import find_backend, open_heap
 from fusedmoe.comm.heaps.local import local_heaps
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def mapped() -> int:
@@ -25,8 +27,8 @@ def mapped() -> int:
 
 def write_to_all(rank: int, world: int) -> tuple[list[int], list[int], int, int]:
     topology = Topology.from_sizes(ep=world, timeout_s=20)
-    with open_heap(topology.ep, CPU) as heap:
-        first, second = heap.allocate((world, 5), torch.int32), heap.allocate((), torch.float64)
+    with open_heap(topology.ep, CPU) as opened:
+        first, second = opened.allocate((world, 5), torch.int32), opened.allocate((), torch.float64)
         assert first.own.shape == (world, 5) and not first.own.any() and second.own.item() == 0
         topology.agree({}, "test")  # all have looked before anybody writes
         mine = torch.full((5,), 10 + rank, dtype=torch.int32)
@@ -48,12 +50,12 @@ def test_shared_memory(cluster: Cluster, world: int) -> None:
 
 def after_an_error(rank: int, world: int) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=20)
-    heap = open_heap(topology.ep, CPU)
-    with pytest.raises(ZeroDivisionError), heap:
-        heap.allocate((3,), torch.uint8)
+    opened = open_heap(topology.ep, CPU)
+    with pytest.raises(ZeroDivisionError), opened:
+        opened.allocate((3,), torch.uint8)
         raise ZeroDivisionError  # on all ranks alike: nobody waits for anybody
     with pytest.raises(RankError, match="left after an error; open a new one"):
-        heap.allocate((3,), torch.uint8)
+        opened.allocate((3,), torch.uint8)
     with open_heap(topology.ep, CPU) as fresh:
         return str(fresh.allocate((3,), torch.uint8).own.tolist())
 
@@ -64,14 +66,79 @@ def test_an_abandoned_heap_is_not_used_again(cluster: Cluster) -> None:
 
 def test_virtual_ranks() -> None:
     heaps = local_heaps(3, CPU)
-    copies = [heap.allocate((2, 2), torch.int64) for heap in heaps]
+    copies = [one.allocate((2, 2), torch.int64) for one in heaps]
     assert all(torch.equal(copy.table, copies[0].table) for copy in copies)
     assert [copy.own.data_ptr() for copy in copies] == copies[0].table.tolist()
 
 
 def test_what_does_not_work_says_why() -> None:
     topology = Topology()
-    with pytest.raises(ConfigError, match="unknown heap backend 'smoke'; choose one of shm, symm"):
+    with pytest.raises(ConfigError, match="unknown heap backend 'smoke'; choose one of shm, symm, nvshmem"):
         open_heap(topology.ep, CPU, "smoke")
-    with pytest.raises(ConfigError, match="symm: it is memory of CUDA GPUs; CPUs take shm"):
-        open_heap(topology.ep, CPU, "symm")
+    for name in ("symm", "nvshmem"):
+        with pytest.raises(ConfigError, match=f"on cpu: {name}: rank 0: it is memory of CUDA GPUs; CPUs take shm"):
+            open_heap(topology.ep, CPU, name)
+    with pytest.raises(ConfigError, match="on cuda: shm: rank 0: it is memory of the host; GPUs take symm or nvshmem"):
+        open_heap(topology.ep, GPU, "shm")
+
+
+# Of both ranks: their hosts, why there is no symm and no nvshmem; then what is chosen, and what is said.
+CHOICES = {
+    "one node": (["a", "a"], ["", ""], ["not built", "not built"], "symm", ""),
+    "two nodes": (["a", "b"], ["", ""], ["", ""], "nvshmem", ""),
+    "GPUs apart": (["a", "a"], ["", "GPUs 0 and 1 do not reach each other"], ["", ""], "nvshmem", ""),
+    "two nodes, nothing built": (
+        ["a", "b"],
+        ["", ""],
+        ["", "not built"],
+        "",
+        "symm: it joins ranks of one host, but rank 0 is on a, rank 1 on b. nvshmem: rank 1: not built",
+    ),
+    "no GPU at rank 0": (
+        ["a", "a"],
+        ["no GPU", ""],
+        ["no GPU", "not built"],
+        "",
+        "symm: rank 0: no GPU. nvshmem: rank 0: no GPU; rank 1: not built",
+    ),
+}
+
+
+def choose_on_ranks(rank: int, world: int) -> list[tuple[str, str, str]]:
+    ep, found = Topology.from_sizes(ep=world, timeout_s=20).ep, []
+    with pytest.MonkeyPatch.context() as patch:
+        for hosts, symm, nvshmem, _, _ in CHOICES.values():
+            patch.setattr(heap, "_host", lambda name=hosts[rank]: (name, ""))
+            for name, reasons in (("symm", symm), ("nvshmem", nvshmem)):
+                opened = lambda group, device, name=name: name  # noqa: E731
+                of = replace(heap.BACKENDS[name], open=opened, why_not=lambda device, why=reasons[rank]: why)
+                patch.setitem(heap.BACKENDS, name, of)
+            try:
+                said = str(open_heap(ep, GPU))
+            except ConfigError as error:
+                said = str(error)
+            found.append((*find_backend(ep, GPU), said))
+    return found
+
+
+def test_ranks_choose_alike(cluster: Cluster) -> None:
+    here, there = cluster.run(2, choose_on_ranks)
+    assert here == there
+    for (name, reason, said), (*_, chosen, words) in zip(here, CHOICES.values(), strict=True):
+        assert (name, reason) == (chosen, words)
+        assert said == (chosen or f"no symmetric heap over the ep group [0, 1] on cuda: {words}")
+
+
+def host_of_ranks(rank: int, world: int) -> str:
+    ep = Topology.from_sizes(ep=world, timeout_s=20).ep
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heap, "_host", lambda: ("a", str(rank)))
+        with pytest.raises(ConfigError) as caught:
+            open_heap(ep, CPU)
+    return str(caught.value)
+
+
+def test_shared_memory_needs_one_host(cluster: Cluster) -> None:
+    """Also where hosts have the same name."""
+    for said in cluster.run(2, host_of_ranks):
+        assert said.endswith("on cpu: shm: it joins ranks of one host, but rank 0 is on a, rank 1 on a")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.comm.protocol import Model, Tiles
+from tests.comm.protocol import Model, Network, Tiles
 
 
 @pytest.mark.parametrize("empty", [None, 0, 1])
@@ -52,3 +52,23 @@ def test_without_rows_nothing_need_be_signalled_where_there_is_credit() -> None:
 def test_the_last_program_signals_for_all() -> None:
     assert Tiles(4).search()[0] == ""
     assert "stale" in Tiles(4, release=False).search()[0]
+
+
+@pytest.mark.parametrize("staging", [1, 2])
+def test_staging_is_safe_once_peers_have_read_what_was_in_it(staging: int) -> None:
+    assert Model(3, 1, staging=staging).search()[0] == ""
+    assert Model(2, 2, staging=staging).search()[0] == ""
+    assert "overwritten" in Model(4, 1, staging=1, behind=False).search()[0]
+
+
+def test_credits_must_not_overtake_each_other() -> None:
+    assert Model(4, 1, fenced=False).search()[0] == "waits for ever"
+
+
+def test_through_the_network() -> None:
+    assert Network().search()[0] == "" and Network(3, 3).search()[0] == ""
+
+
+@pytest.mark.parametrize("rule", ["counted", "behind", "fence", "asks"])
+def test_every_rule_of_the_network_is_needed(rule: str) -> None:
+    assert "stale" in replace(Network(), **{rule: False}).search()[0]

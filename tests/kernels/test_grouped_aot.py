@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,24 +30,30 @@ from fusedmoe.kernels.grouped.configs import (
     is_even,
 )
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.libraries import nvshmem_bitcode
+from fusedmoe.kernels.places import Addresses, Bounds, Mark, Network, Put
 from fusedmoe.kernels.weights import Weights
 from tests.kernels import aot
 
-ROWS, EXPERTS = 100, 3
+ROWS, EXPERTS, PEERS = 100, 3, 8
+LIBRARIES = {"libnvshmem_device": "/somewhere/libnvshmem_device.bc"}
 KERNELS = ("up_kernel", "dhidden_kernel", "product_kernel", "specialised_kernel", "dweight_kernel")
 
 
 class Launch:
-    """A kernel's arguments by name, and its options."""
+    """A kernel's arguments by name, its options, and what it is linked with."""
 
     def __init__(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         names = [parameter.name for parameter in kernel.params]
         self.kernel = kernel
         self.arguments = dict(zip(names, args, strict=False)) | {k: v for k, v in keywords.items() if k in names}
         self.options = {k: v for k, v in keywords.items() if k not in names}
+        self.libraries = self.options.pop("extern_libs", {})
 
     def is_case(self, case: AotCase) -> bool:
         if case.kernel is not self.kernel or case.options != self.options or set(case.arguments) != set(self.arguments):
+            return False
+        if self.libraries != (LIBRARIES if case.libraries is nvshmem_bitcode else {}):
             return False
         return all(self._is(value, case.arguments[name]) for name, value in self.arguments.items())
 
@@ -57,7 +64,7 @@ class Launch:
             return told == f"tensordesc<{kind}[{', '.join(map(str, value.block_shape))}]>"
         if isinstance(value, Tensor):
             return told == value.dtype
-        return (told == "i32" and type(value) is int) or (told == value and type(told) is type(value))
+        return (told in ("i32", "i64") and type(value) is int) or (told == value and type(told) is type(value))
 
 
 class Recorder:
@@ -78,8 +85,37 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return found
 
 
-def run(variant: Variant, bulk_copies: bool, sides: tuple[int, int], config: Config) -> Variant:
-    """Runs a variant's launcher on tensors without memory; returns what the launcher took it for."""
+class Flight(NamedTuple):
+    """What launches wait for, and put: from far peers and to them where there is a network."""
+
+    wait: products.Wait
+    put: Put
+
+
+def flight(variant: Variant, columns: int, far: bool) -> Flight:
+    def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    i32, i64 = torch.int32, torch.int64
+    network = Network(empty(PEERS, dtype=i32), empty(1, dtype=i64), LIBRARIES) if far else None
+    bounds = Bounds(empty(1, dtype=i64), empty(4, dtype=i64), 10**9)
+    wait = products.Wait(empty(2, PEERS, 4, dtype=i64), 128, 3, bounds, network)
+    target_N = empty(ROWS, dtype=i64) if far else None
+    addresses = Addresses(empty(ROWS, dtype=i32), empty(ROWS, dtype=i64), target_N, network)
+    weight_N = empty(ROWS, dtype=torch.float32) if variant.operation == "down" else None
+    like = empty(1, columns, dtype=getattr(torch, variant.dtype))
+    mark = Mark(empty(2, PEERS, 8, dtype=i64), 5, empty(PEERS, dtype=i64))
+    signal_W = empty(PEERS, dtype=i64)
+    return Flight(wait, Put(like, addresses, weight_N, empty(PEERS, dtype=i32), signal_W, 3, mark))
+
+
+def run(
+    variant: Variant, bulk_copies: bool, sides: tuple[int, int], config: Config, far: bool | None = None
+) -> Variant:
+    """Runs a variant's launcher on tensors without memory; returns what the launcher took it for.
+
+    `far`: whether peers are far, of rows that are awaited and results that are put; None: there are none.
+    """
     dtype = getattr(torch, variant.dtype)
     asked: list[Key] = []
 
@@ -96,22 +132,23 @@ def run(variant: Variant, bulk_copies: bool, sides: tuple[int, int], config: Con
     plan = products.Plan(layout, empty(0), choose, bulk_copies, 4)
     plan.precision = variant.precision
     (depth, columns), operation = sides, variant.operation
+    wait, put = (None, None) if far is None else flight(variant, columns, far)
     if operation in ("up", "dhidden"):
         activation = ACTIVATIONS[variant.activation]
         halves = (2,) if activation.gated else ()
         w1, w2 = empty(EXPERTS, *halves, columns, depth), empty(EXPERTS, depth, columns)
         if operation == "up":
             b1 = empty(EXPERTS, *halves, columns) if variant.extra else None
-            products.up(plan, empty(ROWS, depth), Weights(w1, w2, b1), activation)
+            products.up(plan, empty(ROWS, depth), Weights(w1, w2, b1), activation, wait)
         else:
             weight_N = empty(ROWS, dtype=torch.float32) if variant.extra else None
             h = empty(ROWS, activation.halves * columns)
-            products.dhidden(plan, empty(ROWS, depth), h, weight_N, Weights(w1, w2), activation)
+            products.dhidden(plan, empty(ROWS, depth), h, weight_N, Weights(w1, w2), activation, wait)
     elif operation in ("down", "dinput"):
         transposed = operation == "down"
         b = empty(EXPERTS, columns, depth) if transposed else empty(EXPERTS, depth, columns)
         bias = empty(EXPERTS, columns) if variant.extra else None
-        products.product(plan, operation, empty(ROWS, depth), b, transposed, bias)
+        products.product(plan, operation, empty(ROWS, depth), b, transposed, bias, put=put)
     else:
         gather = {"dw1": "right", "dw2": "left"}[operation]
         products.dweight(plan, operation, empty(ROWS, depth), empty(ROWS, columns), gather)
@@ -141,6 +178,31 @@ def test_what_is_launched_is_compiled(launches: list[Launch]) -> None:
             (case,) = cases[name]
             assert target in case.targets, name
             assert launch.is_case(case), (name, launch.arguments, case.arguments)
+
+
+def test_what_is_launched_in_flight_is_compiled(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near and far, of the variants that stand for others; and each launch that puts is finished."""
+    finished: list[Put] = []
+    monkeypatch.setattr(products, "finish", finished.append)
+    cases = {case.name: case for case in aot_cases() if " in flight" in case.name}
+    met = set()
+    for variant, target, config in everything():
+        sides, puts = EVEN if variant.even else ODD[0], variant.operation in ("down", "dinput")
+        name = f"{variant} {config}{'' if variant.even else ' {}x{}'.format(*sides)} in flight"
+        if name not in cases:
+            continue
+        for far in (False, True):
+            launches.clear()
+            finished.clear()
+            assert run(variant, has_bulk_copies(divmod(target, 10)), sides, config, far) == variant
+            (launch,) = launches
+            assert len(finished) == puts
+            taken = replace(config, all_registers=True) if far and puts else config
+            name = f"{variant} {taken}{'' if variant.even else ' {}x{}'.format(*sides)} in flight{' nvshmem' * far}"
+            case = cases[name]
+            assert target in case.targets and launch.is_case(case), (name, launch.arguments, case.arguments)
+            met.add(case.name)
+    assert met == cases.keys() and any("dinput" in name for name in met)
 
 
 def test_every_variant_is_known() -> None:
@@ -182,5 +244,5 @@ def test_a_configuration_without_a_case_is_missed(monkeypatch: pytest.MonkeyPatc
     before = {case.name for case in aot_cases()}
     monkeypatch.setattr(f"{module}.candidates", with_another)
     added = {case.name for case in aot_cases()} - before
-    assert len(added) == len(ACTIVATIONS) * 4 + 1 and all(str(new) in name for name in added)
+    assert len(added) == len(ACTIVATIONS) * 4 + 2 and all(str(new) in name for name in added)
     assert aot.missing(aot.recorded()[1]) and not before & {name for name, _ in aot.missing(aot.recorded()[1])}

@@ -16,21 +16,39 @@ from triton import knobs
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import libraries
-from fusedmoe.kernels.nvshmem import aot_cases, tell_of_modules
+from fusedmoe.kernels.nvshmem import tell_of_modules
 from tests.kernels import aot
 from tests.kernels.test_aot import HOW, differences
 
-MODULE = "fusedmoe.kernels.nvshmem"
+PUTS, PRODUCTS = "fusedmoe.kernels.puts", "fusedmoe.kernels.grouped.aot"
+ONE = "put rows bfloat16 128x4096 nvshmem"
 
 
 def test_a_case_without_its_library_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "nvshmem_home", lambda: None)
-    told = aot.left_out(module=MODULE)
-    assert len(told) == len(aot_cases()) == 2
-    for case, why in zip(aot_cases(), told, strict=True):
-        assert why.startswith(f"{case.name}: NVSHMEM's package is not installed: pip install")
+    told = aot.left_out(module=PUTS)
+    linked = [case.name for module, case in aot.cases() if module == PUTS and case.name.endswith("nvshmem")]
+    assert len(told) == len(linked) > 10
+    for name, why in zip(linked, told, strict=True):
+        assert why.startswith(f"{name}: NVSHMEM's package is not installed: pip install")
     assert aot.left_out(only="gather_sum") == []
-    assert aot.check(module=MODULE) == {}
+    assert aot.check(ONE) == {}
+
+
+def test_every_kernel_that_puts_waits_or_signals_has_both_kinds_of_cases() -> None:
+    """Beside each case for far peers there is the one for near ones, with another constexpr, and no library."""
+    cases = {case.name: case for _, case in aot.cases()}
+    linked = {name: case for name, case in cases.items() if name.endswith("nvshmem")}
+    kernels = {case.kernel.__name__ for case in linked.values()}
+    moving = ["put_rows", "return_rows", "put_values", "credit", "await_letters", "await", "signal_far"]
+    assert kernels == {f"{name}_kernel" for name in (*moving, "up", "dhidden", "product")}
+    for name, case in linked.items():
+        assert case.libraries is libraries.nvshmem_bitcode and not case.quick
+        plain = name.removesuffix(" nvshmem")
+        near = cases.get(plain) or cases.get(plain.replace(" all in flight", " in flight"))
+        if name != "signal far nvshmem":
+            assert near is not None and near.kernel is case.kernel and near.libraries is dict, name
+            assert (near.arguments["NVSHMEM"], case.arguments["NVSHMEM"]) == (False, True)
 
 
 def test_a_package_of_another_version_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -65,54 +83,77 @@ def test_triton_tells_of_a_module_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_links_for_hopper_where_the_package_is_installed() -> None:
-    if without := aot.left_out(only="nvshmem put rows"):
+    if without := aot.left_out(only=ONE):
         pytest.skip("; ".join(without))
-    found = aot.check(only="nvshmem put rows", target=90)
+    found = aot.check(only=ONE, target=90)
     assert found and not aot.errors(found)
     assert not differences(found), HOW
 
 
 PTX = """
+import sys
+from importlib import import_module
+
 import triton
 from triton.backends.compiler import GPUTarget
-from fusedmoe.kernels.nvshmem import aot_cases
 
-for case in aot_cases():
-    source = triton.compiler.ASTSource(case.kernel, *case.specialise())
-    options = {**case.options, "extern_libs": case.libraries()}
-    print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
-    print("// end of", case.name)
+module, name = sys.argv[1:]
+case = next(case for case in import_module(module).aot_cases() if case.name == name)
+source = triton.compiler.ASTSource(case.kernel, *case.specialise())
+options = {**case.options, "extern_libs": case.libraries()}
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 """
+
+
+def body(site: Path, module: str, name: str) -> str:
+    """A kernel's own code, without the functions that it calls."""
+    path = os.pathsep.join([str(aot.ROOT), str(site)])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
+    command = [sys.executable, "-c", PTX, module, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    # What registering a module looks for and fills in.
+    assert ".visible .const .align 8 .b8 nvshmemi_device_state_d[" in done.stdout
+    return re.split(r"^\.func", done.stdout[done.stdout.index(".visible .entry") :], flags=re.M)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_all_link_for_every_target_and_keep_the_order_of_the_protocol(
-    nvshmem_site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(nvshmem_site))
-    found = aot.check(module=MODULE)
-    assert len(found) == 6 and not aot.errors(found)
-    assert not differences(found), HOW
+def test_rows_are_stored_by_all_threads_before_they_are_put(nvshmem_site: Path) -> None:
+    code = body(nvshmem_site, PUTS, ONE)
+    call = code.index("nvshmemi_transfer_put_signal")
+    stored = code.rindex("st.global", 0, call)
+    assert "bar.sync" in code[stored:call]
+    # To a near peer there is one release for the whole system; to a far one NVSHMEM sets the signal, once.
+    assert len(re.findall(r"atom\.global\.sys\.release\.exch\.b64", code)) == 1
+    assert len(re.findall(r"call\.uni \w*nvshmemi_transfer_put_signal", code)) == 1
+    assert len(re.findall(r"call\.uni \w*nvshmemi_transfer_amo_nonfetch", code)) == 1
 
-    path = os.pathsep.join([str(aot.ROOT), str(nvshmem_site)])
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
-    done = subprocess.run([sys.executable, "-c", PTX], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    put, wait, _ = re.split(r"// end of .*\n", done.stdout)
-    for text in (put, wait):
-        # What registering a module looks for and fills in.
-        assert ".visible .const .align 8 .b8 nvshmemi_device_state_d[" in text
-    # Rows, then all threads' rows for the whole system, then their signal by one thread.
-    body = put[put.index(".entry put_rows_kernel") :]
-    fence = body.index("membar.sys")
-    assert body.rindex("bar.sync", 0, fence) > body.rindex("st.b8", 0, fence)
-    assert "st.volatile.b64" in body[fence : fence + 300]
-    # A signal by itself is the first thread's; one whose rank cannot be addressed goes to the network's functions.
-    assert len(re.findall(r"call\.uni \w*nvshmemi_transfer_put_signal", body)) == 1
-    assert len(re.findall(r"call\.uni \w*nvshmemi_transfer_amo_nonfetch", body)) == 1
-    # A wait acquires for the whole system, has an end that is the same for all threads, and then asks NVSHMEM.
-    body = wait[wait.index(".entry wait_signals_kernel") :]
-    loop = re.search(r"(\$L\w+):.*?bra\.uni\s+\1;", body, re.S)
-    assert loop and "ld.global.sys.acquire.b64" in loop[0] and "globaltimer" in loop[0] and "shfl.sync" in loop[0]
-    assert "nvshmemi_transfer_syncapi_update_mem" in body[loop.end() :]
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_signals_and_credits_come_behind_a_fence(nvshmem_site: Path) -> None:
+    for module, name in (("fusedmoe.kernels.network", "signal far nvshmem"), (PUTS, "credit nvshmem")):
+        code = body(nvshmem_site, module, name)
+        assert 0 < code.index("nvshmemi_transfer_fence") < code.index("nvshmemi_transfer_amo_nonfetch"), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_readers_wait_and_then_ask(nvshmem_site: Path) -> None:
+    up = "up bfloat16 ieee swiglu gather extra even bulk 128x128x64 w8 s3 g8 in flight nvshmem"
+    for module, name in (("fusedmoe.kernels.awaits", "await 256 nvshmem"), (PRODUCTS, up)):
+        code = body(nvshmem_site, module, name)
+        asked = code.index("nvshmemi_transfer_syncapi_update_mem")
+        assert code.rindex("acquire", 0, asked) > 0 and "acquire" not in code[asked:], name
+    assert "wgmma" not in code[:asked] and "wgmma" in code[asked:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_last_program_of_a_row_tile_puts(nvshmem_site: Path) -> None:
+    down = "down bfloat16 ieee extra even bulk 128x128x64 w8 s3 g8 all in flight nvshmem"
+    code = body(nvshmem_site, PRODUCTS, down)
+    call = code.index("nvshmemi_transfer_rma_nbi")
+    counted = code.rindex("atom.global.gpu.acq_rel.add", 0, call)
+    assert code.rindex("st.global", 0, counted) < counted and "st.global" not in code[counted:call]

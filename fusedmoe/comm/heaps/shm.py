@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 
 import torch
 from torch import Tensor
 
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import Heap
-from fusedmoe.errors import ConfigError
 
 
 class ShmHeap(Heap):
@@ -26,9 +24,6 @@ class ShmHeap(Heap):
 
     def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group, device)
-        hosts = dict(zip(group.ranks, self._gather(socket.gethostname()), strict=True))
-        if len(set(hosts.values())) > 1:
-            raise ConfigError(f"the shm heap joins processes of one host, but the ranks' hosts are {hosts}")
         self._views: list[Tensor] = []
 
     def abandon(self) -> None:
@@ -59,7 +54,7 @@ def _view(path: str, size: int) -> Tensor:
 def why_not(device: torch.device) -> str:
     """Why processes cannot share such memory, "" where they can."""
     if device.type != "cpu":
-        return "it is memory of the host; GPUs take symm"
+        return "it is memory of the host; GPUs take symm or nvshmem"
     if not hasattr(os, "memfd_create"):
         return "it needs Linux (memfd)"
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedmoe.comm.gpus import no_gpu, not_for_torch
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import Heap
 
@@ -38,15 +39,12 @@ def why_not(device: torch.device) -> str:
     """Why GPUs here cannot share such memory, "" where they can."""
     if device.type != "cuda":
         return "it is memory of CUDA GPUs; CPUs take shm"
-    if not torch.cuda.is_available():
-        return "there is no CUDA GPU"
+    if reason := no_gpu() or not_for_torch():
+        return reason
     count = torch.cuda.device_count()
-    apart = [
-        (one, other)
-        for one in range(count)
-        for other in range(count)
-        if one != other and not torch.cuda.can_device_access_peer(one, other)
-    ]
-    if apart:
-        return f"GPUs {apart[0][0]} and {apart[0][1]} cannot address each other; collectives carry the same plans"
+    for one in range(count):
+        for other in range(count):
+            if one != other and not torch.cuda.can_device_access_peer(one, other):
+                pair = f"GPUs {one} and {other}"
+                return f"{pair} do not reach each other's memory (see nvidia-smi topo -p2p r); collectives do without"
     return ""

@@ -10,6 +10,7 @@ even come in all these kinds for one variant of each operation and dtype, and od
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from fusedmoe.kernels.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.grouped.product import product_kernel
 from fusedmoe.kernels.grouped.specialised import specialised_kernel
 from fusedmoe.kernels.grouped.up import up_kernel
+from fusedmoe.kernels.libraries import nvshmem_bitcode
 
 # Depth and columns of an expert's matrix: even, and others; the first of these stand for all where kinds do not matter.
 EVEN = (4096, 1024)
@@ -51,12 +53,13 @@ def variants(bulk_copies: bool) -> Iterator[Variant]:
 
 
 class _Launch(NamedTuple):
-    """`in_flight`: rows are awaited, or results put."""
+    """`in_flight`: rows are awaited, or results put; `nvshmem`: from far peers, or to them."""
 
     variant: Variant
     config: Config
     sides: tuple[int, int]
     in_flight: bool = False
+    nvshmem: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,6 +96,10 @@ def _launches(target: int) -> Iterator[_Launch]:
                 yield _Launch(variant, candidate.config, sides)
             if _can_be_in_flight(variant) and not candidate.config.specialised:
                 yield _Launch(variant, candidate.config, all_sides[0], True)
+                config = candidate.config
+                if variant.operation in ("down", "dinput"):
+                    config = replace(config, all_registers=True)
+                yield _Launch(variant, config, all_sides[0], True, True)
 
 
 def _can_be_in_flight(variant: Variant) -> bool:
@@ -109,25 +116,26 @@ def _is_common(variant: Variant) -> bool:
 
 
 def _case(launch: _Launch, targets: list[int]) -> AotCase:
-    variant, config, sides, _ = launch
+    variant, config, sides, *_ = launch
     kernel, arguments = _KERNELS[variant.operation](launch)
     arguments |= {"BM": config.bm, "BN": config.bn, "BP": config.bm, "BQ": config.bn, "BK": config.bk}
     arguments |= {"GROUP": config.group, "EVEN_K": variant.even, "DESCRIPTORS": variant.bulk}
     arguments |= {"PRECISION": variant.precision, "INTERPRET": False}
     known = {parameter.name for parameter in kernel.params}
     first = [candidates(variant.operation, launch.dtype, divmod(at, 10), variant.even)[0].config for at in targets]
-    common = _is_common(variant)
+    common, chosen = _is_common(variant), config in first or config.specialised
     rare = not common or sides not in (EVEN, ODD[0])
     words = [str(variant), str(config), *([] if variant.even else ["{}x{}".format(*sides)])]
     return AotCase(
-        " ".join([*words, *(["in flight"] if launch.in_flight else [])]),
+        " ".join(words) + " in flight" * launch.in_flight + " nvshmem" * launch.nvshmem,
         kernel,
         {name: value for name, value in arguments.items() if name in known},
         config.options,
         tuple(targets),
         {target: _expect(launch, target) for target in targets if target == 90 or not rare},
-        quick=common and variant.even and variant.dtype == "bfloat16" and (config in first or config.specialised),
-        rare=rare or (launch.in_flight and config not in first),
+        quick=common and variant.even and variant.dtype == "bfloat16" and chosen and not launch.nvshmem,
+        rare=rare or (launch.in_flight and config not in first) or launch.nvshmem,
+        libraries=nvshmem_bitcode if launch.nvshmem else dict,
     )
 
 
@@ -225,20 +233,24 @@ def _activation(launch: _Launch) -> dict[str, Any]:
 
 def _waiting(launch: _Launch) -> dict[str, Any]:
     if not launch.in_flight:
-        return {**dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr", "epoch", "limit_ns")), "AWAITED": 0}
+        nothing = dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr", "epoch", "limit_ns"))
+        return {**nothing, "AWAITED": 0, "NVSHMEM": False}
     words = dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr"), torch.int64)
-    return {**words, "epoch": "i32", "limit_ns": "i64", "AWAITED": 128}
+    return {**words, "epoch": "i32", "limit_ns": "i64", "AWAITED": 128, "NVSHMEM": launch.nvshmem}
 
 
 def _putting(launch: _Launch) -> dict[str, Any]:
     names = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch", "W")
+    far = ("done_ptr", "target_ptr", "pe_ptr")
     if not launch.in_flight:
-        return {**dict.fromkeys(names), "PUT": False, "WEIGHTED": False}
+        return {**dict.fromkeys((*names, *far)), "PUT": False, "WEIGHTED": False, "NVSHMEM": False}
     # Of results, not of gradients, weights are applied on the way.
     weighted = launch.variant.operation == "down"
     i32, i64 = torch.int32, torch.int64
     values = (i64, torch.float32 if weighted else None, i32, i32, i32, i64, "i32", 8)
-    return {**dict(zip(names, values, strict=True)), "PUT": True, "WEIGHTED": weighted}
+    more = (i32, i64, i32) if launch.nvshmem else (None,) * 3
+    arguments = dict(zip((*names, *far), (*values, *more), strict=True))
+    return {**arguments, "PUT": True, "WEIGHTED": weighted, "NVSHMEM": launch.nvshmem}
 
 
 def _sides(launch: _Launch, depth: str, columns: str) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fusedmoe.kernels.activation import define_activation
 from fusedmoe.kernels.grouped.device import act_both, halves, mac, swizzle
 from fusedmoe.kernels.grouped.product import define_product
+from fusedmoe.kernels.nvshmem import arrived
 from fusedmoe.kernels.remote import wait
 
 
@@ -77,6 +78,7 @@ def dhidden_kernel(
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
     AWAITED: tl.constexpr,
+    NVSHMEM: tl.constexpr,
     WEIGHTED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -101,6 +103,8 @@ def dhidden_kernel(
     source = tl.load(source_ptr + row) if GATHER else row
     if AWAITED > 0:
         wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
+        if NVSHMEM:
+            arrived(signals_ptr + tl.load(source_ptr + start) // AWAITED, epoch)
     k = tl.arange(0, BK)
     dy_ptrs = dy_ptr + source[:, None] * M + k[None, :]
     if not DESCRIPTORS:

@@ -14,7 +14,8 @@ from fusedmoe.kernels.gather_sum import permute
 from fusedmoe.kernels.grouped.launch import bias_dot, make_plan
 from fusedmoe.kernels.grouped.products import Wait, dhidden, product, up
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.puts import Put, put_values
+from fusedmoe.kernels.places import Addresses, Put
+from fusedmoe.kernels.puts import put_values
 from fusedmoe.kernels.weights import Hidden, Weights
 
 
@@ -42,13 +43,13 @@ def experts_backward_rows(
     activation: Activation,
     wait: Wait | None,
     put: Put | None,
-    value_R: Tensor | None = None,
+    values: Addresses | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Hidden]:
     """Gradients of rows [R, M], none where they are put, of router weights [R], and what is left for those of
     parameters: dy, [R, M] sorted by expert, and activations.
 
     Args:
-        value_R: addresses to which the gradients of router weights go as well.
+        values: where the gradients of router weights go as well.
     """
     plan = make_plan(layout, dy_CM, in_flight=True)
     h = h.view(layout.rows, activation.halves * weights.w2.shape[2])
@@ -57,7 +58,7 @@ def experts_backward_rows(
     if weights.b2 is not None and ds_R is not None:
         sorted_plan = make_plan(replace(layout, source_N=None), dy_RM, in_flight=True)
         ds_R = ds_R + bias_dot(sorted_plan, dy_RM, weights)
-    if value_R is not None and ds_R is not None:
-        put_values(ds_R, value_R, layout.offsets_E1[-1:])
+    if values is not None and ds_R is not None:
+        put_values(ds_R, values, layout.offsets_E1[-1:])
     up_ENM = weights.w1.view(weights.w1.shape[0], -1, weights.w1.shape[-1])
     return product(plan, "dinput", dh, up_ENM, False, put=put), ds_R, dy_RM, Hidden(a, dh)

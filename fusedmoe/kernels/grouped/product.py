@@ -1,6 +1,11 @@
 """A product of rows with their expert's matrix: out[n] = a[n]·B_e (+ bias). The down projection and the rows' gradient.
 
 B_e is stored [K, N] (`dX = dH·W1`) or transposed, [N, K] (`Y = A·W2ᵀ`). Definition: `define_product`.
+
+Results may go straight to other ranks (`PUT`). Those for far peers (`NVSHMEM`) are stored in staging by the same code,
+the columns of a row by several programs; the last of them to finish with a row tile has its rows put as wholes, in as
+few puts as it can, while other tiles are still computed. What one program has of a row is some hundred bytes, for which
+a put would cost more than it carries.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.grouped.device import halves, mac, swizzle
+from fusedmoe.kernels.network import put_runs
 from fusedmoe.kernels.puts import signal_peers, signal_those_without
 
 
@@ -44,11 +50,15 @@ def product_kernel(
     counter_ptr,
     wanted_ptr,
     signal_ptr,
+    done_ptr,
+    target_ptr,
+    pe_ptr,
     epoch,
     W,
     TRANSPOSED: tl.constexpr,
     BIAS: tl.constexpr,
     PUT: tl.constexpr,
+    NVSHMEM: tl.constexpr,
     WEIGHTED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -129,14 +139,20 @@ def product_kernel(
             first, second = halves(left if half == 0 else right, BM, BN // 2)
             for quarter in tl.static_range(2):
                 part = first if quarter == 0 else second
-                start = n0 + half * (BN // 2) + quarter * (BN // 4)
+                left_column = n0 + half * (BN // 2) + quarter * (BN // 4)
                 if BN < 256:
-                    _put(part, weight, target, inside, start + tl.arange(0, BN // 4), N, WEIGHTED)
+                    _put(part, weight, target, inside, left_column + tl.arange(0, BN // 4), N, WEIGHTED)
                 else:
                     one, other = halves(part, BM, BN // 4)
-                    column = start + tl.arange(0, BN // 8)
+                    column = left_column + tl.arange(0, BN // 8)
                     _put(one, weight, target, inside, column, N, WEIGHTED)
                     _put(other, weight, target, inside, column + BN // 8, N, WEIGHTED)
+        if NVSHMEM:
+            tl.debug_barrier()
+            before = tl.atomic_add(done_ptr + row_tile, 1, sem="acq_rel", scope="gpu")
+            if before + 1 == tl.cdiv(N, BN):
+                size = N * (out_ptr.dtype.element_ty.primitive_bitwidth // 8)
+                put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, start, end - start, size, BM)
         peer = tl.load(peer_ptr + row)
         signal_peers(peer, inside, tl.cdiv(N, BN), counter_ptr, wanted_ptr, signal_ptr, epoch, W)
     else:

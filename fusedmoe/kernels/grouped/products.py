@@ -7,6 +7,7 @@ launcher says what it is about to run and gets the configuration to run it in.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -25,7 +26,8 @@ from fusedmoe.kernels.grouped.specialised import specialised_kernel, with_scratc
 from fusedmoe.kernels.grouped.tiles import Tiles, make_tiles
 from fusedmoe.kernels.grouped.up import up_kernel
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.puts import Bounds, Put
+from fusedmoe.kernels.places import Bounds, Network, Put, far_pointers, linked
+from fusedmoe.kernels.puts import finish
 from fusedmoe.kernels.weights import Weights
 
 Result = TypeVar("Result")
@@ -43,12 +45,14 @@ class Wait(NamedTuple):
     Attributes:
         signals: [..., T] int64, of the rows of the window in order, one for each `tile` of them.
         epoch: the exchange that they come with.
+        network: leads to far peers; None where none is.
     """
 
     signals: Tensor
     tile: int
     epoch: int
     bounds: Bounds
+    network: Network | None = None
 
 
 class Plan:
@@ -145,6 +149,9 @@ def product(
     variant = plan.variant(operation, depth, columns, extra=bias is not None)
 
     def launch(config: Config) -> Tensor:
+        if put is not None and put.addresses.network is not None:
+            # Calls of NVSHMEM take a few registers more.
+            config = replace(config, all_registers=True)
         if config.specialised and put is None:
             return _specialised_product(plan, variant, config, a, b, transposed, bias, bias_start)
         out = a.new_empty((a.shape[0], columns)) if put is None else put.like
@@ -162,12 +169,15 @@ def product(
             columns,
             bias_start,
             0 if bias is None else bias.shape[1],
-            **_putting(put),
+            **_putting(put, len(tiles.table)),
             TRANSPOSED=transposed,
             BIAS=variant.extra,
             **_constants(variant, config),
         )
-        return out if put is None else out[:0]
+        if put is None:
+            return out
+        finish(put)
+        return out[:0]
 
     return plan.run(variant, depth, columns, launch)
 
@@ -309,18 +319,32 @@ def _described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
 
 def _waiting(wait: Wait | None) -> dict[str, Any]:
     if wait is None:
-        return {**dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr", "epoch", "limit_ns")), "AWAITED": 0}
+        nothing = dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr", "epoch", "limit_ns"))
+        return {**nothing, "AWAITED": 0, **linked(None)}
     bounds = {"stop_ptr": wait.bounds.stop, "record_ptr": wait.bounds.record, "limit_ns": wait.bounds.limit_ns}
-    return {"signals_ptr": wait.signals, "epoch": wait.epoch, **bounds, "AWAITED": wait.tile}
+    awaited = {"signals_ptr": wait.signals, "epoch": wait.epoch, **bounds, "AWAITED": wait.tile}
+    return {**awaited, **linked(wait.network)}
 
 
-def _putting(put: Put | None) -> dict[str, Any]:
-    names = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch", "W")
+_PUT = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch", "W")
+_FAR = ("done_ptr", "target_ptr", "pe_ptr")
+
+
+def _putting(put: Put | None, row_tiles: int) -> dict[str, Any]:
     if put is None:
-        return {**dict.fromkeys(names), "PUT": False, "WEIGHTED": False}
+        return {**dict.fromkeys((*_PUT, *_FAR)), "PUT": False, "WEIGHTED": False, **linked(None)}
     counter_W, peers = torch.zeros_like(put.wanted_W), put.wanted_W.numel()
-    values = (put.address_N, put.weight_N, put.peer_N, counter_W, put.wanted_W, put.signal_W, put.epoch, peers)
-    return {**dict(zip(names, values, strict=True)), "PUT": True, "WEIGHTED": put.weight_N is not None}
+    peer_N, store_N, target_N, network = put.addresses
+    done = None if network is None else counter_W.new_zeros(row_tiles)
+    values = (store_N, put.weight_N, peer_N, counter_W, put.wanted_W, put.signal_W, put.epoch, peers)
+    far = zip(_FAR, (done, target_N, far_pointers(network)[0]), strict=True)
+    return {
+        **dict(zip(_PUT, values, strict=True)),
+        **dict(far),
+        "PUT": True,
+        "WEIGHTED": put.weight_N is not None,
+        **linked(network),
+    }
 
 
 def _constants(variant: Variant, config: Config) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import define_activation
 from fusedmoe.kernels.grouped.device import act_forward, halves, mac, swizzle
+from fusedmoe.kernels.nvshmem import arrived
 from fusedmoe.kernels.remote import wait
 
 
@@ -63,6 +64,7 @@ def up_kernel(
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
     AWAITED: tl.constexpr,
+    NVSHMEM: tl.constexpr,
     BIAS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -91,6 +93,8 @@ def up_kernel(
     source = tl.load(source_ptr + row) if GATHER else row
     if AWAITED > 0:
         wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
+        if NVSHMEM:
+            arrived(signals_ptr + tl.load(source_ptr + start) // AWAITED, epoch)
     k = tl.arange(0, BK)
     x_ptrs = x_ptr + source[:, None] * M + k[None, :]
     if not DESCRIPTORS:

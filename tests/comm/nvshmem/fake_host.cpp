@@ -92,6 +92,7 @@ int nvshmem_n_pes() { return ranks; }
 
 void *nvshmem_malloc(size_t bytes) {
     if (bytes > (1 << 20)) return nullptr;
+    note("malloc");
     const std::string name = job + ".memory" + std::to_string(allocations++) + ".";
     std::vector<char *> copies(ranks);
     copies[rank] = map(name + std::to_string(rank), bytes, true);

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from fusedmoe.comm import nvshmem
 from fusedmoe.comm.group import Group
+from fusedmoe.comm.heaps.nvshmem import NvshmemHeap
 from fusedmoe.comm.nvshmem import Nvshmem
 from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.errors import ConfigError, RankError
 
 CPU = torch.device("cpu")
@@ -36,15 +38,16 @@ def stand_in(folder: Path, library: Path) -> None:
     nvshmem.record = lambda device: lambda: True
     nvshmem.tensor_at = at
     Nvshmem._stream = lambda self: 0  # type: ignore[method-assign]
-    torch.cuda.is_available = lambda: True
+    torch.version.cuda, torch.cuda.is_available = "13.0", lambda: True
 
 
 def at(address: int, size: int, device: torch.device) -> Tensor:
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
-def log() -> list[str]:
-    return Path(os.environ["FAKE_NVSHMEM"], f"log.{os.getpid()}").read_text().splitlines()
+def log(*without: str) -> list[str]:
+    lines = Path(os.environ["FAKE_NVSHMEM"], f"log.{os.getpid()}").read_text().splitlines()
+    return [line for line in lines if line not in without]
 
 
 def exchange(job: Nvshmem, group: Group, size: int = 1000) -> None:
@@ -79,10 +82,10 @@ def shared(group: Group) -> None:
     with Nvshmem(group, CPU) as second:
         exchange(second, group, 17)
     began = f"init {group.index} of {group.size}"
-    assert log() == [began, "barrier", f"module {WITH_FUNCTIONS}", "barrier", "free"]
+    assert log("malloc") == [began, "barrier", f"module {WITH_FUNCTIONS}", "barrier", "free"]
     first.close()
     first.close()
-    assert log()[5:] == ["free", f"module {WITH_FUNCTIONS} out", "finalize"]
+    assert log("malloc")[5:] == ["free", f"module {WITH_FUNCTIONS} out", "finalize"]
     for call in (lambda: first.allocate(8), first.barrier):
         try:
             call()
@@ -92,7 +95,7 @@ def shared(group: Group) -> None:
     with Nvshmem(group, CPU) as again:
         exchange(again, group)
     ended = ["barrier", "free", f"module {WITH_FUNCTIONS} out", "finalize"]
-    assert log()[8:] == [began, f"module {WITH_FUNCTIONS}", *ended]
+    assert log("malloc")[8:] == [began, f"module {WITH_FUNCTIONS}", *ended]
     try:
         with Nvshmem(group, CPU):
             nvshmem.register_module(REFUSED)
@@ -117,6 +120,35 @@ def adopted(group: Group) -> None:
         raise AssertionError("the job spans more ranks")
     except ConfigError as error:
         assert f"rank 0: is PE {group.index} of 2" in str(error), error
+
+
+def heap(group: Group) -> None:
+    """A heap over it, windows in the heap, and a heap after one that an error has ended."""
+    far = "FAKE_OTHER_NODE" in os.environ
+    with NvshmemHeap(group, CPU) as opened:
+        assert (opened.network is not None) == far
+        rows = opened.allocate((2, 5), torch.float32)
+        assert not rows.own.any() and int(rows.table[group.index]) == rows.own.data_ptr()
+        assert [p for p, address in enumerate(rows.table.tolist()) if address == 0] == [1 - group.index] * far
+        windows = Windows(opened, Room(8, 2, 4, 16, torch.float32))
+        assert (windows.tokens.staging is not None) == far
+        if opened.network is not None:
+            assert opened.network.pe_W.tolist() == [0, 1] and opened.network.spare.tolist() == [0]
+            assert Path(opened.network.libraries["libnvshmem_device"]).exists()
+            peer_R, place_R = torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([3, 4, 0, 1])
+            sent = windows.result_addresses(peer_R, place_R, 1, 0)
+            own = windows.results.rows[0, 0].data_ptr()
+            assert sent.target_N is not None
+            wanted = [0 if p == group.index else own + 64 * at for p, at in ((0, 3), (0, 4), (1, 0), (1, 1))]
+            assert sent.target_N.tolist() == wanted
+    assert log()[-1] == "finalize" and log().count("free") == log().count("malloc")
+    try:
+        with NvshmemHeap(group, CPU) as opened:
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert opened.abandoned and log()[-1] == "malloc"
+    with NvshmemHeap(group, CPU) as opened:
+        opened.allocate((3,), torch.uint8)
 
 
 def no_room(group: Group) -> None:

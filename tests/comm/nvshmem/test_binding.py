@@ -267,7 +267,7 @@ def refuses(*arguments: Any) -> None:
         ({"load": lambda: nvshmem.Library(ctypes.CDLL(None))}, "is of other sources .*_nvshmem_probe.*make nvshmem"),
         ({"versions": ((3, 4, 5), (3, 6, 1))}, "was built with NVSHMEM 3.4.5, and 3.6.1 is loaded; .*make nvshmem"),
         ({"versions": ((3, 4, 5), (3, 4, 9)), "call": refuses}, "nothing to be had"),
-        ({"versions": ((3, 4, 5), (3, 4, 9)), "cuda": False}, "PyTorch is a build without CUDA"),
+        ({"versions": ((3, 4, 5), (3, 4, 9)), "cuda": False}, "PyTorch for CUDA 13.0 finds no GPU"),
         ({"versions": ((3, 4, 5), (3, 4, 9))}, ""),
     ],
 )

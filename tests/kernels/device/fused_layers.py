@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fusedmoe
+from fusedmoe.comm import heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.runtime.recorder import Recorder
@@ -63,6 +67,15 @@ def no_room(rank: int, world: int) -> str:
     except fusedmoe.ConfigError as error:
         return f"refused: {error}"
     return "taken"
+
+
+def without_a_heap(rank: int, world: int) -> list[str]:
+    """One rank cannot have one: what differs from collectives, in words."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setitem(heap.BACKENDS, "shm", replace(heap.BACKENDS["shm"], why_not=lambda device: "no memory"))
+        wrong = same_as_collectives(rank, world, "ep")
+    return wrong
 
 
 def by_collectives_where_it_must(rank: int, world: int) -> set[str]:

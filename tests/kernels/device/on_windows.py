@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,18 @@ from fusedmoe.autograd.order import order
 from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.comm.heap import open_heap
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.heap import Heap, open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels import puts
+from fusedmoe.kernels import awaits, puts
 from fusedmoe.kernels.gather_sum import take_slots
 from fusedmoe.kernels.routes import for_all_shards
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.task import PIPELINE, Task
+from tests.kernels.device.far import FarHeap
 
 CPU = torch.device("cpu")
 EXPERTS, SLOTS, WIDTH, HIDDEN = 4, 2, 40, 24
@@ -111,11 +114,24 @@ def by_halves(case: Case, windows: Windows, degree: int, first: bool) -> list[Te
     return results(experts_combine(rows, weights, route, experts), x, weight, experts, case.dy_SM)
 
 
-def compare(rank: int, world: int, tokens: list[int], degrees: list[int], bias: bool) -> list[str]:
+def heap_over(group: Group, nodes: Sequence[int], breaks: Sequence[str] = ()) -> Heap:
+    """`nodes`: of each rank; none where all share one. `breaks`: as `Wire.breaks`."""
+    return FarHeap(group, CPU, nodes, breaks) if nodes else open_heap(group, CPU)
+
+
+def compare(
+    rank: int,
+    world: int,
+    tokens: list[int],
+    degrees: list[int],
+    bias: bool,
+    nodes: Sequence[int] = (),
+    breaks: Sequence[str] = (),
+) -> list[str]:
     """What differs from the collectives, in words."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     wrong = []
-    with open_heap(topology.ep, CPU) as heap:
+    with heap_over(topology.ep, nodes, breaks) as heap:
         windows = Windows(heap, Room(max(tokens), SLOTS, EXPERTS, WIDTH, torch.float32))
         for seed, degree in enumerate(degrees):
             case = Case(rank, world, tokens[rank], seed, bias)
@@ -196,7 +212,7 @@ class Exchanges:
         windows, slot = self.windows, self.windows.tokens.slot(epoch)
         index = self.index + slot * windows.tokens.signals[0].numel()
         with windows.watch.over("dispatch", partial(windows.name_token, chunk=0)):
-            puts.await_signals(windows.tokens.signals, index, epoch, windows.bounds)
+            awaits.await_signals(windows.tokens.signals, index, epoch, windows.bounds, windows.network)
         rows = windows.tokens.rows[slot, :, : windows.room.tokens]
         found = [of.unique().tolist() for of in rows]
         puts.give_credit(windows.tokens, epoch)
@@ -212,16 +228,17 @@ def delay(run: Any, most_s: float, draw: random.Random) -> Any:
     return delayed
 
 
-def exchange_often(rank: int, world: int, count: int, ahead: bool) -> int:
+def exchange_often(rank: int, world: int, count: int, ahead: bool, nodes: Sequence[int] = ()) -> int:
     """Exchanges with delays before puts, signals and waits. `ahead`: the next one is put before one is read."""
     draw = random.Random(rank)
-    kept = {name: getattr(puts, name) for name in ("put_rows", "await_signals", "give_credit", "signal")}
-    for name, run in kept.items():
-        setattr(puts, name, delay(run, 0.002, draw))
+    places = ((puts, "put_rows"), (awaits, "await_signals"), (puts, "give_credit"), (puts, "signal"))
+    kept = [(module, name, getattr(module, name)) for module, name in places]
+    for module, name, run in kept:
+        setattr(module, name, delay(run, 0.002, draw))
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     wrong = 0
     try:
-        with open_heap(topology.ep, CPU) as heap:
+        with heap_over(topology.ep, nodes) as heap:
             exchanges = Exchanges(Windows(heap, Room(20, 1, world, 8, torch.float32)), rank, world)
             waiting: list[tuple[int, int]] = []
             for number in range(count):
@@ -230,8 +247,8 @@ def exchange_often(rank: int, world: int, count: int, ahead: bool) -> int:
                     first, epoch = waiting.pop(0)
                     wrong += exchanges.take(epoch) != [[float(first * world + p)] for p in range(world)]
     finally:
-        for name, run in kept.items():
-            setattr(puts, name, run)
+        for module, name, run in kept:
+            setattr(module, name, run)
     return wrong
 
 

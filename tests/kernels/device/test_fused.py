@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cluster import Cluster
+from tests.kernels.device.deaths import check_death
 from tests.kernels.device.on_windows import (
     allocate_differently,
     compare,
@@ -81,6 +82,14 @@ def test_a_rank_fails(cluster: Cluster, how: str) -> None:
     assert re.search(r"chunk \d", message) or "credit" in message
     assert {"killed": "its process ended", "raises": "no more", "never": "within 4 s"}[how] in message
     assert nothing_in_shared_memory() == []
+
+
+_SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(16)]
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_a_rank_is_killed_at_any_moment(cluster: Cluster, seed: int) -> None:
+    check_death(cluster, seed, ())
 
 
 def test_a_late_rank_is_only_late(cluster: Cluster) -> None:

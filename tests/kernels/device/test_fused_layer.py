@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cluster import Cluster
-from tests.kernels.device.fused_layers import by_collectives_where_it_must, no_room, same_as_collectives
+from tests.kernels.device.fused_layers import by_collectives_where_it_must, no_room, same_as_collectives, without_a_heap
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +28,9 @@ def test_no_room(cluster: Cluster) -> None:
 
 def test_by_collectives_where_it_must(cluster: Cluster) -> None:
     assert cluster.run(2, by_collectives_where_it_must) == [{"dispatch"}] * 2
+
+
+def test_by_collectives_where_some_rank_has_no_heap(cluster: Cluster) -> None:
+    """Found out together: a rank that could would wait for one that cannot."""
+    for wrong in cluster.run(2, without_a_heap):
+        assert len(wrong) == 1 and wrong[0].startswith("no fused operation among")

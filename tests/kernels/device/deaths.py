@@ -1,0 +1,52 @@
+"""A rank that is killed somewhere in the middle of fused operations, and what the others are told."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.errors import RankError
+from tests.cluster import Cluster
+from tests.kernels.device.on_windows import EXPERTS, SLOTS, WIDTH, Case, by_puts, heap_over, nothing_in_shared_memory
+
+
+def die_at_random(rank: int, world: int, seed: int, timeout_s: float, nodes: Sequence[int] = ()) -> tuple[str, float]:
+    """Rank 1 is killed at some moment of a few training steps; what the others are told, and seconds after that."""
+    topology = Topology.from_sizes(ep=world, timeout_s=timeout_s)
+    delay_s = random.Random(seed).uniform(0.0, 2.5)
+    try:
+        with heap_over(topology.ep, nodes) as heap:
+            windows = Windows(heap, Room(20, SLOTS, EXPERTS, WIDTH, torch.float32))
+            case = Case(rank, world, 20, seed, True)
+            topology.agree({}, "test")
+            start = time.monotonic()
+            if rank == 1:
+                timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+                timer.daemon = True
+                timer.start()
+            while time.monotonic() < start + delay_s + 3 * timeout_s:
+                by_puts(case, windows, 1 + seed % 3)
+    except RankError as error:
+        return str(error), time.monotonic() - start - delay_s
+    return "went on alone", 0.0
+
+
+def check_death(cluster: Cluster, seed: int, nodes: Sequence[int]) -> None:
+    """It is noticed for what it is, not because the time is up. `nodes`: as of `heap_over`."""
+    timeout_s = 20.0
+    survivor, killed = cluster.outcomes(2, die_at_random, seed, timeout_s, nodes)
+    assert killed.error is not None and survivor.error is None, survivor.error
+    message, seconds = survivor.value
+    assert re.search(r"^rank 0: .*waiting for .* of rank 1, expected signal \d+, seen \d+", message), message
+    assert "rank 1 failed in" in message and "its process ended" in message, message
+    assert seconds < timeout_s / 2, seconds
+    assert nothing_in_shared_memory() == []

@@ -1,0 +1,69 @@
+"""What ranks of two nodes do in tests of the fused operations: functions for `Cluster.run`, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+
+from fusedmoe.autograd.chunk_experts import FusedChunks
+from fusedmoe.autograd.fused import fused_experts
+from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.kernels import awaits, puts
+from fusedmoe.kernels.places import Put
+from fusedmoe.kernels.weights import Weights
+from tests.kernels.device.far import FarHeap
+from tests.kernels.device.on_windows import CPU, EXPERTS, SLOTS, WIDTH, Case
+
+APART = (0, 1)
+
+
+def count_puts(rank: int, world: int, tokens: int) -> tuple[list[int], int]:
+    """Sizes of what one forward pass puts to the far peer, and how often NVSHMEM was asked whether rows had arrived."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    with FarHeap(topology.ep, CPU, APART) as heap:
+        windows = Windows(heap, Room(tokens, SLOTS, EXPERTS, WIDTH, torch.float32))
+        case = Case(rank, world, tokens, 0, False)
+        experts = FusedChunks(Weights(*case.own), "swiglu")
+        fused_experts(case.x_SM, case.weight_SK, case.layout, windows, experts)
+        return heap.wire.puts, heap.wire.asked
+
+
+def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int, bool]:
+    """Two exchanges of results without tokens between; what rank 0 puts first is read out of its staging late.
+
+    Args:
+        sooner: the second does not wait for what it should, but for so many exchanges before.
+        held_s: so late, or when the second one is put as well.
+    Returns:
+        How many rows were not those of their exchange, and whether the second was put before the first was read.
+    """
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    rows, wrong, early = 6, 0, False
+    last = torch.tensor([rows], dtype=torch.int32)
+    peer_R, place_R = torch.full((rows,), 1 - rank, dtype=torch.int32), torch.arange(rows)
+    wanted_W = torch.zeros(world, dtype=torch.int32).index_fill(0, torch.tensor([1 - rank]), rows)
+    with FarHeap(topology.ep, CPU, APART) as heap:
+        windows = Windows(heap, Room(rows, 1, world, 4, torch.float32, degree=1))
+        results = windows.results
+        for number in (1, 2):
+            epoch = windows.begin(results)
+            with windows.watch.over("combine", windows.name_credit):
+                every = torch.arange(world, dtype=torch.int32)
+                awaits.await_signals(results.credits, every, windows.results_behind(epoch) - sooner, windows.bounds)
+            if rank == 0 and number == 1:
+                heap.wire.hold(held_s)
+            mark = windows.result_mark(0, epoch)
+            addresses = windows.result_addresses(peer_R, place_R, epoch, 0)
+            put = Put(results.rows, addresses, None, wanted_W, windows.result_signals(mark), epoch, mark)
+            values = windows.value_addresses(peer_R, place_R, epoch, 0)
+            puts.put_values(torch.full((rows,), float(number)), values, last)
+            puts.return_rows(torch.full((rows, 4), float(number)), last, put)
+            if number == 2:
+                early = heap.wire.let_go()
+            with windows.watch.over("combine", windows.name_result):
+                index = windows.awaited_results(1, epoch)
+                awaits.await_signals(results.signals, index, epoch, windows.bounds, windows.network)
+            slot = results.slot(epoch)
+            wrong += int((results.rows[slot, 0] != number).any(1).sum() + (windows.values.own[slot] != number).sum())
+            puts.give_credit(results, epoch)
+    return wrong, early

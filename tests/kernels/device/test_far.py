@@ -1,0 +1,71 @@
+"""The fused operations between nodes, over a made-up NVSHMEM: as between the ranks of one host, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cluster import Cluster
+from tests.kernels.device.deaths import check_death
+from tests.kernels.device.on_nodes import APART, count_puts, return_twice
+from tests.kernels.device.on_windows import EXPERTS, SLOTS, WIDTH, compare, exchange_often
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("the network is made up of memory of the host")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "degrees", "bias"),
+    [
+        ([5, 9], [2], False),
+        pytest.param([9, 20], [1, 5, 8], True, marks=pytest.mark.slow),
+        pytest.param([20, 0], [3], False, marks=pytest.mark.slow),
+        pytest.param([200, 130], [1, 4], False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_nodes(cluster: Cluster, tokens: list[int], degrees: list[int], bias: bool) -> None:
+    assert cluster.run(2, compare, tokens, degrees, bias, APART, timeout_s=110) == [[], []]
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two(cluster: Cluster) -> None:
+    assert cluster.run(4, compare, [5, 0, 17, 3], [1, 3], True, (0, 0, 1, 1), timeout_s=280) == [[]] * 4
+    assert cluster.run(4, compare, [5, 9, 7, 3], [2], True, (0, 1, 0, 1), timeout_s=280) == [[]] * 4
+
+
+@pytest.mark.parametrize("rule", ["fence", "arrived"])
+def test_rules_are_needed(cluster: Cluster, rule: str) -> None:
+    outcomes = cluster.outcomes(2, compare, [9, 9], [1], False, APART, (rule,))
+    assert any(one.error is not None or one.value for one in outcomes)
+
+
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_exchanges(cluster: Cluster, ahead: bool) -> None:
+    assert cluster.run(2, exchange_often, 40, ahead, APART) == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_of_another_node_is_killed_at_any_moment(cluster: Cluster, seed: int) -> None:
+    check_death(cluster, seed, APART)
+
+
+def test_results_wait_until_those_before_are_read(cluster: Cluster) -> None:
+    """What lies in staging has been read by the network once the peer gives credit for it, and not before."""
+    assert cluster.run(2, return_twice, 0, 0.3) == [(0, False)] * 2
+    (_, early), (wrong, _) = cluster.run(2, return_twice, 1, 20.0)
+    assert early and wrong == 12
+
+
+def test_rows_go_together(cluster: Cluster) -> None:
+    """A letter and tokens are a put each; results one for each expert, as all rows of one fit a tile."""
+    for sizes, asked in cluster.run(2, count_puts, 20):
+        letter, tokens, *results = sizes
+        assert letter % 8 == 0 and tokens % (4 * WIDTH) == 0
+        assert len(results) == EXPERTS // 2 and all(size % (4 * WIDTH) == 0 for size in results)
+        assert tokens <= 20 * 4 * WIDTH and sum(results) <= 20 * SLOTS * 4 * WIDTH
+        assert asked > 4
