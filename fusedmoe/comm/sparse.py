@@ -6,16 +6,20 @@ step leave together, as one all-to-all of bytes; those of the next step, which m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_to_all_rows, device_of
 from fusedmoe.comm.group import Group
+
+if TYPE_CHECKING:
+    from fusedmoe.comm.byte_window import ByteWindow  # which needs Triton
 
 # (expert, source, target, step), in an order that is the same on all ranks.
 Transfers = Sequence[tuple[int, int, int, int]]
@@ -57,14 +61,16 @@ class Flight:
 class Carrier:
     """Carries experts between the ranks of a group: in the order in which it is asked, which all ranks share.
 
-    On a CPU a thread of its own does it, on CUDA a stream.
+    By collectives: on a CPU a thread of its own does it, on CUDA a stream. By puts on CUDA a stream does, too; Triton's
+    interpreter runs where it is called, so that on a CPU a flight has ended when it begins.
 
     Args:
         group: with a process group that nothing else uses (`Topology.beside`).
+        window: over the same ranks; experts go through it, by puts that kernels start, instead of by collectives.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, window: ByteWindow | None = None) -> None:
+        self._group, self._window = group, window
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -83,7 +89,7 @@ class Carrier:
                 written to them until the flight has ended.
             during: is entered for as long as they travel, as a measurement.
         """
-        return self._start(transfers, _Job(self._group, transfers, dict(rows), tables, None), during)
+        return self._start(transfers, self._job(transfers, rows, tables, None), during)
 
     def reduce(
         self,
@@ -102,7 +108,7 @@ class Carrier:
         Args:
             rows, tables, during: as for `gather`; rows of replicas are used up.
         """
-        return self._start(transfers, _Job(self._group, transfers, dict(rows), tables, owned), during)
+        return self._start(transfers, self._job(transfers, rows, tables, owned), during)
 
     def close(self) -> None:
         """Ends the thread, once what was begun is done."""
@@ -113,12 +119,21 @@ class Carrier:
     def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
         return self  # process groups cannot be copied
 
+    def _job(
+        self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor], owned: int | None
+    ) -> _Job:
+        return _Job(self._group, self._window, transfers, dict(rows), tables, owned)
+
     def _start(self, transfers: Transfers, job: _Job, during: AbstractContextManager[None] | None) -> Flight:
         if self._group.size == 1 or not transfers:
             return Flight()
         during = during or nullcontext()
         if device_of(self._group).type == "cuda":
             return self._on_stream(job, during)
+        if self._window is not None:
+            here: Future[list[Arrived]] = Future()
+            here.set_result(job.run(during))
+            return Flight(job.sent_bytes, here)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="fusedmoe sparse")
         return Flight(job.sent_bytes, self._thread.submit(job.run, during))
@@ -147,12 +162,14 @@ class _Job:
     def __init__(
         self,
         group: Group,
+        window: ByteWindow | None,
         transfers: Transfers,
         rows: Mapping[int, int],
         tables: Sequence[Tensor],
         owned: int | None,
     ) -> None:
-        self._group, self._transfers, self._rows, self._owned = group, transfers, rows, owned
+        self._group, self._window = group, window
+        self._transfers, self._rows, self._owned = transfers, rows, owned
         self.tables = [table.detach() for table in tables]
         self._sizes = [table.shape[1:].numel() * table.element_size() for table in tables]
         self.sent_bytes = sum(source == group.index for _, source, _, _ in transfers) * sum(self._sizes)
@@ -172,7 +189,11 @@ class _Job:
         send, recv = ([bytes_ * sum(one[0] == rank for one in of) for rank in range(size)] for of in (leaving, coming))
         parts = [_bytes_of(table[self._rows[expert]]) for _, expert in leaving for table in self.tables]
         rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.tables[0].device)
-        received = all_to_all_rows(self._group, rows, send, recv, self._operation)
+        if self._window is None:
+            received = all_to_all_rows(self._group, rows, send, recv, self._operation)
+        else:
+            most = bytes_ * max(Counter((source, target) for _, source, target, _ in transfers).values())
+            received = self._window.exchange(rows, send, recv, most, self._operation)
         pieces = iter(received.split(self._sizes * len(coming)))
         arrived = []
         for _, expert in coming:

@@ -66,11 +66,11 @@ class Windows:
         capacity, lines = _up(max(room.tokens, 1), self._tile), self.experts + room.tokens * room.slots
         if self.experts > _LETTER_TILE:
             raise ConfigError(f"{self.experts} experts a rank are too many: a letter begins with up to {_LETTER_TILE}")
-        self.tokens = self._place((size, capacity, room.width), room.dtype, self._tile, capacity // self._tile)
+        self.tokens = make_place(heap, (size, capacity, room.width), room.dtype, self._tile, capacity // self._tile)
         lines = _up(lines, _LETTER_TILE)
-        self.letters = self._place((size, lines, 2), torch.int32, _LETTER_TILE, lines // _LETTER_TILE)
+        self.letters = make_place(heap, (size, lines, 2), torch.int32, _LETTER_TILE, lines // _LETTER_TILE)
         results = max(1, room.tokens * room.slots)
-        self.results = self._place((1, results, room.width), room.dtype, 0, room.degree)
+        self.results = make_place(heap, (1, results, room.width), room.dtype, 0, room.degree)
         self.values = heap.allocate((SLOTS, results), torch.float32)
         if self.network is not None:
             # In chunks whose sizes are bounds, as `Route` reckons.
@@ -175,26 +175,28 @@ class Windows:
         peer, chunk = divmod(index % self.results.signals[0].numel(), self.room.degree)
         return peer, f"chunk {chunk} of the results"
 
-    def _place(self, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int) -> Place:
-        size = self.heap.group.size
 
-        def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Symmetric:
-            return self.heap.allocate(shape, dtype)
+def make_place(heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int) -> Place:
+    """A window of [slots, *shape] on every rank, for whose rows each peer has so many signals. Collective."""
+    size = heap.group.size
 
-        rows, signal, credit = allocate(SLOTS, *shape, dtype=dtype), allocate(SLOTS, size, signals), allocate(size)
-        staging = allocate(SLOTS, *shape, dtype=dtype).own if tile and self.network is not None else None
-        return Place(
-            rows.own,
-            rows.table,
-            signal.own,
-            signal.table,
-            tile,
-            credit.own,
-            credit.table,
-            self.heap.group.index,
-            self.network,
-            staging,
-        )
+    def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Symmetric:
+        return heap.allocate(shape, dtype)
+
+    rows, signal, credit = allocate(SLOTS, *shape, dtype=dtype), allocate(SLOTS, size, signals), allocate(size)
+    staging = allocate(SLOTS, *shape, dtype=dtype).own if tile and heap.network is not None else None
+    return Place(
+        rows.own,
+        rows.table,
+        signal.own,
+        signal.table,
+        tile,
+        credit.own,
+        credit.table,
+        heap.group.index,
+        heap.network,
+        staging,
+    )
 
 
 def _up(count: int, multiple: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.sparse import Carrier
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -80,6 +81,8 @@ class ShardedExperts:
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
             memory, twice the traffic.
         costs: what a token and an expert take. None: measured where a policy asks for them.
+        heap: symmetric memory of the expert-parallel group (`fusedmoe.puts.open_heap`), which must outlive this.
+            Experts then travel by puts that kernels start, instead of by collectives.
     Attributes:
         overlap: t; 0 while it is not known yet.
         iteration: steps so far.
@@ -101,6 +104,7 @@ class ShardedExperts:
         calibrates: bool = False,
         rematerialises: bool = False,
         costs: Costs | None = None,
+        heap: Heap | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ConfigError(f"placement policy {policy!r}; choose one of {', '.join(POLICIES)}")
@@ -125,7 +129,7 @@ class ShardedExperts:
             return
         asks = self._measures or calibrates or policy in ("fastermoe", "smartmoe", "flexmoe")
         self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
-        self._carrier = Carrier(topology.beside(topology.ep))
+        self._carrier = _carrier(topology, heap)
         for one, before, after in zip(
             self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True
         ):
@@ -264,6 +268,14 @@ class ShardedExperts:
         held = parameter.data.untyped_storage().nbytes()
         kept = sum(value.nbytes for value in state if isinstance(value, Tensor))
         return parameter.nbytes, held - parameter.nbytes, grad, kept
+
+
+def _carrier(topology: Topology, heap: Heap | None) -> Carrier:
+    if heap is None:
+        return Carrier(topology.beside(topology.ep))
+    from fusedmoe.comm.byte_window import ByteWindow  # which needs Triton
+
+    return Carrier(topology.ep, ByteWindow(heap))
 
 
 #: Where nothing is decided by costs.

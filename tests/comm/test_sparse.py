@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.transfers import gather, predicted_volume, reduce, traffic
 from tests.cluster import Cluster
 
-SHAPES = ((3, 2), (5,), ())
+SHAPES: tuple[tuple[int, ...], ...] = ((3, 2), (5,), ())
+# Longer than a small window.
+LONG: tuple[tuple[int, ...], ...] = ((3, 2), (11000,))
 
 
 def random_placement(draw: random.Random, ranks: int, experts: int) -> Placement:
@@ -34,13 +37,13 @@ def random_within(draw: random.Random, placement: Placement) -> Placement:
     return Placement(placement.ranks, placement.owners, kept)
 
 
-def parameters(expert: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def parameters(expert: int, dtype: torch.dtype, shapes: Any = SHAPES) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(expert)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def gradients(rank: int, expert: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return parameters(1000 * (rank + 1) + expert, dtype)
+def gradients(rank: int, expert: int, dtype: torch.dtype, shapes: Any = SHAPES) -> list[torch.Tensor]:
+    return parameters(1000 * (rank + 1) + expert, dtype, shapes)
 
 
 def held_by(placement: Placement, rank: int) -> list[int]:
@@ -51,7 +54,21 @@ def held_by(placement: Placement, rank: int) -> list[int]:
 def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, ...]) -> int:
     """Random pairs of placements; counts those that moved something."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
-    carrier = Carrier(topology.beside(topology.ep))
+    return exchange_over(Carrier(topology.beside(topology.ep)), rank, world, seeds, dtypes, SHAPES)
+
+
+def exchange_by_puts(rank: int, world: int, seeds: int) -> int:
+    """The same, in Triton's interpreter, through a window that is smaller than an expert."""
+    from fusedmoe.comm.byte_window import ByteWindow
+    from fusedmoe.comm.heap import open_heap
+
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
+    with open_heap(topology.ep, torch.device("cpu")) as heap:
+        carrier = Carrier(topology.ep, ByteWindow(heap, rows=16))
+        return exchange_over(carrier, rank, world, seeds, (torch.float64, torch.bfloat16), LONG)
+
+
+def exchange_over(carrier: Carrier, rank: int, world: int, seeds: int, dtypes: Any, shapes: Any) -> int:
     moved = 0
     for seed in range(seeds):
         draw = random.Random(seed)
@@ -61,17 +78,17 @@ def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, .
         before = random_within(draw, after)
         held, rows = held_by(after, rank), {}
         rows = {expert: row for row, expert in enumerate(held)}
-        tables = [torch.full((max(1, len(held)), *shape), float("nan"), dtype=dtype) for shape in SHAPES]
+        tables = [torch.full((max(1, len(held)), *shape), float("nan"), dtype=dtype) for shape in shapes]
         for expert in set(held_by(before, rank)):
-            for table, value in zip(tables, parameters(expert, dtype), strict=True):
+            for table, value in zip(tables, parameters(expert, dtype, shapes), strict=True):
                 table[rows[expert]] = value
         transfers = gather(before, after, nodes)
         flight = carrier.gather(transfers, rows, tables)
         assert flight.wait() == []
         for expert in held:
-            for table, value in zip(tables, parameters(expert, dtype), strict=True):
+            for table, value in zip(tables, parameters(expert, dtype, shapes), strict=True):
                 assert torch.equal(table[rows[expert]], value), (seed, expert)
-        bytes_ = sum(value.nbytes for value in parameters(0, dtype))
+        bytes_ = sum(value.nbytes for value in parameters(0, dtype, shapes))
         assert flight.sent_bytes == bytes_ * sum(one.source == rank for one in transfers)
         counted = traffic(transfers, nodes, bytes_)
         assert counted.total == predicted_volume(before, after, nodes, bytes_).total
@@ -80,7 +97,7 @@ def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, .
         whole = gather(after.sharding, after, nodes)
         grads = [table.clone() for table in tables]
         for expert in held:
-            for grad, value in zip(grads, gradients(rank, expert, dtype), strict=True):
+            for grad, value in zip(grads, gradients(rank, expert, dtype, shapes), strict=True):
                 grad[rows[expert]] = value
         owned = len(after.owned(rank))
         own = [grad[:owned].to(torch.float64, copy=True) for grad in grads]
@@ -96,7 +113,7 @@ def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, .
         for expert in after.owned(rank):
             ranks = [rank, *after.replicas[expert]]
             for n, total in enumerate(own):
-                wanted = sum(gradients(other, expert, dtype)[n].double() for other in ranks)
+                wanted = sum(gradients(other, expert, dtype, shapes)[n].double() for other in ranks)
                 torch.testing.assert_close(total[rows[expert]], wanted, rtol=tolerance, atol=tolerance)
         moved += bool(transfers)
     carrier.close()

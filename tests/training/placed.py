@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fusedmoe.comm.heap import open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.experts import FeedForward, SwiGLU
 from fusedmoe.layers.gates import TopK
@@ -113,7 +115,22 @@ def run(rank: int, world: int, placement: str, steps: int, options: dict[str, An
     model = Model(topology, placement, **shape)
     optimizer = optimizer_of(model)
     whole = distributed_data_parallel(model, topology) if wraps else model
-    sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
+    with ExitStack() as stack:
+        if options.pop("heap", False):
+            options["heap"] = stack.enter_context(open_heap(topology.ep, torch.device("cpu")))
+        sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
+        return _run(model, whole, optimizer, sharded, topology, steps, parts)
+
+
+def _run(
+    model: Model,
+    whole: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharded: ShardedExperts | None,
+    topology: Topology,
+    steps: int,
+    parts: int,
+) -> dict[str, Any]:
     losses, states, owners, placements = [], [], [], []
     for step in range(steps):
         if sharded is not None:

@@ -1,0 +1,37 @@
+"""Experts that travel by puts instead of by collectives, between processes that share memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster import Cluster
+from tests.comm.test_sparse import exchange_by_puts
+from tests.kernels.device.on_windows import nothing_in_shared_memory
+from tests.training.placed import run
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("processes share memory of the host")
+
+
+@pytest.mark.parametrize(("world", "seeds"), [(2, 8), pytest.param(4, 20, marks=pytest.mark.slow)])
+def test_any_pair_of_placements(cluster: Cluster, world: int, seeds: int) -> None:
+    assert min(cluster.run(world, exchange_by_puts, seeds)) > seeds // 5
+    assert nothing_in_shared_memory() == []
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param({"rematerialises": True}, marks=pytest.mark.slow)], ids=str)
+def test_training(cluster: Cluster, more: dict[str, Any]) -> None:
+    """The same bits as where experts travel by collectives."""
+    options = {"overlap": 4, "memory": 2} | more
+    found = cluster.run(2, run, "fssdp", 7, options | {"heap": True})
+    wanted = cluster.run(2, run, "fssdp", 7, options)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours["sent"] == theirs["sent"] > 0
+        for kind in ("losses", "parameters", "gradients", "dense"):
+            torch.testing.assert_close(ours[kind], theirs[kind], rtol=0, atol=0)
