@@ -14,6 +14,7 @@ import torch
 from fusedmoe.cli.data import Corpus, load_corpus
 from fusedmoe.cli.flags import add_flags, changes_of, describe
 from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.load_log import LoadLog
 from fusedmoe.cli.progress import Display, make_display
 from fusedmoe.cli.rundir import RunDir
 from fusedmoe.cli.settings import Settings, read_settings
@@ -42,6 +43,7 @@ rest. Started alone, it is one process that does all of it.
 Everything lies in one run folder, runs/<date-time>: config.json (every setting, and what
 was chosen), metrics.jsonl (a line a step), checkpoint/, and the timeline of one step on
 every rank as timeline.png and as trace.json, for ui.perfetto.dev and chrome://tracing.
+loads.json has what the gates chose, step by step, for `fusedmoe loads --trace`.
 
 --schedule auto hides what travels behind what is computed: tokens in chunks, gradients in
 pieces during the backward pass. What this machine takes is measured once and kept; the
@@ -154,6 +156,7 @@ class Job:
             self._follow(trainer)
         if topology.rank == 0:
             self._open(trainer, corpus, done)
+        self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
         try:
             with make_display(topology.rank, settings.steps, done) as display:
@@ -200,6 +203,9 @@ class Job:
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
+            load_LE = trainer.load_LE()
+            if load_LE is not None:
+                self.loads.note(load_LE)
             if self.topology.rank == 0:
                 self.folder.note(_metrics(settings, done, report))
                 now = report.tokens / report.seconds
@@ -227,6 +233,7 @@ class Job:
         return corpus
 
     def _save(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
+        self.loads.flush()
         extra = {"step": done, "text": corpus.fingerprint}
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
 
