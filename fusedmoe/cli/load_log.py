@@ -54,9 +54,9 @@ class LoadLog:
         self._kept = []
         found = all_gather_object(self._topology.world, kept_ILE, "gathering expert loads")
         if self._topology.rank == 0:
-            self._write(np.stack(found, axis=2))
+            self._write(np.stack(found, axis=2).astype(np.int64))
 
-    def _write(self, tokens_ILWE: NDArray[np.int32]) -> None:
+    def _write(self, tokens_ILWE: NDArray[np.int64]) -> None:
         if not self._begun:
             self._begun = True
             earlier = self._earlier
