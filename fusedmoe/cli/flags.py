@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from fusedmoe.cli.settings import DEVICES, DTYPES, SCHEDULES, WIRES, Settings
+from fusedmoe.cli.settings import DEVICES, DTYPES, PLACEMENTS, SCHEDULES, WIRES, Settings
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
@@ -95,6 +95,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--dispatch", "dispatch", "all-to-all algorithm", str, ALGORITHMS),
         Flag("--wire-dtype", "wire_dtype", "what dispatched rows travel in", str, WIRES),
         Flag("--schedule", "schedule", "how what travels overlaps with what is computed", str, SCHEDULES),
+        Flag("--placement", "placement", "which ranks have which experts, and copies of them", str, PLACEMENTS),
+        Flag("--placement-memory", "placement_memory", "copies of experts that a rank has room for, a layer"),
+        Flag(
+            "--placement-overlap",
+            "placement_overlap",
+            "experts that may travel for a layer and step",
+            chosen="as many as go unnoticed, measured in the first 5 steps",
+        ),
+        Flag("--rematerialise", "rematerialise", "copies of experts are fetched again for the backward pass", bool),
         Flag("--device", "device", "auto: GPUs where every rank of the machine has one", str, DEVICES),
         Flag("--timeout", "timeout_s", "seconds a rank waits for another", float, metavar="S"),
     ),

@@ -46,7 +46,8 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     """The sizes that were asked for, and for the rest the paper's layout (FSMoE, F7) as far as the model allows it.
 
     Experts are spread over the nodes (EP), each expert and the attention are split inside a node (ESP = MP); an axis
-    is made smaller where heads, hidden dim or experts do not divide. What is left over is data parallel.
+    is made smaller where heads, hidden dim or experts do not divide. What is left over is data parallel. Experts that
+    move are spread over all ranks, each one whole.
 
     Raises:
         ConfigError: the ranks do not fill nodes, or the sizes do not fit the world.
@@ -57,7 +58,10 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
         raise ConfigError(
             f"{ranks} ranks do not fill nodes of {per_node}; choose --ranks-per-node among the divisors of {ranks}"
         )
-    ep = settings.ep or gcd(ranks // per_node, model.experts or ranks)
+    if settings.placement == "ep":
+        ep = settings.ep or gcd(ranks // per_node, model.experts or ranks)
+    else:
+        ep = settings.ep or ranks // (settings.esp or 1)
     esp = settings.esp or gcd(per_node, ranks // min(ep, ranks), model.hidden)
     dense = model.hidden if model.moe_every > 1 else 0  # gcd(n, 0) = n
     mp = settings.mp or gcd(per_node, model.key_heads, dense)

@@ -12,13 +12,25 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.schedule import SCHEDULES as LAYER_SCHEDULES
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
+from fusedmoe.training.sharded import POLICIES as PLACEMENT_POLICIES
 
 DTYPES = ("fp32", "bf16", "fp64")
 WIRES = ("same", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 
+#: What `--placement` may be: experts that stay, or a policy of `ShardedExperts` that moves and copies them.
+PLACEMENTS = ("ep", "fssdp", *(policy for policy in PLACEMENT_POLICIES if policy not in ("ep", "hecate")))
+
 #: What `--schedule` may be: of layers, and of whole models.
 SCHEDULES = (*LAYER_SCHEDULES, *(name for name in WHOLE_POLICIES if name not in LAYER_SCHEDULES))
+
+_CHOICES = (
+    ("dtype", DTYPES),
+    ("wire_dtype", WIRES),
+    ("device", DEVICES),
+    ("schedule", SCHEDULES),
+    ("placement", PLACEMENTS),
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,9 @@ class Settings:
         ranks_per_node, ep, esp, mp: the parallel layout (`fusedmoe.cli.layout`).
         dispatch, wire_dtype: the all-to-all algorithm, and what rows travel in ("same": as they are).
         schedule: what overlaps with computation, and by which policy (`SCHEDULES`).
+        placement: which ranks have which experts (`PLACEMENTS`).
+        placement_memory, placement_overlap: m and t of `ShardedExperts`.
+        rematerialise: copies of experts are given back after each forward pass.
         dtype: "fp32", "bf16" (autocast; parameters stay float32) or "fp64".
         device: "auto" takes a GPU where there is one for each rank of the machine.
         recompute: activations are computed again for the backward pass instead of kept.
@@ -52,6 +67,10 @@ class Settings:
     dispatch: str = "direct"
     wire_dtype: str = "same"
     schedule: str = "off"
+    placement: str = "ep"
+    placement_memory: int = 2
+    placement_overlap: int | None = None
+    rematerialise: bool = False
     dtype: str = "fp32"
     device: str = "auto"
     recompute: bool = False
@@ -71,6 +90,10 @@ class Settings:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        for name in ("placement_memory", "placement_overlap"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} = {value} must be at least 0")
         for name in ("ranks_per_node", "ep", "esp", "mp", "steps", "eval_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -79,7 +102,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"{name} = {value} must be a number from 0")
-        for name, known in (("dtype", DTYPES), ("wire_dtype", WIRES), ("device", DEVICES), ("schedule", SCHEDULES)):
+        for name, known in _CHOICES:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
         if not 0 < self.timeout_s < math.inf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ was chosen), metrics.jsonl (a line a step), checkpoint/, and the timeline of one
 every rank as timeline.png and as trace.json, for ui.perfetto.dev and chrome://tracing.
 loads.json has what the gates chose, step by step, for `fusedmoe loads --trace`.
 
+--placement fssdp owns each expert once in the world and copies the popular ones, step by
+step, to the ranks that would otherwise send them their tokens (Hecate); losses stay.
+
 --schedule auto hides what travels behind what is computed: tokens in chunks, gradients in
 pieces during the backward pass. What this machine takes is measured once and kept; the
 folder then also has costs.json and plan.txt, and a resumed job keeps to them.
@@ -64,6 +68,8 @@ examples:
     fusedmoe train --model GPT2-Tiny-MoE --layers 4 --gate gshard --wire-dtype bf16 --steps 50
   communication hidden behind computation:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --schedule auto
+  experts copied to where their tokens are:
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --placement fssdp
   your own text:
     fusedmoe train --data ~/notes --pattern '*.md' --seq-len 256
 """
@@ -142,9 +148,15 @@ class Job:
 
     def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> Verdict:
         """Trains up to the last step, or to `stop_at`, or until asked to stop; then the held-out loss."""
-        settings, topology = self.settings, self.topology
         corpus = self._corpus()
-        trainer = Trainer(settings, topology, self.device, corpus, self.stop)
+        trainer = Trainer(self.settings, self.topology, self.device, corpus, self.stop)
+        with closing(trainer):
+            return self._run(trainer, corpus, run_dir, resume, stop_at)
+
+    def _run(
+        self, trainer: Trainer, corpus: Corpus, run_dir: Path | None, resume: Path | None, stop_at: int | None
+    ) -> Verdict:
+        settings, topology = self.settings, self.topology
         done = 0
         if resume is not None:
             self.folder = RunDir(resume)
@@ -235,6 +247,8 @@ class Job:
     def _save(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
         self.loads.flush()
         extra = {"step": done, "text": corpus.fingerprint}
+        if trainer.placed is not None:
+            extra["placement"] = trainer.placed.state_dict()
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
 
     def _load(self, trainer: Trainer, corpus: Corpus) -> int:
@@ -244,6 +258,8 @@ class Job:
         extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
         if extra["text"] != corpus.fingerprint and self.topology.rank == 0:
             print(f"Note: the text in {corpus.source} is not what the checkpoint was trained on.")
+        if trainer.placed is not None and "placement" in extra:
+            trainer.placed.load_state_dict(extra["placement"])
         return int(extra["step"])
 
     def _open(self, trainer: Trainer, corpus: Corpus, done: int) -> None:

@@ -30,7 +30,7 @@ from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
-from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
+from fusedmoe.training import ShardedExperts, clip_grad_norm, plan_step, sync_gradients
 from fusedmoe.training.overlap import blocks_costs
 from fusedmoe.training.stream import GradientStream
 from fusedmoe.training.tuning import PieceTuning
@@ -83,6 +83,7 @@ class Trainer:
         self._held_out = Batches(corpus.held_out, model.batch, model.seq_len, mask=mask)
         self.model = make_model(settings, model, topology, device)
         self.optimizer = make_optimizer(self.model, settings)
+        self.placed = _place(self.model, self.optimizer, topology, settings)
         self._stream: GradientStream | None = None
         self._tuning: PieceTuning | None = None
 
@@ -106,6 +107,11 @@ class Trainer:
             self._tuning = PieceTuning(blocks, self._stream, step_costs, plan)
             plan = self._tuning.plan
         return plan, step_costs
+
+    def close(self) -> None:
+        """Ends what moves experts."""
+        if self.placed is not None:
+            self.placed.close()
 
     def step(self, step: int) -> StepReport:
         """One step (from 0); collective over all ranks."""
@@ -205,6 +211,23 @@ class Trainer:
         return all_reduce(self._topology.world, row, operation="sum of losses").tolist()
 
 
+def _place(
+    model: Transformer, optimizer: torch.optim.Optimizer, topology: Topology, settings: Settings
+) -> ShardedExperts | None:
+    """Has the settings' policy move the experts; None where they stay."""
+    if settings.placement == "ep":
+        return None
+    return ShardedExperts(
+        model,
+        optimizer,
+        topology,
+        policy="hecate" if settings.placement == "fssdp" else settings.placement,
+        memory=settings.placement_memory,
+        overlap=settings.placement_overlap,
+        rematerialises=settings.rematerialise,
+    )
+
+
 def policy_of(settings: Settings) -> str:
     """The policy that the settings' schedule names.
 
@@ -237,6 +260,8 @@ def unsplit(settings: Settings) -> str | None:
         "order": "an order by products cannot be split",
         "hooks": "what compresses rows sees whole layers",
     }
+    if settings.placement != "ep":
+        return f"with --placement {settings.placement} experts are whole layers'"
     part = unsplit_part(make_gate(model), make_order(model), make_hooks(settings))
     return None if part is None else says[part]
 
@@ -267,6 +292,7 @@ def make_model(settings: Settings, model: ModelConfig, topology: Topology, devic
         dispatch=settings.dispatch,
         hooks=make_hooks(settings),
         recompute=settings.recompute,
+        placement="ep" if settings.placement == "ep" else "fssdp",
         device=device,
         dtype=dtype,
     )

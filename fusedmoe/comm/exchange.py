@@ -70,6 +70,7 @@ class Exchange(Part):
         dtype: of the rows that will travel.
         refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
         sizes: carries sizes in place of `esp`, for an exchange that begins while rows of another one are gathered.
+        held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
     Attributes:
         most_rows: that any of the ranks sends; the same number on all of them.
         send_PE, come_QPE: rows that leave for each peer, and that come by sharding peer, source rank, local expert.
@@ -85,6 +86,7 @@ class Exchange(Part):
         dtype: torch.dtype,
         refusal: str | None = None,
         sizes: Group | None = None,
+        held: int | None = None,
     ) -> None:
         ep = algorithm.group
         me = ep.job.rank
@@ -109,7 +111,7 @@ class Exchange(Part):
             verdict = ep.board.post(me, CHECK, f"rows of different dtypes cannot travel together: {found}")
             raise RankError(f"rank {me}: ended because {verdict}")
         self._device = counts_E.device
-        self.send_PE, self.come_QPE = ours_PE[:, :-2].cpu().numpy(), all_QPE[..., :-2]
+        self.send_PE, self.come_QPE = ours_PE[:, :-2].cpu().numpy(), all_QPE[..., :-2][..., :held]
         self.most_rows = int(all_QPE[..., -2].max())
         super().__init__(algorithm, esp, self.send_PE, self.come_QPE, counts_E.device)
 

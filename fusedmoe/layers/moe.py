@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
 from fusedmoe.autograd.linear import linear
 from fusedmoe.autograd.moe import through_experts
+from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows, sum_gradient
 from fusedmoe.autograd.pipeline import GradientPieces, Pipeline, Plans, pipeline
 from fusedmoe.comm.all_to_all import make_all_to_all
@@ -27,6 +28,7 @@ from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
+from fusedmoe.layers.placed import Placed, first_place
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
 from fusedmoe.layers.watch import LogitsWatch, count_bad
 from fusedmoe.runtime.recorder import Recorder, span
@@ -35,6 +37,7 @@ from fusedmoe.schedule.task import PIPELINE, Task
 from fusedmoe.schedule.workload import Workload
 
 MpInput = Literal["replicated", "split", "partial"]
+Placements = Literal["ep", "fssdp"]
 
 _BAD_LOGITS = "router logits are NaN or infinite"
 _BAD_LOGITS_CURE = (
@@ -78,9 +81,13 @@ class MoELayer(nn.Module):
             the best that is known; the name of a policy; or a `Schedule`. What a choice of degrees needs to know of the
             machine is measured in the first forward, and kept on disk (`fusedmoe.runtime.profile_cache`): with "auto"
             and names the first forward, in each dtype, is collective over all ranks, replicas included.
+        placement: "ep": each rank has the same number of experts, in order, for good. "fssdp": experts are owned by any
+            rank, any number of them, and copied to others as their load asks for, as `fusedmoe.training.ShardedExperts`
+            has them; results are those of "ep".
         device, dtype: of the parameters.
 
     Attributes:
+        placed: where the experts are, with "fssdp"; None where they do not move, as with one rank.
         aux_loss: the gate's weighted auxiliary losses in the last forward, a scalar to add to the loss. Like the task's
             loss, it is the same on every rank of an MP group, except with mp_input="split", where it is this rank's
             summand of the group's mean.
@@ -121,10 +128,13 @@ class MoELayer(nn.Module):
         shared: Experts | None = None,
         mp_input: MpInput = "replicated",
         schedule: str | Schedule = "off",
+        placement: Placements = "ep",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if placement not in ("ep", "fssdp"):
+            raise ConfigError(f"placement = {placement!r}; choose ep or fssdp")
         if mp_input not in ("replicated", "split", "partial"):
             raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
         self.topology = Topology() if topology is None else topology
@@ -144,20 +154,25 @@ class MoELayer(nn.Module):
                 "hooks": [type(hook).__name__ for hook in self.hooks],
                 "mp_input": mp_input,
                 "schedule": repr(schedule),
+                "placement": placement,
                 "dtype": str(dtype or torch.get_default_dtype()),
             },
             "MoELayer",
         )
-        if gate.experts % ep.size:
+        if placement == "fssdp" and ep.size > 1:
+            place = first_place(gate.experts, self.topology)
+        elif gate.experts % ep.size:
             raise ConfigError(
                 f"{gate.experts} experts cannot be split over ep = {ep.size} ranks; choose a multiple of {ep.size} "
                 "experts, or another topology"
             )
+        else:
+            local = gate.experts // ep.size
+            place = Place(ep.index * local, local, esp.index, esp.size)
         self.all_to_all = make_all_to_all(dispatch, self.topology)
-        local = gate.experts // ep.size
         self.gate, self.experts, self.shared = gate, experts, shared
         gate.setup(model_dim, device=device, dtype=dtype)
-        experts.setup(model_dim, Place(ep.index * local, local, esp.index, esp.size), device=device, dtype=dtype)
+        experts.setup(model_dim, place, device=device, dtype=dtype)
         if shared is not None:
             shared.setup(model_dim, Place(), device=device, dtype=dtype)
             shared.shardings = {}
@@ -165,6 +180,11 @@ class MoELayer(nn.Module):
             _require_shardings(experts)
         for name, _ in experts.named_parameters():
             experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
+        self.placed: Placed | None = None
+        if placement == "fssdp" and self.topology.ep.size > 1:
+            if isinstance(self.order, Einsum):
+                raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
+            self.placed = Placed(experts, gate.experts, self.topology)
         self.recorder: Recorder | None = None
         self._schedule = self._settled(Schedule.named(schedule) if isinstance(schedule, str) else schedule)
         self._plans: dict[Workload | None, Plans] = {}
@@ -241,6 +261,8 @@ class MoELayer(nn.Module):
                 weight_N = slot_weights(routing, layout)
             self._kept_E = layout.counts_E
             y_SM = self.experts(x_SM, layout, weight_N)
+        elif self.placed is not None:
+            y_SM = self._through_placed(self.placed, x_SM, routing, refusal)
         elif way := self._way(x_SM, routing):
             self._refuse_if(refusal)
             with span(recorder, "order", kind="order", phase="forward"):
@@ -254,7 +276,8 @@ class MoELayer(nn.Module):
                 layout = self.order.layout(routing, self.gate.experts).exact()
                 weight_N = slot_weights(routing, layout)
             self._kept_E = layout.counts_E
-            y_SM = self._pipelined(x_SM, layout, weight_N, self._meet(layout.counts_E, x_SM, refusal))
+            exchange = self._meet(layout.counts_E, x_SM, refusal)
+            y_SM = self._pipelined(x_SM, layout, weight_N, exchange, self.experts)
         else:
             with span(recorder, "order", kind="order", phase="forward"):
                 ordered = self.order.order(x_SM, routing, self.gate.experts)
@@ -277,16 +300,44 @@ class MoELayer(nn.Module):
         exchange = self._meet(ordered.counts_E, ordered.rows_NM, refusal)
         if self._in_chunks:
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
-            return self._pipelined(ordered.rows_NM, layout, ordered.weight_N, exchange)
+            return self._pipelined(ordered.rows_NM, layout, ordered.weight_N, exchange, self.experts)
         return through_experts(ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, self.recorder)
 
-    def _meet(self, counts_E: Tensor, rows: Tensor, refusal: str | None) -> Exchange:
-        with span(self.recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
-            return Exchange(self.all_to_all, self.topology.esp, counts_E, rows.dtype, refusal)
+    def _through_placed(
+        self, placed: Placed, x_SM: Tensor, routing: Routing | SoftRouting, refusal: str | None
+    ) -> Tensor:
+        """From tokens to results where experts are placed."""
+        if isinstance(routing, SoftRouting):
+            raise ConfigError(f"{type(self.gate).__name__} gives all experts the same load: placement='ep' is for it")
+        if not placed.hooked:
+            placed.recorder = self.recorder
+            placed.begin()
+        with span(self.recorder, "order", kind="order", phase="forward"):
+            layout = self.order.layout(routing, self.gate.experts).exact()
+            self._kept_E = layout.counts_E
+            layout = placed.split(layout, self.training and torch.is_grad_enabled() and not _recomputing())
+            weight_N = slot_weights(routing, layout)
+        refusal = refusal or placed.refusal()
+        exchange = self._meet(layout.counts_E, x_SM, refusal, held=max(1, len(placed.held)))
 
-    def _pipelined(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, exchange: Exchange) -> Tensor:
+        def compute(experts: Experts) -> Tensor:
+            if self._in_chunks:
+                return self._pipelined(x_SM, layout, weight_N, exchange, experts)
+            rows_NM = permute(x_SM, layout)
+            out_NM = through_experts(rows_NM, weight_N, exchange, experts, self.hooks, self.recorder)
+            return unpermute(out_NM, layout)
+
+        return placed.call(compute, _recomputing())
+
+    def _meet(self, counts_E: Tensor, rows: Tensor, refusal: str | None, held: int | None = None) -> Exchange:
+        with span(self.recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
+            return Exchange(self.all_to_all, self.topology.esp, counts_E, rows.dtype, refusal, held=held)
+
+    def _pipelined(
+        self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, exchange: Exchange, local: Experts
+    ) -> Tensor:
         """Dispatch, experts and combine by plans."""
-        experts = self.experts.in_chunks(x_SM)
+        experts = local.in_chunks(x_SM)
         followed = self._followed
         if followed is None:
             followed = _Followed(self._scheduled(x_SM, exchange.most_rows, experts.any_degree))

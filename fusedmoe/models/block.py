@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.hooks import Hooks
-from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.moe import MoELayer, Placements
 from fusedmoe.models.attention import Attention
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.feedforward import DenseFeedForward
@@ -29,6 +29,7 @@ class Block(nn.Module):
         *,
         dispatch: str = "direct",
         hooks: Sequence[Hooks] = (),
+        placement: Placements = "ep",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -49,6 +50,7 @@ class Block(nn.Module):
                 hooks=hooks,
                 shared=make_shared(config),
                 mp_input="split",
+                placement=placement,
                 **make,
             )
         else:

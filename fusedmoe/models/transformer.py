@@ -15,7 +15,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.hooks import Hooks
-from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.moe import MoELayer, Placements
 from fusedmoe.layers.pipeline import Along, PipelinedBlocks
 from fusedmoe.models.attention import Attention
 from fusedmoe.models.block import Block, make_norm
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
 
     Args:
         config: `config.experts` must be settled (`with_experts`).
-        dispatch, hooks: of every `MoELayer`.
+        dispatch, hooks, placement: of every `MoELayer`.
         recompute: keep only the blocks' inputs for the backward pass and compute the rest again there.
     Raises:
         ConfigError: a dimension does not split over the topology, or experts are not settled.
@@ -72,6 +72,7 @@ class Transformer(nn.Module):
         dispatch: str = "direct",
         hooks: Sequence[Hooks] = (),
         recompute: bool = False,
+        placement: Placements = "ep",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -89,7 +90,7 @@ class Transformer(nn.Module):
             "position_weight", normal_parameter(config.seq_len, dim, std=0.02, **make) if learned else None
         )
         self.blocks = nn.ModuleList(
-            Block(config, self.topology, layer, dispatch=dispatch, hooks=hooks, **make)
+            Block(config, self.topology, layer, dispatch=dispatch, hooks=hooks, placement=placement, **make)
             for layer in range(config.layers)
         )
         self.norm = make_norm(config, **make)

@@ -94,20 +94,23 @@ def shadowing(now: Situation, *, m: int) -> Decision:
     """
     placements, waits_s = [], 0.0
     for before, tokens_WE in zip(now.before, now.tokens_LWE, strict=True):
-        load_E = tokens_WE.sum(axis=0)
-        best = before.sharding
-        sharding, best_s = best, layer_s(load(tokens_WE, best, now.nodes), now.costs)
-        best_wait_s = 0.0
-        for shadows in range(1, min(m, sharding.experts) + 1):
-            candidate = materialise(sharding, load_E, now.nodes, shadows, shadows)
-            wait_s = gathered_s(sharding, candidate, now.nodes, now.costs)
-            seconds = wait_s + layer_s(load(tokens_WE, candidate, now.nodes), now.costs)
-            if seconds >= best_s:
-                break
-            best, best_s, best_wait_s = candidate, seconds, wait_s
-        placements.append(best)
-        waits_s += best_wait_s
+        placement = shadow(before.sharding, tokens_WE, now.nodes, m, now.costs)
+        placements.append(placement)
+        waits_s += gathered_s(before.sharding, placement, now.nodes, now.costs)
     return Decision(tuple(placements), waits_s, _synchronised(placements, now))
+
+
+def shadow(sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: Costs) -> Placement:
+    """Shadowing's choice for one layer, once its gate has chosen."""
+    load_E = tokens_WE.sum(axis=0)
+    best, best_s = sharding, layer_s(load(tokens_WE, sharding, nodes), costs)
+    for shadows in range(1, min(m, sharding.experts) + 1):
+        candidate = materialise(sharding, load_E, nodes, shadows, shadows)
+        seconds = gathered_s(sharding, candidate, nodes, costs) + layer_s(load(tokens_WE, candidate, nodes), costs)
+        if seconds >= best_s:
+            break
+        best, best_s = candidate, seconds
+    return best
 
 
 def swaps(now: Situation, *, every: int = 25) -> Decision:

@@ -16,9 +16,10 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.experts.base import NAMED
+from fusedmoe.layers.experts.base import NAMED, Experts
 from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.training.replicas import active, holders, local_part
+from fusedmoe.training.rows import Rows
 from fusedmoe.training.together import together
 
 Shapes = dict[str, tuple[int, ...]]
@@ -39,6 +40,7 @@ class Layout:
         split: some axis splits the tensor, or gives each rank one of its own.
         everywhere: all ranks hold (a part of) a tensor of this name.
         mesh, placements: of the DTensor that this rank's part belongs to; mesh None: the tensor is used as it is.
+        numbers, starts: which rows this rank has, where they are not in order, and where in them its part begins.
     """
 
     shape: tuple[int, ...]
@@ -47,9 +49,13 @@ class Layout:
     everywhere: bool = True
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
+    numbers: tuple[int, ...] | None = None
+    starts: tuple[int, ...] = ()
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """The DTensor whose part on this rank is `tensor`, in the same memory."""
+        """The DTensor (or `Rows`) whose part on this rank is `tensor`, in the same memory."""
+        if self.numbers is not None:
+            return Rows(local_part(tensor), self.numbers, self.shape, self.starts)
         if self.mesh is None:
             return tensor
         stride = torch.empty(self.shape, device="meta").stride()
@@ -78,11 +84,13 @@ def lay_out(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology,
     split = {name: tuple(tensor.shape) for name, tensor in tensors.items() if shardings.get(name)}
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
     shapes = _exchange_shapes(split, whole, topology, operation)
+    numbers = _row_numbers(model)
     result = Layouts({}, {name for on_rank in shapes for name in on_rank} - split.keys())
 
     def build() -> None:
         for name, tensor in tensors.items():
-            result.own[name] = _layout(name, tensor, shardings.get(name, {}), shapes, topology)
+            layout = _layout(name, tensor, shardings.get(name, {}), shapes, topology, numbers.get(name))
+            result.own[name] = layout
 
     together(topology, operation, build)
     return result
@@ -113,18 +121,35 @@ def _told(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {list(shape)}"
 
 
-def _layout(name: str, tensor: Tensor, sharding: dict[str, int], shapes: list[Shapes], topology: Topology) -> Layout:
+def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of the parameters of experts under a placement: which experts are here, row by row."""
+    return {
+        plain_name(f"{prefix}.{name}" if prefix else name): module.numbers
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Experts) and module.numbers is not None
+        for name, _ in module.named_parameters()
+    }
+
+
+def _layout(
+    name: str,
+    tensor: Tensor,
+    sharding: dict[str, int],
+    shapes: list[Shapes],
+    topology: Topology,
+    numbers: tuple[int, ...] | None,
+) -> Layout:
     managed = isinstance(tensor, DTensor)
     if not sharding:
         return Layout(tuple(tensor.shape), topology.mp if managed else topology.world)
     shape = list(tensor.shape)
     for dim in set(sharding.values()) - {NAMED}:
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
-    _check_chunk(name, tensor, shape, sharding, topology)
+    starts = _check_chunk(name, tensor, shape, sharding, topology, numbers is not None)
     everywhere, group = NAMED not in sharding.values(), holders(sharding, topology)
     if "mp" not in sharding:
         placements = tuple(_placement(sharding.get(axis, NAMED)) for axis in ("edp", "ep", "esp"))
-        return Layout(tuple(shape), group, True, everywhere, topology.expert_mesh, placements)
+        return Layout(tuple(shape), group, True, everywhere, topology.expert_mesh, placements, numbers, starts)
     by_mp, mesh = _placement(sharding["mp"]), topology.dense_mesh
     if not isinstance(tensor, DTensor):
         return Layout(tuple(shape), group, True, everywhere, mesh, (Replicate(), by_mp))
@@ -154,16 +179,23 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
     return ranks.flatten().tolist()
 
 
-def _check_chunk(name: str, tensor: Tensor, shape: list[int], sharding: dict[str, int], topology: Topology) -> None:
-    expected = list(shape)
+def _check_chunk(
+    name: str, tensor: Tensor, shape: list[int], sharding: dict[str, int], topology: Topology, placed: bool
+) -> tuple[int, ...]:
+    """Where in the whole this rank's part begins; of `placed` rows any may be here."""
+    expected, starts = list(shape), [0] * len(shape)
     for axis in ("ep", "esp", "mp"):
         dim = sharding.get(axis, NAMED)
-        if dim != NAMED:
+        if placed and axis == "ep":
+            expected[dim] = tensor.shape[dim]
+        elif dim != NAMED:
             group: Group = getattr(topology, axis)
             chunk = -(-expected[dim] // group.size)
+            starts[dim] += min(chunk * group.index, expected[dim])
             expected[dim] = max(0, min(chunk, expected[dim] - chunk * group.index))
     if list(tensor.shape) != expected:
         raise ConfigError(
             f"rank {topology.rank}: {name} has shape {list(tensor.shape)} here and {shape} over all ranks; split as "
             f"{sharding}, torch.chunk would put {expected} here. Split it that way, or pad it."
         )
+    return tuple(starts)

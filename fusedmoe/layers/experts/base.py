@@ -39,6 +39,7 @@ class Experts(nn.Module):
 
     Attributes:
         shardings: own parameter name -> {axis: dimension}, for parameters that differ between ranks.
+        numbers: which of all experts the parameters here are of, where `place` does not say: under a placement.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class Experts(nn.Module):
         self.model_dim = 0
         self.shardings: dict[str, dict[str, int]] = {}
         self.recorder: Recorder | None = None
+        self.numbers: tuple[int, ...] | None = None
 
     def setup(
         self,

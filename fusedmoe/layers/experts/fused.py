@@ -101,7 +101,8 @@ class FeedForward(Experts):
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.
         expert = "swiglu" if ACTIVATIONS[self.activation].gated else "ffn"
-        experts = self.w1.shape[0] * ep
+        assert self.place is not None
+        experts = self.place.local * ep
         return Workload(
             1, rows * esp, self.model_dim, self.hidden, experts, k=1, expert=expert, ep=ep, esp=esp, itemsize=itemsize
         )

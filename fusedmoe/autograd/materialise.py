@@ -1,0 +1,96 @@
+"""Replicas of experts in autograd: parameters of the owners in, those of all experts that a rank holds out.
+
+The backward takes two ends. Where the layer's backward is done, gradients of replicas start on their way to the owners
+(`materialise`). Where the owner's gradient is due they are waited for and added (`arriving`): that stands before all of
+the model, so that its backward comes last, and what travels has the backward of the rest to hide behind (Hecate,
+section 4.1). Gradient hooks, and `.grad`, see whole gradients only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fusedmoe.comm.sparse import Flight
+
+# Sends gradients of all experts that a rank holds, [rows, ...] for each parameter, to where they belong.
+SendBack = Callable[[Sequence[Tensor]], Flight]
+
+
+class Returns:
+    """What ties the two ends of one forward together.
+
+    Attributes:
+        rows: where an owned expert lies in the parameters.
+    """
+
+    def __init__(self, rows: dict[int, int]) -> None:
+        self.rows = rows
+        self.flights: list[Flight] = []
+
+
+def arriving(parameters: Sequence[Tensor], returns: Returns) -> tuple[Tensor, ...]:
+    """The parameters; in backward their gradients, with those of the replicas. Saves nothing."""
+    return _Arriving.apply(returns, *parameters)
+
+
+def materialise(
+    parameters: Sequence[Tensor], tables: Sequence[Tensor], returns: Returns, send_back: SendBack
+) -> tuple[Tensor, ...]:
+    """The parameters of all experts that this rank holds.
+
+    Args:
+        parameters: [owned, ...], what `arriving` gave.
+        tables: [rows, ...], the same and after them the replicas, as they are now.
+    Saves nothing: who computes with the result saves that.
+    """
+    return _Materialise.apply(returns, send_back, list(tables), *parameters)
+
+
+class _Materialise(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, returns: Returns, send_back: SendBack, tables: list[Tensor], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.returns, ctx.send_back = returns, send_back
+        ctx.owned = [len(parameter) for parameter in parameters]
+        return tuple(table.detach() for table in tables)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        whole = [grad.contiguous() for grad in grads]
+        ctx.returns.flights.append(ctx.send_back(whole))
+        return None, None, None, *(grad[:owned] for grad, owned in zip(whole, ctx.owned, strict=True))
+
+
+class _Arriving(Function):
+    @staticmethod
+    def forward(ctx: Any, returns: Returns, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.returns = returns
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        returns = ctx.returns
+        flights, returns.flights = returns.flights, []
+        arrived = [one for flight in flights for one in flight.wait()]
+        # Not a part of what also has the replicas' gradients: that memory is given back.
+        own = [grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad for grad in grads]
+        by_row: dict[int, list[tuple[Tensor, ...]]] = {}
+        for expert, parts in arrived:
+            by_row.setdefault(returns.rows[expert], []).append(parts)
+        for row, several in by_row.items():
+            for grad, *others in zip(own, *several, strict=True):
+                dtype = torch.promote_types(grad.dtype, torch.float32)
+                total = grad[row].to(dtype)
+                for other in others:
+                    total = total + other.to(dtype)
+                grad[row] = total
+        return None, *own

@@ -1,0 +1,202 @@
+"""Sparse collectives: whole experts go from rank to rank, beside everything else (Hecate, section 3.1).
+
+Who sends what to whom is decided elsewhere (`fusedmoe.placement.transfers`); here it is carried. The transfers of one
+step leave together, as one all-to-all of bytes; those of the next step, which may send on what has just come, follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.collectives import all_to_all_rows, device_of
+from fusedmoe.comm.group import Group
+
+# (expert, source, target, step), in an order that is the same on all ranks.
+Transfers = Sequence[tuple[int, int, int, int]]
+
+
+class Arrived(NamedTuple):
+    """Gradients of an expert that this rank owns, from a rank with a replica: one tensor for each table."""
+
+    expert: int
+    parts: tuple[Tensor, ...]
+
+
+class Flight:
+    """Experts on their way.
+
+    Attributes:
+        sent_bytes: what this rank sends.
+    """
+
+    def __init__(
+        self,
+        sent_bytes: int = 0,
+        done: Future[list[Arrived]] | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> None:
+        self.sent_bytes, self._done, self._after = sent_bytes, done, after
+
+    def wait(self) -> list[Arrived]:
+        """Until all has arrived (on CUDA the current stream waits); what came for this rank to add.
+
+        Raises:
+            RankError: another rank failed or did not come.
+        """
+        if self._after is not None:
+            torch.cuda.current_stream().wait_event(self._after)
+        return [] if self._done is None else self._done.result()
+
+
+class Carrier:
+    """Carries experts between the ranks of a group: in the order in which it is asked, which all ranks share.
+
+    On a CPU a thread of its own does it, on CUDA a stream.
+
+    Args:
+        group: with a process group that nothing else uses (`Topology.beside`).
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def gather(
+        self,
+        transfers: Transfers,
+        rows: Mapping[int, int],
+        tables: Sequence[Tensor],
+        during: AbstractContextManager[None] | None = None,
+    ) -> Flight:
+        """SparseAllGather: parameters go to where they shall be. All ranks call it with the same transfers.
+
+        Args:
+            rows: where each expert that this rank holds, or gets, lies in the tables.
+            tables: [rows, ...], contiguous; trailing shapes and dtypes are the same on every rank. Received experts are
+                written to them until the flight has ended.
+            during: is entered for as long as they travel, as a measurement.
+        """
+        return self._start(transfers, _Job(self._group, transfers, dict(rows), tables, None), during)
+
+    def reduce(
+        self,
+        transfers: Transfers,
+        rows: Mapping[int, int],
+        tables: Sequence[Tensor],
+        owned: int,
+        during: AbstractContextManager[None] | None = None,
+    ) -> Flight:
+        """SparseReduceScatter: gradients go back to the owners, on the way added to those of the ranks they pass.
+
+        Sums are in the order of the transfers: the same bits, whatever arrives first. What comes for an expert of this
+        rank itself, whose row is below `owned`, is not added but returned when the flight has ended, in the order in
+        which it is to be added: by then its own gradient may have gone elsewhere.
+
+        Args:
+            rows, tables, during: as for `gather`; rows of replicas are used up.
+        """
+        return self._start(transfers, _Job(self._group, transfers, dict(rows), tables, owned), during)
+
+    def close(self) -> None:
+        """Ends the thread, once what was begun is done."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
+        return self  # process groups cannot be copied
+
+    def _start(self, transfers: Transfers, job: _Job, during: AbstractContextManager[None] | None) -> Flight:
+        if self._group.size == 1 or not transfers:
+            return Flight()
+        during = during or nullcontext()
+        if device_of(self._group).type == "cuda":
+            return self._on_stream(job, during)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="fusedmoe sparse")
+        return Flight(job.sent_bytes, self._thread.submit(job.run, during))
+
+    def _on_stream(self, job: _Job, during: AbstractContextManager[None]) -> Flight:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            arrived = job.run(during)
+            for table in job.tables:
+                table.record_stream(self._stream)
+        after = torch.cuda.Event()
+        after.record(self._stream)
+        done: Future[list[Arrived]] = Future()
+        done.set_result(arrived)
+        return Flight(job.sent_bytes, done, after)
+
+
+class _Job:
+    """One collective, step by step.
+
+    `owned`: rows of the tables below it are not added to; None: nothing is added, but written.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        transfers: Transfers,
+        rows: Mapping[int, int],
+        tables: Sequence[Tensor],
+        owned: int | None,
+    ) -> None:
+        self._group, self._transfers, self._rows, self._owned = group, transfers, rows, owned
+        self.tables = [table.detach() for table in tables]
+        self._sizes = [table.shape[1:].numel() * table.element_size() for table in tables]
+        self.sent_bytes = sum(source == group.index for _, source, _, _ in transfers) * sum(self._sizes)
+        self._operation = "sparse all-gather" if owned is None else "sparse reduce-scatter"
+
+    @torch.no_grad()
+    def run(self, during: AbstractContextManager[None]) -> list[Arrived]:
+        with during:
+            steps = range(max(one[3] for one in self._transfers) + 1)
+            return [one for step in steps for one in self._step([one for one in self._transfers if one[3] == step])]
+
+    def _step(self, transfers: Transfers) -> list[Arrived]:
+        me, size = self._group.index, self._group.size
+        leaving = sorted((target, expert) for expert, source, target, _ in transfers if source == me)
+        coming = sorted((source, expert) for expert, source, target, _ in transfers if target == me)
+        bytes_ = sum(self._sizes)
+        send, recv = ([bytes_ * sum(one[0] == rank for one in of) for rank in range(size)] for of in (leaving, coming))
+        parts = [_bytes_of(table[self._rows[expert]]) for _, expert in leaving for table in self.tables]
+        rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.tables[0].device)
+        received = all_to_all_rows(self._group, rows, send, recv, self._operation)
+        pieces = iter(received.split(self._sizes * len(coming)))
+        arrived = []
+        for _, expert in coming:
+            row = self._rows[expert]
+            got = tuple(_typed(next(pieces), table) for table in self.tables)
+            if self._owned is not None and row < self._owned:
+                arrived.append(Arrived(expert, got))
+                continue
+            for table, part in zip(self.tables, got, strict=True):
+                table[row] = part if self._owned is None else _sum(table[row], part)
+        return arrived
+
+
+def _bytes_of(row: Tensor) -> Tensor:
+    return row.reshape(-1).view(torch.uint8)
+
+
+def _typed(part: Tensor, table: Tensor) -> Tensor:
+    if part.storage_offset() % table.element_size():
+        part = part.clone()  # tables of several dtypes
+    return part.view(table.dtype).view(table.shape[1:])
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """In at least float32."""
+    dtype = torch.promote_types(one.dtype, torch.float32)
+    return (one.to(dtype) + other.to(dtype)).to(one.dtype)

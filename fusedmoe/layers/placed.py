@@ -1,0 +1,430 @@
+"""Experts that are where a placement says: each owned by one rank, and copied for a while to others (Hecate, FSSDP).
+
+Where experts do not move, an expert's number says on which rank it is, and rows go there. Here a rank has a table of
+the experts that it holds, first those that it owns, then replicas, and what dispatch takes for experts are places in
+these tables: rank 0's rows, rank 1's rows, …, as many for each as the rank with the most has. A rank's rows for one
+expert are split over the places of its copies; dispatch, experts and combine do not know of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from fusedmoe.autograd.materialise import Returns, arriving, materialise
+from fusedmoe.comm.collectives import all_gather_rows
+from fusedmoe.comm.sparse import Carrier, Flight
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.layout import Layout, offsets
+from fusedmoe.layers.experts.base import Experts, Place
+from fusedmoe.placement.dispatch import dispatch
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.transfers import Transfer, gather, reduce
+from fusedmoe.runtime.recorder import Recorder, span
+
+# (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
+Correct = Callable[[Placement, NDArray[np.int64]], Placement]
+
+
+class Placed:
+    """The experts of one layer under a placement that changes from step to step.
+
+    Made by `MoELayer(placement="fssdp")`, and told what to do by `fusedmoe.training.ShardedExperts`. Every method that
+    says so is collective over the expert-parallel group: its ranks call it in the same order, layer by layer.
+
+    A parameter of the module `experts` is [owned, ...], and lies at the start of memory that has room for this rank's
+    replicas after it; results of kernels go by one table, and nothing is copied to make it.
+
+    Attributes:
+        placement: which rank owns and holds what; the same on all ranks. At first even, without replicas.
+        now: the same, and what was added for this step once the gate had chosen.
+        nodes: which ranks of the expert-parallel group share a node.
+        rematerialises: replicas are given back after each forward, and fetched again for its backward.
+        correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.calibrate`); None: it stays.
+        hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
+        neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.
+        clocked: forwards note when this layer's turn came and when it ended (`idle_s`).
+        carrier: takes experts from rank to rank, one for all layers, so that they go one after the other; None as long
+            as there are no replicas.
+        sent_bytes: of experts that this rank has sent, parameters and gradients.
+        recorder: measures what travels while set.
+    """
+
+    def __init__(self, experts: Experts, count: int, topology: Topology) -> None:
+        unstacked = [name for name, _ in experts.named_parameters() if experts.shardings.get(name, {}).get("ep") != 0]
+        if unstacked or not count:
+            raise ConfigError(
+                f"placement='fssdp' moves experts that lie in one tensor, [experts, ...]; {type(experts).__name__} has "
+                f"{', '.join(unstacked) or 'no experts'}. Use FeedForward or SwiGLU, or stack the parameters and say "
+                "so: self.shardings[name] = {'ep': 0}."
+            )
+        if any(True for _ in experts.buffers()):
+            raise ConfigError(f"placement='fssdp' moves parameters only, and {type(experts).__name__} has buffers")
+        self.experts, self.group = experts, topology.ep
+        self.nodes = _nodes(topology)
+        self.placement = Placement.even(topology.ep.size, count)
+        self.rematerialises, self.hooked = False, False
+        self.correct: Correct | None = None
+        self.neighbours: tuple[Placed | None, Placed | None] = (None, None)
+        self.clocked = False
+        self._begun, self._came, self._ended = Moment(), Moment(), Moment()
+        self.recorder: Recorder | None = None
+        self.carrier: Carrier | None = None
+        self._sent_bytes = 0
+        self._flights: list[Flight] = []
+        self._gathered: tuple[Transfer, ...] = ()
+        self._present = False
+        self._versions: list[int] = []
+        self._returns: Returns | None = None
+        self._aliases: tuple[Tensor, ...] = ()
+        self._load_E = np.zeros(count, dtype=np.int64)
+        self._hold()
+
+    # Where experts are.
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return [name for name, _ in self.experts.named_parameters()]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """[owned, ...] each."""
+        return list(self.experts.parameters())
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert's parameters."""
+        return sum(p.shape[1:].numel() * p.element_size() for p in self.parameters)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The experts in this rank's table, row by row."""
+        return self._held_W[self.group.index]
+
+    @property
+    def owned(self) -> int:
+        """How many of them it owns: the first ones."""
+        return len(self.placement.owned(self.group.index))
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+    def place(self, placement: Placement) -> None:
+        """The placement of the next forwards. Replicas are fetched when they begin.
+
+        Raises:
+            ConfigError: it has other owners.
+        """
+        if placement.sharding != self.placement.sharding:
+            raise ConfigError("a layer's owners change with reshard(), not with place()")
+        self.placement = placement
+        self._hold()
+        self.stale()
+
+    def stale(self) -> None:
+        """The parameters have changed: replicas must be fetched again."""
+        self._settle()
+        self._present = False
+        if self.correct is not None:
+            self._hold()  # what was added after the gate goes
+
+    def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
+        """Other owners, whose parameters, [owned, ...], are given by name; gradients are dropped."""
+        self._settle()
+        for name, parameter in self.experts.named_parameters():
+            _replace(parameter, tensors[name])
+        self.placement = sharding
+        self._hold()
+        self._present = False
+
+    def _hold(self) -> None:
+        extra_W: list[list[int]] = [[] for _ in range(self.placement.ranks)]
+        for expert, ranks in enumerate(self.placement.replicas):
+            for rank in ranks:
+                extra_W[rank].append(expert)
+        self._held_W = [self.placement.owned(rank) + tuple(extra) for rank, extra in enumerate(extra_W)]
+        self.now = self.placement
+        self._gathered = ()
+        self.experts.numbers = self.placement.owned(self.group.index)
+
+    # Fetching replicas.
+
+    def begin(self) -> None:
+        """Before a forward: replicas start on their way, and the gradients' way back is laid. Collective."""
+        if self.clocked:
+            self._begun.note(self._device)
+        if not self.rematerialises or self.neighbours[0] is None:
+            self.fetch()
+        self._returns = Returns({expert: row for row, expert in enumerate(self.held[: self.owned])})
+        parameters = self.parameters
+        self._aliases = arriving(parameters, self._returns) if torch.is_grad_enabled() else tuple(parameters)
+
+    def fetch(self) -> None:
+        """Starts what is missing on its way. Collective."""
+        if self._present or self._flights:
+            return
+        if not self._gathered:
+            self._gathered = gather(self.placement.sharding, self.now, self.nodes)
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._gather(self._gathered)
+
+    def refusal(self) -> str | None:
+        """Why replicas cannot be used, on the rank that owns what they were made of."""
+        if self._present and self._versions != [parameter._version for parameter in self.parameters]:
+            return (
+                "experts have changed since their replicas were made, other than by the optimizer's step. Call "
+                "ShardedExperts.refresh() on every rank after such a change"
+            )
+        return None
+
+    def _ready(self) -> None:
+        self.fetch()
+        self._settle()
+        self._present = True
+
+    def _settle(self) -> None:
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            flight.wait()
+
+    def _release(self) -> None:
+        """Gives back the replicas' memory."""
+        self._settle()
+        self._present = False
+        for parameter in self.parameters:
+            parameter.data.untyped_storage().resize_(parameter.nbytes)
+
+    def _gather(self, transfers: Sequence[Transfer]) -> None:
+        if not transfers:
+            return
+        assert self.carrier is not None
+        during = span(self.recorder, "sparse all-gather", kind="sparse-all-gather", resource="inter")
+        flight = self.carrier.gather(transfers, self._rows, self._tables(), during)
+        self._sent_bytes += flight.sent_bytes
+        self._flights.append(flight)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.parameters[0].device
+
+    @property
+    def _rows(self) -> dict[int, int]:
+        return {expert: row for row, expert in enumerate(self.held)}
+
+    def _tables(self) -> list[Tensor]:
+        """[rows, ...] for each parameter, whose memory they continue; one row at least."""
+        return [_table(parameter, max(1, len(self.held))) for parameter in self.parameters]
+
+    # Running.
+
+    def split(self, layout: Layout, training: bool) -> Layout:
+        """Sorts rows that are sorted by expert by the places they go to. Collective.
+
+        `layout` has no slack. Its tokens are counted for the next prediction if `training`.
+        """
+        if self.clocked:
+            self._came.note(self._device)
+        counts_E = layout.counts_E
+        ones = [1] * self.group.size
+        tokens_WE = all_gather_rows(self.group, counts_E[None], ones, "exchange of loads").cpu().numpy()
+        if training:
+            self._load_E += tokens_WE[self.group.index]
+        if self.correct is not None and training:
+            self._correct(self.correct(self.now, tokens_WE))
+        sent_EV = dispatch(tokens_WE, self.now, self.nodes)[self.group.index]
+        width = max(1, *map(len, self._held_W))
+        row_EV = np.zeros_like(sent_EV)
+        for rank, held in enumerate(self._held_W):
+            row_EV[list(held), rank] = np.arange(len(held))
+        place_EV = row_EV + width * np.arange(self.group.size)
+        place_N = torch.from_numpy(np.repeat(place_EV.reshape(-1), sent_EV.reshape(-1))).to(counts_E.device)
+        counts_P = torch.bincount(place_N, minlength=width * self.group.size)
+        from_N = torch.argsort(place_N, stable=True)
+        to_N = torch.empty_like(from_N)
+        to_N[from_N] = torch.arange(len(from_N), device=from_N.device)
+        row_SK = layout.row_SK
+        if len(to_N):
+            row_SK = torch.where(row_SK < 0, row_SK, to_N[row_SK.clamp_min(0)])
+        assert layout.source_N is not None
+        return Layout(counts_P, offsets(counts_P), layout.source_N[from_N], layout.slot_N[from_N], row_SK)
+
+    def call(self, use: Callable[[Experts], Tensor], recomputes: bool) -> Tensor:
+        """`use`, with the experts' parameters those of all that this rank holds. Collective.
+
+        recomputes: the backward that needs the parameters comes at once.
+        """
+        before, after = self.neighbours
+        self._ready()
+        if self.rematerialises and after is not None:
+            after.fetch()
+        tables, learns = self._tables(), torch.is_grad_enabled()
+        if learns:
+            assert self._returns is not None
+            back = partial(self._send_back, self._gathered, self._rows, self.owned)
+            tables = list(materialise(self._aliases, tables, self._returns, back))
+        named = {f"experts.{name}": table for name, table in zip(self.names, tables, strict=True)}
+        y = torch.func.functional_call(_With(self.experts), named, (use,))
+        if self.rematerialises and not (learns and (after is None or recomputes)):
+            if learns:
+                y = _Again.apply(y, self)
+            self._release()
+        if self.clocked:
+            self._ended.note(self._device)
+        return y
+
+    def idle_s(self) -> float:
+        """Seconds of the last forward between the experts before, or the model's beginning, and this layer's turn."""
+        before = self.neighbours[0]
+        return self._came.after(self._begun if before is None else before._ended)
+
+    def take_load(self) -> NDArray[np.int64]:
+        """[E]: rows of this rank's tokens that each expert got since the last call."""
+        load_E, self._load_E = self._load_E, np.zeros_like(self._load_E)
+        return load_E
+
+    def _correct(self, wanted: Placement) -> None:
+        """Fetches what the corrected placement has more. Collective."""
+        if wanted == self.now:
+            return
+        self._ready()
+        more = gather(self.now, wanted, self.nodes)
+        last = max((one.step for one in self._gathered), default=-1) + 1
+        added_W: list[list[int]] = [[] for _ in self._held_W]
+        for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
+            for rank in set(new) - set(old):
+                added_W[rank].append(expert)
+        self._held_W = [held + tuple(added) for held, added in zip(self._held_W, added_W, strict=True)]
+        self._gathered += tuple(one._replace(step=one.step + last) for one in more)
+        self.now = wanted
+        self._gather(more)
+
+    def _send_back(
+        self, gathered: tuple[Transfer, ...], rows: dict[int, int], owned: int, grads: Sequence[Tensor]
+    ) -> Flight:
+        if self.rematerialises:
+            self._release()
+        if not gathered:
+            return Flight()
+        assert self.carrier is not None
+        during = span(
+            self.recorder, "sparse reduce-scatter", kind="sparse-reduce-scatter", resource="inter", phase="backward"
+        )
+        flight = self.carrier.reduce(reduce(gathered), rows, grads, owned, during)
+        self._sent_bytes += flight.sent_bytes
+        return flight
+
+    def fetch_again(self) -> None:
+        """For the backward of a forward whose replicas were given back. Collective."""
+        self._ready()
+        before = self.neighbours[0]
+        if before is not None:
+            before.fetch()
+
+
+class Moment:
+    """A moment in what the device does."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._clock_s = 0.0
+
+    def note(self, device: torch.device) -> None:
+        """It is now; on CUDA, when the current stream gets there."""
+        self._clock_s = time.perf_counter()
+        if device.type == "cuda":
+            self._event = self._event or torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def after(self, other: Moment) -> float:
+        """Seconds from another one. On CUDA this waits for both."""
+        if self._event is None or other._event is None:
+            return self._clock_s - other._clock_s
+        self._event.synchronize()
+        return other._event.elapsed_time(self._event) / 1000
+
+
+class _With(nn.Module):
+    """Calls with experts whose parameters `functional_call` has put in."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, use: Callable[[Experts], Tensor]) -> Tensor:
+        return use(self.experts)
+
+
+class _Again(Function):
+    """The identity; its backward fetches the replicas again."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, placed: Placed) -> Tensor:
+        ctx.placed = placed
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.placed.fetch_again()
+        return grad, None
+
+
+def first_place(experts: int, topology: Topology) -> Place:
+    """Where a rank's experts are at first: evenly over ep, in order; their number need not divide.
+
+    Raises:
+        ConfigError: there are more ranks than experts.
+    """
+    ep, esp = topology.ep, topology.esp
+    if experts < ep.size:
+        raise ConfigError(f"{experts} experts for ep = {ep.size} ranks: each owns one at first; give as many at least")
+    owned = Placement.even(ep.size, experts).owned(ep.index)
+    return Place(owned[0], len(owned), esp.index, esp.size)
+
+
+def _nodes(topology: Topology) -> Nodes:
+    """The nodes of the expert-parallel group, if its ranks fill them evenly and in order; else each rank is one."""
+    node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
+    per_node = node_W.count(node_W[0])
+    even = all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))
+    if even and len(node_W) == per_node * len(set(node_W)):
+        return Nodes(len(node_W), per_node)
+    return Nodes(len(node_W), 1)
+
+
+def _table(parameter: nn.Parameter, rows: int) -> Tensor:
+    """[rows, ...] in the memory in which a parameter, [owned, ...], lies at the start; more is taken where needed."""
+    storage = parameter.data.untyped_storage()
+    shared = not parameter.is_contiguous() or parameter.storage_offset() or not storage.resizable()
+    if shared or getattr(parameter, "_fusedmoe_table", None) != storage._cdata:
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        storage = parameter.data.untyped_storage()
+        parameter._fusedmoe_table = storage._cdata  # type: ignore[attr-defined]
+    shape = (rows, *parameter.shape[1:])
+    needed = torch.Size(shape).numel() * parameter.element_size()
+    if storage.nbytes() < needed:
+        storage.resize_(needed)
+    stride = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, shape, stride)
+
+
+def _replace(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Gives a parameter data of another shape.
+
+    A graph of an earlier forward that is still held (a loss that was kept) knows the parameter's old shape, and the
+    engine would go by it. A change of dtype makes it forget.
+    """
+    parameter.grad = None
+    other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = tensor

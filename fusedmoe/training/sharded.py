@@ -1,0 +1,290 @@
+"""Fully sharded sparse data parallelism: who owns and who copies the experts of a model in training (Hecate)."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.sparse import Carrier
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.placed import Placed
+from fusedmoe.layers.schedule import measured_costs
+from fusedmoe.placement.calibrate import calibrate
+from fusedmoe.placement.materialise import overlap_degree
+from fusedmoe.placement.placement import Placement
+from fusedmoe.placement.policies import Policy, Situation, expert_parallelism, hecate, replication, shadow, swaps
+from fusedmoe.placement.predict import WINDOW
+from fusedmoe.placement.price import Costs
+from fusedmoe.training.moving import move
+from fusedmoe.training.stream import moe_layers
+
+#: What places experts: Hecate's algorithms, and what they are compared with.
+POLICIES = ("hecate", "ep", "fastermoe", "smartmoe", "flexmoe")
+
+
+class Memory(NamedTuple):
+    """Bytes of the placed experts on this rank, now.
+
+    `parameters`: of the experts that it owns; `replicas`: of the others that it holds, with room that is kept for them.
+    """
+
+    parameters: int
+    replicas: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class ShardedExperts:
+    """Shards the experts of a model, parameters and optimizer state, over all ranks, and copies them to where they are
+    asked for (Hecate, section 3: FSSDP). Collective over all ranks, as are all its methods.
+
+        model = Transformer(config, topology, placement="fssdp")
+        optimizer = torch.optim.AdamW(model.parameters())
+        experts = ShardedExperts(model, optimizer, topology, overlap=8, memory=2)
+
+    That is all; the loop stays as it was. After each `optimizer.step()` the loads of the last five steps say where
+    copies are in the next one (Algorithm 1). They are on their way while the model computes what comes before its first
+    experts; their gradients come back while the backward pass computes what is left, and `.grad` of an expert that a
+    rank owns is whole when `backward()` returns. Every 100 steps, and after the first five, experts change owners where
+    that evens out the work of ranks (Algorithm 2). Losses, gradients and updates are those of expert parallelism.
+
+    A parameter of experts is [owned, ...] on each rank, and changes its shape and its memory when owners change: look
+    it up, do not keep `.data`. Checkpoints (`save_checkpoint`) have experts by their numbers and load under any
+    placement, on any number of ranks; `state_dict()` beside them has what the next placements follow from.
+
+    Args:
+        model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
+        optimizer: any whose state is shaped like the parameters; its `step()` is hooked.
+        policy: "hecate"; "ep", which moves nothing; or a baseline (`fusedmoe.placement.policies`): "fastermoe",
+            "smartmoe", "flexmoe".
+        memory: m, how many copies a rank has room for in each layer.
+        overlap: t, how many experts may travel for a layer. None: as many as go unnoticed by the time that the model
+            takes between two layers of experts, which the first five steps measure, at the bandwidth that this machine
+            was measured to have (`fusedmoe.runtime.profile_cache`).
+        reshard: owners may change (Algorithm 2).
+        calibrates: looks again once the gate has chosen, and fetches more copies where that pays.
+        rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
+            memory, twice the traffic.
+        costs: what a token and an expert take. None: measured where a policy asks for them.
+    Attributes:
+        overlap: t; 0 while it is not known yet.
+        iteration: steps so far.
+        moved_bytes: parameters and state that this rank has sent to new owners.
+    Raises:
+        ConfigError: no placed layers, layers of different numbers of experts, or numbers that cannot be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        topology: Topology,
+        *,
+        policy: str = "hecate",
+        memory: int = 2,
+        overlap: int | None = None,
+        reshard: bool = True,
+        calibrates: bool = False,
+        rematerialises: bool = False,
+        costs: Costs | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ConfigError(f"placement policy {policy!r}; choose one of {', '.join(POLICIES)}")
+        if memory < 0 or (overlap is not None and overlap < 0):
+            raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
+        layers = [layer for layer in moe_layers(model) if layer.placed is not None]
+        self._recorded = layers
+        self._layers = [layer.placed for layer in layers if layer.placed is not None]
+        if topology.ep.size > 1 and not layers:
+            raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
+        if len({one.placement.experts for one in self._layers}) > 1:
+            raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
+        self.iteration, self.moved_bytes = 0, 0
+        self._optimizer, self._topology = optimizer, topology
+        self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
+        self._name, self._memory, self._reshard, self._calibrates = policy, memory, reshard, calibrates
+        self.overlap = overlap or 0
+        self._measures = overlap is None and policy == "hecate" and bool(self._layers)
+        self._idle_s: list[float] = []
+        if not self._layers:
+            self._hooks: list[Any] = []
+            return
+        asks = self._measures or calibrates or policy in ("fastermoe", "smartmoe", "flexmoe")
+        self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
+        self._carrier = Carrier(topology.beside(topology.ep))
+        for one, before, after in zip(
+            self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True
+        ):
+            one.hooked, one.rematerialises, one.neighbours = True, rematerialises, (before, after)
+            one.carrier, one.clocked = self._carrier, self._measures
+            one.correct = self._correction(one)
+        self._hooks = [
+            model.register_forward_pre_hook(lambda *_: self._begin()),
+            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+            *(layer.register_load_state_dict_post_hook(lambda *_: self.refresh()) for layer in layers),
+        ]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """[L]: where the experts of each layer are in the next step."""
+        return tuple(one.placement for one in self._layers)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of parameters and gradients of replicas that this rank has sent."""
+        return sum(one.sent_bytes for one in self._layers)
+
+    def memory(self) -> Memory:
+        """What the experts take on this rank."""
+        found = np.array([(0, 0, 0, 0), *(self._memory_of(p) for one in self._layers for p in one.parameters)])
+        return Memory(*found.sum(axis=0).tolist())
+
+    def refresh(self) -> None:
+        """Replicas are made anew: call it on every rank when parameters have changed but by `optimizer.step()`."""
+        for one in self._layers:
+            one.stale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next placements follow from; the same on every rank. For `save_checkpoint(…, extra=…)`."""
+        return {
+            "iteration": self.iteration,
+            "history": [load_LE.tolist() for load_LE in self._history],
+            "overlap": None if self._measures else self.overlap,
+            "placements": [str(one) for one in self.placements],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another one was, after `load_checkpoint`. On another number of ranks, owners start evenly."""
+        self.iteration = int(state["iteration"])
+        if not self._layers:
+            return
+        self._history.clear()
+        self._history.extend(np.array(load_LE, dtype=np.int64) for load_LE in state["history"])
+        if state["overlap"] is not None and self._measures:
+            self.overlap = int(state["overlap"])
+            self._stop_measuring()
+        saved = [Placement.parse(text) for text in state["placements"]]
+        here = [(one.ranks, one.experts) for one in self.placements]
+        if [(one.ranks, one.experts) for one in saved] == here:
+            self._install(saved)
+        elif self._history:
+            self._decide()
+
+    def close(self) -> None:
+        """Takes its hooks away and ends its threads. The layers stay where they are, without replicas."""
+        for hook in self._hooks:
+            hook.remove()
+        for one in self._layers:
+            one.place(one.placement.sharding)
+            one.hooked, one.rematerialises, one.correct, one.carrier = False, False, None, None
+            one.neighbours = None, None
+        if self._layers:
+            self._carrier.close()
+
+    def _begin(self) -> None:
+        for layer, one in zip(self._recorded, self._layers, strict=True):
+            one.recorder = layer.recorder
+            one.begin()
+
+    def _stepped(self) -> None:
+        with self._topology.guard("ShardedExperts"):
+            self.iteration += 1
+            load_LE = torch.from_numpy(np.stack([one.take_load() for one in self._layers]))
+            load_LE = load_LE.to(device_of(self._topology.world))
+            self._history.append(all_reduce(self._topology.world, load_LE, operation="sum of loads").cpu().numpy())
+            if self._measures:
+                self._measure()
+            self._decide()
+
+    def _decide(self) -> None:
+        history_ILE = np.stack(self._history)
+        nodes = self._layers[0].nodes
+        # What the gates choose is not known yet: policies that look at it are asked later, by `_correction`.
+        unknown = np.zeros((len(self._layers), nodes.ranks, history_ILE.shape[2]), dtype=np.int64)
+        now = Situation(self.iteration, self.placements, history_ILE, unknown, nodes, self._costs)
+        self._install(self._policy(now).placements)
+
+    def _install(self, placements: Any) -> None:
+        self.moved_bytes += move(self._layers, [one.sharding for one in placements], self._optimizer)
+        for one, placement in zip(self._layers, placements, strict=True):
+            one.place(placement)
+
+    @property
+    def _policy(self) -> Policy:
+        m = self._memory
+        policies: dict[str, Policy] = {
+            "hecate": partial(hecate, t=self.overlap, m=m, sharded=self._reshard),
+            "ep": expert_parallelism,
+            "fastermoe": expert_parallelism,
+            "smartmoe": swaps,
+            "flexmoe": partial(replication, m=m),
+        }
+        return policies[self._name]
+
+    def _correction(self, placed: Placed) -> Any:
+        nodes, m, costs = placed.nodes, self._memory, self._costs
+        if self._name == "fastermoe":
+            return lambda placement, tokens_WE: shadow(placement, tokens_WE, nodes, m, costs)
+        if self._calibrates:
+            return lambda placement, tokens_WE: calibrate(placement, tokens_WE, nodes, m, costs)
+        return None
+
+    def _measure(self) -> None:
+        """t, from the time between two layers of experts."""
+        idle_s = torch.tensor([one.idle_s() for one in self._layers], dtype=torch.float64).mean()
+        idle_s = all_reduce(self._topology.world, idle_s.to(device_of(self._topology.world)), "min", "time to hide in")
+        self._idle_s.append(float(idle_s))
+        if len(self._idle_s) == WINDOW:
+            expert_bytes = max(1, self._layers[0].expert_bytes)
+            self.overlap = overlap_degree(float(np.median(self._idle_s)), expert_bytes, self._costs.inter_bytes_s)
+            self._stop_measuring()
+
+    def _stop_measuring(self) -> None:
+        self._measures = False
+        for one in self._layers:
+            one.clocked = False
+
+    def _memory_of(self, parameter: nn.Parameter) -> tuple[int, int, int, int]:
+        grad = 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
+        state = self._optimizer.state.get(parameter, {}).values()
+        held = parameter.data.untyped_storage().nbytes()
+        kept = sum(value.nbytes for value in state if isinstance(value, Tensor))
+        return parameter.nbytes, held - parameter.nbytes, grad, kept
+
+
+#: Where nothing is decided by costs.
+_UNKNOWN = Costs(0.0, 0, 0, 0, 1.0, 1.0)
+
+
+def _measured(layer: MoELayer, topology: Topology) -> Costs:
+    """What this machine takes for a token and an expert of a layer. Collective over all ranks."""
+    assert layer.placed is not None
+    parameters = layer.placed.parameters
+    first = parameters[0]
+    lines = measured_costs(topology, first.device, first.dtype).lines
+    expert_bytes = layer.placed.expert_bytes
+    inter = lines["all-to-all/ep"]
+    intra = lines.get("all-gather/esp", inter)
+    flop = 3 * 2 * sum(parameter.shape[1:].numel() for parameter in parameters)
+    return Costs(
+        token_s=flop * lines["gemm"].beta_s,
+        token_bytes=layer.model_dim * first.element_size(),
+        expert_bytes=expert_bytes,
+        state_bytes=2 * expert_bytes,
+        inter_bytes_s=1 / max(inter.beta_s, 1e-15),
+        intra_bytes_s=1 / max(intra.beta_s, 1e-15),
+    )

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from fusedmoe.comm.sparse import Carrier
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import RankError
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.transfers import gather, predicted_volume, reduce, traffic
+from tests.cluster import Cluster
+
+SHAPES = ((3, 2), (5,), ())
+
+
+def random_placement(draw: random.Random, ranks: int, experts: int) -> Placement:
+    """Any owners, also none for some ranks; any replicas."""
+    owners = tuple(draw.randrange(ranks) for _ in range(experts))
+    return Placement(
+        ranks,
+        owners,
+        tuple(
+            tuple(rank for rank in range(ranks) if rank != owner and draw.random() < 0.4) for owner in owners
+        ),
+    )
+
+
+def random_within(draw: random.Random, placement: Placement) -> Placement:
+    kept = tuple(tuple(rank for rank in of if draw.random() < 0.5) for of in placement.replicas)
+    return Placement(placement.ranks, placement.owners, kept)
+
+
+def parameters(expert: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(expert)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+
+
+def gradients(rank: int, expert: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return parameters(1000 * (rank + 1) + expert, dtype)
+
+
+def held_by(placement: Placement, rank: int) -> list[int]:
+    """Owned experts first, as in a layer; replicas in another order than that of their numbers."""
+    return [*placement.owned(rank), *(e for e in reversed(range(placement.experts)) if rank in placement.replicas[e])]
+
+
+def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, ...]) -> int:
+    """Random pairs of placements; counts those that moved something."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
+    carrier = Carrier(topology.beside(topology.ep))
+    moved = 0
+    for seed in range(seeds):
+        draw = random.Random(seed)
+        nodes = Nodes(world, draw.choice([n for n in (1, 2, 4) if world % n == 0]))
+        dtype = draw.choice(dtypes)
+        after = random_placement(draw, world, draw.randint(1, 7))
+        before = random_within(draw, after)
+        held, rows = held_by(after, rank), {}
+        rows = {expert: row for row, expert in enumerate(held)}
+        tables = [torch.full((max(1, len(held)), *shape), float("nan"), dtype=dtype) for shape in SHAPES]
+        for expert in set(held_by(before, rank)):
+            for table, value in zip(tables, parameters(expert, dtype), strict=True):
+                table[rows[expert]] = value
+        transfers = gather(before, after, nodes)
+        flight = carrier.gather(transfers, rows, tables)
+        assert flight.wait() == []
+        for expert in held:
+            for table, value in zip(tables, parameters(expert, dtype), strict=True):
+                assert torch.equal(table[rows[expert]], value), (seed, expert)
+        bytes_ = sum(value.nbytes for value in parameters(0, dtype))
+        assert flight.sent_bytes == bytes_ * sum(one.source == rank for one in transfers)
+        counted = traffic(transfers, nodes, bytes_)
+        assert counted.total == predicted_volume(before, after, nodes, bytes_).total
+        assert flight.sent_bytes == counted.inter_sent_W[rank] + counted.intra_sent_W[rank]
+
+        whole = gather(after.sharding, after, nodes)
+        grads = [table.clone() for table in tables]
+        for expert in held:
+            for grad, value in zip(grads, gradients(rank, expert, dtype), strict=True):
+                grad[rows[expert]] = value
+        owned = len(after.owned(rank))
+        own = [grad[:owned].to(torch.float64, copy=True) for grad in grads]
+        kept = [grad[:owned].clone() for grad in grads]
+        back = carrier.reduce(reduce(whole), rows, grads, owned)
+        for expert, parts in back.wait():
+            for total, part in zip(own, parts, strict=True):
+                total[rows[expert]] += part.double()
+        assert back.sent_bytes == bytes_ * sum(one.target == rank for one in whole)
+        for grad, was in zip(grads, kept, strict=True):
+            assert torch.equal(grad[:owned], was), (seed, grad, was, owned, held)
+        tolerance = 1e-12 if dtype == torch.float64 else 0.06
+        for expert in after.owned(rank):
+            ranks = [rank, *after.replicas[expert]]
+            for n, total in enumerate(own):
+                wanted = sum(gradients(other, expert, dtype)[n].double() for other in ranks)
+                torch.testing.assert_close(total[rows[expert]], wanted, rtol=tolerance, atol=tolerance)
+        moved += bool(transfers)
+    carrier.close()
+    return moved
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_any_pair_of_placements(cluster: Cluster, world: int):
+    """SparseAllGather gives the right replicas, SparseReduceScatter the right sums, in the predicted bytes."""
+    assert min(cluster.run(world, exchange_all, 40, (torch.float64, torch.bfloat16))) > 10
+
+
+def in_flight(rank: int, world: int) -> list[torch.Tensor]:
+    """Several at once, other collectives beside; sums have the same bits whenever what arrives."""
+    from fusedmoe.comm.collectives import all_reduce
+
+    topology = Topology.from_sizes(ep=world, timeout_s=30.0)
+    carrier = Carrier(topology.beside(topology.ep))
+    everywhere = Placement(world, (0,), (tuple(range(1, world)),))
+    back = reduce(gather(everywhere.sharding, everywhere, Nodes(world, 2)))
+    flights = []
+    for number in range(8):
+        grads = [torch.randn(1, 1000, generator=torch.Generator().manual_seed(10 * rank + number % 2))]
+        flights.append(carrier.reduce(back, {0: 0}, grads, owned=int(rank == 0)))
+        all_reduce(topology.world, torch.ones(100))
+    sums = [sum(one.parts[0] for one in flight.wait()) for flight in flights] if rank == 0 else []
+    for flight in flights:
+        flight.wait()
+    carrier.close()
+    return sums
+
+
+def test_several_at_once(cluster: Cluster):
+    sums = cluster.run(4, in_flight)[0]
+    assert all(torch.equal(one, sums[number % 2]) for number, one in enumerate(sums))
+
+
+def without_a_peer(rank: int, world: int) -> str:
+    topology = Topology.from_sizes(ep=world, timeout_s=2.0)
+    carrier = Carrier(topology.beside(topology.ep))
+    if rank == 1:
+        time.sleep(4.0)
+        return "did not come"
+    both = Placement(2, (0,), ((1,),))
+    flight = carrier.gather(gather(both.sharding, both, Nodes(2, 1)), {0: 0}, [torch.ones(1, 4)])
+    with pytest.raises(RankError) as caught:
+        flight.wait()
+    carrier.close()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come(cluster: Cluster):
+    """The error names who is missing and what was to be done."""
+    message = cluster.run(2, without_a_peer)[0]
+    assert "sparse all-gather" in message and "rank 1" in message
+
+
+def test_nothing_to_do():
+    """A world of one needs no process group; no transfers need no peers."""
+    carrier = Carrier(Topology().ep)
+    alone = Placement(1, (0, 0))
+    flight = carrier.gather(gather(alone, alone, Nodes(1, 1)), {0: 0, 1: 1}, [torch.ones(2, 3)])
+    assert flight.wait() == [] and flight.sent_bytes == 0
+    np.testing.assert_array_equal(predicted_volume(alone, alone, Nodes(1, 1), 8), (0, 0, 0))

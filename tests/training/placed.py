@@ -1,0 +1,137 @@
+"""A small model with a skewed router, trained with experts where expert parallelism and where placements have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.experts import FeedForward, SwiGLU
+from fusedmoe.layers.gates import TopK
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.training import ShardedExperts, clip_grad_norm, distributed_data_parallel, sync_gradients
+from fusedmoe.training.wrap import DataParallel
+
+DIM, EXPERTS = 6, 8
+
+
+class Model(nn.Module):
+    """Two layers of experts, with something between them; the routers like low numbers."""
+
+    def __init__(self, topology: Topology, placement: str, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        kinds = (FeedForward(6), SwiGLU(4))
+        self.layers = nn.ModuleList(
+            MoELayer(
+                DIM,
+                TopK(EXPERTS, k=2, capacity_factor=options.get("capacity_factor")),
+                experts,
+                topology=topology,
+                placement=placement,
+                mp_input="split",
+                schedule=options.get("schedule", "off"),
+                dtype=torch.float64,
+            )
+            for experts in kinds
+        )
+        self._recomputes = options.get("recomputes", False)
+        self.between = nn.ModuleList(nn.Linear(DIM, DIM, dtype=torch.float64) for _ in kinds)
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        for linear, layer in zip(self.between, self.layers, strict=True):
+
+            def block(x_SM: Tensor, linear: nn.Module = linear, layer: nn.Module = layer) -> Tensor:
+                return x_SM + layer(torch.tanh(linear(x_SM)) + 0.5)
+
+            x_SM = checkpoint(block, x_SM, use_reentrant=False) if self._recomputes else block(x_SM)
+        return x_SM
+
+
+def tokens(rank: int, step: int) -> Tensor:
+    """Of a rank in a step: rank 1 now and then has none, and what is liked drifts."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    count = 0 if rank == 1 and step % 3 == 2 else 5 + 7 * rank
+    x_SM = torch.randn(count, DIM, generator=generator, dtype=torch.float64)
+    return x_SM + torch.sin(torch.arange(DIM) + step / 4)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, topology: Topology, step: int, parts: int = 1
+) -> Tensor:
+    """One step, in so many parts whose gradients are accumulated; returns this rank's loss of the last one."""
+    optimizer.zero_grad()
+    plain = model.module if isinstance(model, DataParallel) else model
+    for part in range(parts):
+        y_SM = model(tokens(topology.rank, step + 100 * part))
+        loss = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in plain.layers)
+        loss.backward()
+    if plain is model:
+        sync_gradients(model, topology)
+    clip_grad_norm(plain, topology, 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def experts_of(model: Model) -> list[dict[str, Any]]:
+    """Of each layer, by name: {expert: (parameter, gradient)} of those that this rank owns."""
+    found = []
+    for layer in model.layers:
+        place = layer.experts.place
+        numbers = layer.experts.numbers or range(place.first, place.first + place.local)
+        found.append(
+            {
+                name: {
+                    number: (parameter.detach()[row].clone(), parameter.grad[row].clone())
+                    for row, number in enumerate(numbers)
+                    if parameter.grad is not None
+                }
+                for name, parameter in layer.experts.named_parameters()
+            }
+        )
+    return found
+
+
+def owners_of(model: Model) -> list[tuple[int, ...]]:
+    return [layer.experts.numbers for layer in model.layers]
+
+
+def run(rank: int, world: int, placement: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains; what came of it on this rank."""
+    options = dict(options)
+    sizes = options.pop("sizes", {"ep": world})
+    topology = Topology.from_sizes(**sizes, ranks_per_node=options.pop("ranks_per_node", 2), timeout_s=30.0)
+    shape = {key: options.pop(key) for key in ("capacity_factor", "schedule", "recomputes") if key in options}
+    parts, wraps = options.pop("parts", 1), options.pop("wraps", False)
+    model = Model(topology, placement, **shape)
+    optimizer = optimizer_of(model)
+    whole = distributed_data_parallel(model, topology) if wraps else model
+    sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
+    losses, states, owners, placements = [], [], [], []
+    for step in range(steps):
+        if sharded is not None:
+            placements.append([str(one) for one in sharded.placements])
+        losses.append(train_step(whole, optimizer, topology, step, parts))
+        owners.append(owners_of(model))
+    gradients = [
+        {name: {n: pair[1] for n, pair in of.items()} for name, of in layer.items()} for layer in experts_of(model)
+    ]
+    states = [
+        {name: {n: pair[0] for n, pair in of.items()} for name, of in layer.items()} for layer in experts_of(model)
+    ]
+    dense = {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name}
+    kept = None if sharded is None else sharded.state_dict()
+    sent = 0 if sharded is None else sharded.sent_bytes
+    if sharded is not None:
+        sharded.close()
+    return {
+        "losses": losses, "gradients": gradients, "parameters": states, "dense": dense, "owners": owners,
+        "placements": placements, "state": kept, "sent": sent,
+    }
