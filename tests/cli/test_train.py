@@ -219,6 +219,7 @@ def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
             assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
     assert placement != "fssdp" or {"sparse-all-gather", "sparse-reduce-scatter", "dispatch"} <= kinds
+    assert (whole / "loads.json").read_text() == (even / "loads.json").read_text()
     if placement == "fssdp":
         # In the midst of changed owners, and without having been told of them.
         cluster.run(4, train, settings, parts, None, 6)
