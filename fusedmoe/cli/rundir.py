@@ -15,8 +15,8 @@ from fusedmoe.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunDir:
-    """A run folder: config.json, metrics.jsonl, checkpoint/, timeline.png, trace.json, and with a schedule costs.json
-    and plan.txt. Only rank 0 writes files."""
+    """A run folder: config.json, metrics.jsonl, loads.json, checkpoint/, timeline.png, trace.json, and with a schedule
+    costs.json and plan.txt. Only rank 0 writes files."""
 
     path: Path
 
@@ -44,6 +44,11 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def loads(self) -> Path:
+        """What gates chose: counts by step, layer, rank and expert."""
+        return self.path / "loads.json"
 
     def note(self, record: dict[str, Any]) -> None:
         """Adds a line to the metrics."""

@@ -15,6 +15,7 @@ import torch
 from fusedmoe.cli.data import Corpus, load_corpus
 from fusedmoe.cli.flags import add_flags, changes_of, describe
 from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.load_log import LoadLog
 from fusedmoe.cli.progress import Display, make_display
 from fusedmoe.cli.rundir import RunDir
 from fusedmoe.cli.settings import Settings, read_settings
@@ -43,6 +44,7 @@ rest. Started alone, it is one process that does all of it.
 Everything lies in one run folder, runs/<date-time>: config.json (every setting, and what
 was chosen), metrics.jsonl (a line a step), checkpoint/, and the timeline of one step on
 every rank as timeline.png and as trace.json, for ui.perfetto.dev and chrome://tracing.
+loads.json has what the gates chose, step by step, for `fusedmoe loads --trace`.
 
 --placement fssdp owns each expert once in the world and copies the popular ones, step by
 step, to the ranks that would otherwise send them their tokens (Hecate); losses stay.
@@ -166,6 +168,7 @@ class Job:
             self._follow(trainer)
         if topology.rank == 0:
             self._open(trainer, corpus, done)
+        self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
         try:
             with make_display(topology.rank, settings.steps, done) as display:
@@ -212,6 +215,9 @@ class Job:
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
+            load_LE = trainer.load_LE()
+            if load_LE is not None:
+                self.loads.note(load_LE)
             if self.topology.rank == 0:
                 self.folder.note(_metrics(settings, done, report))
                 now = report.tokens / report.seconds
@@ -239,6 +245,7 @@ class Job:
         return corpus
 
     def _save(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
+        self.loads.flush()
         extra = {"step": done, "text": corpus.fingerprint}
         if trainer.placed is not None:
             extra["placement"] = trainer.placed.state_dict()

@@ -126,6 +126,11 @@ class Trainer:
         finally:
             self.model.record(None)
 
+    def load_LE(self) -> Tensor | None:
+        """[L, E]: how many of this rank's choices in the last step went to each expert; None without experts."""
+        loads = [layer.load_E for layer in self.model.moe_layers()]
+        return torch.stack(loads) if loads else None
+
     def held_out_loss(self) -> float | None:
         """Nats per byte (of a masked model: per hidden byte) over the held-out windows; None: asked to stop.
 

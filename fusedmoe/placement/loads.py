@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from fusedmoe.errors import ConfigError
 
 _FORMAT = "fusedmoe-loads"
 _VERSION = 1
+_END = "\n]}\n"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +61,26 @@ class LoadTrace:
 
     def to_json(self) -> str:
         """JSON with a line for each iteration; `from_json` gives the same trace back."""
-        lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in self.tokens_ILWE.tolist())
         head = json.dumps({"format": _FORMAT, "version": _VERSION, "source": self.source})
-        return f'{head[:-1]}, "tokens": [\n{lines}\n]}}\n'
+        return f'{head[:-1]}, "tokens": [\n{self._lines()}{_END}'
+
+    def append_to(self, path: Path) -> None:
+        """Adds these iterations to a file of `to_json`, of the same layers, ranks and experts, without reading it.
+
+        Raises:
+            ConfigError: the file does not end as one of `to_json` does.
+        """
+        end = _END.encode()
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - len(end)))
+            if file.read() != end:
+                raise ConfigError(f"load trace: {path} was not written by to_json, or was cut; begin a new one")
+            file.seek(size - len(end))
+            file.write(f",\n{self._lines()}{_END}".encode())
+
+    def _lines(self) -> str:
+        return ",\n".join(json.dumps(one, separators=(",", ":")) for one in self.tokens_ILWE.tolist())
 
     @classmethod
     def from_json(cls, text: str) -> LoadTrace:

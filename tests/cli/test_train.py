@@ -24,6 +24,7 @@ from fusedmoe.cli.train import Job
 from fusedmoe.cli.trainer import policy_of
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
+from fusedmoe.placement.loads import LoadTrace
 from fusedmoe.runtime.profile import Profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from tests.cluster import Cluster
@@ -64,7 +65,7 @@ def test_one_process_trains_and_leaves_a_run_folder(
     (run,) = (tmp_path / "runs").iterdir()
     assert any(line.endswith(f"runs/{run.name}") for line in printed)
     assert {path.name for path in run.iterdir()} == {
-        *("config.json", "metrics.jsonl", "checkpoint", "timeline.png", "trace.json")
+        *("config.json", "metrics.jsonl", "loads.json", "checkpoint", "timeline.png", "trace.json")
     }
     records = metrics(run)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 4]
@@ -143,6 +144,12 @@ def test_four_ranks_stop_and_go_on_to_the_same_losses(
     assert losses(parts) == losses(whole)
     trace = json.loads((whole / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
+    loads = (whole / "loads.json").read_text()
+    assert loads == (parts / "loads.json").read_text()
+    tokens_ILWE = LoadTrace.from_json(loads).tokens_ILWE
+    assert tokens_ILWE.shape == (4, 2, 4, 4)
+    # Two choices for each byte of a batch, which the ranks that split attention share.
+    assert (tokens_ILWE.sum(axis=3) == 2 * 2 * 16 // changes.get("mp", 2)).all()
 
 
 def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_path: Path, text: Path) -> None:
@@ -212,6 +219,7 @@ def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
             assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
     assert placement != "fssdp" or {"sparse-all-gather", "sparse-reduce-scatter", "dispatch"} <= kinds
+    assert (whole / "loads.json").read_text() == (even / "loads.json").read_text()
     if placement == "fssdp":
         # In the midst of changed owners, and without having been told of them.
         cluster.run(4, train, settings, parts, None, 6)

@@ -70,6 +70,9 @@ def test_nothing_to_do():
     even, nodes = Placement.even(4, 8), Nodes(4, 2)
     for load_E, t, m in (([0] * 8, 3, 1), ([5] + [1] * 7, 0, 1), ([5] + [1] * 7, 2, 0)):
         assert improve(even, even, load_E, nodes, t, m, CLUSTER_A) == even
+    unknown = replace(CLUSTER_A, token_s=0.0, token_bytes=0)
+    start = materialise(even, [5] + [1] * 7, nodes, 2, 1)
+    assert improve(even, start, [5] + [1] * 7, nodes, 2, 1, unknown) == start, "nothing is known to be faster"
     alone = Placement.even(1, 3)
     assert improve(alone, alone, [3, 2, 1], Nodes(1, 1), 2, 1, CLUSTER_A) == alone
 

@@ -55,6 +55,21 @@ def test_json_reads_back():
     assert len(trace.to_json().splitlines()) == 4, "a line for each iteration"
 
 
+def test_iterations_are_added_to_a_file(tmp_path):
+    path, trace = tmp_path / "loads.json", make_loads(7, 2, 3, 4, tokens=50)
+    parts = [LoadTrace(trace.tokens_ILWE[at], "a run") for at in (slice(0, 2), slice(2, 3), slice(3, 7))]
+    path.write_text(parts[0].to_json())
+    for part in parts[1:]:
+        part.append_to(path)
+    assert path.read_text() == LoadTrace(trace.tokens_ILWE, "a run").to_json()
+    path.write_text(path.read_text()[:-1])
+    for text in (path.read_text()[:-1], "", "{}"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="begin a new one"):
+            parts[0].append_to(path)
+        assert path.read_text() == text
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -119,8 +119,8 @@ def test_volume_tends_to_twice_lambda_s():
 
 
 def test_worked_example_by_the_papers_definitions():
-    """Section 3.1: P0 gives each chunk to one device, P0 ⊆ P1; what spRS leaves is the sum of what there was; the two are
-    symmetric; and no device moves more than λS."""
+    """Section 3.1: P0 gives each chunk to one device, P0 ⊆ P1; what spRS leaves is the sum of what there was; the two
+    are symmetric; and no device moves more than λS."""
     assert (SHARDING.holds_EW.sum(axis=1) == 1).all() and SHARDING.is_within(MATERIALISED)
     np.testing.assert_array_equal(run_gather(SHARDING, GATHER), MATERIALISED.holds_EW)
     # Gradients that ranks find for expert 0, 1 and 2; an owner is left with the sum of its row.
