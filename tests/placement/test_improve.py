@@ -77,14 +77,14 @@ def test_nothing_to_do():
     assert improve(alone, alone, [3, 2, 1], Nodes(1, 1), 2, 1, CLUSTER_A) == alone
 
 
-def improved(now: Situation, *, t: int, m: int) -> Decision:
-    """Hecate with the search."""
-    decision, expected_LE = hecate(now, t=t, m=m), predict(now.history_ILE)
-    placements = tuple(
-        improve(one.sharding, one, load_E, now.nodes, t, m, now.costs)
-        for one, load_E in zip(decision.placements, expected_LE, strict=True)
-    )
-    return decision._replace(placements=placements)
+def materialised(now: Situation, *, t: int, m: int, searched: bool) -> Decision:
+    """Hecate with Algorithm 1 alone, or with the search behind it."""
+    decision, placements = hecate(now, t=t, m=m), []
+    for one, load_E in zip(decision.placements, predict(now.history_ILE), strict=True):
+        start = materialise(one.sharding, load_E, now.nodes, t, m)
+        after = improve(one.sharding, start, load_E, now.nodes, t, m, now.costs)
+        placements.append(after if searched else start)
+    return decision._replace(placements=tuple(placements))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_ahead_of_algorithm_1_on_loads_that_drift(layers, seed, m):
     nodes, trace = Nodes(16, 4), make_loads(12, layers, 16, 32, seed=seed)
     ep, before, after = (
         simulate(trace, policy, nodes, CLUSTER_A)
-        for policy in (expert_parallelism, partial(hecate, t=8, m=m), partial(improved, t=8, m=m))
+        for policy in (expert_parallelism, *(partial(materialised, t=8, m=m, searched=how) for how in (False, True)))
     )
     assert after.straggler < before.straggler and after.ingress_bytes < before.ingress_bytes
     assert after.iteration_s < before.iteration_s
