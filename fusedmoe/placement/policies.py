@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusedmoe.placement.calibrate import calibrate, gathered_s
+from fusedmoe.placement.improve import improve
 from fusedmoe.placement.materialise import materialise
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.predict import WINDOW, predict
@@ -63,9 +64,9 @@ def expert_parallelism(now: Situation) -> Decision:
 
 
 def hecate(now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: bool = False) -> Decision:
-    """FSSDP: Algorithm 1 on the predicted load in every iteration, Algorithm 2 (`sharded`) every 100, for which all
-    waits; and calibration where it is asked for. t is what hides the gather and the reduce-scatter, so they cost no
-    time; calibration does."""
+    """FSSDP: Algorithm 1 and the search behind it, on the predicted load, in every iteration, Algorithm 2 (`sharded`)
+    every 100, for which all waits; and calibration where it is asked for. t is what hides the gather and the
+    reduce-scatter, so they cost no time; calibration does."""
     shardings = tuple(one.sharding for one in now.before)
     expected_LE = predict(now.history_ILE)
     waits_s, sent = 0.0, 0
@@ -75,7 +76,8 @@ def hecate(now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: 
         shardings = resharded
     placements = []
     for sharding, load_E, tokens_WE in zip(shardings, expected_LE, now.tokens_LWE, strict=True):
-        placement = materialise(sharding, load_E, now.nodes, t, m)
+        start = materialise(sharding, load_E, now.nodes, t, m)
+        placement = improve(sharding, start, load_E, now.nodes, t, m, now.costs)
         if calibrated:
             more = calibrate(placement, tokens_WE, now.nodes, m, now.costs)
             waits_s += gathered_s(placement, more, now.nodes, now.costs)

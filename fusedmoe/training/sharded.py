@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.sparse import Carrier
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.placed import Placed
 from fusedmoe.layers.schedule import measured_costs
@@ -75,7 +77,8 @@ class ShardedExperts:
         memory: m, how many copies a rank has room for in each layer.
         overlap: t, how many experts may travel for a layer. None: as many as go unnoticed by the time that the model
             takes between two layers of experts, which the first five steps measure, at the bandwidth that this machine
-            was measured to have (`fusedmoe.runtime.profile_cache`).
+            was measured to have (`fusedmoe.runtime.profile_cache`). Where costs are known, a search behind Algorithm 1
+            makes more of what it gives (`fusedmoe.placement.improve`).
         reshard: owners may change (Algorithm 2).
         calibrates: looks again once the gate has chosen, and fetches more copies where that pays.
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
@@ -220,9 +223,24 @@ class ShardedExperts:
         # What the gates choose is not known yet: policies that look at it are asked later, by `_correction`.
         unknown = np.zeros((len(self._layers), nodes.ranks, history_ILE.shape[2]), dtype=np.int64)
         now = Situation(self.iteration, self.placements, history_ILE, unknown, nodes, self._costs)
-        self._install(self._policy(now).placements)
+        placements = self._policy(now).placements
+        self._require_same(placements)
+        self._install(placements)
 
-    def _install(self, placements: Any) -> None:
+    def _require_same(self, placements: Sequence[Placement]) -> None:
+        """Every rank has decided by the same numbers; but by its own machine's arithmetic."""
+        text = "".join(map(str, placements)).encode()
+        number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+        world = self._topology.world
+        most = torch.tensor([number, -number], device=device_of(world))
+        most = all_reduce(world, most, "max", "comparing placements")
+        if most.sum() != 0:
+            raise RankError(
+                f"rank {self._topology.rank}: the ranks place experts differently. Placements follow from the loads and "
+                "the costs: run the same versions of this library and of NumPy on every rank"
+            )
+
+    def _install(self, placements: Sequence[Placement]) -> None:
         self.moved_bytes += move(self._layers, [one.sharding for one in placements], self._optimizer)
         for one, placement in zip(self._layers, placements, strict=True):
             one.place(placement)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedmoe.placement.improve import improve
 from fusedmoe.placement.loads import make_loads
 from fusedmoe.placement.materialise import materialise
 from fusedmoe.placement.placement import Nodes, Placement
@@ -55,7 +56,8 @@ def test_hecate_is_its_algorithms():
     shardings = reshard(now.before, expected_LE, NODES, 4)
     decision = hecate(now, t=4, m=2)
     assert decision.placements == tuple(
-        materialise(one, load_E, NODES, 4, 2) for one, load_E in zip(shardings, expected_LE, strict=True)
+        improve(one, materialise(one, load_E, NODES, 4, 2), load_E, NODES, 4, 2, CLUSTER_A)
+        for one, load_E in zip(shardings, expected_LE, strict=True)
     )
     assert decision.waits_s > 0, "the new owners' parameters and state"
     # Later, and without new owners: only what the gathers and reduce-scatters send, which is hidden.

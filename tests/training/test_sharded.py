@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.experts import Custom, FeedForward
 from fusedmoe.layers.gates import SoftMoE, TopK
 from fusedmoe.layers.moe import MoELayer
@@ -288,3 +288,20 @@ def test_one_rank_has_nothing_to_move():
         train_step(model, optimizer, Topology(), step)
     assert sharded.placements == () and sharded.memory().total == 0 and sharded.sent_bytes == 0
     sharded.close()
+
+
+def decided_differently(rank: int, world: int) -> str:
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    model = Model(topology, "fssdp")
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, overlap=4, memory=1 + rank)
+    with pytest.raises(RankError) as caught:
+        for step in range(3):
+            train_step(model, optimizer, topology, step)
+    sharded.close()
+    return str(caught.value)
+
+
+def test_ranks_that_decide_differently_are_told(cluster: Cluster):
+    for message in cluster.run(2, decided_differently):
+        assert "differently" in message or "ended because" in message
