@@ -3,8 +3,8 @@
 Needs root, for network namespaces; says so and ends where it cannot be. Takes eight to fifteen minutes a setting, and
 wants the machine for itself. Settings that really compute begin with half a minute of nothing else: by it the rate of
 the link between the nodes is chosen, such that communication takes as long as computation. Writes
-bench/results/cluster.json, or blocks.json for schedules of whole models, and pictures of predicted and measured
-timelines.
+bench/results/cluster.json, or blocks.json for schedules of whole models, placement.json for placements of experts, and
+pictures of predicted and measured timelines.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def _file(folder: Path, setting: Setting) -> Path:
-    return folder / ("blocks.json" if setting.blocks else "cluster.json")
+    return folder / setting.file
 
 
 def _store(folder: Path, name: str, found: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.cluster import balance, blocks
+from bench.cluster import balance, blocks, placed
 from bench.cluster import layer as layers
 from bench.cluster.job import make_trainer
 from bench.cluster.parts import computation
@@ -52,7 +52,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=_WAIT_S))
     try:
         topology = Topology.from_sizes(
-            ep=2,
+            ep=setting.ep,
             esp=setting.esp,
             mp=setting.esp,
             ranks_per_node=setting.ranks_per_node,
@@ -60,7 +60,7 @@ def main() -> None:
             duplex=True,
         )
         with topology.guard("the benchmark"):
-            measured = blocks.measure if setting.blocks else _measure
+            measured = placed.measure if setting.placed else blocks.measure if setting.blocks else _measure
             result = measured(setting, topology, rounds, folder)
         if topology.rank == 0:
             (folder / "result.json").write_text(json.dumps(result))

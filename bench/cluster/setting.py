@@ -21,6 +21,7 @@ class Setting:
         gradient_bytes: of a layer's dense part where that is emulated; where it is computed, M decides.
         sequence: tokens of a sample, where attention is computed.
         blocks: layers are blocks that micro-batches can go through, for schedules of whole models (`blocks.py`).
+        placed: experts are whole, and placed under a skewed router (`placed.py`).
         computation_s: of a step, as it was measured to choose the rate.
     """
 
@@ -38,7 +39,13 @@ class Setting:
     gradient_bytes: int = 0
     sequence: int = 256
     blocks: bool = False
+    placed: bool = False
     computation_s: float | None = None
+
+    @property
+    def file(self) -> str:
+        """Of its results."""
+        return "placement.json" if self.placed else "blocks.json" if self.blocks else "cluster.json"
 
     @property
     def unit(self) -> int:
@@ -56,7 +63,11 @@ class Setting:
 
     @property
     def esp(self) -> int:
-        return self.ranks_per_node
+        return 1 if self.placed else self.ranks_per_node
+
+    @property
+    def ep(self) -> int:
+        return self.ranks // self.esp
 
     @property
     def expert_flop(self) -> float:
@@ -101,7 +112,10 @@ BLOCKS_COMPUTED = Setting(
     "blocks-computed", 1, None, 400, 64, layers=4, S=3072, M=96, H=10752, E=4, sequence=64, blocks=True
 )
 
-SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED, BLOCKS, BLOCKS_COMPUTED)}
+#: Two ranks a node, experts on all four. Of even loads, experts take about as long as attention.
+PLACED = Setting("placement", 2, 100, 400, 16, layers=4, S=1024, M=256, H=64, E=16, emulated_flops=1e9, placed=True)
+
+SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED, BLOCKS, BLOCKS_COMPUTED, PLACED)}
 
 #: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.
 LIMIT = 8
