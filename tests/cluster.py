@@ -2,6 +2,7 @@
 
 Starting a process costs seconds (it imports torch), so the ranks are started once and each test borrows as many as it
 asks for. A run is bounded in time; ranks that fail or hang are ended, and fresh ones are started for the next test.
+Ranks end with the process that started them, whatever they are doing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.lifetime import end_with
 
 RUN_TIMEOUT_S = 90.0
 
@@ -96,7 +99,7 @@ class Cluster:
         previous = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
             process.start()
         finally:
             if previous is None:
@@ -117,7 +120,8 @@ class Cluster:
         self._workers.remove((process, pipe))
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, parent: int) -> None:
+    end_with(parent)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist

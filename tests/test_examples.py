@@ -72,3 +72,13 @@ def test_puts() -> None:
     assert done.returncode == 0, done.stderr
     differences = [float(number) for number in re.findall(r"largest difference (\S+)", done.stdout)]
     assert len(differences) == 2 and max(differences) < 1e-6
+
+
+@pytest.mark.slow
+def test_placement() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [*torchrun, "examples/placement.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "step 12: loss" in done.stdout and re.search(r"^3: [\d ]+(\+\d+ ?)+$", done.stdout, re.MULTILINE)

@@ -1,7 +1,9 @@
 """`make bench-cluster`: every policy on two nodes of one machine, measured beside its prediction.
 
 Needs root, for network namespaces; says so and ends where it cannot be. Takes eight to fifteen minutes a setting, and
-wants the machine for itself. Writes bench/results/cluster.json, or blocks.json for schedules of whole models, and
+wants the machine for itself. Settings that really compute begin with half a minute of nothing else: by it the rate of
+the link between the nodes is chosen, such that communication takes as long as computation. Writes
+bench/results/cluster.json, or blocks.json for schedules of whole models, placement.json for placements of experts, and
 pictures of predicted and measured timelines.
 """
 
@@ -15,8 +17,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from bench.cluster import balance
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
 from bench.cluster.report import show
 from bench.cluster.setting import SETTINGS, Setting
@@ -71,7 +75,7 @@ def main() -> int:
 
 
 def _file(folder: Path, setting: Setting) -> Path:
-    return folder / ("blocks.json" if setting.blocks else "cluster.json")
+    return folder / setting.file
 
 
 def _store(folder: Path, name: str, found: dict[str, Any]) -> None:
@@ -97,33 +101,62 @@ def run(setting: Setting, rounds: int, folder: Path, seconds: int = _SECONDS) ->
 
     Nothing outlives it: neither processes nor namespaces. Raises `RuntimeError` for ranks that fail or take longer.
     """
+    if setting.inter_mbit is None:
+        setting = _balanced(setting, folder)
+    assert setting.inter_mbit is not None
     nodes = TwoNodes(setting.inter_mbit, setting.intra_mbit, setting.bucket_kb)
-    running: dict[int, Process] = {}
     try:
         nodes.make()
+        module = ("-m", "bench.cluster.rank", setting.name, str(rounds), str(seconds), str(folder))
+        commands, environments = [], []
         for rank in range(setting.ranks):
             node = rank // setting.ranks_per_node
+            commands.append(nodes.command(node, sys.executable, *module))
+            environments.append(
+                {
+                    "MASTER_ADDR": ADDRESSES[0],
+                    "MASTER_PORT": str(_PORT),
+                    "GLOO_SOCKET_IFNAME": nodes.interfaces[node],
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names
+                }
+            )
+        _run_ranks(commands, environments, seconds)
+    finally:
+        with _undisturbed():
+            nodes.remove()
+
+
+def _balanced(setting: Setting, folder: Path) -> Setting:
+    """With a rate of the link between the nodes by what this machine computes now; also left in `folder`."""
+    command = [sys.executable, "-m", "bench.cluster.balance", setting.name, str(folder)]
+    _run_ranks([command] * setting.ranks, [{"GLOO_SOCKET_IFNAME": "lo"}] * setting.ranks, balance.SECONDS)
+    found = json.loads((folder / balance.FILE).read_text())
+    rate, seconds = found["inter_mbit"], found["computation_s"]
+    print(f"  {rate} Mbit/s between the nodes: a step's computation takes {seconds:.2f} s", flush=True)
+    return replace(setting, **found)
+
+
+def _run_ranks(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], seconds: float) -> None:
+    """Runs one process a rank until all have ended well. Raises `RuntimeError`, and ends all, if that is not so."""
+    running: dict[int, Process] = {}
+    try:
+        for rank, (command, own) in enumerate(zip(commands, environments, strict=True)):
             environment = {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(setting.ranks),
-                "MASTER_ADDR": ADDRESSES[0],
-                "MASTER_PORT": str(_PORT),
-                "GLOO_SOCKET_IFNAME": nodes.interfaces[node],
+                "WORLD_SIZE": str(len(commands)),
                 "OMP_NUM_THREADS": "1",
                 # Memory that is given back to the system comes again page by page, in no time that repeats itself.
                 "MALLOC_MMAP_THRESHOLD_": str(2**25),
                 "MALLOC_TRIM_THRESHOLD_": str(2**33),
                 "MALLOC_TOP_PAD_": str(2**26),
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names
+                **own,
             }
-            rank_of = (sys.executable, "-m", "bench.cluster.rank", setting.name, str(rounds), str(seconds), str(folder))
-            running[rank] = Process(nodes.command(node, *rank_of), environment, show=rank == 0)
+            running[rank] = Process(command, environment, show=rank == 0)
         _wait(running, time.monotonic() + seconds)
     finally:
         with _undisturbed():
             for process in running.values():
                 process.ended(kill=True)
-            nodes.remove()
 
 
 def _wait(running: dict[int, Process], deadline: float) -> None:
@@ -168,7 +201,12 @@ def _machine() -> dict[str, Any]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.cluster", description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="others stay in the file (default: all)"
+        "--settings",
+        nargs="+",
+        choices=SETTINGS,
+        default=list(SETTINGS),
+        help="others stay in the file (default: all); those that really compute get a link between the nodes at whose "
+        "rate communication takes as long as computation, which is measured first",
     )
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each (default 5)")
     parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help="folder of the numbers")

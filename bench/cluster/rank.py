@@ -1,7 +1,7 @@
 """One rank of a setting: profiles, runs every policy in turns, sweeps the degrees, runs the layer and the main job.
 
 Started by `bench.cluster` inside a node, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 writes
-`result.json` and pictures into the folder it is given.
+`result.json` and pictures into the folder it is given, in which `balance` has left what it has found.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.cluster import blocks
+from bench.cluster import balance, blocks, placed
 from bench.cluster import layer as layers
 from bench.cluster.job import make_trainer
 from bench.cluster.parts import computation
@@ -46,12 +47,12 @@ _WAIT_S = 60.0
 def main() -> None:
     name, rounds, seconds, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     signal.alarm(seconds)  # whatever happens, this process ends
-    setting = SETTINGS[name]
+    setting = setting_of(name, folder)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=_WAIT_S))
     try:
         topology = Topology.from_sizes(
-            ep=2,
+            ep=setting.ep,
             esp=setting.esp,
             mp=setting.esp,
             ranks_per_node=setting.ranks_per_node,
@@ -59,12 +60,20 @@ def main() -> None:
             duplex=True,
         )
         with topology.guard("the benchmark"):
-            measured = blocks.measure if setting.blocks else _measure
+            measured = placed.measure if setting.placed else blocks.measure if setting.blocks else _measure
             result = measured(setting, topology, rounds, folder)
         if topology.rank == 0:
             (folder / "result.json").write_text(json.dumps(result))
     finally:
         dist.destroy_process_group()
+
+
+def setting_of(name: str, folder: Path) -> Setting:
+    """With the rate of the link that was chosen by the machine, where it was."""
+    setting = SETTINGS[name]
+    if setting.inter_mbit is not None:
+        return setting
+    return replace(setting, **json.loads((folder / balance.FILE).read_text()))
 
 
 def _measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> dict[str, Any]:

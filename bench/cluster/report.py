@@ -12,15 +12,47 @@ def show(results: dict[str, Any], console: Console) -> None:
     for name, found in results.items():
         setting = found["setting"]
         console.print()
+        if setting.get("placed"):
+            _show_placed(found, console)
+            continue
         title = f"{setting['ranks']} ranks on two nodes, {setting['layers']} layers, a whole step; {name}"
         console.print(_steps(title, found))
         console.print(f"computation: {setting['computation']}; no schedule can take less than {_ms(found['bound_s'])}")
+        if setting.get("computation_s") is not None:
+            alone = f"a step's computation by itself took {_ms(setting['computation_s'])}"
+            console.print(f"{setting['inter_mbit']} Mbit/s between the nodes: {alone}")
         if setting.get("blocks"):
             _show_blocks(name, found, console)
         else:
             _show_layers(name, found, console)
         for target, text, met in targets(name, found):
             console.print(f"{'met   ' if met else 'MISSED'}  {target}: {text}")
+
+
+def _show_placed(found: dict[str, Any], console: Console) -> None:
+    setting = found["setting"]
+    title = f"{setting['ranks']} ranks on two nodes, {setting['layers']} layers of {setting['E']} experts, a whole step"
+    table = Table(title=title, title_justify="left")
+    columns = "placement median mean spread speed-up t straggler ingress sent memory"
+    for column in columns.split():
+        table.add_column(column, justify="left" if column == "placement" else "right", no_wrap=True)
+    for policy, row in found["policies"].items():
+        table.add_row(
+            policy,
+            _ms(row["median_s"]),
+            _ms(row["mean_s"]),
+            _spread(row),
+            f"{row['speed_up']:.2f}",
+            str(row["overlap"]) if policy.startswith("hecate") else "",
+            f"{row['straggler']:.2f}",
+            *(f"{row[name] / 2**10:.0f} KiB" for name in ("ingress_bytes", "sent_bytes", "memory_bytes")),
+        )
+    console.print(table)
+    console.print(
+        f"router: {setting['router']}; computation: {setting['computation']}. straggler: the busiest rank's rows over "
+        "the mean; ingress: what the rank with most gets from the other node in one all-to-all; sent: by all ranks in "
+        "a step, experts' parameters, gradients and state; memory: of the rank with most, all of these"
+    )
 
 
 def _show_layers(name: str, found: dict[str, Any], console: Console) -> None:

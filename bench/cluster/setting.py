@@ -13,17 +13,21 @@ class Setting:
     nodes (EP = 2), and each one over the ranks of a node (ESP). `hidden` is H of a whole expert.
 
     Attributes:
+        inter_mbit: the rate of the link between the nodes; None: that at which communication takes as long as
+            computation, which is measured before the nodes are made (`balance`).
         bucket_kb: of the link between the nodes (`network`).
         emulated_flops: FLOP/s of an accelerator whose computation is emulated, by a timed wait of the modelled length;
             None: it is computed, on one thread a rank.
         gradient_bytes: of a layer's dense part where that is emulated; where it is computed, M decides.
         sequence: tokens of a sample, where attention is computed.
         blocks: layers are blocks that micro-batches can go through, for schedules of whole models (`blocks.py`).
+        placed: experts are whole, and placed under a skewed router (`placed.py`).
+        computation_s: of a step, as it was measured to choose the rate.
     """
 
     name: str
     ranks_per_node: int
-    inter_mbit: int
+    inter_mbit: int | None
     intra_mbit: int
     bucket_kb: int
     layers: int
@@ -35,6 +39,13 @@ class Setting:
     gradient_bytes: int = 0
     sequence: int = 256
     blocks: bool = False
+    placed: bool = False
+    computation_s: float | None = None
+
+    @property
+    def file(self) -> str:
+        """Of its results."""
+        return "placement.json" if self.placed else "blocks.json" if self.blocks else "cluster.json"
 
     @property
     def unit(self) -> int:
@@ -52,7 +63,11 @@ class Setting:
 
     @property
     def esp(self) -> int:
-        return self.ranks_per_node
+        return 1 if self.placed else self.ranks_per_node
+
+    @property
+    def ep(self) -> int:
+        return self.ranks // self.esp
 
     @property
     def expert_flop(self) -> float:
@@ -67,7 +82,7 @@ class Setting:
 
 #: Two ranks, one a node, that really compute, on one thread each. Experts are wide and rows narrow, so that a slow link
 #: is enough: what travels takes little of the processors then.
-COMPUTED = Setting("computed", 1, 32, 400, 64, layers=2, S=8192, M=96, H=10752, E=4)
+COMPUTED = Setting("computed", 1, None, 400, 64, layers=2, S=8192, M=96, H=10752, E=4)
 
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(
@@ -94,10 +109,13 @@ BLOCKS = Setting(
 
 #: Two ranks that really compute; samples are short, so that micro-batches of them are about equal.
 BLOCKS_COMPUTED = Setting(
-    "blocks-computed", 1, 40, 400, 64, layers=4, S=3072, M=96, H=10752, E=4, sequence=64, blocks=True
+    "blocks-computed", 1, None, 400, 64, layers=4, S=3072, M=96, H=10752, E=4, sequence=64, blocks=True
 )
 
-SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED, BLOCKS, BLOCKS_COMPUTED)}
+#: Two ranks a node, experts on all four. Of even loads, experts take about as long as attention.
+PLACED = Setting("placement", 2, 100, 400, 16, layers=4, S=1024, M=256, H=64, E=16, emulated_flops=1e9, placed=True)
+
+SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED, BLOCKS, BLOCKS_COMPUTED, PLACED)}
 
 #: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.
 LIMIT = 8

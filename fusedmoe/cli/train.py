@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ Everything lies in one run folder, runs/<date-time>: config.json (every setting,
 was chosen), metrics.jsonl (a line a step), checkpoint/, and the timeline of one step on
 every rank as timeline.png and as trace.json, for ui.perfetto.dev and chrome://tracing.
 
+--placement fssdp owns each expert once in the world and copies the popular ones, step by
+step, to the ranks that would otherwise send them their tokens (Hecate); losses stay.
+
 --schedule auto hides what travels behind what is computed: tokens in chunks, gradients in
 pieces during the backward pass. What this machine takes is measured once and kept; the
 folder then also has costs.json and plan.txt, and a resumed job keeps to them.
@@ -62,6 +66,8 @@ examples:
     fusedmoe train --model GPT2-Tiny-MoE --layers 4 --gate gshard --wire-dtype bf16 --steps 50
   communication hidden behind computation:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --schedule auto
+  experts copied to where their tokens are:
+    torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --placement fssdp
   your own text:
     fusedmoe train --data ~/notes --pattern '*.md' --seq-len 256
 """
@@ -140,9 +146,15 @@ class Job:
 
     def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> Verdict:
         """Trains up to the last step, or to `stop_at`, or until asked to stop; then the held-out loss."""
-        settings, topology = self.settings, self.topology
         corpus = self._corpus()
-        trainer = Trainer(settings, topology, self.device, corpus, self.stop)
+        trainer = Trainer(self.settings, self.topology, self.device, corpus, self.stop)
+        with closing(trainer):
+            return self._run(trainer, corpus, run_dir, resume, stop_at)
+
+    def _run(
+        self, trainer: Trainer, corpus: Corpus, run_dir: Path | None, resume: Path | None, stop_at: int | None
+    ) -> Verdict:
+        settings, topology = self.settings, self.topology
         done = 0
         if resume is not None:
             self.folder = RunDir(resume)

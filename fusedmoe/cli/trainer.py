@@ -108,6 +108,11 @@ class Trainer:
             plan = self._tuning.plan
         return plan, step_costs
 
+    def close(self) -> None:
+        """Ends what moves experts."""
+        if self.placed is not None:
+            self.placed.close()
+
     def step(self, step: int) -> StepReport:
         """One step (from 0); collective over all ranks."""
         return self._step(step, None)

@@ -237,7 +237,7 @@ class Topology:
         """Another group of the same ranks, for what goes on at the same time as something over `group`."""
         if group.size == 1:
             return group
-        return replace(group, handle=self._process_group(group.ranks), downward=None)
+        return replace(group, handle=self._process_group(group.ranks), downward=self._downward(group.ranks))
 
     def _downward(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return self._process_group(ranks) if self._duplex and len(ranks) > 1 else None

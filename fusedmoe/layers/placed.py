@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fusedmoe.autograd.materialise import Returns, arriving, materialise
-from fusedmoe.comm.collectives import all_gather_rows, device_of
-from fusedmoe.comm.group import Group
+from fusedmoe.comm.collectives import all_gather_rows
 from fusedmoe.comm.sparse import Carrier, Flight
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -47,6 +46,7 @@ class Placed:
 
     Attributes:
         placement: which rank owns and holds what; the same on all ranks. At first even, without replicas.
+        now: the same, and what was added for this step once the gate had chosen.
         nodes: which ranks of the expert-parallel group share a node.
         rematerialises: replicas are given back after each forward, and fetched again for its backward.
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.calibrate`); None: it stays.
@@ -76,7 +76,7 @@ class Placed:
         self.correct: Correct | None = None
         self.neighbours: tuple[Placed | None, Placed | None] = (None, None)
         self.clocked = False
-        self._begun, self._came, self._ended = (Moment(topology.ep) for _ in range(3))
+        self._begun, self._came, self._ended = Moment(), Moment(), Moment()
         self.recorder: Recorder | None = None
         self.carrier: Carrier | None = None
         self._sent_bytes = 0
@@ -154,7 +154,7 @@ class Placed:
             for rank in ranks:
                 extra_W[rank].append(expert)
         self._held_W = [self.placement.owned(rank) + tuple(extra) for rank, extra in enumerate(extra_W)]
-        self._now = self.placement
+        self.now = self.placement
         self._gathered = ()
         self.experts.numbers = self.placement.owned(self.group.index)
 
@@ -163,7 +163,7 @@ class Placed:
     def begin(self) -> None:
         """Before a forward: replicas start on their way, and the gradients' way back is laid. Collective."""
         if self.clocked:
-            self._begun.note()
+            self._begun.note(self._device)
         if not self.rematerialises or self.neighbours[0] is None:
             self.fetch()
         self._returns = Returns({expert: row for row, expert in enumerate(self.held[: self.owned])})
@@ -175,7 +175,7 @@ class Placed:
         if self._present or self._flights:
             return
         if not self._gathered:
-            self._gathered = gather(self.placement.sharding, self._now, self.nodes)
+            self._gathered = gather(self.placement.sharding, self.now, self.nodes)
         self._versions = [parameter._version for parameter in self.parameters]
         self._gather(self._gathered)
 
@@ -215,6 +215,10 @@ class Placed:
         self._flights.append(flight)
 
     @property
+    def _device(self) -> torch.device:
+        return self.parameters[0].device
+
+    @property
     def _rows(self) -> dict[int, int]:
         return {expert: row for row, expert in enumerate(self.held)}
 
@@ -230,15 +234,15 @@ class Placed:
         `layout` has no slack. Its tokens are counted for the next prediction if `training`.
         """
         if self.clocked:
-            self._came.note()
+            self._came.note(self._device)
         counts_E = layout.counts_E
         ones = [1] * self.group.size
         tokens_WE = all_gather_rows(self.group, counts_E[None], ones, "exchange of loads").cpu().numpy()
         if training:
             self._load_E += tokens_WE[self.group.index]
         if self.correct is not None and training:
-            self._correct(self.correct(self._now, tokens_WE))
-        sent_EV = dispatch(tokens_WE, self._now, self.nodes)[self.group.index]
+            self._correct(self.correct(self.now, tokens_WE))
+        sent_EV = dispatch(tokens_WE, self.now, self.nodes)[self.group.index]
         width = max(1, *map(len, self._held_W))
         row_EV = np.zeros_like(sent_EV)
         for rank, held in enumerate(self._held_W):
@@ -276,7 +280,7 @@ class Placed:
                 y = _Again.apply(y, self)
             self._release()
         if self.clocked:
-            self._ended.note()
+            self._ended.note(self._device)
         return y
 
     def idle_s(self) -> float:
@@ -291,18 +295,18 @@ class Placed:
 
     def _correct(self, wanted: Placement) -> None:
         """Fetches what the corrected placement has more. Collective."""
-        if wanted == self._now:
+        if wanted == self.now:
             return
         self._ready()
-        more = gather(self._now, wanted, self.nodes)
+        more = gather(self.now, wanted, self.nodes)
         last = max((one.step for one in self._gathered), default=-1) + 1
         added_W: list[list[int]] = [[] for _ in self._held_W]
-        for expert, (old, new) in enumerate(zip(self._now.replicas, wanted.replicas, strict=True)):
+        for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
             for rank in set(new) - set(old):
                 added_W[rank].append(expert)
         self._held_W = [held + tuple(added) for held, added in zip(self._held_W, added_W, strict=True)]
         self._gathered += tuple(one._replace(step=one.step + last) for one in more)
-        self._now = wanted
+        self.now = wanted
         self._gather(more)
 
     def _send_back(
@@ -331,14 +335,15 @@ class Placed:
 class Moment:
     """A moment in what the device does."""
 
-    def __init__(self, group: Group) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device_of(group).type == "cuda" else None
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
         self._clock_s = 0.0
 
-    def note(self) -> None:
+    def note(self, device: torch.device) -> None:
         """It is now; on CUDA, when the current stream gets there."""
         self._clock_s = time.perf_counter()
-        if self._event is not None:
+        if device.type == "cuda":
+            self._event = self._event or torch.cuda.Event(enable_timing=True)
             self._event.record()
 
     def after(self, other: Moment) -> float:

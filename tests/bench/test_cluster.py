@@ -14,17 +14,18 @@ import pytest
 import torch
 
 from bench.cluster import __main__ as command
-from bench.cluster import blocks, network, profile
+from bench.cluster import balance, blocks, network, profile
 from bench.cluster.blocks import UNTUNED_BYTES, plans_of
 from bench.cluster.job import make_trainer
 from bench.cluster.layer import make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
 from bench.cluster.parts import Computed, computation
+from bench.cluster.rank import setting_of
 from bench.cluster.report import show, targets
 from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, Setting
 from bench.cluster.step import Step
 from bench.cluster.sweep import cross, degrees_of, plan_of
-from bench.cluster.turns import same_results
+from bench.cluster.turns import same_results, setting_json
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.cost import LINES, CostModel, Line
@@ -245,6 +246,54 @@ def test_the_sweep_is_around_the_choice() -> None:
     assert degrees_of(plan_of(costs, 3, 5)) == (3, 5)
 
 
+def sent_and_computed(rank: int, world: int, setting: Setting) -> tuple[int, int, float]:
+    """Bytes that leave for the other rank, as the moves of a step have them and as they are said to be."""
+    of = Computed(setting)
+    exchange = Step(setting, topology_of(setting), of)._exchange
+    rows = int(exchange.send_PE[1 - rank].sum())
+    moved = setting.layers * (4 * rows * setting.M * 4 + of.gradient_bytes)
+    return moved, balance.step_bytes(setting, of.gradient_bytes), balance.compute_s(setting, of)
+
+
+def test_a_rate_by_what_is_sent_and_computed(cluster: Cluster) -> None:
+    here, there = cluster.run(2, sent_and_computed, TINY)
+    assert here == there and here[0] == here[1] and 0 < here[2] < 10
+    sent = balance.step_bytes(COMPUTED, 4 * 4 * COMPUTED.M**2)
+    assert balance.rate_mbit(sent, 8e-6 * sent / 32) == 32
+    # As this was measured on a machine, where at 32 Mbit/s communication took 3.32 s.
+    assert balance.rate_mbit(sent, 2.487) == pytest.approx(32 * 3.32 / 2.487, rel=0.05)
+    assert balance.rate_mbit(sent, 1e-3) == balance.MOST and balance.rate_mbit(sent, 1e3) == balance.LEAST
+    assert balance.step_bytes(EMULATED, 0) == 2 * 3 * 4 * 1024 * 256 * 4 // 2  # two ranks of a node send
+
+
+def test_a_chosen_rate_is_the_link_s_and_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = {"inter_mbit": 41, "computation_s": 2.5}
+    made: list[int] = []
+    ran: list[str] = []
+
+    class Nodes(TwoNodes):
+        def make(self) -> None:
+            made.append(self._rates[0])
+
+        def remove(self) -> None:
+            pass
+
+    def run_ranks(commands: list[list[str]], *_: object) -> None:
+        ran.extend({command[command.index("-m") + 1] for command in commands})
+        if not made:
+            (tmp_path / balance.FILE).write_text(json.dumps(found))
+
+    monkeypatch.setattr(command, "TwoNodes", Nodes)
+    monkeypatch.setattr(command, "_run_ranks", run_ranks)
+    command.run(COMPUTED, 1, tmp_path)
+    assert made == [41] and ran == ["bench.cluster.balance", "bench.cluster.rank"]
+    written = setting_json(setting_of("computed", tmp_path))
+    assert {name: written[name] for name in found} == found
+    command.run(EMULATED, 1, tmp_path)
+    assert made == [41, EMULATED.inter_mbit] and ran[2:] == ["bench.cluster.rank"]
+    assert setting_of("emulated", tmp_path) == EMULATED
+
+
 @needs_namespaces
 def test_two_nodes_are_joined_and_leave_nothing() -> None:
     nodes = TwoNodes(200, 1600, 32)
@@ -301,7 +350,7 @@ def test_what_was_done_before_an_interruption_is_written(
 
 @needs_namespaces
 def test_a_rank_that_fails_is_told_and_nothing_is_left(tmp_path: Path) -> None:
-    setting = replace(TINY, name="unknown to the ranks")
+    setting = replace(TINY, name="unknown to the ranks", inter_mbit=100)
     with pytest.raises(RuntimeError, match="rank [01] ended with 1"):
         command.run(setting, 1, tmp_path, 60)
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout

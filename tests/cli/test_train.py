@@ -195,6 +195,40 @@ def test_a_schedule_of_whole_models_needs_gates_that_split() -> None:
     assert policy_of(settings.changed({"schedule": "auto"})) == "joint"
 
 
+@pytest.mark.parametrize(
+    "placement", ["fssdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fastermoe", "smartmoe"))]
+)
+def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
+    cluster: Cluster, tmp_path: Path, text: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(model=ModelConfig(**MODEL), steps=8, data=str(text), eval_batches=2, checkpoint_every=0)
+    settings = settings.changed({"ranks_per_node": 2, "timeline_step": 6, "dtype": "fp64", "ep": 4, "esp": 1})
+    even, whole, parts = (tmp_path / name for name in ("even", "whole", "parts"))
+    cluster.run(4, train, settings, even, None, None)
+    settings = settings.changed({"placement": placement, "placement_overlap": 3, "rematerialise": True})
+    cluster.run(4, train, settings, whole, None, None)
+    for found, expected in zip(losses(whole), losses(even), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
+    kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
+    assert placement != "fssdp" or {"sparse-all-gather", "sparse-reduce-scatter", "dispatch"} <= kinds
+    if placement == "fssdp":
+        # In the midst of changed owners, and without having been told of them.
+        cluster.run(4, train, settings, parts, None, 6)
+        cluster.run(4, train, settings, None, parts, None)
+        assert losses(parts) == losses(whole)
+
+
+def test_experts_that_move_are_whole_and_everywhere() -> None:
+    settings = Settings().changed({"placement": "fssdp", "ranks_per_node": 2})
+    sizes = choose_sizes(settings, Launch(0, 4, 0, 4))
+    assert (sizes.ep, sizes.esp) == (4, 1)
+    with pytest.raises(ConfigError, match="placement"):
+        settings.changed({"placement": "anywhere"})
+    with pytest.raises(ConfigError, match="placement fssdp"):
+        policy_of(settings.changed({"schedule": "flowmoe"}))
+
+
 # By which experts and links take about as long, and starting little.
 COSTS = CostModel({name: Line(1e-7, 1e-12 if name == "gemm" else 1e-10) for name in LINES}, 0.8, "made up")
 

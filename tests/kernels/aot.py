@@ -37,6 +37,7 @@ from typing import Any
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.aot import AotCase
+from tests.lifetime import end_with
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "bench" / "aot.json"
@@ -109,7 +110,7 @@ def check(
         if (case.quick or not quick) and (rare or not case.rare) and not absent(case)
     ]
     found, start = {}, time.monotonic()
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=_prepare) as pool:
+    with processes() as pool:
         for (_, name, at), result in zip(tasks, pool.map(compile_case, tasks, chunksize=4), strict=True):
             found[name, at] = result
             if progress and len(found) % 100 == 0:
@@ -121,8 +122,15 @@ def errors(found: Found) -> list[str]:
     return [f"{name} @ sm_{at}: {result['error']}" for (name, at), result in found.items() if "error" in result]
 
 
-def _prepare() -> None:
+def processes() -> ProcessPoolExecutor:
+    """One a core, for what compiles. They end with this one."""
+    spawn = get_context("spawn")
+    return ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=_prepare, initargs=(os.getpid(),))
+
+
+def _prepare(parent: int) -> None:
     """A process that compiles must not have interpreted kernels. Lines of source would take a fifth of the time."""
+    end_with(parent)
     os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
 
 

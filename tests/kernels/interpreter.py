@@ -12,7 +12,7 @@ set by hand (to use a debugger), they run right here.
 Mind in such tests: the interpreter takes about 1 ms for each operation on a program's tile, so a few hundred programs
 a test; its bf16 arithmetic is wrong (kernels widen first, behind an `INTERPRET` constexpr), so test numbers in float32.
 
-This file is both ends: `Interpreter` in the waiting process, and the plugin (`pytest_runtest_logreport`) in the other.
+This file is both ends: `Interpreter` in the waiting process, and the plugin (`pytest_…`) in the other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.lifetime import end_with
+
 ROOT = Path(__file__).parents[2]
-_PIPE = "FUSEDMOE_TEST_OUTCOMES"
+_PIPE, _PARENT = "FUSEDMOE_TEST_OUTCOMES", "FUSEDMOE_TEST_PARENT"
 
 
 class Outcome(NamedTuple):
@@ -49,7 +51,7 @@ class Interpreter:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *options, *nodeids],
             cwd=ROOT,
-            env={**os.environ, "TRITON_INTERPRET": "1", _PIPE: str(write)},
+            env={**os.environ, "TRITON_INTERPRET": "1", _PIPE: str(write), _PARENT: str(os.getpid())},
             pass_fds=[write],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -77,6 +79,11 @@ class Interpreter:
         self._process.wait()
         self._pipe.close()
         self._output.close()
+
+
+def pytest_configure() -> None:
+    """In the interpreter's process."""
+    end_with(int(os.environ[_PARENT]))
 
 
 _worst: dict[str, Outcome] = {}

@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.transfers import Transfer
 
-#: The phases of Hecate's Figures 5 and 6, with numbers of our own: three experts on four ranks, two a node. Rank 3 owns
-#: nothing. Expert 0 is the most asked for and goes everywhere, expert 2 goes to rank 0 only.
+# A worked example beside Hecate's Figures 5 and 6. Of these the paper's text says only what they are of: the workflow of
+# an iteration, in which shards are gathered, used, and gradients are reduced to them (Figure 5), and "two symmetric
+# sparse collectives" for one placement (Figure 6, for that of Figure 4b). Their experts, ranks and numbers are in pictures
+# alone, so the definitions of section 3.1 are the paper's here, and all else is filled in:
+#
+# Three experts on four ranks, two a node. Rank 3 owns nothing, which the definitions allow: they ask for one owner of
+# each expert. Expert 0 is the most asked for and goes everywhere, expert 2 goes to rank 0 only. The ways that experts
+# take are this library's; the paper sends by grouped broadcasts and reduces.
 NODES = Nodes(4, 2)
 SHARDING = Placement.parse("0: 0\n1: 1\n2: 2\n3:")
 MATERIALISED = Placement.parse("0: 0 +2\n1: 1 +0\n2: 2 +0\n3: +0")

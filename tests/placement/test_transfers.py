@@ -118,7 +118,25 @@ def test_volume_tends_to_twice_lambda_s():
         assert total / ranks == pytest.approx(2 * 3 * 100 * (ranks - 1) / ranks)
 
 
-def test_worked_example():
+def test_worked_example_by_the_papers_definitions():
+    """Section 3.1: P0 gives each chunk to one device, P0 ⊆ P1; what spRS leaves is the sum of what there was; the two are
+    symmetric; and no device moves more than λS."""
+    assert (SHARDING.holds_EW.sum(axis=1) == 1).all() and SHARDING.is_within(MATERIALISED)
+    np.testing.assert_array_equal(run_gather(SHARDING, GATHER), MATERIALISED.holds_EW)
+    # Gradients that ranks find for expert 0, 1 and 2; an owner is left with the sum of its row.
+    gradient_EW = np.array([[1, 10, 100, 1000], [0, 7, 0, 0], [30, 0, 4, 0]])
+    left_EW = run_reduce(MATERIALISED, REDUCE, gradient_EW)
+    assert left_EW.tolist() == [[1111, 0, 0, 0], [0, 7, 0, 0], [0, 0, 34, 0]]
+    ways = {(one.expert, one.source, one.target) for one in GATHER}
+    assert {(one.expert, one.target, one.source) for one in REDUCE} == ways
+    travel = {one.expert for one in GATHER}
+    size, share = 3 * 10, len(travel) / 3  # S of experts of 10 bytes, and λ
+    for transfers in (GATHER, REDUCE):
+        assert traffic(transfers, NODES, 10).busiest <= share * size == 20
+
+
+def test_worked_example_in_our_numbers():
+    """What the paper leaves open: the ways, their order, and so the bytes of each rank."""
     assert gather(SHARDING, MATERIALISED, NODES) == GATHER
     assert reduce(GATHER) == REDUCE
     found = traffic(GATHER, NODES, 10)

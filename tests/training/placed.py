@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.experts import FeedForward, SwiGLU
 from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.training import ShardedExperts, clip_grad_norm, sync_gradients
+from fusedmoe.training import ShardedExperts, clip_grad_norm, distributed_data_parallel, sync_gradients
+from fusedmoe.training.wrap import DataParallel
 
 DIM, EXPERTS = 6, 8
 
@@ -36,11 +38,16 @@ class Model(nn.Module):
             )
             for experts in kinds
         )
+        self._recomputes = options.get("recomputes", False)
         self.between = nn.ModuleList(nn.Linear(DIM, DIM, dtype=torch.float64) for _ in kinds)
 
     def forward(self, x_SM: Tensor) -> Tensor:
         for linear, layer in zip(self.between, self.layers, strict=True):
-            x_SM = x_SM + layer(torch.tanh(linear(x_SM)) + 0.5)
+
+            def block(x_SM: Tensor, linear: nn.Module = linear, layer: nn.Module = layer) -> Tensor:
+                return x_SM + layer(torch.tanh(linear(x_SM)) + 0.5)
+
+            x_SM = checkpoint(block, x_SM, use_reentrant=False) if self._recomputes else block(x_SM)
         return x_SM
 
 
@@ -56,14 +63,19 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, topology: Topology, step: int) -> Tensor:
-    """One step; returns this rank's loss."""
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, topology: Topology, step: int, parts: int = 1
+) -> Tensor:
+    """One step, in so many parts whose gradients are accumulated; returns this rank's loss of the last one."""
     optimizer.zero_grad()
-    y_SM = model(tokens(topology.rank, step))
-    loss = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in model.layers)
-    loss.backward()
-    sync_gradients(model, topology)
-    clip_grad_norm(model, topology, 1.0)
+    plain = model.module if isinstance(model, DataParallel) else model
+    for part in range(parts):
+        y_SM = model(tokens(topology.rank, step + 100 * part))
+        loss = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in plain.layers)
+        loss.backward()
+    if plain is model:
+        sync_gradients(model, topology)
+    clip_grad_norm(plain, topology, 1.0)
     optimizer.step()
     return loss.detach()
 
@@ -96,15 +108,17 @@ def run(rank: int, world: int, placement: str, steps: int, options: dict[str, An
     options = dict(options)
     sizes = options.pop("sizes", {"ep": world})
     topology = Topology.from_sizes(**sizes, ranks_per_node=options.pop("ranks_per_node", 2), timeout_s=30.0)
-    shape = {key: options.pop(key) for key in ("capacity_factor", "schedule") if key in options}
+    shape = {key: options.pop(key) for key in ("capacity_factor", "schedule", "recomputes") if key in options}
+    parts, wraps = options.pop("parts", 1), options.pop("wraps", False)
     model = Model(topology, placement, **shape)
     optimizer = optimizer_of(model)
+    whole = distributed_data_parallel(model, topology) if wraps else model
     sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
     losses, states, owners, placements = [], [], [], []
     for step in range(steps):
         if sharded is not None:
             placements.append([str(one) for one in sharded.placements])
-        losses.append(train_step(model, optimizer, topology, step))
+        losses.append(train_step(whole, optimizer, topology, step, parts))
         owners.append(owners_of(model))
     gradients = [
         {name: {n: pair[1] for n, pair in of.items()} for name, of in layer.items()} for layer in experts_of(model)

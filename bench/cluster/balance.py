@@ -1,0 +1,98 @@
+"""The rate of the link between the nodes with which communication takes as long as computation.
+
+How fast a machine computes varies by a third from day to day, and where one side is much longer than the other there is
+little to hide. So a setting that really computes has no rate of its own: before its nodes are made, all its ranks
+compute what they compute in a step, at the same time, on one thread each, with nothing on any wire; the link then gets
+the rate at which what a step sends takes as long.
+
+    python -m bench.cluster.balance SETTING FOLDER    # on every rank; rank 0 writes FOLDER/balance.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.cluster.parts import Computed
+from bench.cluster.setting import SETTINGS, Setting
+
+#: What the file is called; it has `inter_mbit` and `computation_s`, by their names in `Setting`.
+FILE = "balance.json"
+#: That measuring may take.
+SECONDS = 120
+#: Mbit/s. On a slower link a step takes minutes; a faster one sends all that its bucket holds before a processor, busy
+#: with computing, looks at it again.
+LEAST, MOST = 8, 160
+# All-to-alls of a layer's step: dispatch and combine, forward and backward.
+_EXCHANGES = 4
+_STEPS = 3
+
+
+def step_bytes(setting: Setting, gradient_bytes: int) -> int:
+    """What a step sends from one node to the other, of which a rank's dense part has `gradient_bytes` a layer.
+
+    Half the rows of an all-to-all stay on their node. An all-reduce over two nodes sends as many bytes as it has: half
+    of them before they are summed, the other half after it.
+    """
+    return setting.ranks_per_node * setting.layers * (_EXCHANGES * setting.row_bytes // 2 + gradient_bytes)
+
+
+def rate_mbit(sent_bytes: int, seconds: float) -> int:
+    """The rate at which so many bytes take so long: whole Mbit/s, from `LEAST` to `MOST`."""
+    return min(MOST, max(LEAST, round(8e-6 * sent_bytes / seconds)))
+
+
+def compute_s(setting: Setting, of: Computed) -> float:
+    """Seconds that the slowest rank computes in a step, the same on all ranks. Collective."""
+    rows, chunk = slice(0, setting.S), slice(0, setting.S // setting.E)
+    x_SM, dy_SM = torch.randn(2, setting.S, setting.M)
+    x_PeCM, dy_PeCM = torch.randn(2, setting.ranks, setting.E // 2, chunk.stop, setting.M)
+    gradient = torch.zeros(of.gradient_bytes // 4)
+    taken = torch.zeros(1 + _STEPS)
+    for step in range(1 + _STEPS):  # the first is not counted
+        dist.barrier()
+        start = time.perf_counter()
+        for layer in range(setting.layers):
+            of.attention(layer, x_SM, rows)
+            of.experts(layer, x_PeCM, chunk)
+        for layer in reversed(range(setting.layers)):
+            of.experts_backward(layer, dy_PeCM, chunk, True)
+            of.attention_backward(layer, dy_SM, rows, gradient)
+        taken[step] = time.perf_counter() - start
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken[1:].median())
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    signal.alarm(SECONDS)
+    setting, rank = SETTINGS[name], int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder.absolute()}/store",
+        rank=rank,
+        world_size=setting.ranks,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        of = Computed(setting)
+        seconds = compute_s(setting, of)
+        rate = rate_mbit(step_bytes(setting, of.gradient_bytes), seconds)
+        if rank == 0:
+            (folder / FILE).write_text(json.dumps({"inter_mbit": rate, "computation_s": seconds}))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # Gloo's threads may keep a process that has nothing left to do

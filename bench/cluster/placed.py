@@ -1,0 +1,235 @@
+"""Placements of experts on the two nodes, under a router whose load is skewed and drifts.
+
+Layers of attention and experts, both timed waits of the modelled length; rows, parameters and gradients of experts
+really travel, and the optimizer's state with experts that change owners. Every policy routes the same tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from bench.cluster.parts import START_S
+from bench.cluster.setting import Setting
+from bench.cluster.turns import in_turns, setting_json, spread, tell
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.experts import Place
+from fusedmoe.layers.experts.base import RowExperts
+from fusedmoe.layers.gates.base import Gate, Routing
+from fusedmoe.placement.loads import LoadTrace, make_loads
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.predict import WINDOW
+from fusedmoe.placement.price import Costs, load
+from fusedmoe.training import ShardedExperts
+from fusedmoe.training.sharded import POLICIES
+
+#: Attention of a layer, forward; backward takes twice as long.
+_ATTENTION_S = 0.06
+_MEMORY = 2
+# Steps before the first that counts: five for the first prediction and for t, one with it, one more.
+_WARM = WINDOW + 2
+# Of the policies that are compared; the last is Hecate's in its mode of less memory.
+_RUNS = {**{policy: policy for policy in POLICIES}, "hecate, re-materialising": "hecate"}
+
+
+def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> dict[str, Any]:
+    steps = 4 * rounds
+    trace = make_loads(_WARM + 1 + steps, setting.layers, setting.ranks, setting.E, tokens=setting.S, seed=1)
+    tell(topology, "warming up")
+    runs = {name: _Run(setting, topology, trace, name) for name in _RUNS}
+    for run in runs.values():
+        for _ in range(_WARM):
+            run.step()
+        run.sharded_before = run.sent
+    tell(topology, "policies")
+    seconds = in_turns(topology, {name: run.step for name, run in runs.items()}, steps)
+    ep_s = statistics.median(seconds["ep"])
+    rows = {}
+    for name, run in runs.items():
+        found = all_gather_object(topology.world, run.found())
+        of = seconds[name]
+        rows[name] = {
+            **spread(of),
+            "mean_s": statistics.mean(of),
+            "speed_up": ep_s / statistics.median(of),
+            "overlap": found[0]["overlap"],
+            "straggler": float(np.mean(_over_mean([one["work"] for one in found]))),
+            "ingress_bytes": float(np.mean(found[0]["ingress"])),
+            "sent_bytes": sum(one["sent"] for one in found) / (steps + 1),
+            "memory_bytes": max(one["memory"] for one in found),
+            "rounds_s": of,
+        }
+        run.close()
+    return {
+        "setting": setting_json(setting) | {"attention_s": _ATTENTION_S, "memory": _MEMORY, "router": trace.source},
+        "policies": rows,
+    }
+
+
+def _over_mean(work: list[list[int]]) -> Any:
+    """The busiest rank's rows over the mean, by layer and step."""
+    work_WN = np.array(work, dtype=np.float64)
+    return work_WN.max(axis=0) / work_WN.mean(axis=0)
+
+
+class _Run:
+    """One policy's model, and what it does step by step."""
+
+    def __init__(self, setting: Setting, topology: Topology, trace: LoadTrace, name: str) -> None:
+        torch.manual_seed(0)
+        self._setting, self._trace, self._step, self.sharded_before = setting, trace, 0, 0
+        self._even = Placement.even(setting.ranks, setting.E)
+        self._nodes = Nodes(setting.ranks, setting.ranks_per_node)
+        gates = [_Given(setting.E, trace.tokens_ILWE[:, layer, topology.rank]) for layer in range(setting.layers)]
+        self._model = _Model(setting, topology, gates, placement="ep" if name == "ep" else "fssdp")
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, momentum=0.9)
+        self._sharded: ShardedExperts | None = None
+        if name != "ep":
+            self._sharded = ShardedExperts(
+                self._model,
+                self._optimizer,
+                topology,
+                policy=_RUNS[name],
+                memory=_MEMORY,
+                rematerialises=name != _RUNS[name],
+                costs=_costs(setting),
+            )
+        self._x_SM = torch.randn(setting.S, setting.M)
+        self._work: list[int] = []
+        self._ingress: list[int] = []
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        for layer in self._model.layers:
+            layer.gate.step = self._step
+        x_SM = self._x_SM.detach().requires_grad_()
+        self._model(x_SM).sum().backward()
+        if self._step >= _WARM:
+            for number, layer in enumerate(self._model.layers):
+                self._work.append(layer.experts.rows)
+                placement = self._even if layer.placed is None else layer.placed.now
+                found = load(self._trace.tokens_ILWE[self._step, number], placement, self._nodes)
+                self._ingress.append(4 * self._setting.M * int(found.ingress_W.max()))
+        self._optimizer.step()
+        self._step += 1
+
+    @property
+    def sent(self) -> int:
+        return 0 if self._sharded is None else self._sharded.sent_bytes + self._sharded.moved_bytes
+
+    def found(self) -> dict[str, Any]:
+        held = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for p in self._model.parameters())
+        held += sum(v.nbytes for of in self._optimizer.state.values() for v in of.values() if isinstance(v, Tensor))
+        if self._sharded is not None:
+            held = self._sharded.memory().total
+        return {
+            "work": self._work,
+            "ingress": self._ingress,
+            "sent": self.sent - self.sharded_before,
+            "overlap": None if self._sharded is None else self._sharded.overlap,
+            "memory": held,
+        }
+
+    def close(self) -> None:
+        if self._sharded is not None:
+            self._sharded.close()
+
+
+class _Model(nn.Module):
+    def __init__(self, setting: Setting, topology: Topology, gates: list[_Given], placement: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            fusedmoe.MoELayer(
+                setting.M, gate, _Waiting(setting), topology=topology, mp_input="split", placement=placement
+            )
+            for gate in gates
+        )
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_SM = x_SM + layer(_Wait.apply(x_SM, _ATTENTION_S))
+        return x_SM
+
+
+class _Given(Gate):
+    """Gives each expert as many of a rank's tokens as a trace says for the step, each to one expert."""
+
+    def __init__(self, experts: int, tokens_IE: np.ndarray) -> None:
+        super().__init__(experts)
+        self._tokens_IE, self.step = tokens_IE, 0
+
+    def route(self, x_SM: Tensor) -> Routing:
+        expert_S = np.repeat(np.arange(self.experts), self._tokens_IE[self.step])
+        np.random.default_rng(self.step).shuffle(expert_S)
+        weight_SK = x_SM.new_ones(len(expert_S), 1)
+        return Routing(torch.from_numpy(expert_S)[:, None], weight_SK, None, None, x_SM.new_zeros(()), None)
+
+
+class _Waiting(RowExperts):
+    """Experts with parameters that travel, who hand back their rows after the time that an accelerator would take."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        assert setting.emulated_flops is not None
+        self._setting, self.rows = setting, 0
+        self.row_s = _row_flop(setting) / setting.emulated_flops
+
+    def make(self, model_dim: int, place: Place, seed: int, **_: Any) -> None:
+        self.w = nn.Parameter(torch.zeros(place.local, 2 * self._setting.M * self._setting.H))
+        self.shardings["w"] = {"ep": 0}
+
+    def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
+        self.rows = len(rows_NM)
+        return _Compute.apply(rows_NM, self.w, self.row_s)
+
+
+class _Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, w: Tensor, row_s: float) -> Tensor:
+        ctx.row_s, ctx.shape = row_s, w.shape
+        time.sleep(START_S + len(rows) * row_s)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(2 * (START_S + len(grad) * ctx.row_s))
+        return grad, grad.new_zeros(ctx.shape), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+def _row_flop(setting: Setting) -> float:
+    return 2 * 2 * setting.M * setting.H
+
+
+def _costs(setting: Setting) -> Costs:
+    """What policies know: the setting's own numbers."""
+    assert setting.emulated_flops is not None
+    expert_bytes = 4 * 2 * setting.M * setting.H
+    return Costs(
+        token_s=3 * _row_flop(setting) / setting.emulated_flops,
+        token_bytes=4 * setting.M,
+        expert_bytes=expert_bytes,
+        state_bytes=expert_bytes,
+        inter_bytes_s=setting.inter_mbit * 1e6 / 8,
+        intra_bytes_s=setting.intra_mbit * 1e6 / 8,
+    )

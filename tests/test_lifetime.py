@@ -1,0 +1,109 @@
+"""Whatever tests have started ends when they are killed, in the middle of native code, too."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.kernels.interpreter import Interpreter
+from tests.lifetime import watch
+
+ROOT = Path(__file__).parents[1]
+
+
+def wait(folder: str, native: bool = True) -> None:
+    """Takes a lock, which nobody else gets while this process lives, tells so, and never comes back."""
+    part = Path(folder, f"{os.getpid()}.part")
+    with part.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        part.rename(part.with_suffix(".there"))
+        if native:
+            ctypes.PyDLL(None).sleep(300)  # keeps the GIL: nothing of Python runs here any more
+        time.sleep(300)
+
+
+def of_cluster(rank: int, world: int, folder: str) -> None:
+    wait(folder)
+
+
+def cluster(folder: str) -> None:
+    Cluster().run(2, of_cluster, folder)
+
+
+def pool(folder: str) -> None:
+    from tests.kernels import aot  # brings torch along
+
+    with aot.processes() as processes:
+        list(processes.map(wait, [folder] * 2))
+
+
+def interpreter(folder: str) -> None:
+    file = Path(folder, "test_waits.py")
+    file.write_text(f"from tests.test_lifetime import wait\ndef test_waits(): wait({folder!r})\n")
+    Interpreter([str(file)]).outcome("test_waits")
+
+
+def watched(parent: int, folder: str) -> None:
+    threading.Thread(target=watch, args=(parent,), daemon=True).start()
+    wait(folder, native=False)
+
+
+def thread(folder: str) -> None:
+    """As where there is no Linux."""
+    get_context("spawn").Process(target=watched, args=(os.getpid(), folder)).start()
+
+
+def ended(file: Path) -> bool:
+    with file.open() as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [
+        ("cluster", 2),
+        ("thread", 1),
+        pytest.param("pool", 2, marks=pytest.mark.slow),
+        pytest.param("interpreter", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_ends_with_its_parent(tmp_path: Path, how: str, count: int) -> None:
+    if how != "thread" and sys.platform != "linux":
+        pytest.skip("a thread ends it, which native code keeps waiting")
+    script = f"from tests import test_lifetime; test_lifetime.{how}({str(tmp_path)!r})"
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    there: list[Path] = []
+    try:
+        deadline = time.monotonic() + 60
+        while len(there) < count:
+            assert parent.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+            there = list(tmp_path.glob("*.there"))
+        assert not any(map(ended, there))
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 5
+        while not all(map(ended, there)):
+            assert time.monotonic() < deadline, f"{sum(not ended(file) for file in there)} of {count} are still there"
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+        for file in there:
+            if not ended(file):
+                os.kill(int(file.stem), signal.SIGKILL)
