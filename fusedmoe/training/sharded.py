@@ -236,8 +236,8 @@ class ShardedExperts:
         most = all_reduce(world, most, "max", "comparing placements")
         if most.sum() != 0:
             raise RankError(
-                f"rank {self._topology.rank}: the ranks place experts differently. Placements follow from the loads and "
-                "the costs: run the same versions of this library and of NumPy on every rank"
+                f"rank {self._topology.rank}: the ranks place experts differently. Placements follow from the loads "
+                "and the costs: run the same versions of this library and of NumPy on every rank"
             )
 
     def _install(self, placements: Sequence[Placement]) -> None:
