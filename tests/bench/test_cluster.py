@@ -37,7 +37,7 @@ from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 
-TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32)
+TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32, gradient_bytes=2048)
 TINY_EMULATED = replace(EMULATED, layers=2, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
 # Seven samples: chunks of them are never equal, and with eight chunks one is empty.
 TINY_BLOCKS = replace(BLOCKS_COMPUTED, layers=3, S=448, M=16, H=32)
