@@ -61,7 +61,8 @@ class Computed:
         # For weight gradients of their own, which only blocks have.
         self._dy, self._dh = (torch.zeros(L, e, rows if setting.blocks else 0, width) for width in (M, H))
         self._dw1, self._dw2 = torch.zeros(L, e, H, M), torch.zeros(L, e, M, H)
-        self.gradient_bytes = 4 * 4 * M * M
+        # What attention makes of it, and zeros for the rest.
+        self.gradient_bytes = max(4 * 4 * M * M, setting.gradient_bytes)
 
     def attention(self, layer: int, x_SM: Tensor, chunk: slice) -> Tensor:
         if chunk.start == 0:  # the step's first part that computes in this layer
@@ -88,9 +89,8 @@ class Computed:
 
     def attention_weights(self, layer: int, chunk: slice, gradient: Tensor) -> None:
         x, *_, mixed = self._kept_SM[layer, :, chunk]
-        for dw, rows, part in zip(
-            gradient.view(4, self._M, self._M), (x, x, x, mixed), self._later_SM[layer, :, chunk], strict=True
-        ):
+        own = gradient[: 4 * self._M**2].view(4, self._M, self._M)
+        for dw, rows, part in zip(own, (x, x, x, mixed), self._later_SM[layer, :, chunk], strict=True):
             dw.addmm_(rows.t(), part)
 
     def _mix(self, *qkv_SM: Tensor) -> Tensor:

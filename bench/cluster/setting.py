@@ -18,7 +18,7 @@ class Setting:
         bucket_kb: of the link between the nodes (`network`).
         emulated_flops: FLOP/s of an accelerator whose computation is emulated, by a timed wait of the modelled length;
             None: it is computed, on one thread a rank.
-        gradient_bytes: of a layer's dense part where that is emulated; where it is computed, M decides.
+        gradient_bytes: of a layer's dense part; where it is computed, at least those that M makes.
         sequence: tokens of a sample, where attention is computed.
         blocks: layers are blocks that micro-batches can go through, for schedules of whole models (`blocks.py`).
         placed: experts are whole, and placed under a skewed router (`placed.py`).
@@ -81,8 +81,12 @@ class Setting:
 
 
 #: Two ranks, one a node, that really compute, on one thread each. Experts are wide and rows narrow, so that a slow link
-#: is enough: what travels takes little of the processors then.
-COMPUTED = Setting("computed", 1, None, 400, 64, layers=2, S=8192, M=96, H=10752, E=4)
+#: is enough: what travels takes little of the processors then. The dense part's gradient is as many bytes as all rows,
+#: as in a model of M = 2048, whose attention has four matrices of M×M and whose ranks send 8192 rows; there are layers
+#: enough that the first one's, which nothing can hide, is a small part.
+COMPUTED = Setting(
+    "computed", 1, None, 400, 64, layers=4, S=8192, M=96, H=10752, E=4, gradient_bytes=4 * 8192 * 96
+)
 
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(

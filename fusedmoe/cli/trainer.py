@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.simulate import simulate
+from fusedmoe.schedule.sparse import hidden_s
 from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
@@ -98,7 +101,12 @@ class Trainer:
         if policy not in WHOLE_POLICIES or unsplit(settings) is not None:
             plan, self._stream = plan_step(self.model, topology, policy, costs, workload)
             parts = next(self.model.moe_layers()).parts
-            return plan, workload.step_costs(costs, self._stream.layer_bytes, parts)
+            step_costs = workload.step_costs(costs, self._stream.layer_bytes, parts)
+            if self.placed is not None:
+                layers = len(self._stream.layer_bytes)
+                hidden_L = hidden_s(simulate(plan, step_costs), layers, again=settings.rematerialise)
+                self.placed.hide_in(statistics.mean(hidden_L))
+            return plan, step_costs
         blocks = self.model.in_micro_batches(along(settings, topology.mp.size))
         samples = cuttable(settings, topology.mp.size)
         plan, self._stream = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)

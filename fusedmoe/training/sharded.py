@@ -175,6 +175,13 @@ class ShardedExperts:
         found = np.array([(0, 0, 0, 0), *(self._memory_of(p) for one in self._layers for p in one.parameters)])
         return Memory(*found.sum(axis=0).tolist())
 
+    def hide_in(self, seconds: float) -> None:
+        """Sets t to the experts that travel in so many seconds: those in which a plan's link between nodes has nothing
+        else to do (`fusedmoe.schedule.sparse`), in place of what the first steps would measure. Only where `overlap`
+        was left open, and before it was found."""
+        if self._measures:
+            self._find_overlap(seconds)
+
     def refresh(self) -> None:
         """Replicas are made anew: call it on every rank when parameters have changed but by `optimizer.step()`."""
         for one in self._layers:
@@ -285,9 +292,12 @@ class ShardedExperts:
         idle_s = all_reduce(self._topology.world, idle_s.to(device_of(self._topology.world)), "min", "time to hide in")
         self._idle_s.append(float(idle_s))
         if len(self._idle_s) == WINDOW:
-            expert_bytes = max(1, self._layers[0].expert_bytes)
-            self.overlap = overlap_degree(float(np.median(self._idle_s)), expert_bytes, self._costs.inter_bytes_s)
-            self._stop_measuring()
+            self._find_overlap(float(np.median(self._idle_s)))
+
+    def _find_overlap(self, seconds: float) -> None:
+        expert_bytes = max(1, self._layers[0].expert_bytes)
+        self.overlap = overlap_degree(seconds, expert_bytes, self._costs.inter_bytes_s)
+        self._stop_measuring()
 
     def _stop_measuring(self) -> None:
         self._measures = False

@@ -37,7 +37,7 @@ from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 
-TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32)
+TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32, gradient_bytes=2048)
 TINY_EMULATED = replace(EMULATED, layers=2, S=64, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
 # Seven samples: chunks of them are never equal, and with eight chunks one is empty.
 TINY_BLOCKS = replace(BLOCKS_COMPUTED, layers=3, S=448, M=16, H=32)
@@ -258,7 +258,7 @@ def sent_and_computed(rank: int, world: int, setting: Setting) -> tuple[int, int
 def test_a_rate_by_what_is_sent_and_computed(cluster: Cluster) -> None:
     here, there = cluster.run(2, sent_and_computed, TINY)
     assert here == there and here[0] == here[1] and 0 < here[2] < 10
-    sent = balance.step_bytes(COMPUTED, 4 * 4 * COMPUTED.M**2)
+    sent = balance.step_bytes(replace(COMPUTED, layers=2), 4 * 4 * COMPUTED.M**2)
     assert balance.rate_mbit(sent, 8e-6 * sent / 32) == 32
     # As this was measured on a machine, where at 32 Mbit/s communication took 3.32 s.
     assert balance.rate_mbit(sent, 2.487) == pytest.approx(32 * 3.32 / 2.487, rel=0.05)
