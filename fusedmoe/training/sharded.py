@@ -77,8 +77,8 @@ class ShardedExperts:
     A parameter of experts is [owned, ...] on each rank, and changes its shape and its memory when owners change: look
     it up, do not keep `.data`. Checkpoints (`save_checkpoint`) have experts by their numbers and load under any
     placement, on any number of ranks; `state_dict()` beside them has what the next placements follow from. The model's
-    own `state_dict()` does not say which experts its rows are: it is for the same owners. So is a copy of the model, for
-    averaged weights, say, which has no replicas; with reshard=False owners stay the same.
+    own `state_dict()` does not say which experts its rows are: it is for the same owners. So is a copy of the model,
+    for averaged weights, say, which has no replicas; with reshard=False owners stay the same.
 
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
