@@ -43,12 +43,14 @@ def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArra
     copies_WE = choice_WEV.sum(axis=2)
     each_WE, rest_WE = np.divmod(tokens_WE, copies_WE)
     # Where the ranks before have left off: those of the same node for choices inside it, all others without a copy on
-    # theirs for choices among all.
-    far_WE = np.where(inside_WE, 0, rest_WE)
-    near_WE = np.where(inside_WE & ~holds_EW.T, rest_WE, 0)
+    # theirs for choices among all; where one node has all copies, these are the same choice.
+    several_E = holds_EW.reshape(-1, nodes.count, nodes.per_node).any(axis=2).sum(axis=1) > 1
+    beside_WE = inside_WE & several_E
+    far_WE = np.where(beside_WE, 0, rest_WE)
+    near_WE = np.where(beside_WE & ~holds_EW.T, rest_WE, 0)
     near_NRE = near_WE.reshape(nodes.count, nodes.per_node, -1)
     before_WE = np.where(
-        inside_WE,
+        beside_WE,
         (near_NRE.cumsum(axis=1) - near_NRE).reshape(nodes.ranks, -1),
         far_WE.cumsum(axis=0) - far_WE,
     )

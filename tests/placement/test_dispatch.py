@@ -54,6 +54,13 @@ def test_what_does_not_divide_goes_on_where_the_rank_before_left_off():
     assert sent_WEV[2, 0].tolist()[:2] == [2, 1] and sent_WEV[4, 0].tolist()[:2] == [1, 1]
 
 
+def test_copies_on_one_node_are_the_same_choice_there_and_elsewhere():
+    sent_WEV = dispatch([[0], [0], [1], [1], [1], [1]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
+    assert work_W(sent_WEV).tolist() == [2, 2, 0, 0, 0, 0]
+    sent_WEV = dispatch([[0], [0], [1], [1], [0], [0]], Placement(6, (0,), ((1,),)), Nodes(6, 3))
+    assert work_W(sent_WEV).tolist() == [1, 1, 0, 0, 0, 0]
+
+
 def test_counts_past_32_bits():
     tokens = np.full((4, 3), 2**40 + 1)
     assert dispatch(tokens, MATERIALISED, NODES).sum() == 12 * (2**40 + 1)
