@@ -53,7 +53,8 @@ def materialise(
 
 
 def again(y: Tensor, fetch: Callable[[], None]) -> Tensor:
-    """`y`, computed with tables whose replicas are given back after it; its backward has them fetched first."""
+    """`y`, computed with tables whose replicas are given back after it, or may be; its backward has them fetched
+    first."""
     return _Again.apply(y, fetch)
 
 
@@ -105,7 +106,7 @@ class _Again(Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, fetch: Callable[[], None]) -> Tensor:
         ctx.fetch = fetch
-        return y.view_as(y)
+        return y.detach()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

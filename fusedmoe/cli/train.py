@@ -344,14 +344,17 @@ def _metrics(settings: Settings, done: int, report: StepReport) -> dict[str, Any
 def count_parameters(trainer: Trainer) -> tuple[int, int]:
     """Parameters of the whole model, and those that one token meets. Without communication."""
     model, topology = trainer.model, trainer.model.topology
-    routed = {id(p) for layer in model.moe_layers() for p in layer.experts.parameters()}
+    routed = {id(p): layer for layer in model.moe_layers() for p in layer.experts.parameters()}
     share = min(1.0, model.config.k / (model.config.experts or 1))
     whole = active = 0.0
     for replica in replicas(model, topology):
+        parameter, layer = replica.parameter, routed.get(id(replica.parameter))
         ranks = 1
         for axis in replica.sharding:
             ranks *= getattr(topology, axis).size
-        size = replica.parameter.numel() * ranks
+        size = parameter.numel() * ranks
+        if layer is not None and layer.placed is not None:  # a rank owns any number of experts
+            size = parameter.shape[1:].numel() * layer.gate.experts * ranks // topology.ep.size
         whole += size
-        active += size * (share if id(replica.parameter) in routed else 1.0)
+        active += size * (share if layer is not None else 1.0)
     return round(whole), round(active)

@@ -315,7 +315,7 @@ class MoELayer(nn.Module):
         with span(self.recorder, "order", kind="order", phase="forward"):
             layout = self.order.layout(routing, self.gate.experts).exact()
             self._kept_E = layout.counts_E
-            layout = placed.split(layout, self.training and torch.is_grad_enabled() and not _recomputing())
+            layout = placed.split(layout, self.training and not _recomputing())
             weight_N = slot_weights(routing, layout)
         refusal = refusal or placed.refusal()
         exchange = self._meet(layout.counts_E, x_SM, refusal, held=max(1, len(placed.held)))

@@ -221,6 +221,7 @@ def _refuse(layer: MoELayer, number: int, topology: Topology) -> None:
         (part == "gate", f"{gate} looks at whole batches, so that only what follows it can be split: use schedule=…"),
         (part == "order", "an order by products cannot be split: use Sparse() or Dropless()"),
         (part == "hooks", "hooks see whole layers: use MoELayer(schedule=…) with them"),
+        (layer.placed is not None, "experts under a placement are whole layers': use MoELayer(schedule=…) with them"),
         (
             layer.topology is not topology and topology.size * layer.topology.size > 1,
             "all blocks must have the same topology",

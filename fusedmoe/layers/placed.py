@@ -9,7 +9,9 @@ expert are split over the places of its copies; dispatch, experts and combine do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fusedmoe.autograd.materialise import Returns, again, arriving, materialise
-from fusedmoe.comm.collectives import all_gather_rows
+from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
 from fusedmoe.comm.sparse import Carrier, Flight
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -68,7 +70,7 @@ class Placed:
             )
         if any(True for _ in experts.buffers()):
             raise ConfigError(f"placement='fssdp' moves parameters only, and {type(experts).__name__} has buffers")
-        self.experts, self.group = experts, topology.ep
+        self.experts, self.group, self._shards = experts, topology.ep, topology.esp
         self.nodes = _nodes(topology)
         self.placement = Placement.even(topology.ep.size, count)
         self.rematerialises, self.hooked = False, False
@@ -82,7 +84,7 @@ class Placed:
         self._flights: list[Flight] = []
         self._gathered: tuple[Transfer, ...] = ()
         self._present = False
-        self._versions: list[int] = []
+        self._marks: list[tuple[int, int]] = []
         self._returns: Returns | None = None
         self._aliases: tuple[Tensor, ...] = ()
         self._load_E = np.zeros(count, dtype=np.int64)
@@ -145,7 +147,25 @@ class Placed:
             replace(parameter, tensors[name])
         self.placement = sharding
         self._hold()
-        self._present = False
+        self._present, self._returns, self._aliases = False, None, ()
+
+    def rest(self) -> None:
+        """Experts stay with their owners, without replicas and without what brings them."""
+        self.placement = self.placement.sharding
+        self.rematerialises, self.hooked, self.clocked, self._present = False, False, False, False
+        self.correct, self.carrier, self.recorder, self._returns = None, None, None, None
+        self.neighbours = None, None
+        self._flights, self._aliases = [], ()
+        self._load_E = np.zeros_like(self._load_E)
+        self._hold()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+        # Nobody fetches replicas for a copy, and it is not part of a graph.
+        made = copy(self)
+        memo[id(self)] = made
+        made.experts = deepcopy(self.experts, memo)
+        made.rest()
+        return made
 
     def _hold(self) -> None:
         extra_W: list[list[int]] = [[] for _ in range(self.placement.ranks)]
@@ -165,9 +185,13 @@ class Placed:
             self._begun.note(self._device)
         if not self.rematerialises or self.neighbours[0] is None:
             self.fetch()
+        if torch.is_grad_enabled():
+            self._lay_way()
+
+    def _lay_way(self) -> None:
+        """Of gradients, back to the owners: whatever comes after this in a forward has its backward before it."""
         self._returns = Returns({expert: row for row, expert in enumerate(self.held[: self.owned])})
-        parameters = self.parameters
-        self._aliases = arriving(parameters, self._returns) if torch.is_grad_enabled() else tuple(parameters)
+        self._aliases = arriving(self.parameters, self._returns)
 
     def fetch(self) -> None:
         """Starts what is missing on its way. Collective."""
@@ -175,17 +199,22 @@ class Placed:
             return
         if not self._gathered:
             self._gathered = gather(self.placement.sharding, self.now, self.nodes)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._tables()
+        self._marks = self._marked()
         self._gather(self._gathered)
 
     def refusal(self) -> str | None:
         """Why replicas cannot be used, on the rank that owns what they were made of."""
-        if self._present and self._versions != [parameter._version for parameter in self.parameters]:
+        if self._present and self._gathered and self._marks != self._marked():
             return (
                 "experts have changed since their replicas were made, other than by the optimizer's step. Call "
                 "ShardedExperts.refresh() on every rank after such a change"
             )
         return None
+
+    def _marked(self) -> list[tuple[int, int]]:
+        """What tells whether parameters have been changed, and whether they have moved away from their replicas."""
+        return [(parameter._version, parameter.data.untyped_storage()._cdata) for parameter in self.parameters]
 
     def _ready(self) -> None:
         self.fetch()
@@ -209,7 +238,8 @@ class Placed:
             return
         assert self.carrier is not None
         during = span(self.recorder, "sparse all-gather", kind="sparse-all-gather", resource="inter")
-        flight = self.carrier.gather(transfers, self._rows, self._tables(), during)
+        with torch.inference_mode(False):  # it may end in another thread
+            flight = self.carrier.gather(transfers, self._rows, self._tables(), during)
         self._sent_bytes += flight.sent_bytes
         self._flights.append(flight)
 
@@ -223,7 +253,8 @@ class Placed:
 
     def _tables(self) -> list[Tensor]:
         """[rows, ...] for each parameter, whose memory they continue; one row at least."""
-        return [table(parameter, max(1, len(self.held))) for parameter in self.parameters]
+        with torch.inference_mode(False):  # they last
+            return [table(parameter, max(1, len(self.held))) for parameter in self.parameters]
 
     # Running.
 
@@ -232,7 +263,7 @@ class Placed:
 
         `layout` has no slack. Its tokens are counted for the next prediction if `training`.
         """
-        if self.clocked:
+        if self.clocked and training:
             self._came.note(self._device)
         counts_E = layout.counts_E
         ones = [1] * self.group.size
@@ -240,7 +271,7 @@ class Placed:
         if training:
             self._load_E += tokens_WE[self.group.index]
         if self.correct is not None and training:
-            self._correct(self.correct(self.now, tokens_WE))
+            self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
         sent_EV = dispatch(tokens_WE, self.now, self.nodes)[self.group.index]
         width = max(1, *map(len, self._held_W))
         row_EV = np.zeros_like(sent_EV)
@@ -258,6 +289,13 @@ class Placed:
         assert layout.source_N is not None
         return Layout(counts_P, offsets(counts_P), layout.source_N[from_N], layout.slot_N[from_N], row_SK)
 
+    def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens of all ranks that have parts of the same experts, who decide as one."""
+        if self._shards.size == 1:
+            return tokens_WE
+        summed_WE = torch.from_numpy(tokens_WE).to(device_of(self._shards), copy=True)
+        return all_reduce(self._shards, summed_WE, operation="exchange of loads").cpu().numpy()
+
     def call(self, use: Callable[[Experts], Tensor], recomputes: bool) -> Tensor:
         """`use`, with the experts' parameters those of all that this rank holds. Collective.
 
@@ -269,23 +307,28 @@ class Placed:
             after.fetch()
         tables, learns = self._tables(), torch.is_grad_enabled()
         if learns:
+            if self._returns is None:
+                self._lay_way()
             assert self._returns is not None
-            back = partial(self._send_back, self._gathered, self._rows, self.owned)
+            versions = [parameter._version for parameter in self.parameters]
+            back = partial(self._send_back, self._gathered, self._rows, self.owned, versions)
             tables = list(materialise(self._aliases, tables, self._returns, back))
         named = {f"experts.{name}": table for name, table in zip(self.names, tables, strict=True)}
         y = torch.func.functional_call(_With(self.experts), named, (use,))
-        if self.rematerialises and not (learns and (after is None or recomputes)):
+        if self.rematerialises:
             if learns:
                 y = again(y, self._fetch_again)
-            self._release()
-        if self.clocked:
+            if not (learns and (after is None or recomputes)):
+                self._release()
+        if self.clocked and not recomputes:
             self._ended.note(self._device)
         return y
 
     def idle_s(self) -> float:
-        """Seconds of the last forward between the experts before, or the model's beginning, and this layer's turn."""
+        """Seconds of the last forward between the experts before, or the model's beginning, and this layer's turn; 0
+        where its turn came first."""
         before = self.neighbours[0]
-        return self._came.after(self._begun if before is None else before._ended)
+        return max(0.0, self._came.after(self._begun if before is None else before._ended))
 
     def take_load(self) -> NDArray[np.int64]:
         """[E]: rows of this rank's tokens that each expert got since the last call."""
@@ -309,8 +352,18 @@ class Placed:
         self._gather(more)
 
     def _send_back(
-        self, gathered: tuple[Transfer, ...], rows: dict[int, int], owned: int, grads: Sequence[Tensor]
+        self,
+        gathered: tuple[Transfer, ...],
+        rows: dict[int, int],
+        owned: int,
+        versions: list[int],
+        grads: Sequence[Tensor],
     ) -> Flight:
+        if versions != [parameter._version for parameter in self.parameters]:
+            raise RuntimeError(
+                "experts have changed between a forward pass and its backward pass; call backward() before "
+                "optimizer.step()"
+            )
         if self.rematerialises:
             self._release()
         if not gathered:

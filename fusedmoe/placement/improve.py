@@ -44,6 +44,8 @@ def improve(
         than `m`, unless it had before. The same numbers give the same one.
     """
     search = _Search(placement, np.asarray(load_E, dtype=np.float64), nodes, t, m, costs)
+    if search.compute_s == search.exchange_s == 0:
+        return start  # nothing is known of the time
     starts = (start, placement) if search.room_W.sum() <= _FEW_SLOTS else (start,)
     ends = [search.descend(one.holds_EW) for one in starts]
     return Placement.holding(placement.owners, min((start.holds_EW, *ends), key=search.layer_s))

@@ -70,7 +70,7 @@ def hecate(now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: 
     shardings = tuple(one.sharding for one in now.before)
     expected_LE = predict(now.history_ILE)
     waits_s, sent = 0.0, 0
-    if sharded and (now.iteration % EVERY == 0 or now.iteration == WINDOW):
+    if sharded and is_due(now.iteration):
         resharded = reshard(shardings, expected_LE, now.nodes, t)
         waits_s, sent = _moved(shardings, resharded, now)
         shardings = resharded
@@ -84,6 +84,11 @@ def hecate(now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: 
             placement = more
         placements.append(placement)
     return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now))
+
+
+def is_due(iteration: int) -> bool:
+    """Whether owners may change in an iteration: every 100, and once as many loads are known as are looked at."""
+    return iteration % EVERY == 0 or iteration == WINDOW
 
 
 def shadowing(now: Situation, *, m: int) -> Decision:

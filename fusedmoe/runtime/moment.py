@@ -25,5 +25,6 @@ class Moment:
         """Seconds from another one. On CUDA this waits for both."""
         if self._event is None or other._event is None:
             return self._clock_s - other._clock_s
+        other._event.synchronize()
         self._event.synchronize()
         return other._event.elapsed_time(self._event) / 1000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.sparse import Carrier
 from fusedmoe.comm.topology import Topology
@@ -25,9 +24,19 @@ from fusedmoe.layers.schedule import measured_costs
 from fusedmoe.placement.calibrate import calibrate
 from fusedmoe.placement.materialise import overlap_degree
 from fusedmoe.placement.placement import Placement
-from fusedmoe.placement.policies import Policy, Situation, expert_parallelism, hecate, replication, shadow, swaps
-from fusedmoe.placement.predict import WINDOW
+from fusedmoe.placement.policies import (
+    Policy,
+    Situation,
+    expert_parallelism,
+    hecate,
+    is_due,
+    replication,
+    shadow,
+    swaps,
+)
+from fusedmoe.placement.predict import WINDOW, predict
 from fusedmoe.placement.price import Costs
+from fusedmoe.placement.sharding import reshard
 from fusedmoe.training.moving import move
 from fusedmoe.training.stream import moe_layers
 
@@ -67,7 +76,9 @@ class ShardedExperts:
 
     A parameter of experts is [owned, ...] on each rank, and changes its shape and its memory when owners change: look
     it up, do not keep `.data`. Checkpoints (`save_checkpoint`) have experts by their numbers and load under any
-    placement, on any number of ranks; `state_dict()` beside them has what the next placements follow from.
+    placement, on any number of ranks; `state_dict()` beside them has what the next placements follow from. The model's
+    own `state_dict()` does not say which experts its rows are: it is for the same owners. So is a copy of the model,
+    for averaged weights, say, which has no replicas; with reshard=False owners stay the same.
 
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
@@ -82,7 +93,7 @@ class ShardedExperts:
         reshard: owners may change (Algorithm 2).
         calibrates: looks again once the gate has chosen, and fetches more copies where that pays.
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
-            memory, twice the traffic.
+            memory, that of two layers' copies (one layer's are used while the next one's arrive), twice the traffic.
         costs: what a token and an expert take. None: measured where a policy asks for them.
         heap: symmetric memory of the expert-parallel group (`fusedmoe.puts.open_heap`), which must outlive this.
             Experts then travel by puts that kernels start, instead of by collectives.
@@ -92,6 +103,7 @@ class ShardedExperts:
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
         ConfigError: no placed layers, layers of different numbers of experts, or numbers that cannot be.
+        RankError: the ranks pass different arguments.
     """
 
     def __init__(
@@ -132,6 +144,9 @@ class ShardedExperts:
             return
         asks = self._measures or calibrates or policy in ("fastermoe", "smartmoe", "flexmoe")
         self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
+        facts = {"policy": policy, "memory": memory, "overlap": overlap, "reshard": reshard, "calibrates": calibrates}
+        facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
+        topology.agree(facts, "ShardedExperts")
         self._carrier = _carrier(topology, heap)
         for one, before, after in zip(
             self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True
@@ -140,7 +155,7 @@ class ShardedExperts:
             one.carrier, one.clocked = self._carrier, self._measures
             one.correct = self._correction(one)
         self._hooks = [
-            model.register_forward_pre_hook(lambda *_: self._begin()),
+            model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
             *(layer.register_load_state_dict_post_hook(lambda *_: self.refresh()) for layer in layers),
         ]
@@ -202,17 +217,16 @@ class ShardedExperts:
         """Takes its hooks away and ends its threads. The layers stay where they are, without replicas."""
         for hook in self._hooks:
             hook.remove()
-        for one in self._layers:
-            one.place(one.placement.sharding)
-            one.hooked, one.rematerialises, one.correct, one.carrier = False, False, None, None
-            one.neighbours = None, None
         if self._layers:
             self._carrier.close()
+        for one in self._layers:
+            one.rest()
 
     def _begin(self) -> None:
-        for layer, one in zip(self._recorded, self._layers, strict=True):
-            one.recorder = layer.recorder
-            one.begin()
+        with self._topology.guard("ShardedExperts"):
+            for layer, one in zip(self._recorded, self._layers, strict=True):
+                one.recorder = layer.recorder
+                one.begin()
 
     def _stepped(self) -> None:
         with self._topology.guard("ShardedExperts"):
@@ -226,26 +240,26 @@ class ShardedExperts:
 
     def _decide(self) -> None:
         history_ILE = np.stack(self._history)
-        nodes = self._layers[0].nodes
+        nodes, before, world = self._layers[0].nodes, self.placements, self._topology.world
+        if self._name == "hecate" and self._reshard and is_due(self.iteration):
+            shardings = tuple(one.sharding for one in before)
+            before = reshard(shardings, predict(history_ILE), nodes, self.overlap)
+        # The rest is one layer's alone: ranks decide for some layers each.
+        own = list(range(world.index, len(before), world.size))
         # What the gates choose is not known yet: policies that look at it are asked later, by `_correction`.
-        unknown = np.zeros((len(self._layers), nodes.ranks, history_ILE.shape[2]), dtype=np.int64)
-        now = Situation(self.iteration, self.placements, history_ILE, unknown, nodes, self._costs)
-        placements = self._policy(now).placements
-        self._require_same(placements)
-        self._install(placements)
-
-    def _require_same(self, placements: Sequence[Placement]) -> None:
-        """Every rank has decided by the same numbers; but by its own machine's arithmetic."""
-        text = "".join(map(str, placements)).encode()
-        number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-        world = self._topology.world
-        most = torch.tensor([number, -number], device=device_of(world))
-        most = all_reduce(world, most, "max", "comparing placements")
-        if most.sum() != 0:
+        unknown = np.zeros((len(own), nodes.ranks, history_ILE.shape[2]), dtype=np.int64)
+        of_own = tuple(before[layer] for layer in own)
+        now = Situation(self.iteration, of_own, history_ILE[:, own], unknown, nodes, self._costs)
+        decided = self._policy(now).placements if own else ()
+        owners = [one.owners for one in before]
+        every = all_gather_object(world, (owners, [(one.owners, one.replicas) for one in decided]), "placements")
+        if any(theirs != owners for theirs, _ in every):
             raise RankError(
-                f"rank {self._topology.rank}: the ranks place experts differently. Placements follow from the loads "
-                "and the costs: run the same versions of this library and of NumPy on every rank"
+                f"rank {self._topology.rank}: the ranks give experts to different owners. These follow from the loads: "
+                "run the same versions of this library and of NumPy on every rank"
             )
+        found = [every[layer % world.size][1][layer // world.size] for layer in range(len(before))]
+        self._install([Placement(nodes.ranks, *one) for one in found])
 
     def _install(self, placements: Sequence[Placement]) -> None:
         self.moved_bytes += move(self._layers, [one.sharding for one in placements], self._optimizer)
@@ -256,7 +270,7 @@ class ShardedExperts:
     def _policy(self) -> Policy:
         m = self._memory
         policies: dict[str, Policy] = {
-            "hecate": partial(hecate, t=self.overlap, m=m, sharded=self._reshard),
+            "hecate": partial(hecate, t=self.overlap, m=m, sharded=False),
             "ep": expert_parallelism,
             "fastermoe": expert_parallelism,
             "smartmoe": swaps,

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,9 @@ from fusedmoe.cli.layout import Launch, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.stop import StopRequest
-from fusedmoe.cli.train import Job
-from fusedmoe.cli.trainer import policy_of
+from fusedmoe.cli.train import Job, count_parameters
+from fusedmoe.cli.trainer import make_model, policy_of
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.placement.loads import LoadTrace
@@ -225,6 +227,16 @@ def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
         cluster.run(4, train, settings, parts, None, 6)
         cluster.run(4, train, settings, None, parts, None)
         assert losses(parts) == losses(whole)
+
+
+def counted(rank: int, world: int, placement: str) -> tuple[int, int]:
+    settings = Settings(model=ModelConfig(**{**MODEL, "experts": 3})).changed({"placement": placement})
+    topology = Topology.from_sizes(ep=world) if world > 1 else Topology()
+    return count_parameters(SimpleNamespace(model=make_model(settings, settings.model, topology, torch.device("cpu"))))
+
+
+def test_parameters_are_counted_wherever_experts_are(cluster: Cluster) -> None:
+    assert cluster.run(2, counted, "fssdp") == 2 * cluster.run(1, counted, "ep")
 
 
 def test_experts_that_move_are_whole_and_everywhere() -> None:

@@ -1,0 +1,215 @@
+"""What training loops do besides one forward, one backward and a step: with experts under a placement as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import RankError
+from fusedmoe.training import ShardedExperts
+from tests.cluster import Cluster
+from tests.training.placed import Model, experts_of, optimizer_of, tokens, train_step
+
+HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
+
+Use = Callable[[Model, torch.optim.Optimizer, Topology], Any]
+
+
+def square(y: Tensor) -> Tensor:
+    return y.square().sum() / 50
+
+
+def two_forwards(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    ys = [model(tokens(topology.rank, step)) for step in (4, 5)]
+    (square(ys[0]) + square(ys[1])).backward()
+
+
+def looks_between(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    y = model(tokens(topology.rank, 4))
+    with torch.no_grad():
+        found = model(tokens(topology.rank, 5))
+    square(y).backward()
+    return found
+
+
+def backward_twice(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    loss = square(model(tokens(topology.rank, 4)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def gradients_after_a_look(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    """The model is entered without gradients, and wants some inside."""
+    with torch.no_grad():
+        model(tokens(topology.rank, 4))
+    y = tokens(topology.rank, 5)
+    for linear, layer in zip(model.between, model.layers, strict=True):
+        y = y + layer(torch.tanh(linear(y)) + 0.5)
+    square(y).backward()
+
+
+def changes_in_place(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    handles = [layer.register_forward_hook(lambda _, __, y: y.mul_(2)) for layer in model.layers]
+    square(model(tokens(topology.rank, 4))).backward()
+    for handle in handles:
+        handle.remove()
+
+
+def inference(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    with torch.inference_mode():
+        found = model(tokens(topology.rank, 4)).clone()
+    train_step(model, optimizer, topology, 5)
+    return found
+
+
+def a_copy(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    square(model(tokens(topology.rank, 3))).backward()
+    other = deepcopy(model)
+    mean = optimizer_of(other)
+    for step in (4, 5):
+        other.zero_grad()
+        square(other(tokens(topology.rank, step))).backward()
+        mean.step()
+    with torch.no_grad():
+        found = other(tokens(topology.rank, 6))
+    train_step(model, optimizer, topology, 7)
+    return found
+
+
+def frozen(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    first, second = model.layers
+    first.experts.requires_grad_(False)
+    second.experts.w1.requires_grad_(False)
+    for step in (4, 5):
+        train_step(model, optimizer, topology, step)
+    for layer in (first, second):
+        layer.experts.requires_grad_(True)
+    train_step(model, optimizer, topology, 6)
+
+
+USES: tuple[Use, ...] = (
+    two_forwards,
+    looks_between,
+    backward_twice,
+    gradients_after_a_look,
+    changes_in_place,
+    inference,
+    a_copy,
+    frozen,
+)
+
+
+def used(rank: int, world: int, placement: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Each use after two steps, without new owners: what it gives, and the experts' gradients and parameters."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+    found = {}
+    for use in USES:
+        model = Model(topology, placement)
+        optimizer = optimizer_of(model)
+        sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
+        with torch.inference_mode():
+            before = model(tokens(rank, 0)).clone()
+        for step in range(2):
+            train_step(model, optimizer, topology, step)
+        model.zero_grad()
+        given = use(model, optimizer, topology)
+        copies = 0 if sharded is None else sum(int(one.extra_W().sum()) for one in sharded.placements)
+        found[use.__name__] = before, given, experts_of(model), copies
+        if sharded is not None:
+            sharded.close()
+    return found
+
+
+@pytest.mark.parametrize("rematerialises", [False, True], ids=["kept", "rematerialised"])
+def test_as_without_a_placement(cluster: Cluster, rematerialises: bool):
+    plain = cluster.run(2, used, "ep", {})
+    options = HECATE | {"reshard": False, "rematerialises": rematerialises}
+    placed = cluster.run(2, used, "fssdp", options)
+    for use in USES:
+        for ours, theirs in zip(placed, plain, strict=True):
+            *found, copies = ours[use.__name__]
+            assert copies > 0
+            for one, wanted in zip(found, theirs[use.__name__], strict=False):
+                name = use.__name__
+                torch.testing.assert_close(
+                    one, wanted, rtol=1e-10, atol=1e-12, msg=lambda message, name=name: f"{name}: {message}"
+                )
+
+
+def told(rank: int, world: int) -> list[str]:
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    model = Model(topology, "fssdp")
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+    for step in range(3):
+        train_step(model, optimizer, topology, step)
+    optimizer.zero_grad()
+    square(model(tokens(rank, 3))).backward()
+    loss = square(model(tokens(rank, 3)))
+    optimizer.step()
+    messages = []
+    with pytest.raises(RuntimeError, match="between a forward") as caught:
+        loss.backward()
+    messages.append(str(caught.value))
+    model(tokens(rank, 4))
+    model.float()
+    with pytest.raises(RankError) as refused:
+        model(tokens(rank, 4).float())
+    messages.append(str(refused.value))
+    sharded.close()
+    return messages
+
+
+def test_what_cannot_be_is_told(cluster: Cluster):
+    """A backward pass after the step; parameters that have left their replicas behind."""
+    for backward, moved in cluster.run(2, told):
+        assert "optimizer.step()" in backward and "refresh" in moved
+
+
+def alone(rank: int, world: int) -> list[Tensor]:
+    """Before there are `ShardedExperts`, and after."""
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    losses = []
+    for placement in ("ep", "fssdp"):
+        model = Model(topology, placement)
+        optimizer = optimizer_of(model)
+        for step in range(6):
+            if step == 2 and placement == "fssdp":
+                sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+            if step == 4 and placement == "fssdp":
+                sharded.close()
+            losses.append(train_step(model, optimizer, topology, step))
+    return losses
+
+
+def test_layers_without_sharded_experts(cluster: Cluster):
+    for losses in cluster.run(2, alone):
+        torch.testing.assert_close(losses[6:], losses[:6], rtol=1e-10, atol=1e-12)
+
+
+def reentrant(rank: int, world: int) -> int:
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    model = Model(topology, "fssdp")
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+    for layer in model.layers:
+        inner = layer.forward
+        layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=True)
+    for step in range(2):
+        train_step(model, optimizer, topology, step)
+    copies = sum(int(one.extra_W().sum()) for one in sharded.placements)
+    sharded.close()
+    return copies
+
+
+def test_loads_under_reentrant_checkpointing(cluster: Cluster):
+    assert min(cluster.run(2, reentrant)) > 0
+
+
