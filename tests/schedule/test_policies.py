@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.schedule.bound import bound_s
@@ -13,7 +13,7 @@ from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.gradient import gradient_ranges
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LINA_BYTES, POLICIES, TUTEL_DEGREES
-from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
@@ -60,11 +60,12 @@ def test_every_policy_makes_a_whole_plan(policy, seed):
 
 @settings(max_examples=80, deadline=None)
 @given(SEEDS)
+@example(2760)  # two plans whose times differ by rounding
 def test_joint_is_never_worse_and_nothing_beats_the_bound(seed):
     rng = random.Random(seed)
     costs = random_costs(rng)
     seconds = {name: makespan(policy.plan(costs), costs) for name, policy in POLICIES.items()}
-    assert seconds["joint"] == min(seconds.values())
+    assert seconds["joint"] <= min(seconds.values()) * (1 + ROUNDING), "of plans as fast to rounding it takes any"
     bound = bound_s(costs)
     assert bound <= seconds["joint"] * (1 + 1e-9)
     for _ in range(5):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tests.training.placed import DIM, EXPERTS, Model, experts_of, optimizer_of,
 
 # Of a machine on which copying pays.
 COSTS = Costs(1e-3, 8, 100, 200, 1e6, 1e7)
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
 
@@ -62,8 +65,8 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
         (4, HECATE),
         (4, HECATE | {"rematerialises": True, "calibrates": True, "costs": COSTS}),
         (4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
-        (4, HECATE | {"ranks_per_node": 1, "overlap": EXPERTS, "memory": EXPERTS}),
-        (4, {"policy": "fastermoe", "costs": COSTS}),
+        slow(4, HECATE | {"ranks_per_node": 1, "overlap": EXPERTS, "memory": EXPERTS}),
+        slow(4, {"policy": "fastermoe", "costs": COSTS}),
         (4, {"policy": "flexmoe", "costs": COSTS}),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
