@@ -10,12 +10,32 @@ searched are all interleavings of these steps. Kernels and model change together
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+_State = TypeVar("_State")
 
 # The number of an exchange before the error: any, greater than the new ones.
 _LONG_AGO = 99
+
+
+def explore(first: _State, look: Callable[[_State], str | Iterable[_State]], most: int = 2_000_000) -> tuple[str, int]:
+    """Looks at all states that come of the first: the first fault, "" for none, and how many states there are.
+
+    `look`: a fault in words, or the states that may follow.
+    """
+    seen, queue = {first}, [first]
+    while queue:
+        found = look(queue.pop())
+        if isinstance(found, str):
+            return found, len(seen)
+        for after in found:
+            if after not in seen:
+                seen.add(after)
+                queue.append(after)
+        assert len(seen) < most, "more states than a test should look at"
+    return "", len(seen)
 
 
 class Rank(NamedTuple):
@@ -74,21 +94,18 @@ class Model:
         rank = Rank((1, 0), (1, 0, False), (0,) * places, (0,) * places, 0, "")
         staged = ((0,) * self.staging * self.tiles,) * 2
         first = State((rank, rank), () if self.fresh else ((0, 0, _LONG_AGO, False),), (), staged)
-        seen, queue = {first}, [first]
-        while queue:
-            state = queue.pop()
-            stuck = True
+
+        def look(state: State) -> str | list[State]:
+            found = []
             for fault, after in self._steps(state):
                 if fault:
-                    return fault, len(seen)
-                stuck = False
-                if after not in seen:
-                    seen.add(after)
-                    queue.append(after)
-            if stuck and not all(self._done(state, r) for r in (0, 1)):
-                return "waits for ever", len(seen)
-            assert len(seen) < most, "more states than a test should look at"
-        return "", len(seen)
+                    return fault
+                found.append(after)
+            if not found and not all(self._done(state, r) for r in (0, 1)):
+                return "waits for ever"
+            return found
+
+        return explore(first, look, most)
 
     def _done(self, state: State, r: int) -> bool:
         rank = state.ranks[r]
@@ -195,28 +212,22 @@ class Tiles:
     def search(self) -> tuple[str, int]:
         """As `Model.search`."""
         # Of each program (begun, written, counted); then the count, and the signal.
-        first = (((False, False, False),) * self.programs, 0, False)
-        seen, queue = {first}, [first]
-        while queue:
-            programs, count, signalled = queue.pop()
-            if signalled and not all(written for _, written, _ in programs):
-                return "a row is stale when it is read", len(seen)
-            steps = []
-            for i, (begun, written, counted) in enumerate(programs):
-                if not begun:
-                    steps.append((_put(programs, i, (True, False, False)), count, signalled))
-                elif not written:
-                    steps.append((_put(programs, i, (True, True, counted)), count, signalled))
-                if begun and not counted and (written or not self.release):
-                    now = _put(programs, i, (begun, written, True))
-                    steps.append((now, count + 1, signalled or count + 1 == self.programs))
-            if not steps and not signalled:
-                return "waits for ever", len(seen)
-            for step in steps:
-                if step not in seen:
-                    seen.add(step)
-                    queue.append(step)
-        return "", len(seen)
+        return explore((((False, False, False),) * self.programs, 0, False), self._look)
+
+    def _look(self, state: tuple[_Programs, int, bool]) -> str | list[tuple[_Programs, int, bool]]:
+        programs, count, signalled = state
+        if signalled and not all(written for _, written, _ in programs):
+            return "a row is stale when it is read"
+        steps = []
+        for i, (begun, written, counted) in enumerate(programs):
+            if not begun:
+                steps.append((_put(programs, i, (True, False, False)), count, signalled))
+            elif not written:
+                steps.append((_put(programs, i, (True, True, counted)), count, signalled))
+            if begun and not counted and (written or not self.release):
+                now = _put(programs, i, (begun, written, True))
+                steps.append((now, count + 1, signalled or count + 1 == self.programs))
+        return steps if steps or signalled else "waits for ever"
 
 
 _Programs = tuple[tuple[bool, bool, bool], ...]
@@ -246,23 +257,15 @@ class Network:
         # Of each tile: programs that have stored, what was put (-1 nothing, else how many had stored then), and where
         # that is: "", under way, "come", or "seen" by the reader's GPU. Then the signal: "", under way, "come"; and
         # what the reader has done: "", "looked", "asked".
-        first = (((0, -1, ""),) * self.tiles, "", "")
-        seen, queue = {first}, [first]
-        while queue:
-            tiles, signal, reader = queue.pop()
-            if reader == ("asked" if self.asks else "looked"):
-                # It reads. What has come is seen sooner or later, but need not be yet.
-                if not all(rows == self.programs and where == "seen" for _, rows, where in tiles):
-                    return "a row is stale when it is read", len(seen)
-                continue
-            steps = [*self._steps(tiles, signal, reader)]
-            if not steps:
-                return "waits for ever", len(seen)
-            for step in steps:
-                if step not in seen:
-                    seen.add(step)
-                    queue.append(step)
-        return "", len(seen)
+        return explore((((0, -1, ""),) * self.tiles, "", ""), self._look)
+
+    def _look(self, state: tuple[_Tiles, str, str]) -> str | list[tuple[_Tiles, str, str]]:
+        tiles, signal, reader = state
+        if reader == ("asked" if self.asks else "looked"):
+            # It reads. What has come is seen sooner or later, but need not be yet.
+            fresh = all(rows == self.programs and where == "seen" for _, rows, where in tiles)
+            return [] if fresh else "a row is stale when it is read"
+        return [*self._steps(tiles, signal, reader)] or "waits for ever"
 
     def _steps(self, tiles: _Tiles, signal: str, reader: str) -> Iterator[tuple[_Tiles, str, str]]:
         for i, (stored, rows, where) in enumerate(tiles):
