@@ -52,33 +52,36 @@ def test_captured() -> None:
     assert done.stdout.count("4 all-to-alls") == 2 and "beside it" in done.stdout
 
 
+def run_on_ranks(name: str, ranks: int, **environment: str) -> str:
+    """What an example prints under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        [*torchrun, f"examples/{name}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=EXAMPLES.parent,
+        env={**os.environ, **own, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_parallel() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
-    command = [*torchrun, "examples/parallel.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("gradient norm") == 5 and "(4, 2, 32, 32)" in done.stdout
+    printed = run_on_ranks("parallel.py", 4)
+    assert printed.count("gradient norm") == 5 and "(4, 2, 32, 32)" in printed
 
 
 @pytest.mark.slow
 def test_puts() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(EXAMPLES.parent)
-    command = [*torchrun, "examples/puts.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment)
-    assert done.returncode == 0, done.stderr
-    differences = [float(number) for number in re.findall(r"largest difference (\S+)", done.stdout)]
+    printed = run_on_ranks("puts.py", 2, TRITON_INTERPRET="1")
+    differences = [float(number) for number in re.findall(r"largest difference (\S+)", printed)]
     assert len(differences) == 2 and max(differences) < 1e-6
 
 
 @pytest.mark.slow
 def test_placement() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
-    command = [*torchrun, "examples/placement.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=EXAMPLES.parent, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "step 12: loss" in done.stdout and re.search(r"^3: [\d ]+(\+\d+ ?)+$", done.stdout, re.MULTILINE)
+    printed = run_on_ranks("placement.py", 4)
+    assert "step 12: loss" in printed and re.search(r"^3: [\d ]+(\+\d+ ?)+$", printed, re.MULTILINE)
