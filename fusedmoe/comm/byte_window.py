@@ -15,7 +15,6 @@ from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.watch import Watch
 from fusedmoe.comm.windows import make_place
 from fusedmoe.kernels.awaits import await_signals
-from fusedmoe.kernels.places import Bounds
 from fusedmoe.kernels.puts import give_credit, put_rows
 
 # Elements of a row, of four bytes each; and rows for each peer in a round, by default a quarter of a MiB.
@@ -66,7 +65,7 @@ class ByteWindow:
         """Puts the next rows of each message, and waits for what comes."""
         place, device = self._place, self.heap.device
         self._epoch += 1
-        bounds = Bounds(self._watch.stop, self._watch.record, self._watch.limit_ns)
+        bounds = self._watch.bounds
         used_W = torch.tensor([min(max(0, rows), self._rows) for rows in left], dtype=torch.int32, device=device)
         first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + done
         source_WC = first_W1 + torch.arange(self._rows, dtype=torch.int32, device=device)

@@ -17,6 +17,7 @@ import torch
 from fusedmoe.comm.failure import LOOK_S
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
+from fusedmoe.kernels.places import Bounds
 from fusedmoe.kernels.remote import RECORD, TIME_IS_UP
 
 _VERDICT, _GONE = 2, 3
@@ -35,15 +36,14 @@ class Watch:
     """Of one heap's waits.
 
     Attributes:
-        stop, record: for kernels (`fusedmoe.kernels.remote`), in memory that host and device share.
-        limit_ns: how long a kernel waits by its own clock.
+        bounds: for kernels (`fusedmoe.kernels.remote`), in memory that host and device share.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group = group
         memory = torch.zeros(1 + RECORD, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.stop, self.record = memory[:1], memory[1:]
-        self.limit_ns = int(group.job.timeout_s * 1e9)
+        self.bounds = Bounds(self.stop, self.record, int(group.job.timeout_s * 1e9))
 
     @contextmanager
     def over(self, operation: str, name: Callable[[int], tuple[int, str]]) -> Iterator[None]:

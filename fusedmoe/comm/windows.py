@@ -87,7 +87,7 @@ class Windows:
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(self.watch.stop, self.watch.record, self.watch.limit_ns)
+        return self.watch.bounds
 
     def refuse(self, tokens: int, slots: int, degree: int, dtype: torch.dtype, width: int) -> None:
         """Nothing is sent where there is no room for it.
