@@ -80,7 +80,7 @@ class Placed:
         self._begun, self._came, self._ended = Moment(), Moment(), Moment()
         self.recorder: Recorder | None = None
         self.carrier: Carrier | None = None
-        self._sent_bytes = 0
+        self.sent_bytes = 0
         self._flights: list[Flight] = []
         self._gathered: tuple[Transfer, ...] = ()
         self._present = False
@@ -116,10 +116,6 @@ class Placed:
     def owned(self) -> int:
         """How many of them it owns: the first ones."""
         return len(self.placement.owned(self.group.index))
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._sent_bytes
 
     def place(self, placement: Placement) -> None:
         """The placement of the next forwards. Replicas are fetched when they begin.
@@ -168,14 +164,20 @@ class Placed:
         return made
 
     def _hold(self) -> None:
-        extra_W: list[list[int]] = [[] for _ in range(self.placement.ranks)]
-        for expert, ranks in enumerate(self.placement.replicas):
-            for rank in ranks:
-                extra_W[rank].append(expert)
-        self._held_W = [self.placement.owned(rank) + tuple(extra) for rank, extra in enumerate(extra_W)]
-        self.now = self.placement
+        self.now = self.placement.sharding
+        self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
+        self._add(self.placement)
         self._gathered = ()
         self.experts.numbers = self.placement.owned(self.group.index)
+
+    def _add(self, wanted: Placement) -> None:
+        """Replicas that a placement has more than there are now come behind what is held."""
+        added_W: list[list[int]] = [[] for _ in self._held_W]
+        for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
+            for rank in set(new) - set(old):
+                added_W[rank].append(expert)
+        self._held_W = [held + tuple(added) for held, added in zip(self._held_W, added_W, strict=True)]
+        self.now = wanted
 
     # Fetching replicas.
 
@@ -240,7 +242,7 @@ class Placed:
         during = span(self.recorder, "sparse all-gather", kind="sparse-all-gather", resource="inter")
         with torch.inference_mode(False):  # it may end in another thread
             flight = self.carrier.gather(transfers, self._rows, self._tables(), during)
-        self._sent_bytes += flight.sent_bytes
+        self.sent_bytes += flight.sent_bytes
         self._flights.append(flight)
 
     @property
@@ -342,13 +344,8 @@ class Placed:
         self._ready()
         more = gather(self.now, wanted, self.nodes)
         last = max((one.step for one in self._gathered), default=-1) + 1
-        added_W: list[list[int]] = [[] for _ in self._held_W]
-        for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
-            for rank in set(new) - set(old):
-                added_W[rank].append(expert)
-        self._held_W = [held + tuple(added) for held, added in zip(self._held_W, added_W, strict=True)]
+        self._add(wanted)
         self._gathered += tuple(one._replace(step=one.step + last) for one in more)
-        self.now = wanted
         self._gather(more)
 
     def _send_back(
@@ -373,7 +370,7 @@ class Placed:
             self.recorder, "sparse reduce-scatter", kind="sparse-reduce-scatter", resource="inter", phase="backward"
         )
         flight = self.carrier.reduce(reduce(gathered), rows, grads, owned, during)
-        self._sent_bytes += flight.sent_bytes
+        self.sent_bytes += flight.sent_bytes
         return flight
 
     def _fetch_again(self) -> None:
