@@ -26,6 +26,7 @@ from fusedmoe.graph.costs import Costs
 from fusedmoe.graph.instructions import is_all_to_all, is_assertion
 from fusedmoe.graph.plan import Settings, planned
 from fusedmoe.graph.report import Report
+from fusedmoe.graph.rows import Irregular
 
 
 class Backend:
@@ -36,10 +37,13 @@ class Backend:
         groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
             consist of whole groups.
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
+        irregular: rows of zeros, such as places that no token took, do not travel (`fusedmoe.graph.rows`); the host then
+            waits for a small all-to-all before each. Plans are made as if all rows travelled.
         costs: what operators and all-to-alls take; None: measured, once for each machine, and kept on disk.
         timeout_s: how long a rank waits for the others to capture the same graph and for the first to plan it.
     Attributes:
         reports: of every pass that was planned, in order.
+        irregular: None, or counts of the rows that were to travel and of those that did.
     Raises:
         ConfigError: numbers below 1; and when a graph is planned, splitting without OR-Tools (`fusedmoe[plan]`).
         RankError: when a graph is planned: ranks captured different ones, one did not come, or failed.
@@ -51,6 +55,7 @@ class Backend:
         parts: int = 8,
         groups: int = 5,
         reach: int | None = None,
+        irregular: bool = False,
         costs: Costs | None = None,
         timeout_s: float = 1200.0,
     ) -> None:
@@ -61,6 +66,7 @@ class Backend:
             )
         self.__name__ = "fusedmoe"
         self.settings = Settings(parts, groups, reach, timeout_s)
+        self.irregular = Irregular() if irregular else None
         self.costs = costs
         self.reports: list[Report] = []
 
@@ -98,6 +104,10 @@ class Backend:
             report = planned(module, phase, gradients, self.settings, self.costs)
             report.planning_s = time.monotonic() - began
             self.reports.append(report)
+            if self.irregular is not None:
+                self.irregular.put_into(module.graph)
+            if report.ranges:
+                return _explained(_runnable(module), max(one.parts for one in report.ranges))
         return _runnable(module)
 
 
@@ -115,6 +125,26 @@ def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
     flags = is_parameter if len(is_parameter) == len(results) else [True] * len(results)
     other = {node for node, flag in zip(results, flags, strict=True) if not flag}
     return {node for node in results if isinstance(node, fx.Node)} - other
+
+
+def _explained(run: Callable[..., Any], parts: int) -> Callable[..., Any]:
+    """What runs a pass with ranges in micro-batches, and says what to do where these need too much memory.
+
+    A rank cannot go back to fewer parts by itself: the others already send it theirs.
+    """
+
+    def call(args: list[Any]) -> Any:
+        try:
+            return run(args)
+        except torch.OutOfMemoryError as error:
+            fewer = f"parts={parts // 2}" if parts > 2 else "parts=1, which splits nothing"
+            raise torch.OutOfMemoryError(
+                f"{error}\nThis pass runs in up to {parts} micro-batches, which are all in memory where they are put "
+                f"together: on every rank, compile with fusedmoe.graph.Backend({fewer})"
+            ) from error
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def _runnable(module: fx.GraphModule) -> Callable[..., Any]:

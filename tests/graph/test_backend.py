@@ -179,6 +179,32 @@ def test_settings_that_cannot_work(wrong: dict[str, float]) -> None:
         Backend(**wrong)  # type: ignore[arg-type]
 
 
+@torch.library.custom_op("fusedmoe_tests::as_long_as_there_is_room", mutates_args=())
+def as_long_as_there_is_room(x: Tensor, full: Tensor) -> Tensor:
+    if full.item():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return x.clone()
+
+
+as_long_as_there_is_room.register_fake(lambda x, full: torch.empty_like(x))
+
+
+@pytest.mark.parametrize(("parts", "cure"), [(4, "parts=2"), (2, "parts=1, which splits nothing")])
+def test_too_little_memory(world: None, parts: int, cure: str) -> None:
+    """The error says how to go on, on every rank."""
+    model = Model(1, 1).double()
+
+    def call(tokens_BL: Tensor, full: Tensor) -> Tensor:
+        return as_long_as_there_is_room(model(tokens_BL), full)
+
+    compiled = torch.compile(call, backend=Backend(costs=Steady(), parts=parts, groups=1), fullgraph=True)
+    tokens_BL, full = torch.randint(11, (4, 8)), torch.tensor(False)
+    with torch.no_grad():
+        assert torch.allclose(compiled(tokens_BL, full), model(tokens_BL), rtol=0, atol=1e-12)
+        with pytest.raises(torch.OutOfMemoryError, match=rf"memory\.\n.*up to {parts} micro-batches.*Backend\({cure}\)"):
+            compiled(tokens_BL, full | True)
+
+
 def other_ways(rank: int, world: int) -> str:
     """Rank 1 takes another way through the model."""
     torch._dynamo.reset()

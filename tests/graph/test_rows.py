@@ -1,0 +1,104 @@
+"""Irregular all-to-alls: rows of zeros do not travel, and no bit of a result tells."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single
+
+from fusedmoe.graph import Backend
+from fusedmoe.graph.rows import Irregular
+from tests.cluster import Cluster
+from tests.graph.models import Model, Steady, train
+
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.bool: torch.uint8}
+
+
+def exchanged(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype, filled: float) -> tuple[int, int, int]:
+    """Rows of a buffer, how many of them travelled, and how many are not all zero bits."""
+    source = torch.Generator().manual_seed(rank + math.prod(shape))
+    x = torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
+    full = torch.rand(shape[:-1], generator=source) < filled
+    x = torch.where(full[..., None], x, torch.zeros((), dtype=dtype))
+    if filled > 0 and dtype != torch.bool and shape[-1] and full.any():
+        first = x[full][0]
+        first.fill_(0.0)
+        first[-1] = -0.0  # not the bits of 0.0
+        x[full.nonzero()[0].split(1)] = first
+        x[full.nonzero()[-1].split(1)] = math.nan
+    x = x.transpose(0, -2).contiguous().transpose(0, -2)  # where there are three dimensions, not contiguous
+    share = [shape[0] // world] * world
+    want = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # Gloo has no collectives of every dtype; bytes have no dtype.
+    dist.all_to_all_single(want.view(torch.uint8), x.contiguous().view(torch.uint8), share, share)
+    irregular = Irregular()
+    got = irregular.wait(irregular.start(x, world, dist.group.WORLD.group_name))
+    assert got.shape == want.shape and got.dtype == dtype and got.is_contiguous()
+    assert torch.equal(got.view(BITS[dtype]), want.view(BITS[dtype]))
+    bits_NM = x.flatten(0, -2).contiguous().view(BITS[dtype])
+    return irregular.rows, irregular.sent, int((bits_NM != 0).any(-1).sum())
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("filled", [0.0, 0.5, 1.0])
+def test_every_bit_arrives(cluster: Cluster, dtype: torch.dtype, filled: float) -> None:
+    for shape in ((4, 3, 5), (8, 1), (2, 2, 3, 4), (4, 0, 3), (0, 3)):
+        for rows, sent, wanted in cluster.run(2, exchanged, shape, dtype, filled):
+            assert rows == math.prod(shape[:-1]) and sent == wanted
+            assert sent == {0.0: 0, 1.0: rows}.get(filled, sent)
+
+
+def trained(rank: int, world: int, k: int, parts: int, factor: float) -> tuple[float, int, int]:
+    """The largest difference from training as it is, and the rows of all passes, and those that travelled."""
+    torch._dynamo.reset()
+    model = Model(k, 2, factor=factor).double()
+    plain = copy.deepcopy(model)
+    backend = Backend(costs=Steady(), parts=parts, groups=1, irregular=True)
+    ours = train(model, torch.compile(model, backend=backend, fullgraph=True), rank)
+    theirs = train(plain, plain, rank)
+    worst = max(float((a[name] - b[name]).abs().max()) for a, b in zip(ours, theirs, strict=True) for name in b)
+    assert backend.irregular is not None
+    return worst, backend.irregular.rows, backend.irregular.sent
+
+
+@pytest.mark.parametrize(
+    ("world_size", "k", "parts", "factor"),
+    [
+        (2, 1, 4, 1.0),
+        pytest.param(4, 2, 2, 2.0, marks=pytest.mark.slow),
+        pytest.param(1, 2, 1, 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, parts: int, factor: float) -> None:
+    found = cluster.run(world_size, trained, k, parts, factor)
+    tokens, blocks, steps = 32, 2, 5
+    for worst, rows, _ in found:
+        assert worst < 1e-10
+        assert rows == 4 * blocks * steps * 4 * int(factor * k * tokens / 4)
+    # No more than the tokens that are kept, each four times: there and back, forward and backward.
+    rows, sent = (sum(one[place] for one in found) for place in (1, 2))
+    assert 0 < sent <= min(rows, 4 * blocks * steps * k * tokens * world_size) and (factor < 1 or sent < rows)
+
+
+def as_they_are(rank: int, world: int) -> tuple[int, bool]:
+    """An all-to-all of unequal shares and one of a vector."""
+    torch._dynamo.reset()
+    mine, other = (3, 1) if rank == 0 else (1, 3)
+
+    def call(x_SM: Tensor) -> Tensor:
+        y_SM = all_to_all_single(x_SM, [mine, other], [mine, other], dist.group.WORLD)
+        return all_to_all_single(y_SM.sum(-1), None, None, dist.group.WORLD)
+
+    backend = Backend(costs=Steady(), irregular=True)
+    x_SM = torch.arange(12.0).reshape(4, 3) * (rank + 1)
+    assert backend.irregular is not None
+    return backend.irregular.rows, torch.equal(torch.compile(call, backend=backend)(x_SM), call(x_SM))
+
+
+def test_what_stays_as_it_is(cluster: Cluster) -> None:
+    assert cluster.run(2, as_they_are) == [(0, True)] * 2
