@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order, permute, take_slots, unpermute
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.gates.base import Routing, SoftRouting
+from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,10 @@ class Order:
     def layout(self, routing: Routing, experts: int) -> Layout:
         """Where every routing slot's row lies, and which are dropped."""
         return order(routing.expert_SK, experts, routing.capacity, routing.priority_S)
+
+    def rows_per_token(self, gate: Gate, tokens: int) -> float:
+        """How many rows each of a rank's tokens becomes at most on average, for the choice of a schedule."""
+        return gate.rows_per_token(tokens)
 
     def order(self, x_SM: Tensor, routing: Routing | SoftRouting, experts: int) -> Ordered:
         if isinstance(routing, SoftRouting):
@@ -75,6 +79,9 @@ class Dropless(Order):
 
     def layout(self, routing: Routing, experts: int) -> Layout:
         return order(routing.expert_SK, experts, None, routing.priority_S)
+
+    def rows_per_token(self, gate: Gate, tokens: int) -> float:
+        return gate.rows_per_token(tokens) if gate.capacity_factor is None else gate.k
 
 
 class Einsum(Order):

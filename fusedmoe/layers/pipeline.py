@@ -103,8 +103,9 @@ class PipelinedBlocks(nn.Module):
         layer, topology = self._layers()[0], self.topology
         found = layer.experts.workload(1, x.dtype.itemsize, topology.ep.size, topology.esp.size)
         length = max(1, x[:1, ..., 0].numel())
-        batch = max(1, len(x)) * topology.esp.size
-        return replace(found, batch=batch, seq_len=length, k=layer.gate.k, capacity_factor=layer.gate.capacity_factor)
+        samples = max(1, len(x))
+        rows = layer.order.rows_per_token(layer.gate, samples * length)
+        return replace(found, batch=samples * topology.esp.size, seq_len=length, k=1, capacity_factor=rows)
 
     def follow(self, plans: Plans, gradients: Gradients | None = None) -> None:
         """From now on both passes run by these plans. Collective over all ranks.

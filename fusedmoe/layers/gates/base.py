@@ -202,6 +202,11 @@ class Gate(nn.Module):
             return None
         return share_of_rows(self.k, self.capacity_factor, tokens, self.experts)
 
+    def rows_per_token(self, tokens: int) -> float:
+        """How many rows each of ``tokens`` tokens of a rank becomes where all experts are as full as they may be."""
+        capacity = self.row_capacity(tokens)
+        return self.k if capacity is None else self.experts * capacity / tokens
+
     def update(self, load_E: Tensor) -> None:
         """Called after an optimizer step with the tokens of all ranks per expert; by default nothing."""
 

@@ -57,6 +57,9 @@ class ExpertChoice(Gate):
         """Tokens that each expert picks out of ``tokens``."""
         return min(share_of_rows(self.k, self.factor, tokens, self.experts), tokens)
 
+    def rows_per_token(self, tokens: int) -> float:
+        return self.experts * self.picks(tokens) / tokens
+
     def route(self, x_SM: Tensor) -> Routing:
         S, E = x_SM.shape[0], self.experts
         logits_SE = router_logits(x_SM, self.weight_EM)
