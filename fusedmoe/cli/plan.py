@@ -39,6 +39,9 @@ gradient all-reduce) or the links inside a node (all-gather, reduce-scatter).
 Where the costs know fused operations (kernels that send and receive rows while they compute), each
 layer's pass has one of them instead of collectives if it is shorter so; which, is said in words.
 
+With --placement, how many experts may travel for each layer while the links between nodes have nothing
+else to do (Hecate's overlap degree); the picture then has their sparse collectives, SAG and SRS.
+
 Costs are measured under torchrun (or found, see fusedmoe profile --help), read from a file, or
 those of a published testbed; with the last two one process plans for any number of ranks.
 """
@@ -53,6 +56,8 @@ examples:
     fusedmoe plan --model Mixtral-7B --costs costs.json --ranks 32 --ranks-per-node 8
   FlowMoE's plan of its own model, beside all others:
     fusedmoe plan --model BERT-Large-MoE --testbed A --schedule flowmoe
+  for how many copies of experts there is time:
+    fusedmoe plan --model Mixtral-7B --layers 4 --testbed B --placement fssdp
   this machine, measured now or before:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli plan --ranks-per-node 2
 """
@@ -61,7 +66,7 @@ _FLAGS = (
     *("--batch", "--seq-len", "--dtype", "--layers", "--model-dim", "--heads", "--kv-heads"),
     *("--expert", "--hidden", "--experts", "--experts-per-rank", "--moe-every", "--k", "--capacity-factor"),
     *("--gate", "--order", "--ranks-per-node", "--ep", "--esp", "--mp", "--wire-dtype", "--schedule", "--device"),
-    "--timeout",
+    *("--placement", "--placement-overlap", "--rematerialise", "--timeout"),
 )
 
 # What each does. Of two of the same name, the one of whole models counts.
@@ -109,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     if running.rank == 0:
         report = Report.of(settings, launch, sizes, costs, again=arguments.again)
         if arguments.png is not None:
-            draw(report.timeline, arguments.png, title=report.title)
+            draw(report.timeline if report.copies is None else report.copies.timeline, arguments.png, title=report.title)
         if arguments.json:
             print(json.dumps(report.as_dict(), indent=2))
         else:

@@ -15,6 +15,7 @@ from rich.table import Table
 from fusedmoe.cli.costs import step_costs
 from fusedmoe.cli.flags import describe
 from fusedmoe.cli.layout import Launch, Sizes
+from fusedmoe.cli.plan_copies import Copies
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import cuttable, policy_of, unsplit
 from fusedmoe.comm.topology import Topology
@@ -49,6 +50,7 @@ class Report:
     bound_s: float
     refusal: str | None  # why layers are not split
     with_fused: bool  # whether there are fused operations to choose from
+    copies: Copies | None  # of experts, under a placement
 
     @classmethod
     def of(
@@ -80,6 +82,7 @@ class Report:
             bound_s(step),
             refusal,
             any(layer.fused for layer in step.layers),
+            Copies.of(settings, sizes, costs, plan, step),
         )
 
     @property
@@ -161,6 +164,7 @@ class Report:
             "layers": [layers[layer] for layer in sorted(layers)],
             "plan": str(self.plan),
             "fingerprint": self.plan.fingerprint,
+            "copies": None if self.copies is None else self.copies.as_dict(),
         }
 
     def print(self) -> None:
@@ -176,6 +180,8 @@ class Report:
         console.print(self._splitting(), soft_wrap=True)
         if self.with_fused:
             console.print(self._roads(), soft_wrap=True)
+        if self.copies is not None:
+            console.print(self.copies.words(self.step_s[self.policy]), soft_wrap=True)
         if self.rest_s > 0:
             console.print(f"after the last pass: {_ms(self.rest_s)} of gradients that nothing hides")
         for what, shares in (

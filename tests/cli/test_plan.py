@@ -112,6 +112,26 @@ def test_fused_operations_are_chosen_where_costs_know_them(
     assert all((layer[phase]["fused"] or "none") in words for layer in data["layers"] for phase in PHASES)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, again: bool) -> None:
+    """As many as the links hide cost nothing; more cost what they take beyond that."""
+    flags = [*MODEL, "--testbed", "B", "--schedule", "fsmoe", "--placement", "fssdp", "--hidden", "512"]
+    flags += ["--rematerialise"] * again
+    data = planned(capsys, *flags, "--png", str(tmp_path / "step.png"))
+    assert is_picture(tmp_path / "step.png")
+    copies, model = data["copies"], data["model"]
+    assert copies["expert_bytes"] == 3 * model["model_dim"] * 512 * 4 // data["layout"]["esp"]
+    assert copies["overlap"] > 0 and copies["seconds"] <= sum(copies["hidden_s"]) / 3
+    some = planned(capsys, *flags, "--placement-overlap", "1")["copies"]
+    assert some["seconds"] == pytest.approx(copies["seconds"] / copies["overlap"])
+    assert some["seconds"] < min(some["hidden_s"]) and some["step_s"] == pytest.approx(data["step_s"])
+    many = planned(capsys, *flags, "--placement-overlap", str(50 * copies["overlap"]))["copies"]
+    assert many["step_s"] > data["step_s"] + 40 * copies["seconds"]
+    assert main(["plan", *flags]) == 0
+    assert f"{copies['overlap']} experts of" in capsys.readouterr().out
+    assert planned(capsys, *flags, "--placement", "ep")["copies"] is None
+
+
 FLOWMOE = ["--model", "LLaMA2-MoE", "--layers", "3", "--testbed", "B"]
 
 
