@@ -25,7 +25,7 @@ from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.by_puts import Way, choose_way, fused_experts, fused_kind
 from fusedmoe.layers.experts import NAMED, Experts, Place
-from fusedmoe.layers.gates import Gate
+from fusedmoe.layers.gates import Gate, SoftMoE
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
 from fusedmoe.layers.placed import Placed, first_place
@@ -184,6 +184,8 @@ class MoELayer(nn.Module):
         if placement == "fssdp" and self.topology.ep.size > 1:
             if isinstance(self.order, Einsum):
                 raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
+            if isinstance(gate, SoftMoE):
+                raise _no_load(gate)
             self.placed = Placed(experts, gate.experts, self.topology)
         self.recorder: Recorder | None = None
         self._schedule = self._settled(Schedule.named(schedule) if isinstance(schedule, str) else schedule)
@@ -308,7 +310,7 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """From tokens to results where experts are placed."""
         if isinstance(routing, SoftRouting):
-            raise ConfigError(f"{type(self.gate).__name__} gives all experts the same load: placement='ep' is for it")
+            raise _no_load(self.gate)
         if not placed.hooked:
             placed.recorder = self.recorder
             placed.begin()
@@ -588,6 +590,10 @@ def _require_shardings(experts: Experts) -> None:
             f"self.shardings[{unknown[0]!r}] = {{'ep': 0}} where it is made, if its first dimension counts the local "
             "experts, or {} if all ranks hold the same."
         )
+
+
+def _no_load(gate: Gate) -> ConfigError:
+    return ConfigError(f"{type(gate).__name__} gives all experts the same load: placement='ep' is for it")
 
 
 def _rounded(rows: int) -> int:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.training.layout import Layouts, lay_out, plain_name, writes
+from fusedmoe.training.layout import Layouts, lay_out, number_names, plain_name, writes
 from fusedmoe.training.optimizer_state import GROUPS, STATE, OptimizerState
 from fusedmoe.training.storage import open_folder, read_folder, write_folder
 from fusedmoe.training.together import together
@@ -114,8 +114,11 @@ class _State:
         self._model, self._topology = model, topology
         self._own_names: dict[str, str] = {}
         self._values: dict[str, Any] = {}
+        known = number_names(model)
         for own_name, value in model.state_dict().items():
             name = plain_name(own_name)
+            if name in known:
+                continue
             self._own_names[name], self._values[name] = own_name, value
         tensors = {name: value for name, value in self._values.items() if isinstance(value, Tensor)}
         self._layouts: Layouts = lay_out(model, tensors, topology, operation)

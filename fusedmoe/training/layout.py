@@ -16,7 +16,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.experts.base import NAMED, Experts
+from fusedmoe.layers.experts.base import NAMED, NUMBERS, Experts
 from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.training.replicas import active, holders, local_part
 from fusedmoe.training.rows import Rows
@@ -128,6 +128,15 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
         for prefix, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, Experts) and module.numbers is not None
         for name, _ in module.named_parameters()
+    }
+
+
+def number_names(model: nn.Module) -> set[str]:
+    """Entries of the model's state that say which experts are here, by plain names; layouts say so by themselves."""
+    return {
+        plain_name(f"{prefix}.{NUMBERS}" if prefix else NUMBERS)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Experts)
     }
 
 

@@ -47,6 +47,13 @@ def move(layers: Sequence[Placed], shardings: Sequence[Placement], optimizer: Op
     return sent
 
 
+def require_movable(layers: Sequence[Placed], optimizer: Optimizer) -> None:
+    """Raises `ConfigError` as `move` would, before anything has to move."""
+    for placed in layers:
+        for name, parameter in placed.experts.named_parameters():
+            _state(optimizer, name, parameter)
+
+
 def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
     """What an optimizer keeps for each element of a parameter."""
     found = {}

@@ -37,7 +37,7 @@ from fusedmoe.placement.policies import (
 from fusedmoe.placement.predict import WINDOW, predict
 from fusedmoe.placement.price import Costs
 from fusedmoe.placement.sharding import reshard
-from fusedmoe.training.moving import move
+from fusedmoe.training.moving import move, require_movable
 from fusedmoe.training.stream import moe_layers
 
 #: What places experts: Hecate's algorithms, and what they are compared with.
@@ -77,8 +77,8 @@ class ShardedExperts:
     A parameter of experts is [owned, ...] on each rank, and changes its shape and its memory when owners change: look
     it up, do not keep `.data`. Checkpoints (`save_checkpoint`) have experts by their numbers and load under any
     placement, on any number of ranks; `state_dict()` beside them has what the next placements follow from. The model's
-    own `state_dict()` does not say which experts its rows are: it is for the same owners. So is a copy of the model,
-    for averaged weights, say, which has no replicas; with reshard=False owners stay the same.
+    own `state_dict()` loads where ranks own the same experts, and is refused elsewhere. A copy of the model, for
+    averaged weights, say, has no replicas and keeps its owners: then use reshard=False.
 
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
@@ -102,7 +102,8 @@ class ShardedExperts:
         iteration: steps so far.
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
-        ConfigError: no placed layers, layers of different numbers of experts, or numbers that cannot be.
+        ConfigError: no placed layers, layers of different numbers of experts or with a ShardedExperts already, or numbers
+            that cannot be; in the first step, an optimizer whose state cannot move with single experts.
         RankError: the ranks pass different arguments.
     """
 
@@ -130,6 +131,8 @@ class ShardedExperts:
         self._layers = [layer.placed for layer in layers if layer.placed is not None]
         if topology.ep.size > 1 and not layers:
             raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
+        if any(one.hooked for one in self._layers):
+            raise ConfigError("ShardedExperts: this model has one already; close() it before another is made")
         if len({one.placement.experts for one in self._layers}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
@@ -231,6 +234,8 @@ class ShardedExperts:
     def _stepped(self) -> None:
         with self._topology.guard("ShardedExperts"):
             self.iteration += 1
+            if not self._history and self._reshard:
+                require_movable(self._layers, self._optimizer)
             load_LE = torch.from_numpy(np.stack([one.take_load() for one in self._layers]))
             load_LE = load_LE.to(device_of(self._topology.world))
             self._history.append(all_reduce(self._topology.world, load_LE, operation="sum of loads").cpu().numpy())

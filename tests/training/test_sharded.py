@@ -261,11 +261,10 @@ def refused(rank: int, world: int) -> list[str]:
     made = layer()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     plain = MoELayer(4, TopK(4), FeedForward(4), topology=topology)
-    soft = layer(SoftMoE(4, slots=2))
     for attempt in (
         lambda: layer(experts=Custom(lambda model_dim: torch.nn.Linear(model_dim, model_dim))),
         lambda: layer(order=Einsum()),
-        lambda: soft(torch.randn(3, 4)),
+        lambda: layer(SoftMoE(4, slots=2)),
         lambda: pipeline([(torch.nn.Identity(), made)]),
         lambda: ShardedExperts(made, optimizer, topology, policy="best"),
         lambda: ShardedExperts(made, optimizer, topology, memory=-1),

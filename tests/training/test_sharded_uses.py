@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import RankError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
-from tests.training.placed import Model, experts_of, optimizer_of, tokens, train_step
+from tests.training.placed import Model, experts_of, optimizer_of, owners_of, tokens, train_step
 
 HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
 
@@ -94,6 +94,23 @@ def frozen(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -
     train_step(model, optimizer, topology, 6)
 
 
+def zeroes_in_place(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    for step in (4, 5):
+        optimizer.zero_grad(set_to_none=False)
+        square(model(tokens(topology.rank, step))).backward()
+        optimizer.step()
+
+
+def scaled(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for step in (4, 5):
+        optimizer.zero_grad()
+        scaler.scale(square(model(tokens(topology.rank, step)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 32.0, "no step was left out"
+
+
 USES: tuple[Use, ...] = (
     two_forwards,
     looks_between,
@@ -103,6 +120,8 @@ USES: tuple[Use, ...] = (
     inference,
     a_copy,
     frozen,
+    zeroes_in_place,
+    scaled,
 )
 
 
@@ -171,6 +190,111 @@ def test_what_cannot_be_is_told(cluster: Cluster):
     """A backward pass after the step; parameters that have left their replicas behind."""
     for backward, moved in cluster.run(2, told):
         assert "optimizer.step()" in backward and "refresh" in moved
+
+
+def uneven(rank: int, world: int) -> dict[str, Any]:
+    """Eight experts on three ranks, after placements and owners have changed."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
+    model = Model(topology, "fssdp")
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+    for step in range(7):
+        train_step(model, optimizer, topology, step)
+    optimizer.zero_grad()
+    square(model(tokens(rank, 7))).backward()
+    sharded.close()
+    dense = {name: value for name, value in model.state_dict().items() if ".experts." not in name}
+    return {"dense": dense, "experts": experts_of(model), "moved": sharded.moved_bytes}
+
+
+def test_experts_that_do_not_divide(cluster: Cluster):
+    """Gradients of experts are those of one rank that has all of them and all tokens."""
+    found = cluster.run(3, uneven)
+    assert sum(one["moved"] for one in found) > 0
+    whole = Model(Topology(), "ep")
+    whole.load_state_dict(found[0]["dense"], strict=False)
+    with torch.no_grad():
+        for layer, number in ((layer, number) for number, layer in enumerate(whole.layers)):
+            for name, parameter in layer.experts.named_parameters():
+                for rank in found:
+                    for expert, (value, _) in rank["experts"][number].get(name, {}).items():
+                        parameter[expert] = value
+    sum(square(whole(tokens(rank, 7))) for rank in range(3)).backward()
+    seen = set()
+    for number, layer in enumerate(whole.layers):
+        for name, parameter in layer.experts.named_parameters():
+            for rank in found:
+                for expert, (_, grad) in rank["experts"][number].get(name, {}).items():
+                    torch.testing.assert_close(grad, parameter.grad[expert], rtol=1e-10, atol=1e-12)
+                    seen.add((number, name, expert))
+    assert len(seen) == sum(8 for layer in whole.layers for _ in layer.experts.named_parameters())
+
+
+def states(rank: int, world: int) -> tuple[bool, str]:
+    """Whether this rank owns other experts than at first, and what loading the first state then says."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+    model = Model(topology, "fssdp")
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+    first, owners = deepcopy(model.state_dict()), owners_of(model)
+    assert [tuple(first[f"layers.{layer}.experts.numbers"].tolist()) for layer in range(2)] == owners
+    for step in range(7):
+        train_step(model, optimizer, topology, step)
+    now = deepcopy(model.state_dict())
+    said = ""
+    try:
+        model.load_state_dict(first)
+    except ConfigError as error:
+        said = str(error)
+    model.load_state_dict(now)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, now[name])
+    changed = owners_of(model) != owners
+    sharded.close()
+    return changed, said
+
+
+def test_a_state_is_of_its_experts(cluster: Cluster):
+    found = cluster.run(2, states)
+    assert any(changed for changed, _ in found)
+    for changed, said in found:
+        assert ("owners have changed" in said and "load_checkpoint" in said) == changed
+
+
+class Rows(torch.optim.SGD):
+    """Keeps a number for each row of a matrix, as Adafactor does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rows"] = parameter.detach().square().mean(-1)
+        return super().step(closure)
+
+
+def unmovable(rank: int, world: int) -> list[str]:
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    model = Model(topology, "fssdp")
+    optimizer = Rows(model.parameters(), lr=0.01)
+    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+    said = []
+    with pytest.raises(ConfigError) as caught:
+        ShardedExperts(model, optimizer, topology, **HECATE)
+    said.append(str(caught.value))
+    with pytest.raises(ConfigError) as caught:
+        train_step(model, optimizer, topology, 0)
+    said.append(str(caught.value))
+    sharded.close()
+    sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
+    for step in range(7):
+        train_step(model, optimizer, topology, step)
+    sharded.close()
+    return said
+
+
+def test_what_cannot_be_is_told_at_once(cluster: Cluster):
+    for second, state in cluster.run(2, unmovable):
+        assert "close() it" in second
+        assert "rows of shape" in state and "reshard=False" in state
 
 
 def alone(rank: int, world: int) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,17 @@ class Place:
     shards: int = 1
 
 
+#: In the state of experts under a placement: which experts the parameters are of.
+NUMBERS = "numbers"
+
+
 class Experts(nn.Module):
     """Base of all experts. They are made without dimensions; the layer calls `setup` once.
 
     Attributes:
         shardings: own parameter name -> {axis: dimension}, for parameters that differ between ranks.
-        numbers: which of all experts the parameters here are of, where `place` does not say: under a placement.
+        numbers: which of all experts the parameters here are of, where `place` does not say: under a placement. Then the
+            state has them, too, and loads where the parameters are of these experts only.
     """
 
     def __init__(self) -> None:
@@ -71,6 +77,22 @@ class Experts(nn.Module):
         self.place, self.model_dim = place, model_dim
         seed = int(torch.randint(2**62, ()))
         self.make(model_dim, place, seed, device=device, dtype=dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.numbers is not None:
+            destination[prefix + NUMBERS] = torch.tensor(self.numbers)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # Without this the rows of one expert would become another one's.
+        saved = state_dict.pop(prefix + NUMBERS, None) if self.numbers is not None else None
+        if saved is not None and tuple(saved.tolist()) != self.numbers:
+            raise ConfigError(
+                f"this state has experts {saved.tolist()} under {prefix or 'the model'}, and this rank has "
+                f"{list(self.numbers or ())} now: owners have changed. save_checkpoint and load_checkpoint know experts "
+                "by their numbers; reshard=False keeps owners as they are"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def make(
         self,
