@@ -11,7 +11,7 @@ from bench.gpu.case import make_case
 from bench.gpu.clock import Step
 from bench.gpu.device import has_gpu
 from bench.gpu.kernels import PASSES
-from bench.gpu.ours import NAME, fusedmoe_layer
+from bench.gpu.ours import NAME, OURS
 from bench.gpu.peers import PEERS
 from bench.gpu.reference import make_reference
 from bench.gpu.session import NotNow, Session, free_memory, nothing_kept, waiting
@@ -45,7 +45,7 @@ def measure(gpu: Session, shape: Shape, seconds: float) -> Measured:
     case = make_case(shape, gpu.device)
     try:
         right = make_reference(case, torch.float32)
-        ready = ready_layers(case, {NAME: fusedmoe_layer, **peers}, right, gpu.spool)
+        ready = ready_layers(case, {**OURS, **peers}, right, gpu.spool)
     except ContextLost as error:
         pytest.exit(str(error), returncode=3)
     del right
@@ -57,7 +57,7 @@ def measure(gpu: Session, shape: Shape, seconds: float) -> Measured:
 
 
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("variant", [NAME, *PEERS])
+@pytest.mark.parametrize("variant", [*OURS, *PEERS])
 def test_pass(benchmark, measured: Measured, variant: str, name: str) -> None:  # type: ignore[no-untyped-def]
     """The row is in `extra_info`; pytest-benchmark's own times are a host's, launches and caches included."""
     if f"{variant} {name}" not in measured:

@@ -12,10 +12,11 @@ from typing import Any
 from bench.gpu.kernels import KERNELS
 from bench.gpu.ours import NAME
 from bench.gpu.results import RESULTS, SCHEMA
+from bench.gpu.spread import PARTS
 from bench.published import PUBLISHED
 
 Results = dict[str, Any]
-_WITHOUT_PRODUCTS = ("order", "gather-and-sum", "dX sum")
+_WITHOUT_PRODUCTS = ("order", "gather-and-sum", "dX sum", *PARTS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

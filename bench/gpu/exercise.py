@@ -7,12 +7,18 @@ computed on the CPU, so that the GPU runs little but the library's kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from bench.gpu.case import make_case
+from bench.gpu.layer import GRADIENTS
+from bench.gpu.reference import make_reference
+from bench.gpu.shapes import Shape
 from fusedmoe import ops
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.experts import experts_backward, experts_forward
 from fusedmoe.kernels.experts_plain import experts_backward as plain_backward
 from fusedmoe.kernels.experts_plain import experts_forward as plain_forward
@@ -119,7 +125,23 @@ def wire(device: torch.device) -> Pairs:
     yield "pack_bf16", pack_bf16(rows_NM.float().to(device)), rows_NM
 
 
-PARTS: tuple[Callable[[torch.device], Pairs], ...] = (gate, rows, experts, wire)
+def ranks(device: torch.device) -> Pairs:
+    """Two virtual ranks, whose kernels put rows to each other."""
+    if device.type == "cpu" and not INTERPRET:
+        return
+    from bench.gpu.ranks import puts_layer
+
+    case = make_case(Shape("exercise", _S, _M, _H, _E + 1, _K, spread=True), device)
+    on_host = replace(case, **{name: value.cpu() for name, value in vars(case).items() if isinstance(value, Tensor)})
+    right = make_reference(on_host, torch.float64)
+    layer = puts_layer(case, 2)
+    y_SM = layer.forward()
+    yield "puts y", y_SM, right.y_SM
+    for name, found, wanted in zip(GRADIENTS, layer.backward(y_SM, case.dy_SM), right.gradients, strict=True):
+        yield f"puts {name}", found, wanted
+
+
+PARTS: tuple[Callable[[torch.device], Pairs], ...] = (gate, rows, experts, wire, ranks)
 
 
 def _normal(*size: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from bench.gpu.case import Case
 from bench.gpu.clock import Step
 from bench.gpu.shapes import Shape
+from bench.gpu.spread import PARTS, part_costs, part_steps
 from fusedmoe import ops
 from fusedmoe.kernels import gather_sum, order
 from fusedmoe.kernels.activation import ACTIVATIONS
@@ -21,7 +22,7 @@ _HALF = 2  # bytes of a bfloat16
 
 FORWARD = ("order", "up", "down", "gather-and-sum")
 BACKWARD = ("dhidden", "dinput", "dW1", "dW2", "dX sum")
-KERNELS = ("gate forward", "gate backward", *FORWARD, *BACKWARD)
+KERNELS = ("gate forward", "gate backward", *FORWARD, *BACKWARD, *PARTS)
 PASSES = {"forward": FORWARD, "backward": BACKWARD, "both": (*FORWARD, *BACKWARD)}
 
 
@@ -40,6 +41,7 @@ def kernel_costs(shape: Shape) -> dict[str, Cost]:
         "dW1": cost.dw1(R, S, E, M, H, _HALF),
         "dW2": cost.dw2(R, S, E, M, H, _HALF),
         "dX sum": gather_sum.gather_sum_cost(R, S, K, M, _HALF, weighted=False),
+        **part_costs(shape, _HALF),
     }
 
 
@@ -56,7 +58,7 @@ class _Chosen(NamedTuple):
 
 def kernel_steps(case: Case) -> list[Step]:
     """One step a kernel, in the order of `KERNELS`. The products need Triton."""
-    return [*gate_steps(case), *row_steps(case), *grouped_steps(case)]
+    return [*gate_steps(case), *row_steps(case), *grouped_steps(case), *part_steps(case)]
 
 
 def gate_steps(case: Case) -> list[Step]:

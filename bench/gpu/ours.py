@@ -1,12 +1,15 @@
-"""This library's layer."""
+"""This library's layers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from bench.gpu.case import Case
 from bench.gpu.device import package_version
 from bench.gpu.layer import Layer, leaf
+from bench.gpu.spread import variants
 from fusedmoe import ops
 from fusedmoe.autograd.order import take_slots
 
@@ -22,3 +25,7 @@ def fusedmoe_layer(case: Case) -> Layer:
         return ops.experts(x_SM, layout, take_slots(weight_SK, layout), ops.Weights(w1, w2), "swiglu")
 
     return Layer(NAME, package_version(NAME), forward, leaves)
+
+
+#: By the names of their variants.
+OURS: dict[str, Callable[[Case], Layer]] = {NAME: fusedmoe_layer, **variants()}

@@ -10,6 +10,7 @@ class Shape:
     """S tokens, model dim M, expert hidden H, E SwiGLU experts, K of them for each token.
 
     `name` is how results name it: the model's size (SonicMoE's table of benchmarks) and H, or the model.
+    `spread`: it is measured over virtual ranks, too (`spread.py`).
     """
 
     name: str
@@ -18,6 +19,7 @@ class Shape:
     H: int
     E: int
     K: int
+    spread: bool = False
 
     @property
     def rows(self) -> int:
@@ -37,6 +39,6 @@ SHAPES: tuple[Shape, ...] = (
     Shape("30B-H256", 32768, 4096, 256, 256, 16),
     Shape("30B-H1024", 32768, 4096, 1024, 64, 4),
     Shape("120B-H512", 32768, 4096, 512, 256, 16),
-    Shape("Qwen3-30B", 8192, 2048, 768, 128, 8),
-    Shape("Mixtral", 8192, 4096, 14336, 8, 2),
+    Shape("Qwen3-30B", 8192, 2048, 768, 128, 8, spread=True),
+    Shape("Mixtral", 8192, 4096, 14336, 8, 2, spread=True),
 )

@@ -6,6 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu.case import make_case
+from bench.gpu.reference import find_errors, make_reference
+from bench.gpu.shapes import Shape
+from bench.gpu.spread import WAYS, part_steps, variants
 from fusedmoe.autograd.chunk_experts import FusedChunks
 from fusedmoe.autograd.fused import Backward, Forward, make_route
 from fusedmoe.autograd.order import order
@@ -71,3 +75,23 @@ def in_turn(runs: list[Forward] | list[Backward]) -> None:
 def close(found: Tensor | None, wanted: Tensor | None) -> None:
     assert found is not None and wanted is not None
     torch.testing.assert_close(found.double().cpu(), wanted.detach(), atol=2e-6 * float(wanted.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_is_measured_equals_the_reference(device: torch.device, way: str, count: int) -> None:
+    """Each benchmarked way, in float32; 41 tokens are no multiple of the ranks."""
+    case = make_case(Shape("small", 41, 32, 16, 8, 3, spread=True), device, torch.float32)
+    layer = variants()[f"{count} ranks, {way}"](case)
+    right = make_reference(case, torch.float64)
+    for _ in range(2):  # windows are used again
+        assert max(find_errors(layer, case, right).values()) < 1e-6
+
+
+def test_measured_parts_bring_rows_there_and_back(device: torch.device) -> None:
+    case = make_case(Shape("small", 41, 32, 16, 8, 3, spread=True), device, torch.float32)
+    for _ in range(2):
+        for step in part_steps(case):
+            found = step.run(step.before())
+        # Rows that nobody changed come back once for each of a token's experts.
+        torch.testing.assert_close(torch.cat(found), 3 * case.x_SM)

@@ -1,0 +1,165 @@
+"""Virtual ranks on one GPU: the layer with its tokens and experts spread over W ranks that share the GPU's memory.
+
+"puts": kernels of this library send rows while others compute, as between GPUs of a node. "copies": the way of
+collectives, where a copy stands for the wire: rows are gathered, copied to their experts' rank, computed, copied back
+and summed. Both have the same case and compute the same as the layer of one rank, all ranks one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu.case import Case
+from bench.gpu.clock import Step
+from bench.gpu.device import package_version
+from bench.gpu.layer import Layer, leaf
+from bench.gpu.spread import PARTS
+from fusedmoe import ops
+from fusedmoe.autograd.chunk_experts import FusedChunks
+from fusedmoe.autograd.fused import Backward, Forward, make_route
+from fusedmoe.autograd.order import permute, take_slots, unpermute
+from fusedmoe.autograd.route import Route
+from fusedmoe.comm.heaps.local import local_heaps
+from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.kernels.puts import return_rows
+
+_DEGREE = 2
+
+
+class _Ranks:
+    """The windows of all ranks, and which tokens each has."""
+
+    def __init__(self, case: Case, count: int) -> None:
+        shape = case.shape
+        tokens = -(-shape.S // count)
+        room = Room(tokens, shape.K, shape.E, shape.M, case.x_SM.dtype, _DEGREE)
+        self.count, self.experts = count, shape.E
+        self.windows = [Windows(heap, room) for heap in local_heaps(count, case.x_SM.device)]
+        self.expert_SK = case.expert_SK.tensor_split(count)
+
+    def routes(self, x_SM: Tensor, weight_SK: Tensor) -> list[Route]:
+        parts = zip(*(whole.tensor_split(self.count) for whole in (x_SM, weight_SK)), self.expert_SK, strict=True)
+        return [
+            make_route(x, weight, ops.order(expert, self.experts), windows, _DEGREE)
+            for (x, weight, expert), windows in zip(parts, self.windows, strict=True)
+        ]
+
+
+def _in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
+    """Each step on all ranks before the next one on any: on one GPU nobody may wait for who has not begun."""
+    for run in runs:
+        run.send()
+    for run in runs:
+        run.compute()
+
+
+class _Puts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, ranks: _Ranks
+    ) -> Tensor:
+        experts = zip(w1.tensor_split(ranks.count), w2.tensor_split(ranks.count), strict=True)
+        runs = [
+            Forward(x, route, FusedChunks(ops.Weights(*own), "swiglu"))
+            for x, route, own in zip(
+                x_SM.tensor_split(ranks.count), ranks.routes(x_SM, weight_SK), experts, strict=True
+            )
+        ]
+        _in_turn(runs)
+        ctx.runs, ctx.dtypes = runs, (weight_SK.dtype, w1.dtype)
+        return torch.cat([run.finish() for run in runs])
+
+    @staticmethod
+    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
+        runs = [Backward(run, dy) for run, dy in zip(ctx.runs, dy_SM.tensor_split(len(ctx.runs)), strict=True)]
+        _in_turn(runs)
+        dx, dweight = (torch.cat(parts) for parts in zip(*(run.finish() for run in runs), strict=True))
+        dw1, dw2 = (torch.cat([run.totals[which] for run in runs]) for which in (0, 1))  # type: ignore[index]
+        return dx, dweight.to(ctx.dtypes[0]), dw1.to(ctx.dtypes[1]), dw2.to(ctx.dtypes[1]), None
+
+
+def puts_layer(case: Case, count: int) -> Layer:
+    leaves = leaf(case.x_SM), leaf(case.weight_SK), leaf(case.w1), leaf(case.w2)
+    ranks = _Ranks(case, count)
+    return Layer("puts", package_version("fusedmoe"), lambda: _Puts.apply(*leaves, ranks), leaves)
+
+
+def copies_layer(case: Case, count: int) -> Layer:
+    leaves = leaf(case.x_SM), leaf(case.weight_SK), leaf(case.w1), leaf(case.w2)
+    x_SM, weight_SK, w1, w2 = leaves
+    own = case.shape.E // count
+    expert_SK = case.expert_SK.tensor_split(count)
+
+    def forward() -> Tensor:
+        layouts = [ops.order(expert, case.shape.E).exact() for expert in expert_SK]
+        counts_WE = torch.stack([layout.counts_E for layout in layouts])
+        # Where in a rank's sorted rows those of each rank's experts end: sizes that collectives are told by the host.
+        shares_WW = counts_WE.reshape(count, count, own).sum(-1).tolist()
+        rows = [permute(x, layout) for x, layout in zip(x_SM.tensor_split(count), layouts, strict=True)]
+        weights = [take_slots(w, layout) for w, layout in zip(weight_SK.tensor_split(count), layouts, strict=True)]
+        out = []
+        for rank in range(count):
+            came_RM, weight_R = (torch.cat([*_shares(of, shares_WW, rank)]) for of in (rows, weights))
+            there_WE = counts_WE[:, rank * own : (rank + 1) * own]
+            number = torch.arange(own, device=x_SM.device).repeat(count)
+            expert_R1 = number.repeat_interleave(there_WE.flatten(), output_size=len(came_RM))[:, None]
+            layout = ops.order(expert_R1, own)
+            experts = ops.Weights(*(whole[rank * own : (rank + 1) * own] for whole in (w1, w2)))
+            weight_N = take_slots(weight_R[:, None], layout)
+            out_RM = ops.experts(came_RM, layout, weight_N, experts, "swiglu")
+            out.append(out_RM.split([shares[rank] for shares in shares_WW]))
+        back = [torch.cat([parts[rank] for parts in out]) for rank in range(count)]
+        return torch.cat([unpermute(rows_NM, layout) for rows_NM, layout in zip(back, layouts, strict=True)])
+
+    return Layer("copies", package_version("fusedmoe"), forward, leaves)
+
+
+def _shares(of: Sequence[Tensor], shares_WW: list[list[int]], rank: int) -> Iterator[Tensor]:
+    """What each rank sends to one."""
+    for sorted_N, shares in zip(of, shares_WW, strict=True):
+        begin, end = list(pairwise(accumulate(shares, initial=0)))[rank]
+        yield sorted_N[begin:end]
+
+
+def part_steps(case: Case, count: int) -> list[Step]:
+    """Dispatch until rows lie sorted at their experts, and from there back to sums, on all ranks."""
+    ranks = _Ranks(case, count)
+    tokens = case.x_SM.tensor_split(count)
+
+    def lettered() -> list[Route]:
+        routes = ranks.routes(case.x_SM, case.weight_SK)
+        for route in routes:
+            route.put_letters()
+        for route in routes:
+            route.arrivals  # noqa: B018  waits for the letters
+        return routes
+
+    def dispatch(routes: list[Route]) -> list[list[Tensor]]:
+        epochs = [route.put_tokens(x) for route, x in zip(routes, tokens, strict=True)]
+        rows = []
+        for route, epoch in zip(routes, epochs, strict=True):
+            for chunk in range(route.degree):
+                route.await_tokens(chunk, epoch)
+            rows.append([route.take(chunk, epoch) for chunk in range(route.degree)])
+            route.read(epoch)
+        return rows
+
+    def dispatched() -> tuple[list[Route], list[list[Tensor]]]:
+        routes = lettered()
+        return routes, dispatch(routes)
+
+    def combine(given: tuple[list[Route], list[list[Tensor]]]) -> list[Tensor]:
+        routes, rows = given
+        epochs = [route.begin_results() for route in routes]
+        for route, epoch, own in zip(routes, epochs, rows, strict=True):
+            for chunk, out_RM in enumerate(own):
+                last = route.arrivals[chunk].layout.offsets_E1[-1:]
+                return_rows(out_RM, last, route.put(chunk, epoch))
+        return [route.receive(epoch)[0] for route, epoch in zip(routes, epochs, strict=True)]
+
+    return [Step(PARTS[0], dispatch, lettered), Step(PARTS[1], combine, dispatched)]
