@@ -11,7 +11,7 @@ from bench.gpu.case import make_case
 from bench.gpu.clock import Step
 from bench.gpu.device import has_gpu
 from bench.gpu.kernels import PASSES
-from bench.gpu.ours import NAME, OURS
+from bench.gpu.ours import OURS
 from bench.gpu.peers import PEERS
 from bench.gpu.reference import make_reference
 from bench.gpu.session import NotNow, Session, free_memory, nothing_kept, waiting

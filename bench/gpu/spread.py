@@ -1,4 +1,4 @@
-"""Which layers are spread over virtual ranks, too, and what is measured of these. What computes needs Triton: ranks.py."""
+"""Layers that are spread over virtual ranks, too, and what is measured of these. What computes needs Triton: ranks.py."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     if running.rank == 0:
         report = Report.of(settings, launch, sizes, costs, again=arguments.again)
         if arguments.png is not None:
-            draw(report.timeline if report.copies is None else report.copies.timeline, arguments.png, title=report.title)
+            draw(report.drawn, arguments.png, title=report.title)
         if arguments.json:
             print(json.dumps(report.as_dict(), indent=2))
         else:

@@ -42,7 +42,7 @@ class Copies:
         if settings.placement == "ep" or sizes.ep == 1:
             return None
         timeline, again = simulate(plan, costs), settings.rematerialise
-        layers = 1 + max(task.layer for task in plan)
+        layers = len({task.layer for task in plan if task.layer is not None})
         hidden_L = hidden_s(timeline, layers, again=again)
         expert_bytes, bytes_per_s = _expert_bytes(settings, sizes), 1 / model.line("all-to-all/ep").beta_s
         found = overlap_degree(statistics.mean(hidden_L), expert_bytes, bytes_per_s)

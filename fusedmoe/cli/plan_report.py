@@ -90,6 +90,11 @@ class Report:
         return f"{self.settings.model.name}, {self.launch.ranks} ranks, {self.policy}"
 
     @property
+    def drawn(self) -> Timeline:
+        """The step, with copies of experts where there are any."""
+        return self.timeline if self.copies is None else self.copies.timeline
+
+    @property
     def rest_s(self) -> float:
         """After the last pass: gradients that nothing hides."""
         return self.timeline.end_s - self.passes[-1].end_s

@@ -37,8 +37,8 @@ class Backend:
         groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
             consist of whole groups.
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
-        irregular: rows of zeros, such as places that no token took, do not travel (`fusedmoe.graph.rows`); the host then
-            waits for a small all-to-all before each. Plans are made as if all rows travelled.
+        irregular: rows of zeros, such as places that no token took, do not travel (`fusedmoe.graph.rows`); the host
+            then waits for a small all-to-all before each. Plans are made as if all rows travelled.
         costs: what operators and all-to-alls take; None: measured, once for each machine, and kept on disk.
         timeout_s: how long a rank waits for the others to capture the same graph and for the first to plan it.
     Attributes:

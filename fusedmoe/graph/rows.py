@@ -20,7 +20,7 @@ _wait = torch.ops._c10d_functional.wait_tensor
 
 
 class Underway(NamedTuple):
-    """An all-to-all that has started. `came_NM`: the rows that come; `place_N`: where they go in a buffer of `shape`."""
+    """An all-to-all that has started: the rows that come, and where each goes in a buffer of `shape`."""
 
     came_NM: Tensor
     place_N: Tensor

@@ -102,8 +102,8 @@ class ShardedExperts:
         iteration: steps so far.
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
-        ConfigError: no placed layers, layers of different numbers of experts or with a ShardedExperts already, or numbers
-            that cannot be; in the first step, an optimizer whose state cannot move with single experts.
+        ConfigError: no placed layers, layers of different numbers of experts or with a ShardedExperts already, or
+            numbers that cannot be; in the first step, an optimizer whose state cannot move with single experts.
         RankError: the ranks pass different arguments.
     """
 

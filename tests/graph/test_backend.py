@@ -201,7 +201,8 @@ def test_too_little_memory(world: None, parts: int, cure: str) -> None:
     tokens_BL, full = torch.randint(11, (4, 8)), torch.tensor(False)
     with torch.no_grad():
         assert torch.allclose(compiled(tokens_BL, full), model(tokens_BL), rtol=0, atol=1e-12)
-        with pytest.raises(torch.OutOfMemoryError, match=rf"memory\.\n.*up to {parts} micro-batches.*Backend\({cure}\)"):
+        words = rf"memory\.\n.*up to {parts} micro-batches.*Backend\({cure}\)"
+        with pytest.raises(torch.OutOfMemoryError, match=words):
             compiled(tokens_BL, full | True)
 
 

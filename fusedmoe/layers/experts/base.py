@@ -44,8 +44,8 @@ class Experts(nn.Module):
 
     Attributes:
         shardings: own parameter name -> {axis: dimension}, for parameters that differ between ranks.
-        numbers: which of all experts the parameters here are of, where `place` does not say: under a placement. Then the
-            state has them, too, and loads where the parameters are of these experts only.
+        numbers: which of all experts the parameters here are of, where `place` does not say: under a placement. Then
+            the state has them, too, and loads where the parameters are of these experts only.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class Experts(nn.Module):
         if saved is not None and tuple(saved.tolist()) != self.numbers:
             raise ConfigError(
                 f"this state has experts {saved.tolist()} under {prefix or 'the model'}, and this rank has "
-                f"{list(self.numbers or ())} now: owners have changed. save_checkpoint and load_checkpoint know experts "
-                "by their numbers; reshard=False keeps owners as they are"
+                f"{list(self.numbers or ())} now: owners have changed. save_checkpoint and load_checkpoint know "
+                "experts by their numbers; reshard=False keeps owners as they are"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
