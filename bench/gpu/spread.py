@@ -1,4 +1,4 @@
-"""Layers that are spread over virtual ranks, too, and what is measured of these. What computes needs Triton: ranks.py."""
+"""Layers that are spread over virtual ranks, too, and what is measured of these. ranks.py computes; it needs Triton."""
 
 from __future__ import annotations
 

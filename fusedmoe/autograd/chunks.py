@@ -8,6 +8,7 @@ Worked example, segments of 3 and 2 rows a b c | d e, two chunks: a d | b c e. T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -44,3 +45,27 @@ def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
     row_SK = torch.where(layout.row_SK < 0, -1, place_N[layout.row_SK.clamp(min=0)]) if len(place_N) else layout.row_SK
     source_N = order_N if layout.source_N is None else layout.source_N[order_N]
     return replace(layout, source_N=source_N, slot_N=layout.slot_N[order_N], row_SK=row_SK)
+
+
+class Kept:
+    """Rows that chunks have kept, for chunks of another number: each is copied once."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        # A GPU gathers from one tensor; a CPU copies runs of rows from where they are.
+        self._parts = [torch.cat(list(parts))] if parts[0].is_cuda else list(parts)
+        self._ends = torch.tensor([len(part) for part in self._parts]).cumsum(0)
+
+    def rows(self, index_R: Tensor) -> Tensor:
+        """Those with these numbers, along all parts."""
+        if len(self._parts) == 1:
+            return self._parts[0][index_R]
+        part_R = torch.bucketize(index_R, self._ends, right=True)
+        first = torch.ones_like(index_R, dtype=torch.bool)
+        first[1:] = (index_R.diff() != 1) | (part_R.diff() != 0)
+        begins = first.nonzero()[:, 0]
+        lengths = torch.diff(begins, append=torch.tensor([len(index_R)])).tolist()
+        runs = []
+        for part, index, length in zip(part_R[begins].tolist(), index_R[begins].tolist(), lengths, strict=True):
+            rows = self._parts[part]
+            runs.append(rows.narrow(0, index - int(self._ends[part]) + len(rows), length))
+        return torch.cat(runs or [self._parts[0][:0]])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusedmoe.autograd.chunk_experts import ChunkExperts, Totals
-from fusedmoe.autograd.chunks import chunk_order, in_chunks, inverse
+from fusedmoe.autograd.chunks import Kept, chunk_order, in_chunks, inverse
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
 from fusedmoe.autograd.moe import received_layout
 from fusedmoe.comm.exchange import Exchange, Part
@@ -211,15 +211,18 @@ class _Pipelined(torch.autograd.Function):
         kept, ctx.kept = (rest[:count] if run.experts.any_degree else ctx.kept), None
         parameters = rest[count:] if run.experts.any_degree else rest
         if chunks is not there:
-            x_RM, kept_RH = torch.cat(received), torch.cat(kept)
+            kept_x, kept_h = Kept(received), Kept(kept)
             weights = (None,) * len(chunks.parts) if ctx.weighted is None else chunks.split(there.join(weights))
             places = chunks.rows_of(there)
         dweights: list[Any] = [None] * len(chunks.parts)
         totals: Totals = None
 
         def compute(j: int, dy_RM: Tensor) -> Tensor:
-            x, h = (received[j], kept[j]) if chunks is there else (x_RM[places[j][0]], kept_RH[places[j][1]])
             nonlocal totals
+            if chunks is there:
+                x, h = received[j], kept[j]
+            else:
+                x, h = kept_x.rows(places[j][0]), kept_h.rows(places[j][1])
             dx_RM, dweights[j], totals = run.experts.backward(dy_RM, x, h, chunks.received[j], weights[j], totals)
             return dx_RM
 

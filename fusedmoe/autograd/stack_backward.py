@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.chunk_experts import Totals
+from fusedmoe.autograd.chunks import Kept
 from fusedmoe.autograd.pieces import Received, Regrouped, Sent, counts_of
 from fusedmoe.autograd.stack_state import Chunk, Layer, Output, Pass, Unit, there
 from fusedmoe.autograd.stage import Stack
@@ -67,13 +68,13 @@ class Backward(Pass):
         chunks = [layer.chunks[i] for i in range(len(layer.chunks))]
         layer.chunks = {}
         regrouped = Regrouped([chunk.received for chunk in chunks])
-        x_RM, kept_RH = torch.cat([there(c.x_RM) for c in chunks]), torch.cat([c.kept for c in chunks])
+        x_RM, kept_RH = Kept([there(c.x_RM) for c in chunks]), Kept([c.kept for c in chunks])
         weights = torch.cat([there(chunk.weights) for chunk in chunks])
         del chunks
         for place, chunk in self.chunks[number].items():
             pieces = layer.cuts.chunk(place, len(self.chunks[number]), "backward")
             rows, sorted_rows = regrouped.places(chunk.received, pieces.start)
-            chunk.x_RM, chunk.kept, chunk.weights = x_RM[rows], kept_RH[sorted_rows], weights[rows]
+            chunk.x_RM, chunk.kept, chunk.weights = x_RM.rows(rows), kept_RH.rows(sorted_rows), weights[rows]
 
     def dispatch(self, task: Task) -> None:
         number, layer = self.at(task)

@@ -48,8 +48,10 @@ ROUNDS = 5
 # factor.
 _UNIT, _STEPS = 2**18, 24
 _GEMM_UNIT, _GEMM_STEPS = 2**19, 12
-# The right factor is a square of this side.
+# The right factor is a square of this side; copies are of rows of so many elements.
 _SIDE = 1024
+# Of copies, as large as what a layer keeps: memory that is new costs more than memory that is used again.
+_COPY_UNIT, _COPY_STEPS = 2**21, 12
 # Until the ladder fits the time, steps are halved down to so many, then units down to this part of themselves: a line
 # through few sizes far apart is better than one through many that are all small.
 _LEAST_STEPS, _LEAST_PART = 6, 2**8
@@ -113,7 +115,8 @@ def profile(
 
     All-to-all over ep, all-gather and reduce-scatter over esp and all-reduce over dp, as far as these have more than
     one rank, at 1 to 24 times 2¹⁸ fp32 elements, and matrix products of 1 to 12 times 2¹⁹ elements with a square of
-    1024. n is the bytes that a rank puts into a collective (of an all-gather: that it gets), as in
+    1024, and copies of rows of 1024 numbers in another order, as a layer makes them whose two passes have different
+    chunks. n is the bytes that a rank puts into a collective (of an all-gather: that it gets), as in
     `schedule.workload`. Each time is the median of five rounds through all sizes (the paper's is their
     mean, which one disturbance moves); in each the slowest rank counts.
 
@@ -153,7 +156,7 @@ def line_names(topology: Topology) -> tuple[str, ...]:
         "reduce-scatter/esp": topology.esp.size,
         "all-reduce/dp": topology.dp.size,
     }
-    return (*(name for name, size in sizes.items() if size > 1), "gemm")
+    return (*(name for name, size in sizes.items() if size > 1), "gemm", "copy")
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> Line:
@@ -206,7 +209,7 @@ class _Profiler:
         self._stop, self._streams = partial(topology.stop, "profile"), Streams()
         self._wire = device_of(topology.world)
         self._buffer = torch.zeros(_UNIT * _STEPS, device=self._wire)
-        every = {**self._collectives(), "gemm": self._products(dtype)}
+        every = {**self._collectives(), "gemm": self._products(dtype), "copy": self._copies()}
         self._works = {name: every[name] for name in line_names(topology)}
 
     def run(self, machine: str) -> Profile:
@@ -290,6 +293,17 @@ class _Profiler:
 
         return _Work(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * (size // _SIDE) * _SIDE**2)
 
+    def _copies(self) -> _Work:
+        rows = torch.ones(_COPY_UNIT * _COPY_STEPS // _SIDE, _SIDE, device=self._device)
+        chance = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(rows), generator=chance).to(self._device)
+        width = rows.element_size()
+
+        def copy(size: int) -> None:
+            rows[order[: size // _SIDE]]
+
+        return _Work(_COPY_UNIT, _COPY_STEPS, copy, lambda size: size // _SIDE * _SIDE * width)
+
     def _ladder(self) -> list[Sample]:
         """The sizes of each line that fit its share of the time. What short ones leave over goes to the longer ones."""
         ends = [(name, work.unit // part) for name, work in self._works.items() for part in (64, 4)]
@@ -314,8 +328,8 @@ class _Profiler:
             while takes_s(name, unit, steps) > share_s and unit > work.unit // _LEAST_PART:
                 unit //= 2
             left_s -= takes_s(name, unit, steps)
-            # A product of no rows, and a collective of less than an element a rank, would be no measurement.
-            unit = max(unit, _SIDE if name == "gemm" else self._topology.size)
+            # A product or a copy of no rows, and a collective of less than an element a rank, would be no measurement.
+            unit = max(unit, _SIDE if name in ("gemm", "copy") else self._topology.size)
             sizes[name] = [unit * step for step in range(1, steps + 1)]
         return self._of_rank_0([(name, size) for name in self._works for size in sizes[name]])
 

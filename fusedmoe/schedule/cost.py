@@ -1,7 +1,7 @@
 """Cost models: how long collectives and matrix products take, as straight lines through measured points.
 
-A time is α + β·n (FSMoE Eq. 1): α seconds to start, β seconds for each unit of n. n counts bytes for a collective and
-FLOP for a matrix product, everywhere in this package.
+A time is α + β·n (FSMoE Eq. 1): α seconds to start, β seconds for each unit of n. n counts bytes for a collective or
+a copy and FLOP for a matrix product, everywhere in this package.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import LINKS, Task
 
-#: What a cost model has lines for: a collective and the group that it runs in, or matrix products.
-LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm")
+#: What a cost model has lines for: a collective and the group that it runs in, matrix products, or copies of rows in
+#: another order.
+LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm", "copy")
 
 _FORMAT = "fusedmoe-costs"
 _VERSION = 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree
+from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
 from fusedmoe.schedule.fill import fill_idle
 from fusedmoe.schedule.orders import Order, alternating, one_queue, three_queues
 from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
@@ -135,8 +135,45 @@ def _pipemoe_passes(costs: StackCosts, limit: int) -> list[Pass]:
 def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int, *, fused: bool = False) -> Plan:
     """For each layer and pass the best degree of the best of the orders; gradients by `partition.search`.
 
-    `fused`: with any of the layers' fused operations, too.
+    Where chunks of the forward pass that are none of the backward pass cost something, one degree for both may be
+    better. `fused`: with any of the layers' fused operations, too.
     """
+    own = _own_degrees(costs, orders, limit, fused=fused)
+    if not any(layer.regroup_s for layer in costs.layers):
+        return own
+    return best_of([own, _one_degree(costs, orders, limit)], costs)
+
+
+def _one_degree(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
+    """For each layer the degree that is best for both passes together, without gradients between their chunks."""
+    of_layer: dict[int, int] = {}
+
+    def seconds(layer: LayerCosts, phase: str, order: Order, degree: int, gar: float = 0.0) -> float:
+        return pass_s(layer.chunks[phase], degree, gar, order=order, contention=costs.contention)
+
+    def best(layer: LayerCosts, phase: str, gar: float = 0.0) -> Pass:
+        degree = of_layer[id(layer)]
+        return Pass(min(orders, key=lambda order: seconds(layer, phase, order, degree, gar)), degree)
+
+    found: dict[int, list[Way]] = {}
+    for layer in costs.layers:
+        if id(layer) not in of_layer:
+            taken_s = {
+                degree: sum(min(seconds(layer, phase, order, degree) for order in orders) for phase in PHASES)
+                for degree in range(1, limit + 1)
+            }
+            of_layer[id(layer)] = degree = min(taken_s, key=taken_s.__getitem__)
+            back = layer.chunks["backward"]
+            found[id(layer)] = _useful([Way.of(back, order, degree, costs.contention) for order in orders])
+    partition = search(costs, [found[id(layer)] for layer in costs.layers])
+    forward = [best(layer, "forward") for layer in costs.layers]
+    gars = [piece_s(costs.all_reduce, middle) for middle in partition.middle]
+    backward = [best(layer, "backward", gar) for layer, gar in zip(costs.layers, gars, strict=True)]
+    return step_plan(costs, forward, backward, partition)
+
+
+def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int, *, fused: bool) -> Plan:
+    """For each pass its own."""
     known: dict[int, tuple[Pass, list[Way]]] = {}  # layers are often one object many times
     roads = {
         (id(layer), phase): layer.roads(phase) if fused else [layer.chunks[phase]]

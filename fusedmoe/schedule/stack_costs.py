@@ -39,7 +39,8 @@ class LayerCosts:
     """What one layer costs: its parts in chunks and in one piece, by phase and kind, and its dense gradient.
 
     A plan for the layer has the parts that are here. `micro`: None where dense parts cannot be split. `fused`: the
-    fused operations that may do some of the parts instead, by phase and kind.
+    fused operations that may do some of the parts instead, by phase and kind. `regroup_s`: what the experts' backward
+    pass takes longer where it has other chunks than the forward pass, whose rows it then copies.
     """
 
     chunks: Mapping[str, Mapping[str, Chunks]]
@@ -47,6 +48,7 @@ class LayerCosts:
     gradient_bytes: int = 0
     micro: MicroBatches | None = None
     fused: Mapping[str, Mapping[str, TiledChunks]] = field(default_factory=dict)
+    regroup_s: float = 0.0
 
     def with_parts(self, kinds: Iterable[str]) -> LayerCosts:
         """The same with these parts of the pipeline, those that were not in it take no time; and with those of its
@@ -122,7 +124,11 @@ class StackCosts:
                 continue
             if (kind, layer, phase) not in known:
                 without = (weight_gradient(kind) or "", layer, phase) in counts
-                known[kind, layer, phase] = self.task_s(task, counts[kind, layer, phase], without)
+                count = counts[kind, layer, phase]
+                known[kind, layer, phase] = self.task_s(task, count, without)
+                if kind == "expert" and phase == "backward" and counts[kind, layer, "forward"] not in (0, count):
+                    assert layer is not None
+                    known[kind, layer, phase] += self.layers[layer].regroup_s / count
             result[task] = known[kind, layer, phase]
         return result
 

@@ -80,6 +80,10 @@ class Workload:
             found |= dict.fromkeys(("all-gather", "reduce-scatter"), gathered)
         return {kind: found[kind] for kind in PIPELINE if kind in found}
 
+    def kept(self) -> float:
+        """Elements that the experts' forward pass keeps: rows and pre-activations."""
+        return self.rows * (self.model_dim + (_GEMMS[self.expert] - 1) * self.hidden / self.esp)
+
     def projection_flop(self) -> float:
         """Of attention's four projections, forward."""
         return 2 * _PROJECTIONS * self.tokens * self.model_dim**2 / self.esp
@@ -100,7 +104,8 @@ class Workload:
 
         In micro-batches each part of it starts anew for every one. Of the backward pass, one product of two of the
         experts and of attention's projections is a weight gradient. Fused operations are there where the machine has
-        them (`cost.FusedCosts`).
+        them (`cost.FusedCosts`), and copies between the chunks of one pass and those of the other cost something where
+        it is known what copies take.
         """
         chunks: dict[str, dict[str, Chunks]] = {}
         fused: dict[str, dict[str, TiledChunks]] = {}
@@ -130,7 +135,9 @@ class Workload:
             for phase, apart in zip(PHASES, (Chunks(0.0, 0.0), weights["expert"]), strict=True):
                 products = _GEMMS[self.expert]
                 fused[phase] = tiled_parts(chunks[phase], phase, products, apart, self.rows, model.fused)
-        return LayerCosts(chunks, dense_s, self.gradient_bytes(), MicroBatches(dense, weights), fused)
+        micro, kept_bytes = MicroBatches(dense, weights), self.kept() * self.itemsize
+        regroup_s = model.line("copy").seconds(kept_bytes) if "copy" in model.lines else 0.0
+        return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, fused, regroup_s)
 
     def step_costs(
         self,

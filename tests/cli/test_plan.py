@@ -114,9 +114,12 @@ def test_fused_operations_are_chosen_where_costs_know_them(
 
 @pytest.mark.parametrize("again", [False, True])
 def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, again: bool) -> None:
-    """As many as the links hide cost nothing; more cost what they take beyond that."""
-    flags = [*MODEL, "--testbed", "B", "--schedule", "fsmoe", "--placement", "fssdp", "--hidden", "512"]
-    flags += ["--rematerialise"] * again
+    """Where computation is slow, links have time for some, which cost nothing; more cost what they take beyond it."""
+    costs = json.loads(TESTBEDS["B"].costs.to_json())
+    costs["lines"]["gemm"]["beta_s"] *= 30
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    flags = [*MODEL, "--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json")]
+    flags += ["--schedule", "fsmoe", "--placement", "fssdp", "--hidden", "512", *["--rematerialise"] * again]
     data = planned(capsys, *flags, "--png", str(tmp_path / "step.png"))
     assert is_picture(tmp_path / "step.png")
     copies, model = data["copies"], data["model"]

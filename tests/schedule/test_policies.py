@@ -101,6 +101,40 @@ def long_experts(layers: int = 3) -> StackCosts:
     return StackCosts((LayerCosts(chunks, dense, 10**7),) * layers, Line(1e-4, 1e-9))
 
 
+def regrouped(costs: StackCosts, seconds: float) -> StackCosts:
+    return replace(costs, layers=tuple(replace(layer, regroup_s=seconds) for layer in costs.layers))
+
+
+def test_chunks_of_other_numbers_cost_a_copy():
+    """The experts' backward pass takes it on, where a layer's two degrees differ, and nowhere else."""
+    costs = random_costs(random.Random(3), 1.0)
+    with_copies = regrouped(costs, 3e-3)
+    for policy in ("fsmoe", "tutel"):
+        plan = POLICIES[policy].plan(costs)
+        plain, found = costs.seconds(plan), with_copies.seconds(plan)
+        for layer in range(len(costs.layers)):
+            differ = plan.degrees["forward", layer] != plan.degrees["backward", layer]
+            more = sum(found[task] - plain[task] for task in plan if task.layer == layer)
+            assert more == pytest.approx(3e-3 * differ, abs=1e-12)
+            chunks = {task for task in plan if task[:1] + task[2:4] == ("expert", layer, "backward")}
+            assert {task for task in plan if found[task] != plain[task] and task.layer == layer} <= chunks
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS)
+def test_copies_between_chunks_are_weighed(seed):
+    rng = random.Random(seed)
+    costs = random_costs(rng)
+    copied = regrouped(costs, rng.choice([1e-9, 1e-4, 1e-3, 1.0]))
+    for policy in ("fsmoe", "fsmoe_no_iio", "joint"):
+        plan, free = (POLICIES[policy].plan(of) for of in (copied, costs))
+        # Not by more than by taking no notice of the copies.
+        assert makespan(plan, copied) <= makespan(free, copied) * (1 + ROUNDING)
+        if copied.layers[0].regroup_s == 1.0:  # longer than all the rest
+            layers = range(len(costs.layers))
+            assert all(plan.degrees["forward", layer] == plan.degrees["backward", layer] for layer in layers)
+
+
 def test_sequential_takes_the_sum_of_its_tasks():
     costs = costs_b()
     plan = POLICIES["sequential"].plan(costs)
