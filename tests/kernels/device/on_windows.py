@@ -127,8 +127,9 @@ def compare(
     bias: bool,
     nodes: Sequence[int] = (),
     breaks: Sequence[str] = (),
+    halves: bool = True,
 ) -> list[str]:
-    """What differs from the collectives, in words."""
+    """What differs from the collectives, in words. `halves`: through two operations, too."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     wrong = []
     with heap_over(topology.ep, nodes, breaks) as heap:
@@ -139,12 +140,15 @@ def compare(
             both = [right[0], right[1], *right[3:]]
             # An output bias's part of router weights' gradients is a product by BLAS, which rounds by a row's place.
             blas = {2} if bias else set()
-            for name, found, wanted, exact in (
-                ("fused_experts", by_puts(case, windows, degree), right, set(range(9)) - blas),
-                ("dispatch + experts_combine", by_halves(case, windows, degree, False), right, set(range(9)) - blas),
-                # Weights are applied outside: gradients are rounded elsewhere.
-                ("dispatch_experts + combine", by_halves(case, windows, degree, True), both, {0}),
-            ):
+            all_bits = set(range(9)) - blas
+            ways = [("fused_experts", by_puts(case, windows, degree), right, all_bits)]
+            if halves:
+                ways += [
+                    ("dispatch + experts_combine", by_halves(case, windows, degree, False), right, all_bits),
+                    # Weights are applied outside: gradients are rounded elsewhere.
+                    ("dispatch_experts + combine", by_halves(case, windows, degree, True), both, {0}),
+                ]
+            for name, found, wanted, exact in ways:
                 for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
                     if not (torch.equal(one, other) if place in exact else torch.allclose(one, other, 1e-4, 1e-3)):
                         worst = float((one - other).abs().max()) if one.shape == other.shape else one.shape

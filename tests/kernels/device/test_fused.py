@@ -47,6 +47,11 @@ def test_four_ranks(cluster: Cluster, tokens: list[int]) -> None:
     assert cluster.run(4, compare, tokens, [2], False) == [[]] * 4
 
 
+def test_four_ranks_in_every_number_of_chunks(cluster: Cluster) -> None:
+    tokens, degrees = [3, 0, 6, 2], [1, 3, 4, 5, 6, 7, 8]
+    assert cluster.run(4, compare, tokens, degrees, False, (), (), False, timeout_s=110) == [[]] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_all_degrees(cluster: Cluster, world: int) -> None:
@@ -66,7 +71,7 @@ def test_shards(cluster: Cluster, rows: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("world", "count"),
-    [(2, 500), pytest.param(4, 200, marks=pytest.mark.slow)],
+    [(2, 400), (4, 100), pytest.param(4, 200, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("ahead", [False, True])
 def test_exchange_after_exchange(cluster: Cluster, world: int, count: int, ahead: bool) -> None:
