@@ -393,16 +393,10 @@ class _With(nn.Module):
 
 
 def first_place(experts: int, topology: Topology) -> Place:
-    """Where a rank's experts are at first: evenly over ep, in order; their number need not divide.
-
-    Raises:
-        ConfigError: there are more ranks than experts.
-    """
+    """Where a rank's experts are at first: evenly over ep, in order; their number need not divide."""
     ep, esp = topology.ep, topology.esp
-    if experts < ep.size:
-        raise ConfigError(f"{experts} experts for ep = {ep.size} ranks: each owns one at first; give as many at least")
     owned = Placement.even(ep.size, experts).owned(ep.index)
-    return Place(owned[0], len(owned), esp.index, esp.size)
+    return Place(owned[0] if owned else 0, len(owned), esp.index, esp.size)
 
 
 def _nodes(topology: Topology) -> Nodes:

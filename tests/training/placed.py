@@ -30,7 +30,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(
             MoELayer(
                 DIM,
-                TopK(EXPERTS, k=2, capacity_factor=options.get("capacity_factor")),
+                TopK(options.get("experts", EXPERTS), k=2, capacity_factor=options.get("capacity_factor")),
                 experts,
                 topology=topology,
                 placement=placement,
@@ -87,7 +87,8 @@ def experts_of(model: Model) -> list[dict[str, Any]]:
     found = []
     for layer in model.layers:
         place = layer.experts.place
-        numbers = layer.experts.numbers or range(place.first, place.first + place.local)
+        numbers = layer.experts.numbers
+        numbers = range(place.first, place.first + place.local) if numbers is None else numbers
         found.append(
             {
                 name: {

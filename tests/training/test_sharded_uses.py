@@ -192,10 +192,10 @@ def test_what_cannot_be_is_told(cluster: Cluster):
         assert "optimizer.step()" in backward and "refresh" in moved
 
 
-def uneven(rank: int, world: int) -> dict[str, Any]:
-    """Eight experts on three ranks, after placements and owners have changed."""
+def uneven(rank: int, world: int, experts: int) -> dict[str, Any]:
+    """After placements and owners have changed."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
-    model = Model(topology, "fssdp")
+    model = Model(topology, "fssdp", experts=experts)
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)
     for step in range(7):
@@ -207,11 +207,12 @@ def uneven(rank: int, world: int) -> dict[str, Any]:
     return {"dense": dense, "experts": experts_of(model), "moved": sharded.moved_bytes}
 
 
-def test_experts_that_do_not_divide(cluster: Cluster):
-    """Gradients of experts are those of one rank that has all of them and all tokens."""
-    found = cluster.run(3, uneven)
-    assert sum(one["moved"] for one in found) > 0
-    whole = Model(Topology(), "ep")
+@pytest.mark.parametrize(("world", "experts"), [(3, 8), (4, 2)])
+def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int):
+    """Gradients of experts are those of one rank that has all of them and all tokens; some ranks may own none."""
+    found = cluster.run(world, uneven, experts)
+    assert sum(one["moved"] for one in found) > 0 or experts < world
+    whole = Model(Topology(), "ep", experts=experts)
     whole.load_state_dict(found[0]["dense"], strict=False)
     with torch.no_grad():
         for layer, number in ((layer, number) for number, layer in enumerate(whole.layers)):
@@ -219,7 +220,7 @@ def test_experts_that_do_not_divide(cluster: Cluster):
                 for rank in found:
                     for expert, (value, _) in rank["experts"][number].get(name, {}).items():
                         parameter[expert] = value
-    sum(square(whole(tokens(rank, 7))) for rank in range(3)).backward()
+    sum(square(whole(tokens(rank, 7))) for rank in range(world)).backward()
     seen = set()
     for number, layer in enumerate(whole.layers):
         for name, parameter in layer.experts.named_parameters():
@@ -227,7 +228,7 @@ def test_experts_that_do_not_divide(cluster: Cluster):
                 for expert, (_, grad) in rank["experts"][number].get(name, {}).items():
                     torch.testing.assert_close(grad, parameter.grad[expert], rtol=1e-10, atol=1e-12)
                     seen.add((number, name, expert))
-    assert len(seen) == sum(8 for layer in whole.layers for _ in layer.experts.named_parameters())
+    assert len(seen) == sum(experts for layer in whole.layers for _ in layer.experts.named_parameters())
 
 
 def states(rank: int, world: int) -> tuple[bool, str]:

@@ -66,22 +66,24 @@ class FeedForward(Experts):
         if self.bias:
             shapes |= {"b1": (*halves, self.hidden), "b2": (model_dim,)}
             split |= {"b1": len(halves), "b2": 0}
-        drawn: dict[str, list[Tensor]] = {name: [] for name in shapes}
         meta = device is not None and torch.device(device).type == "meta"
-        for number in range(place.first, place.first + place.local):
-            generator = torch.Generator().manual_seed((seed + number) % 2**63)
-            for name, shape in shapes.items():
-                if meta:
-                    whole = torch.empty(shape, dtype=dtype, device="meta")
-                else:
-                    bound = (model_dim if name in ("w1", "b1") else self.hidden) ** -0.5
-                    whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-                parts = whole.chunk(place.shards, dim=split[name])
-                # torch.chunk may give fewer parts than shards when an output bias is tiny.
-                part = parts[place.shard] if place.shard < len(parts) else whole.narrow(split[name], 0, 0)
-                drawn[name].append(part.to(device=device, dtype=dtype or torch.get_default_dtype()))
-        for name, parts_e in drawn.items():
-            self.register_parameter(name, nn.Parameter(torch.stack(parts_e)))
+        generators = [
+            torch.Generator().manual_seed((seed + number) % 2**63)
+            for number in range(place.first, place.first + place.local)
+        ]
+
+        def own(whole: Tensor, dim: int) -> Tensor:
+            parts = whole.chunk(place.shards, dim=dim)
+            # torch.chunk may give fewer parts than shards when an output bias is tiny.
+            return parts[place.shard] if place.shard < len(parts) else whole.narrow(dim, 0, 0)
+
+        for name, shape in shapes.items():
+            like = own(torch.empty(shape, device="meta"), split[name])
+            bound = (model_dim if name in ("w1", "b1") else self.hidden) ** -0.5
+            made = torch.empty((place.local, *like.shape), dtype=dtype, device=device)
+            for at, generator in enumerate([] if meta else generators):
+                made[at] = own(torch.empty(shape).uniform_(-bound, bound, generator=generator), split[name])
+            self.register_parameter(name, nn.Parameter(made))
             self.shardings[name] = {"ep": 0, "esp": split[name] + 1}
 
     def weights(self, dtype: torch.dtype) -> Weights:
