@@ -127,7 +127,10 @@ def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path, text: Path, caps
     "changes",
     [
         {"ranks_per_node": 2},
-        {"ep": 4, "esp": 1, "mp": 1, "dispatch": "2dh", "ranks_per_node": 2, "wire_dtype": "bf16"},
+        pytest.param(
+            {"ep": 4, "esp": 1, "mp": 1, "dispatch": "2dh", "ranks_per_node": 2, "wire_dtype": "bf16"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["papers-layout", "ep4-bf16-wire"],
 )

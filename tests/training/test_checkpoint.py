@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, snapshot, train
 
 GRID = Sizes(4, ep=2, esp=2, mp=2)
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
 OTHERS = [ONE, Sizes(2, ep=2), Sizes(2, esp=2), Sizes(2, mp=2), Sizes(4, ep=4, mp=4), Sizes(4)]
 
 
@@ -69,7 +72,7 @@ def _round_trip(cluster: Cluster, tmp_path: Path, saved: Sizes, loaded: Sizes, k
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_loads_on_another_topology_and_training_goes_on(
     cluster: Cluster, tmp_path: Path, other: Sizes, kind: str
 ) -> None:
@@ -77,7 +80,7 @@ def test_loads_on_another_topology_and_training_goes_on(
     _round_trip(cluster, tmp_path, saved, loaded, kind, custom=False)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(Sizes(4, ep=2), Sizes(4, ep=4)), (Sizes(2, ep=2), ONE)], ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), [slow(Sizes(4, ep=2), Sizes(4, ep=4)), (Sizes(2, ep=2), ONE)], ids=str)
 def test_experts_with_names_of_their_own(cluster: Cluster, tmp_path: Path, saved: Sizes, loaded: Sizes) -> None:
     _round_trip(cluster, tmp_path, saved, loaded, "adamw", custom=True)
     shutil.rmtree(tmp_path / "checkpoint")

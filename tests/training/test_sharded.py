@@ -67,7 +67,7 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
         (4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
         slow(4, HECATE | {"ranks_per_node": 1, "overlap": EXPERTS, "memory": EXPERTS}),
         slow(4, {"policy": "fastermoe", "costs": COSTS}),
-        (4, {"policy": "flexmoe", "costs": COSTS}),
+        slow(4, {"policy": "flexmoe", "costs": COSTS}),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
 )
@@ -93,7 +93,9 @@ def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
     assert copies(placed) == 0 and any(rank["owners"][0] != rank["owners"][19] for rank in placed)
 
 
-@pytest.mark.parametrize("options", [HECATE, {"policy": "fastermoe", "costs": COSTS}], ids=["before", "after the gate"])
+@pytest.mark.parametrize(
+    "options", [HECATE, slow({"policy": "fastermoe", "costs": COSTS})], ids=["before", "after the gate"]
+)
 def test_shards_and_copies_of_ranks(cluster: Cluster, options: dict[str, Any]):
     """Experts split over ESP, and over two groups of ranks with the same experts."""
     for sizes in ({"ep": 2, "esp": 2}, {"ep": 2}):
