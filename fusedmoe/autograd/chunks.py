@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,22 +48,32 @@ def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
     return replace(layout, source_N=source_N, slot_N=layout.slot_N[order_N], row_SK=row_SK)
 
 
+# Runs of fewer rows take longer to find than to copy.
+_SHORT = 4
+
+
 class Kept:
-    """Rows that chunks have kept, for chunks of another number: each is copied once."""
+    """Rows that chunks have kept, for chunks of another number."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        # A GPU gathers from one tensor; a CPU copies runs of rows from where they are.
-        self._parts = [torch.cat(list(parts))] if parts[0].is_cuda else list(parts)
-        self._ends = torch.tensor([len(part) for part in self._parts]).cumsum(0)
+        self._parts = list(parts)
+        self._ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
 
     def rows(self, index_R: Tensor) -> Tensor:
-        """Those with these numbers, along all parts."""
-        if len(self._parts) == 1:
-            return self._parts[0][index_R]
+        """A copy of those with these numbers, along all parts."""
+        if len(self._parts) == 1 or index_R.is_cuda:
+            return self._whole[index_R]
+        # A CPU copies runs of rows from where they are, once.
         part_R = torch.bucketize(index_R, self._ends, right=True)
         first = torch.ones_like(index_R, dtype=torch.bool)
         first[1:] = (index_R.diff() != 1) | (part_R.diff() != 0)
         begins = first.nonzero()[:, 0]
+        if _SHORT * len(begins) > len(index_R):
+            return self._whole[index_R]
         lengths = torch.diff(begins, append=torch.tensor([len(index_R)])).tolist()
         runs = []
         for part, index, length in zip(part_R[begins].tolist(), index_R[begins].tolist(), lengths, strict=True):
