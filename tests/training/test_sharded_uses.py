@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.schedule import Schedule
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import Model, experts_of, optimizer_of, owners_of, tokens, train_step
@@ -192,10 +194,10 @@ def test_what_cannot_be_is_told(cluster: Cluster):
         assert "optimizer.step()" in backward and "refresh" in moved
 
 
-def uneven(rank: int, world: int, experts: int) -> dict[str, Any]:
+def uneven(rank: int, world: int, experts: int, schedule: Schedule | str) -> dict[str, Any]:
     """After placements and owners have changed."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
-    model = Model(topology, "fssdp", experts=experts)
+    model = Model(topology, "fssdp", experts=experts, schedule=schedule)
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)
     for step in range(7):
@@ -207,10 +209,15 @@ def uneven(rank: int, world: int, experts: int) -> dict[str, Any]:
     return {"dense": dense, "experts": experts_of(model), "moved": sharded.moved_bytes}
 
 
-@pytest.mark.parametrize(("world", "experts"), [(3, 8), (4, 2)])
-def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int):
+BY_COST = Schedule("fsmoe", costs=TESTBEDS["B"].costs)
+
+
+@pytest.mark.parametrize(
+    ("world", "experts", "schedule"), [(3, 8, "off"), (4, 2, "off"), (4, 2, BY_COST)], ids=["3-8", "4-2", "4-2-by-cost"]
+)
+def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int, schedule: Schedule | str):
     """Gradients of experts are those of one rank that has all of them and all tokens; some ranks may own none."""
-    found = cluster.run(world, uneven, experts)
+    found = cluster.run(world, uneven, experts, schedule)
     assert sum(one["moved"] for one in found) > 0 or experts < world
     whole = Model(Topology(), "ep", experts=experts)
     whole.load_state_dict(found[0]["dense"], strict=False)
