@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.placement.price import Costs
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import Model, experts_of, optimizer_of, owners_of, tokens, train_step
 
 HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
+CHEAP = Costs(1e-3, 8, 100, 200, 1e6, 1e7)
 
 Use = Callable[[Model, torch.optim.Optimizer, Topology], Any]
 
@@ -292,17 +294,24 @@ def unmovable(rank: int, world: int) -> list[str]:
         train_step(model, optimizer, topology, 0)
     said.append(str(caught.value))
     sharded.close()
-    sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
-    for step in range(7):
-        train_step(model, optimizer, topology, step)
+    stays: tuple[dict[str, Any], ...] = ({"reshard": False, **HECATE}, {"policy": "fastermoe", "costs": CHEAP})
+    for options in stays:
+        sharded = ShardedExperts(model, optimizer, topology, **options)
+        for step in range(7):
+            train_step(model, optimizer, topology, step)
+        sharded.close()
+    sharded = ShardedExperts(model, optimizer, topology, reshard=False, policy="smartmoe", costs=CHEAP)
+    with pytest.raises(ConfigError) as caught:
+        train_step(model, optimizer, topology, 0)
+    said.append(str(caught.value))
     sharded.close()
     return said
 
 
 def test_what_cannot_be_is_told_at_once(cluster: Cluster):
-    for second, state in cluster.run(2, unmovable):
+    for second, *states in cluster.run(2, unmovable):
         assert "close() it" in second
-        assert "rows of shape" in state and "reshard=False" in state
+        assert len(states) == 2 and all("rows of shape" in state and "reshard=False" in state for state in states)
 
 
 def alone(rank: int, world: int) -> list[Tensor]:
