@@ -81,7 +81,7 @@ class Experts(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.numbers is not None:
-            destination[prefix + NUMBERS] = torch.tensor(self.numbers)
+            destination[prefix + NUMBERS] = torch.tensor(self.numbers, dtype=torch.long)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # Without this the rows of one expert would become another one's.
