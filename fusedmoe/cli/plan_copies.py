@@ -38,8 +38,8 @@ class Copies:
 
     @classmethod
     def of(cls, settings: Settings, sizes: Sizes, model: CostModel, plan: Plan, costs: Costs) -> Copies | None:
-        """None where experts stay with their ranks."""
-        if settings.placement == "ep" or sizes.ep == 1:
+        """None but under Hecate's placement: no other has as many copies as links have time for."""
+        if settings.placement != "fssdp" or sizes.ep == 1:
             return None
         timeline, again = simulate(plan, costs), settings.rematerialise
         layers = len({task.layer for task in plan if task.layer is not None})

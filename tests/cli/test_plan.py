@@ -132,7 +132,8 @@ def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, a
     assert many["step_s"] > data["step_s"] + 40 * copies["seconds"]
     assert main(["plan", *flags]) == 0
     assert f"{copies['overlap']} experts of" in capsys.readouterr().out
-    assert planned(capsys, *flags, "--placement", "ep")["copies"] is None
+    for placement in ("ep", "smartmoe"):
+        assert planned(capsys, *flags, "--placement", placement)["copies"] is None
 
 
 def test_copies_over_links_that_take_no_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
