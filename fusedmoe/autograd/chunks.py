@@ -48,10 +48,10 @@ def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
 
 
 class Kept:
-    """Rows that chunks have kept, for chunks of another number: each is copied once."""
+    """Rows that chunks have kept, for chunks of another number: each is copied once, on a GPU twice."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        # A GPU gathers from one tensor; a CPU copies runs of rows from where they are.
+        # A GPU gathers from one tensor, which is made first; a CPU copies runs of rows from where they are.
         self._parts = [torch.cat(list(parts))] if parts[0].is_cuda else list(parts)
         self._ends = torch.tensor([len(part) for part in self._parts]).cumsum(0)
 
