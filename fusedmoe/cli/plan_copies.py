@@ -45,7 +45,8 @@ class Copies:
         layers = len({task.layer for task in plan if task.layer is not None})
         hidden_L = hidden_s(timeline, layers, again=again)
         expert_bytes, bytes_per_s = _expert_bytes(settings, sizes), 1 / max(model.line("all-to-all/ep").beta_s, 1e-15)
-        found = overlap_degree(statistics.mean(hidden_L), expert_bytes, bytes_per_s)
+        assert settings.model.experts is not None
+        found = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), expert_bytes, bytes_per_s))
         overlap = found if settings.placement_overlap is None else settings.placement_overlap
         seconds = overlap * expert_bytes / bytes_per_s
         copied = simulate(*with_sparse(plan, costs, [seconds] * layers, again=again))

@@ -124,7 +124,7 @@ def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, a
     assert is_picture(tmp_path / "step.png")
     copies, model = data["copies"], data["model"]
     assert copies["expert_bytes"] == 3 * model["model_dim"] * 512 * 4 // data["layout"]["esp"]
-    assert copies["overlap"] > 0 and copies["seconds"] <= sum(copies["hidden_s"]) / 3
+    assert 0 < copies["overlap"] <= model["experts"] and copies["seconds"] <= sum(copies["hidden_s"]) / 3
     some = planned(capsys, *flags, "--placement-overlap", "1")["copies"]
     assert some["seconds"] == pytest.approx(copies["seconds"] / copies["overlap"])
     assert some["seconds"] < min(some["hidden_s"]) and some["step_s"] == pytest.approx(data["step_s"])
