@@ -71,6 +71,8 @@ class _Puts(torch.autograd.Function):
             )
         ]
         _in_turn(runs)
+        # Runs have by themselves what they keep; so it is counted, too (`memory.py`).
+        ctx.save_for_backward(*(tensor for run in runs for kept in run.kept for tensor in kept))
         ctx.runs, ctx.dtypes = runs, (weight_SK.dtype, w1.dtype)
         return torch.cat([run.finish() for run in runs])
 

@@ -39,8 +39,8 @@ gradient all-reduce) or the links inside a node (all-gather, reduce-scatter).
 Where the costs know fused operations (kernels that send and receive rows while they compute), each
 layer's pass has one of them instead of collectives if it is shorter so; which, is said in words.
 
-With --placement, how many experts may travel for each layer while the links between nodes have nothing
-else to do (Hecate's overlap degree); the picture then has their sparse collectives, SAG and SRS.
+With --placement fssdp, how many experts may travel for each layer while the links between nodes have
+nothing else to do (Hecate's overlap degree); the picture then has their sparse collectives, SAG and SRS.
 
 Costs are measured under torchrun (or found, see fusedmoe profile --help), read from a file, or
 those of a published testbed; with the last two one process plans for any number of ranks.

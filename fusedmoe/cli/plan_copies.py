@@ -38,13 +38,13 @@ class Copies:
 
     @classmethod
     def of(cls, settings: Settings, sizes: Sizes, model: CostModel, plan: Plan, costs: Costs) -> Copies | None:
-        """None where experts stay with their ranks."""
-        if settings.placement == "ep" or sizes.ep == 1:
+        """None but under Hecate's placement: no other has as many copies as links have time for."""
+        if settings.placement != "fssdp" or sizes.ep == 1:
             return None
         timeline, again = simulate(plan, costs), settings.rematerialise
         layers = len({task.layer for task in plan if task.layer is not None})
         hidden_L = hidden_s(timeline, layers, again=again)
-        expert_bytes, bytes_per_s = _expert_bytes(settings, sizes), 1 / model.line("all-to-all/ep").beta_s
+        expert_bytes, bytes_per_s = _expert_bytes(settings, sizes), 1 / max(model.line("all-to-all/ep").beta_s, 1e-15)
         assert settings.model.experts is not None
         found = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), expert_bytes, bytes_per_s))
         overlap = found if settings.placement_overlap is None else settings.placement_overlap

@@ -43,8 +43,9 @@ class Irregular:
             if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(next(iter(node.users))):
                 continue
             shares = {str(rows) for name in ("output", "input") for rows in argument_of(node, f"{name}_split_sizes")}
-            (sent,) = node.all_input_nodes
-            if len(shares) != 1 or sent.meta["val"].dim() < 2 or sent.meta["val"].element_size() not in _BITS:
+            sent = argument_of(node, "input")
+            value = sent.meta["val"]
+            if len(shares) != 1 or value.dim() < 2 or value.is_complex() or value.element_size() not in _BITS:
                 continue
             wait = next(iter(node.users))
             ranks = len(argument_of(node, "input_split_sizes"))

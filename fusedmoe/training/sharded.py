@@ -138,7 +138,8 @@ class ShardedExperts:
         self.iteration, self.moved_bytes = 0, 0
         self._optimizer, self._topology = optimizer, topology
         self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
-        self._name, self._memory, self._reshard, self._calibrates = policy, memory, reshard, calibrates
+        self._name, self._memory, self._calibrates = policy, memory, calibrates
+        self._moves = reshard if policy == "hecate" else policy == "smartmoe"
         self.overlap = overlap or 0
         self._measures = overlap is None and policy == "hecate" and bool(self._layers)
         self._idle_s: list[float] = []
@@ -234,7 +235,7 @@ class ShardedExperts:
     def _stepped(self) -> None:
         with self._topology.guard("ShardedExperts"):
             self.iteration += 1
-            if not self._history and self._reshard:
+            if not self._history and self._moves:
                 require_movable(self._layers, self._optimizer)
             load_LE = torch.from_numpy(np.stack([one.take_load() for one in self._layers]))
             load_LE = load_LE.to(device_of(self._topology.world))
@@ -246,7 +247,7 @@ class ShardedExperts:
     def _decide(self) -> None:
         history_ILE = np.stack(self._history)
         nodes, before, world = self._layers[0].nodes, self.placements, self._topology.world
-        if self._name == "hecate" and self._reshard and is_due(self.iteration):
+        if self._name == "hecate" and self._moves and is_due(self.iteration):
             shardings = tuple(one.sharding for one in before)
             before = reshard(shardings, predict(history_ILE), nodes, self.overlap)
         # The rest is one layer's alone: ranks decide for some layers each.

@@ -132,7 +132,18 @@ def test_copies_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path, a
     assert many["step_s"] > data["step_s"] + 40 * copies["seconds"]
     assert main(["plan", *flags]) == 0
     assert f"{copies['overlap']} experts of" in capsys.readouterr().out
-    assert planned(capsys, *flags, "--placement", "ep")["copies"] is None
+    for placement in ("ep", "smartmoe"):
+        assert planned(capsys, *flags, "--placement", placement)["copies"] is None
+
+
+def test_copies_over_links_that_take_no_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As lines through measured points may have it."""
+    costs = json.loads(TESTBEDS["B"].costs.to_json())
+    costs["lines"]["all-to-all/ep"]["beta_s"] = 0.0
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    flags = [*MODEL, "--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json")]
+    data = planned(capsys, *flags, "--schedule", "fsmoe", "--placement", "fssdp", "--placement-overlap", "4")
+    assert data["copies"]["step_s"] == pytest.approx(data["step_s"])
 
 
 FLOWMOE = ["--model", "LLaMA2-MoE", "--layers", "3", "--testbed", "B"]

@@ -109,3 +109,40 @@ def as_they_are(rank: int, world: int) -> tuple[int, bool]:
 
 def test_what_stays_as_it_is(cluster: Cluster) -> None:
     assert cluster.run(2, as_they_are) == [(0, True)] * 2
+
+
+def of_any_size(rank: int, world: int) -> list[tuple[int, int, bool]]:
+    """Sizes that a graph does not fix: rows so far, those that travelled, and whether results are the same."""
+    torch._dynamo.reset()
+
+    def call(x_SM: Tensor) -> Tensor:
+        return 2 * all_to_all_single(x_SM.relu(), None, None, dist.group.WORLD)
+
+    backend = Backend(costs=Steady(), irregular=True)
+    compiled = torch.compile(call, backend=backend, dynamic=True)
+    assert backend.irregular is not None
+    found = []
+    for tokens in (4, 6, 8):
+        x_SM = torch.arange(3.0 * tokens).reshape(tokens, 3) + rank
+        x_SM[1] = -1
+        same = torch.equal(compiled(x_SM), call(x_SM))
+        found.append((backend.irregular.rows, backend.irregular.sent, same))
+    return found
+
+
+def test_any_size(cluster: Cluster) -> None:
+    for rank, found in enumerate(cluster.run(2, of_any_size)):
+        assert found == [(4, 3, True), (10, 8, True), (18, 15, True)], rank
+
+
+@pytest.mark.parametrize(("dtype", "stays"), [(torch.complex64, True), (torch.float32, False)])
+def test_complex_numbers_stay(dtype: torch.dtype, stays: bool) -> None:
+    """Whose bits may not be what they say: a conjugate is a flag."""
+    graph = torch.fx.Graph()
+    x_SM = graph.placeholder("x_SM")
+    x_SM.meta["val"] = torch.empty(4, 3, dtype=dtype)
+    start = torch.ops._c10d_functional.all_to_all_single.default
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    graph.output(graph.call_function(wait, (graph.call_function(start, (x_SM, [2, 2], [2, 2], "group")),)))
+    Irregular().put_into(graph)
+    assert (start in {node.target for node in graph.nodes}) == stays

@@ -13,11 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.schedule import Schedule
+from fusedmoe.placement.price import Costs
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import Model, experts_of, optimizer_of, owners_of, tokens, train_step
 
 HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
+CHEAP = Costs(1e-3, 8, 100, 200, 1e6, 1e7)
 
 Use = Callable[[Model, torch.optim.Optimizer, Topology], Any]
 
@@ -192,10 +196,10 @@ def test_what_cannot_be_is_told(cluster: Cluster):
         assert "optimizer.step()" in backward and "refresh" in moved
 
 
-def uneven(rank: int, world: int, experts: int) -> dict[str, Any]:
+def uneven(rank: int, world: int, experts: int, schedule: Schedule | str) -> dict[str, Any]:
     """After placements and owners have changed."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
-    model = Model(topology, "fssdp", experts=experts)
+    model = Model(topology, "fssdp", experts=experts, schedule=schedule)
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)
     for step in range(7):
@@ -207,10 +211,15 @@ def uneven(rank: int, world: int, experts: int) -> dict[str, Any]:
     return {"dense": dense, "experts": experts_of(model), "moved": sharded.moved_bytes}
 
 
-@pytest.mark.parametrize(("world", "experts"), [(3, 8), (4, 2)])
-def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int):
+BY_COST = Schedule("fsmoe", costs=TESTBEDS["B"].costs)
+
+
+@pytest.mark.parametrize(
+    ("world", "experts", "schedule"), [(3, 8, "off"), (4, 2, "off"), (4, 2, BY_COST)], ids=["3-8", "4-2", "4-2-by-cost"]
+)
+def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int, schedule: Schedule | str):
     """Gradients of experts are those of one rank that has all of them and all tokens; some ranks may own none."""
-    found = cluster.run(world, uneven, experts)
+    found = cluster.run(world, uneven, experts, schedule)
     assert sum(one["moved"] for one in found) > 0 or experts < world
     whole = Model(Topology(), "ep", experts=experts)
     whole.load_state_dict(found[0]["dense"], strict=False)
@@ -242,11 +251,16 @@ def states(rank: int, world: int) -> tuple[bool, str]:
     for step in range(7):
         train_step(model, optimizer, topology, step)
     now = deepcopy(model.state_dict())
+    unmoved = Model(topology, "ep")
+    unmoved.load_state_dict(first)
+    for name, value in unmoved.state_dict().items():
+        assert torch.equal(value, first[name])
     said = ""
-    try:
-        model.load_state_dict(first)
-    except ConfigError as error:
-        said = str(error)
+    for other, state in ((model, first), (unmoved, now)):
+        try:
+            other.load_state_dict(state)
+        except ConfigError as error:
+            said += str(error)
     model.load_state_dict(now)
     for name, value in model.state_dict().items():
         assert torch.equal(value, now[name])
@@ -259,7 +273,7 @@ def test_a_state_is_of_its_experts(cluster: Cluster):
     found = cluster.run(2, states)
     assert any(changed for changed, _ in found)
     for changed, said in found:
-        assert ("owners have changed" in said and "load_checkpoint" in said) == changed
+        assert said.count("owners have changed") == said.count("load_checkpoint know") == 2 * changed
 
 
 class Rows(torch.optim.SGD):
@@ -285,17 +299,24 @@ def unmovable(rank: int, world: int) -> list[str]:
         train_step(model, optimizer, topology, 0)
     said.append(str(caught.value))
     sharded.close()
-    sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
-    for step in range(7):
-        train_step(model, optimizer, topology, step)
+    stays: tuple[dict[str, Any], ...] = ({"reshard": False, **HECATE}, {"policy": "fastermoe", "costs": CHEAP})
+    for options in stays:
+        sharded = ShardedExperts(model, optimizer, topology, **options)
+        for step in range(7):
+            train_step(model, optimizer, topology, step)
+        sharded.close()
+    sharded = ShardedExperts(model, optimizer, topology, reshard=False, policy="smartmoe", costs=CHEAP)
+    with pytest.raises(ConfigError) as caught:
+        train_step(model, optimizer, topology, 0)
+    said.append(str(caught.value))
     sharded.close()
     return said
 
 
 def test_what_cannot_be_is_told_at_once(cluster: Cluster):
-    for second, state in cluster.run(2, unmovable):
+    for second, *states in cluster.run(2, unmovable):
         assert "close() it" in second
-        assert "rows of shape" in state and "reshard=False" in state
+        assert len(states) == 2 and all("rows of shape" in state and "reshard=False" in state for state in states)
 
 
 def alone(rank: int, world: int) -> list[Tensor]:

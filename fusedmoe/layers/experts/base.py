@@ -81,15 +81,17 @@ class Experts(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.numbers is not None:
-            destination[prefix + NUMBERS] = torch.tensor(self.numbers)
+            destination[prefix + NUMBERS] = torch.tensor(self.numbers, dtype=torch.long)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # Without this the rows of one expert would become another one's.
-        saved = state_dict.pop(prefix + NUMBERS, None) if self.numbers is not None else None
-        if saved is not None and tuple(saved.tolist()) != self.numbers:
+        saved, here = state_dict.pop(prefix + NUMBERS, None), self.numbers
+        if here is None and self.place is not None:
+            here = tuple(range(self.place.first, self.place.first + self.place.local))
+        if saved is not None and tuple(saved.tolist()) != here:
             raise ConfigError(
                 f"this state has experts {saved.tolist()} under {prefix or 'the model'}, and this rank has "
-                f"{list(self.numbers or ())} now: owners have changed. save_checkpoint and load_checkpoint know "
+                f"{list(here or ())} now: owners have changed. save_checkpoint and load_checkpoint know "
                 "experts by their numbers; reshard=False keeps owners as they are"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)

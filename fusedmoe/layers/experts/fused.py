@@ -104,7 +104,7 @@ class FeedForward(Experts):
         # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.
         expert = "swiglu" if ACTIVATIONS[self.activation].gated else "ffn"
         assert self.place is not None
-        experts = self.place.local * ep
+        experts = max(1, self.place.local) * ep  # under a placement a rank may own none
         return Workload(
             1, rows * esp, self.model_dim, self.hidden, experts, k=1, expert=expert, ep=ep, esp=esp, itemsize=itemsize
         )

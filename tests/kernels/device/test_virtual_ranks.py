@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.case import make_case
+from bench.gpu.memory import saved_bytes
 from bench.gpu.reference import find_errors, make_reference
 from bench.gpu.shapes import Shape
 from bench.gpu.spread import WAYS, part_steps, variants
@@ -86,6 +87,8 @@ def test_what_is_measured_equals_the_reference(device: torch.device, way: str, c
     right = make_reference(case, torch.float64)
     for _ in range(2):  # windows are used again
         assert max(find_errors(layer, case, right).values()) < 1e-6
+    rows, width = case.shape.rows, case.shape.M + 2 * case.shape.H
+    assert saved_bytes(layer) >= rows * width * case.x_SM.itemsize
 
 
 def test_measured_parts_bring_rows_there_and_back(device: torch.device) -> None:
