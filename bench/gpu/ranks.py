@@ -7,8 +7,7 @@ and summed. Both have the same case and compute the same as the layer of one ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class _Ranks:
         ]
 
 
-def _in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
+def in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
     """Each step on all ranks before the next one on any: on one GPU nobody may wait for who has not begun."""
     for run in runs:
         run.send()
@@ -70,7 +69,7 @@ class _Puts(torch.autograd.Function):
                 x_SM.tensor_split(ranks.count), ranks.routes(x_SM, weight_SK), experts, strict=True
             )
         ]
-        _in_turn(runs)
+        in_turn(runs)
         # Runs have by themselves what they keep; so it is counted, too (`memory.py`).
         ctx.save_for_backward(*(tensor for run in runs for kept in run.kept for tensor in kept))
         ctx.runs, ctx.dtypes = runs, (weight_SK.dtype, w1.dtype)
@@ -79,7 +78,7 @@ class _Puts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         runs = [Backward(run, dy) for run, dy in zip(ctx.runs, dy_SM.tensor_split(len(ctx.runs)), strict=True)]
-        _in_turn(runs)
+        in_turn(runs)
         dx, dweight = (torch.cat(parts) for parts in zip(*(run.finish() for run in runs), strict=True))
         dw1, dw2 = (torch.cat([run.totals[which] for run in runs]) for which in (0, 1))  # type: ignore[index]
         return dx, dweight.to(ctx.dtypes[0]), dw1.to(ctx.dtypes[1]), dw2.to(ctx.dtypes[1]), None
@@ -100,13 +99,16 @@ def copies_layer(case: Case, count: int) -> Layer:
     def forward() -> Tensor:
         layouts = [ops.order(expert, case.shape.E).exact() for expert in expert_SK]
         counts_WE = torch.stack([layout.counts_E for layout in layouts])
-        # Where in a rank's sorted rows those of each rank's experts end: sizes that collectives are told by the host.
+        # How many of a rank's sorted rows are each rank's: sizes that collectives are told by the host.
         shares_WW = counts_WE.reshape(count, count, own).sum(-1).tolist()
-        rows = [permute(x, layout) for x, layout in zip(x_SM.tensor_split(count), layouts, strict=True)]
-        weights = [take_slots(w, layout) for w, layout in zip(weight_SK.tensor_split(count), layouts, strict=True)]
-        out = []
+        rows, weights, out = [], [], []
+        for x, weight, layout, shares in zip(
+            x_SM.tensor_split(count), weight_SK.tensor_split(count), layouts, shares_WW, strict=True
+        ):
+            rows.append(permute(x, layout).split(shares))
+            weights.append(take_slots(weight, layout).split(shares))
         for rank in range(count):
-            came_RM, weight_R = (torch.cat([*_shares(of, shares_WW, rank)]) for of in (rows, weights))
+            came_RM, weight_R = (torch.cat([parts[rank] for parts in of]) for of in (rows, weights))
             there_WE = counts_WE[:, rank * own : (rank + 1) * own]
             number = torch.arange(own, device=x_SM.device).repeat(count)
             expert_R1 = number.repeat_interleave(there_WE.flatten(), output_size=len(came_RM))[:, None]
@@ -119,13 +121,6 @@ def copies_layer(case: Case, count: int) -> Layer:
         return torch.cat([unpermute(rows_NM, layout) for rows_NM, layout in zip(back, layouts, strict=True)])
 
     return Layer("copies", package_version("fusedmoe"), forward, leaves)
-
-
-def _shares(of: Sequence[Tensor], shares_WW: list[list[int]], rank: int) -> Iterator[Tensor]:
-    """What each rank sends to one."""
-    for sorted_N, shares in zip(of, shares_WW, strict=True):
-        begin, end = list(pairwise(accumulate(shares, initial=0)))[rank]
-        yield sorted_N[begin:end]
 
 
 def part_steps(case: Case, count: int) -> list[Step]:

@@ -37,14 +37,19 @@ class Copies:
     timeline: Timeline
 
     @classmethod
-    def of(cls, settings: Settings, sizes: Sizes, model: CostModel, plan: Plan, costs: Costs) -> Copies | None:
-        """None but under Hecate's placement: no other has as many copies as links have time for."""
+    def of(
+        cls, settings: Settings, sizes: Sizes, model: CostModel, plan: Plan, costs: Costs, timeline: Timeline
+    ) -> Copies | None:
+        """None but under Hecate's placement: no other has as many copies as links have time for.
+
+        `timeline`: the plan's without copies.
+        """
         if settings.placement != "fssdp" or sizes.ep == 1:
             return None
-        timeline, again = simulate(plan, costs), settings.rematerialise
+        again = settings.rematerialise
         layers = len({task.layer for task in plan if task.layer is not None})
         hidden_L = hidden_s(timeline, layers, again=again)
-        expert_bytes, bytes_per_s = _expert_bytes(settings, sizes), 1 / max(model.line("all-to-all/ep").beta_s, 1e-15)
+        expert_bytes, bytes_per_s = _expert_bytes(settings, sizes), model.line("all-to-all/ep").per_s
         assert settings.model.experts is not None
         found = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), expert_bytes, bytes_per_s))
         overlap = found if settings.placement_overlap is None else settings.placement_overlap

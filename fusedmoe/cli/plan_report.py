@@ -82,7 +82,7 @@ class Report:
             bound_s(step),
             refusal,
             any(layer.fused for layer in step.layers),
-            Copies.of(settings, sizes, costs, plan, step),
+            Copies.of(settings, sizes, costs, plan, step, timeline),
         )
 
     @property

@@ -130,7 +130,7 @@ def _amount(name: str, n: float) -> str:
 
 
 def _rate(name: str, line: Line) -> str:
-    return _scaled(1 / line.beta_s, "FLOP/s" if name == "gemm" else "B/s")
+    return _scaled(line.per_s, "FLOP/s" if name == "gemm" else "B/s")
 
 
 def _scaled(value: float, unit: str) -> str:

@@ -33,7 +33,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.runtime.streams import Streams
-from fusedmoe.schedule.cost import CostModel, Line, fit
+from fusedmoe.schedule.cost import LEAST_BETA, CostModel, Line, fit
 from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, Task
@@ -59,8 +59,6 @@ _LEAST_STEPS, _LEAST_PART = 6, 2**8
 _PROBES = 3
 # Of the budget, for probes and for what the estimates are off.
 _RESERVE = 0.25
-# Seconds for each byte or FLOP of a line that rises with neither: no schedule should believe that size is free.
-_LEAST_BETA = 1e-15
 
 _ALONE = (Plan.parse("inter: D0"), Plan.parse("intra: AG0"))
 _TOGETHER = Plan.parse("intra: AG0\ninter: D0\nafter AG0:")  # it waits for nothing
@@ -166,13 +164,13 @@ def line_through(points: Sequence[tuple[float, float]]) -> Line:
     those that do neither.
     """
     line = fit(points)
-    if line.alpha_s >= 0 and line.beta_s >= _LEAST_BETA:
+    if line.alpha_s >= 0 and line.beta_s >= LEAST_BETA:
         return line
     from scipy.optimize import nnls
 
     n, seconds = np.array(points).T
     (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
-    alpha, beta = float(alpha), max(_LEAST_BETA, float(beta / n.max()))
+    alpha, beta = float(alpha), max(LEAST_BETA, float(beta / n.max()))
     left, spread = seconds - (alpha + beta * n), seconds - seconds.mean()
     return Line(alpha, beta, 1.0 - float(left @ left) / float(spread @ spread) if spread.any() else 1.0)
 

@@ -22,6 +22,9 @@ from fusedmoe.schedule.task import LINKS, Task
 #: another order.
 LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp", "gemm", "copy")
 
+#: Seconds for each byte or FLOP of a line that rises with neither: no schedule should believe that size is free.
+LEAST_BETA = 1e-15
+
 _FORMAT = "fusedmoe-costs"
 _VERSION = 1
 
@@ -86,6 +89,11 @@ class Line:
 
     def seconds(self, n: float) -> float:
         return self.alpha_s + self.beta_s * n
+
+    @property
+    def per_s(self) -> float:
+        """How much of something large is done in a second; a number too large to matter where size is free."""
+        return 1 / max(self.beta_s, LEAST_BETA)
 
     def amount(self, seconds: float) -> float:
         """How much can be done in this time; 0 where it is too short to start (F14), and no end where size is free."""

@@ -79,7 +79,7 @@ def fused(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
     plain = _fsmoe(costs, _ORDERS, limit)
     if not any(layer.fused for layer in costs.layers):
         return plain
-    return best_of([plain, _fsmoe(costs, _ORDERS, limit, fused=True)], costs)
+    return best_of([plain, _own_degrees(costs, _ORDERS, limit, fused=True)], costs)
 
 
 def joint(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
@@ -132,13 +132,13 @@ def _pipemoe_passes(costs: StackCosts, limit: int) -> list[Pass]:
     ]
 
 
-def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int, *, fused: bool = False) -> Plan:
+def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
     """For each layer and pass the best degree of the best of the orders; gradients by `partition.search`.
 
     Where chunks of the forward pass that are none of the backward pass cost something, one degree for both may be
-    better. `fused`: with any of the layers' fused operations, too.
+    better.
     """
-    own = _own_degrees(costs, orders, limit, fused=fused)
+    own = _own_degrees(costs, orders, limit)
     if not any(layer.regroup_s for layer in costs.layers):
         return own
     return best_of([own, _one_degree(costs, orders, limit)], costs)
@@ -146,14 +146,17 @@ def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int, *, fused: boo
 
 def _one_degree(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
     """For each layer the degree that is best for both passes together, without gradients between their chunks."""
-    of_layer: dict[int, int] = {}
+    of_layer: dict[int, int] = {}  # layers are often one object many times
+    chosen: dict[tuple[int, str, float], Pass] = {}
 
     def seconds(layer: LayerCosts, phase: str, order: Order, degree: int, gar: float = 0.0) -> float:
         return pass_s(layer.chunks[phase], degree, gar, order=order, contention=costs.contention)
 
     def best(layer: LayerCosts, phase: str, gar: float = 0.0) -> Pass:
-        degree = of_layer[id(layer)]
-        return Pass(min(orders, key=lambda order: seconds(layer, phase, order, degree, gar)), degree)
+        key, degree = (id(layer), phase, gar), of_layer[id(layer)]
+        if key not in chosen:
+            chosen[key] = Pass(min(orders, key=lambda order: seconds(layer, phase, order, degree, gar)), degree)
+        return chosen[key]
 
     found: dict[int, list[Way]] = {}
     for layer in costs.layers:
@@ -172,8 +175,8 @@ def _one_degree(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
     return step_plan(costs, forward, backward, partition)
 
 
-def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int, *, fused: bool) -> Plan:
-    """For each pass its own."""
+def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int, *, fused: bool = False) -> Plan:
+    """For each pass its own. `fused`: with any of the layers' fused operations, too."""
     known: dict[int, tuple[Pass, list[Way]]] = {}  # layers are often one object many times
     roads = {
         (id(layer), phase): layer.roads(phase) if fused else [layer.chunks[phase]]

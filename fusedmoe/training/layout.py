@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -124,20 +124,23 @@ def _told(shape: tuple[int, ...] | None) -> str:
 def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of the parameters of experts under a placement: which experts are here, row by row."""
     return {
-        plain_name(f"{prefix}.{name}" if prefix else name): module.numbers
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Experts) and module.numbers is not None
-        for name, _ in module.named_parameters()
+        plain_name(prefix + name): experts.numbers
+        for prefix, experts in _experts_of(model)
+        if experts.numbers is not None
+        for name, _ in experts.named_parameters()
     }
 
 
 def number_names(model: nn.Module) -> set[str]:
     """Entries of the model's state that say which experts are here, by plain names; layouts say so by themselves."""
-    return {
-        plain_name(f"{prefix}.{NUMBERS}" if prefix else NUMBERS)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Experts)
-    }
+    return {plain_name(prefix + NUMBERS) for prefix, _ in _experts_of(model)}
+
+
+def _experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """All experts of a model, each with what the names of its parameters begin with."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Experts):
+            yield f"{name}." if name else "", module
 
 
 def _layout(

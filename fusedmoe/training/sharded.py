@@ -345,6 +345,6 @@ def _measured(layer: MoELayer, topology: Topology) -> Costs:
         token_bytes=layer.model_dim * first.element_size(),
         expert_bytes=expert_bytes,
         state_bytes=2 * expert_bytes,
-        inter_bytes_s=1 / max(inter.beta_s, 1e-15),
-        intra_bytes_s=1 / max(intra.beta_s, 1e-15),
+        inter_bytes_s=inter.per_s,
+        intra_bytes_s=intra.per_s,
     )

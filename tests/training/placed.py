@@ -88,7 +88,7 @@ def experts_of(model: Model) -> list[dict[str, Any]]:
     for layer in model.layers:
         place = layer.experts.place
         numbers = layer.experts.numbers
-        numbers = range(place.first, place.first + place.local) if numbers is None else numbers
+        numbers = place.numbers if numbers is None else numbers
         found.append(
             {
                 name: {

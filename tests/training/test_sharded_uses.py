@@ -166,13 +166,19 @@ def test_as_without_a_placement(cluster: Cluster, rematerialises: bool):
                 )
 
 
-def told(rank: int, world: int) -> list[str]:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
-    model = Model(topology, "fssdp")
+def trained(topology: Topology, steps: int, **shape: Any) -> tuple[Model, torch.optim.Optimizer, ShardedExperts]:
+    """A model under Hecate's placements after so many steps."""
+    model = Model(topology, "fssdp", **shape)
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)
-    for step in range(3):
+    for step in range(steps):
         train_step(model, optimizer, topology, step)
+    return model, optimizer, sharded
+
+
+def told(rank: int, world: int) -> list[str]:
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    model, optimizer, sharded = trained(topology, 3)
     optimizer.zero_grad()
     square(model(tokens(rank, 3))).backward()
     loss = square(model(tokens(rank, 3)))
@@ -199,11 +205,7 @@ def test_what_cannot_be_is_told(cluster: Cluster):
 def uneven(rank: int, world: int, experts: int, schedule: Schedule | str) -> dict[str, Any]:
     """After placements and owners have changed."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=2, timeout_s=20.0)
-    model = Model(topology, "fssdp", experts=experts, schedule=schedule)
-    optimizer = optimizer_of(model)
-    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
-    for step in range(7):
-        train_step(model, optimizer, topology, step)
+    model, optimizer, sharded = trained(topology, 7, experts=experts, schedule=schedule)
     optimizer.zero_grad()
     square(model(tokens(rank, 7))).backward()
     sharded.close()
@@ -223,29 +225,27 @@ def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int, 
     assert sum(one["moved"] for one in found) > 0 or experts < world
     whole = Model(Topology(), "ep", experts=experts)
     whole.load_state_dict(found[0]["dense"], strict=False)
+    parameters = [dict(layer.experts.named_parameters()) for layer in whole.layers]
+    owned = [
+        ((number, name, expert), pair)
+        for rank in found
+        for number, layer in enumerate(rank["experts"])
+        for name, by_number in layer.items()
+        for expert, pair in by_number.items()
+    ]
+    assert len(dict(owned)) == len(owned) == sum(experts * len(of) for of in parameters)
     with torch.no_grad():
-        for layer, number in ((layer, number) for number, layer in enumerate(whole.layers)):
-            for name, parameter in layer.experts.named_parameters():
-                for rank in found:
-                    for expert, (value, _) in rank["experts"][number].get(name, {}).items():
-                        parameter[expert] = value
+        for (number, name, expert), (value, _) in owned:
+            parameters[number][name][expert] = value
     sum(square(whole(tokens(rank, 7))) for rank in range(world)).backward()
-    seen = set()
-    for number, layer in enumerate(whole.layers):
-        for name, parameter in layer.experts.named_parameters():
-            for rank in found:
-                for expert, (_, grad) in rank["experts"][number].get(name, {}).items():
-                    torch.testing.assert_close(grad, parameter.grad[expert], rtol=1e-10, atol=1e-12)
-                    seen.add((number, name, expert))
-    assert len(seen) == sum(experts for layer in whole.layers for _ in layer.experts.named_parameters())
+    for (number, name, expert), (_, grad) in owned:
+        torch.testing.assert_close(grad, parameters[number][name].grad[expert], rtol=1e-10, atol=1e-12)
 
 
 def states(rank: int, world: int) -> tuple[bool, str]:
     """Whether this rank owns other experts than at first, and what loading the first state then says."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
-    model = Model(topology, "fssdp")
-    optimizer = optimizer_of(model)
-    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+    model, optimizer, sharded = trained(topology, 0)
     first, owners = deepcopy(model.state_dict()), owners_of(model)
     assert [tuple(first[f"layers.{layer}.experts.numbers"].tolist()) for layer in range(2)] == owners
     for step in range(7):

@@ -34,6 +34,11 @@ class Place:
     shard: int = 0
     shards: int = 1
 
+    @property
+    def numbers(self) -> range:
+        """Of the experts here, among all."""
+        return range(self.first, self.first + self.local)
+
 
 #: In the state of experts under a placement: which experts the parameters are of.
 NUMBERS = "numbers"
@@ -87,7 +92,7 @@ class Experts(nn.Module):
         # Without this the rows of one expert would become another one's.
         saved, here = state_dict.pop(prefix + NUMBERS, None), self.numbers
         if here is None and self.place is not None:
-            here = tuple(range(self.place.first, self.place.first + self.place.local))
+            here = tuple(self.place.numbers)
         if saved is not None and tuple(saved.tolist()) != here:
             raise ConfigError(
                 f"this state has experts {saved.tolist()} under {prefix or 'the model'}, and this rank has "

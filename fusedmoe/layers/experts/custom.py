@@ -49,7 +49,7 @@ class Custom(RowExperts):
                     "`shards`. Add both (each shard's results are summed), or use esp=1."
                 )
             arguments = {"shard": place.shard, "shards": place.shards}
-        for number in range(place.first, place.first + place.local):
+        for number in place.numbers:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed((seed + number) % 2**63)
                 module = self._factory(model_dim, **arguments).to(device=device, dtype=dtype)

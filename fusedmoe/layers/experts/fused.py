@@ -67,10 +67,7 @@ class FeedForward(Experts):
             shapes |= {"b1": (*halves, self.hidden), "b2": (model_dim,)}
             split |= {"b1": len(halves), "b2": 0}
         meta = device is not None and torch.device(device).type == "meta"
-        generators = [
-            torch.Generator().manual_seed((seed + number) % 2**63)
-            for number in range(place.first, place.first + place.local)
-        ]
+        generators = [torch.Generator().manual_seed((seed + number) % 2**63) for number in place.numbers]
 
         def own(whole: Tensor, dim: int) -> Tensor:
             parts = whole.chunk(place.shards, dim=dim)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bench.gpu.case import make_case
 from bench.gpu.memory import saved_bytes
+from bench.gpu.ranks import in_turn
 from bench.gpu.reference import find_errors, make_reference
 from bench.gpu.shapes import Shape
 from bench.gpu.spread import WAYS, part_steps, variants
@@ -38,7 +39,6 @@ def test_equals_dense(device: torch.device, peers: int, degree: int) -> None:
         inputs.append((rows[0], torch.rand(count, slots, generator=draw), rows[1]))
     own = [Weights(w1[r * local :][:local].to(device), w2[r * local :][:local].to(device)) for r in range(peers)]
 
-    # Each step on all ranks before the next one on any: on one device nobody may wait for who has not begun.
     forwards = []
     for (x, weight, _), layout, room, parameters in zip(inputs, layouts, windows, own, strict=True):
         route = make_route(x.to(device), weight.to(device), layout, room, degree)
@@ -64,13 +64,6 @@ def test_equals_dense(device: torch.device, peers: int, degree: int) -> None:
         assert run.totals is not None and whole.w1.grad is not None and whole.w2.grad is not None
         close(run.totals[0], whole.w1.grad[r * local :][:local])
         close(run.totals[1], whole.w2.grad[r * local :][:local])
-
-
-def in_turn(runs: list[Forward] | list[Backward]) -> None:
-    for run in runs:
-        run.send()
-    for run in runs:
-        run.compute()
 
 
 def close(found: Tensor | None, wanted: Tensor | None) -> None:
