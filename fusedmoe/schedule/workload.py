@@ -110,7 +110,7 @@ class Workload:
         In micro-batches each part of it starts anew for every one. Of the backward pass, one product of two of the
         experts and of attention's projections is a weight gradient. Fused operations are there where the machine has
         them (`cost.FusedCosts`). Where it is known what copies take, copies between the chunks of one pass and those of
-        the other cost something, and so does what weight gradients that are tasks of their own must keep.
+        the other cost something, and so does what weight gradients of their own must keep (`CostModel.tiled`).
         """
         chunks: dict[str, dict[str, Chunks]] = {}
         fused: dict[str, dict[str, TiledChunks]] = {}
@@ -141,7 +141,8 @@ class Workload:
                 products = _GEMMS[self.expert]
                 fused[phase] = tiled_parts(chunks[phase], phase, products, apart, self.rows, model.fused)
         copy = model.lines.get("copy", Line(0.0, 0.0))
-        micro = MicroBatches(dense, weights, apart_s=copy.seconds(self.kept_for_weights() * self.itemsize))
+        apart_s = copy.seconds(self.kept_for_weights() * self.itemsize) if model.tiled else 0.0
+        micro = MicroBatches(dense, weights, apart_s=apart_s)
         regroup_s = copy.seconds(self.kept() * self.itemsize)
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, fused, regroup_s)
 

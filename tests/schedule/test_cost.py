@@ -58,6 +58,7 @@ def test_the_inverse_is_zero_below_the_start():
 
 def test_a_model_survives_json():
     assert CostModel.from_json(MODEL.to_json()) == MODEL
+    assert CostModel.from_json(replace(MODEL, tiled=True).to_json()) == replace(MODEL, tiled=True) != MODEL
     for testbed in TESTBEDS.values():
         assert CostModel.from_json(testbed.costs.to_json()) == testbed.costs
 
@@ -109,8 +110,10 @@ def test_layer_costs_by_hand():
     costs = work.layer_costs(MODEL)
     a2a, ag, rs, _, gemm, copy = (MODEL.lines[name] for name in LINES)
     assert costs.regroup_s == pytest.approx(copy.seconds(4 * 48 * (4 + 10 / 2)))  # rows, and half of each hidden row
-    assert costs.micro is not None
-    assert costs.micro.apart_s == pytest.approx(copy.seconds(4 * 48 * 2 * 10 / 2))  # activations and their gradients
+    assert costs.micro is not None and costs.micro.apart_s == 0
+    micro = work.layer_costs(replace(MODEL, tiled=True)).micro
+    assert micro is not None
+    assert micro.apart_s == pytest.approx(copy.seconds(4 * 48 * 2 * 10 / 2))  # activations and their gradients
     volume = work.volumes()
     for phase, twice in (("forward", 1), ("backward", 2)):
         chunks = costs.chunks[phase]
