@@ -6,6 +6,7 @@ import copy
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,8 +45,9 @@ def test_refusals() -> None:
         make("SwitchGate")
     with pytest.raises(ConfigError, match="unknown type 'rnn' of experts"):
         make(experts={"type": "rnn"})
-    with pytest.raises(ConfigError, match="num_experts_per_device = 0"):
-        make(experts={"num_experts_per_device": 0})
+    for count in (0, 2.5, -0.5):
+        with pytest.raises(ConfigError, match=f"num_experts_per_device = {count}; give a count"):
+            make(experts={"num_experts_per_device": count})
     with pytest.raises(ConfigError, match="no option 'kk'"):
         make({"type": "top", "kk": 2})
     with pytest.raises(ConfigError, match="cannot share"):
@@ -56,8 +58,18 @@ def test_refusals() -> None:
         make({"type": "custom", "module": lambda model_dim, num_global_experts: nn.Linear(model_dim, 4)})
     with pytest.raises(ConfigError, match="adaptive degree 2"):
         make()(tokens(), adaptive_r=2)
-    with pytest.raises(ConfigError, match="unknown parallel_type"):
-        make(parallel_type="pipeline")
+    for kind in ("pipeline", "adaptive:x"):
+        with pytest.raises(ConfigError, match=f"unknown parallel_type '{kind}'"):
+            make(parallel_type=kind)
+    for degree in (0, -2, "2"):
+        with pytest.raises(ConfigError, match="give a number of chunks"):
+            make(a2a_ffn_overlap_degree=degree)
+        with pytest.raises(ConfigError, match="give a number of chunks"):
+            make()(tokens(), a2a_ffn_overlap_degree=degree)
+    with pytest.raises(ConfigError, match="custom gate without a 'module'"):
+        make({"type": "custom", "k": 2})
+    with pytest.raises(ConfigError, match="custom experts without a 'module'"):
+        moe.moe_layer({"type": "top"}, D, {"type": "custom"})
 
 
 def test_old_forms_warn(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +99,9 @@ def test_attributes() -> None:
     assert aux is y.l_aux is layer.l_aux and int(layer.dispatch_count.sum()) == 24
     assert layer.protected_shape[0] == 4 and layer.protected_shape[-1] == D
     assert moe.moe_layer.global_expert_count(3) == 3
-    assert make(experts={"num_experts_per_device": -1}).num_global_experts == 1
+    for one in (-1, 1 / 1, np.int64(1)):  # scripts say 1 / world, or count with NumPy
+        alone = make(experts={"num_experts_per_device": one})
+        assert (alone.num_global_experts, alone.num_local_experts, alone(tokens()).shape) == (1, 1, (24, D))
     copied = copy.deepcopy(layer)
     assert torch.equal(copied(tokens(), gate_index=0)[0], layer(tokens(), gate_index=0)[0])
 
@@ -254,6 +268,14 @@ def test_built_in_experts_with_reserved_dims() -> None:
     torch.testing.assert_close(layer(tokens(24, 4, 4), reserve_dims=2), flat.view(24, 4, 4))
 
 
+@pytest.mark.parametrize("small", [2**23, 0])  # experts as blocks, and in one operation
+def test_results_of_another_shape_than_tokens(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ffn, "SMALL", small)
+    layer = make(experts={"output_dim": 10})
+    y = layer(tokens(2, 12, 4, 4), reserve_dims=2)
+    torch.testing.assert_close(y, layer(tokens(24, D)).view(2, 12, 10))
+
+
 def test_autocast_and_hooks() -> None:
     layer = make({"type": "top", "k": 2, "fp32_gate": True})
     expected = layer(tokens())
@@ -268,6 +290,19 @@ def test_autocast_and_hooks() -> None:
 
 
 # On several ranks.
+
+
+def outside(rank: int, world: int) -> None:
+    group = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ConfigError, match="not one of the group's"):
+            make(group=group)
+        with pytest.raises(ConfigError, match="not one of the group's"):
+            net.all_gather(tokens(), 0, group=group)
+
+
+def test_a_rank_outside_the_group(cluster: Cluster) -> None:
+    cluster.run(2, outside)
 
 
 def sharded(rank: int, world: int) -> None:
