@@ -16,7 +16,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates.linear import outside_autocast
 from fusedmoe.tutel.impls import losses
-from fusedmoe.tutel.impls.capacity import alignment_of, capacity_of
+from fusedmoe.tutel.impls.capacity import alignment_of
 from fusedmoe.tutel.impls.choice import Choice, choose
 from fusedmoe.tutel.impls.communicate import skips_all_to_all
 from fusedmoe.tutel.impls.described import (
@@ -27,7 +27,7 @@ from fusedmoe.tutel.impls.described import (
     make_gate,
     wanted_experts,
 )
-from fusedmoe.tutel.impls.fast_dispatch import most_over
+from fusedmoe.tutel.impls.fast_dispatch import agreed_capacity
 from fusedmoe.tutel.impls.groups import get_world_size, size_of
 from fusedmoe.tutel.impls.placement import topology_of
 from fusedmoe.tutel.impls.road import Degree, LocalExperts, Road
@@ -217,7 +217,10 @@ class MOELayer(nn.Module):
             x_SM = x_SM.to(self._row_dtype(x_SM))
             choice, l_aux = self._route(x_SM, gate, top_k)
             self.dispatch_count = choice.dispatch_count()
-            capacity = self._capacity(x_SM, choice, gate, capacity_factor, inequivalent_tokens)
+            degree = self.a2a_ffn_overlap_degree
+            alignment = alignment_of(self.sharded_count, 1 if degree == "auto" else degree, self.megablocks_size)
+            factor = gate.capacity_factor if capacity_factor is None else capacity_factor
+            capacity = agreed_capacity(choice, factor, alignment, self.group, inequivalent_tokens)
             experts = self._local_experts(x_SM, choice, token_shape, capacity)
             weight_SK = choice.weight_SK.to(torch.promote_types(choice.weight_SK.dtype, torch.float32))
             y_SM = road.travel(
@@ -227,7 +230,7 @@ class MOELayer(nn.Module):
                 capacity,
                 experts,
                 postscore=self.is_postscore,
-                degree=self.a2a_ffn_overlap_degree,
+                degree=degree,
                 places=self._places(capacity),
                 stay=skips_all_to_all() and not alone,
             )
@@ -256,24 +259,6 @@ class MOELayer(nn.Module):
                 return choice, losses.gshard_loss(scores_SE, choice.expert_SK)
             chosen_SK = noisy_SE.gather(1, choice.expert_SK)
             return choice, losses.load_importance_loss(logits_SE.softmax(1), chosen_SK, E, gate.gate_noise)
-
-    def _capacity(
-        self, x_SM: Tensor, choice: Choice, gate: Any, factor: float | None, inequivalent_tokens: bool
-    ) -> int:
-        degree = self.a2a_ffn_overlap_degree
-        tokens = most_over(self.group, len(x_SM), x_SM.device) if inequivalent_tokens else len(x_SM)
-
-        def most_chosen() -> int:
-            return most_over(self.group, int(choice.count_E.max()), x_SM.device)
-
-        return capacity_of(
-            gate.capacity_factor if factor is None else factor,
-            choice.expert_SK.shape[1],
-            tokens,
-            self.num_global_experts,
-            most_chosen,
-            alignment_of(self.sharded_count, 1 if degree == "auto" else degree, self.megablocks_size),
-        )
 
     def _parts(self) -> int:
         """r: into how many parts an expert's work is split, where it is split at all."""
