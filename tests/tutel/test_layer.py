@@ -292,6 +292,50 @@ def test_autocast_and_hooks() -> None:
 # On several ranks.
 
 
+def on_nodes_of_two(rank: int, world: int) -> None:
+    """LOCAL_SIZE ranks are a node: the two-level way gives the same, in the world, in a part of it, with shards."""
+    pair = net.create_groups_from_world(2)
+    groups = {"world": None, "one node": pair.model_group, "across nodes": pair.data_group}
+    for nodes in ("2", "8"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_SIZE", nodes)
+            for name, group in groups.items():
+                for count in (2, -2):
+                    results = []
+                    for two_level in (False, True):
+                        layer = make(experts={"num_experts_per_device": count}, group=group, use_2dh=two_level)
+                        fill(layer, net.get_world_rank(group), net.get_world_size(group))
+                        y = layer(draw((9 + rank, D), rank).float())
+                        y.square().sum().backward()
+                        results.append([y.detach(), *(p.grad for p in layer.parameters())])
+                    assert all(map(torch.equal, *results)), (nodes, name, count)
+
+
+@pytest.mark.slow  # makes twelve topologies
+def test_nodes_of_local_size_ranks(cluster: Cluster) -> None:
+    cluster.run(4, on_nodes_of_two)
+
+
+def staying(rank: int, world: int) -> None:
+    """SKIP_A2A: rows are computed where they are, by the experts that are there."""
+    module = lambda **more: Expert(start=2.0 + rank, **more)  # noqa: E731
+    layer = moe.moe_layer({"type": "top", "k": 2}, D, {"type": "custom", "module": module, "count_per_node": 2})
+    x = tokens(24, 4, 4)
+    parts = torch.arange(2.0 * world).view(1, 2 * world) + 10 * rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SKIP_A2A", "1")
+        torch.testing.assert_close(layer(x, reserve_dims=2, capacity_factor=0.0), (2 + rank) * x)
+        assert torch.equal(net.all_to_all(parts, 0, 1), net.all_to_all(parts, 0, 1, background=True)())
+        assert torch.equal(net.all_to_all(parts, 0, 1), parts.view(world, 2))
+        assert torch.equal(net.simple_all_to_all(parts.t()), parts.t())
+        assert torch.equal(net.all_to_all_single(parts.t()), parts.t())
+    assert not torch.equal(net.simple_all_to_all(parts.t()), parts.t())
+
+
+def test_rows_that_stay(cluster: Cluster) -> None:
+    cluster.run(2, staying)
+
+
 def outside(rank: int, world: int) -> None:
     group = dist.new_group([0])
     if rank == 1:
