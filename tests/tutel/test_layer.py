@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.losses import balance_loss
@@ -334,6 +337,49 @@ def staying(rank: int, world: int) -> None:
 
 def test_rows_that_stay(cluster: Cluster) -> None:
     cluster.run(2, staying)
+
+
+class Model(nn.Module):
+    """A layer between dense ones, the same everywhere but for the experts, which are each rank's own."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(D, D)
+        self.moe = make({"type": "top", "k": 2, "capacity_factor": 0.0}, {"num_experts_per_device": 2})
+        fill(self.moe, rank, world)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(self.dense(x))
+        return y
+
+    def backward(self, x: Tensor, wrapper: nn.Module | None = None) -> list[Tensor]:
+        """Gradients: of the dense layer, of the gate, and of the experts."""
+        ((wrapper or self)(x).square().sum() + self.moe.l_aux).backward()
+        grads = [p.grad for p in (self.dense.weight, self.moe.gates[0].wg.weight, *self.moe.experts.parameters())]
+        return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+def wrapped(rank: int, world: int) -> None:
+    """Shared gradients are averaged, experts' are left alone: by DDP and by FSDP, as Tutel's users keep experts out."""
+    x = draw((9 + rank, D), rank).float()
+    dense, gate, *experts = Model(rank, world).backward(x)
+    expected = [net.simple_all_reduce(dense) / world, net.simple_all_reduce(gate) / world, *experts]
+    model = Model(rank, world)
+    own = {name: p for name, p in model.named_parameters() if hasattr(p, "_tutel_expert")}
+    model._ddp_params_and_buffers_to_ignore = list(own)  # type: ignore[assignment]
+    torch.testing.assert_close(model.backward(x, nn.parallel.DistributedDataParallel(model)), expected)
+    model = Model(rank, world)
+    fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", (world,)),
+        ignored_params={p for p in model.parameters() if hasattr(p, "_tutel_expert")},
+    )
+    torch.testing.assert_close(model.backward(x), expected)
+
+
+def test_gradients_under_wrappers(cluster: Cluster) -> None:
+    cluster.run(2, wrapped)
 
 
 def outside(rank: int, world: int) -> None:

@@ -48,7 +48,8 @@ class MOELayer(nn.Module):
         seeds: set before the experts, before gate i (plus i), and at the end: (gate, experts, after).
         a2a_ffn_overlap_degree: chunks whose travel overlaps with other chunks' computation, by Tutel's own plan; the
             capacity is rounded up to a multiple, as in Tutel. "auto": the library's scheduler chooses by what this
-            machine takes, and nothing is rounded.
+            machine takes, and nothing is rounded. Custom experts are given W·C places of each local expert; chunks of
+            them have as many as their rows need.
         is_postscore: gates multiply results; else what experts are given.
         batch_prioritized_routing: the surest tokens get their places first (also BATCH_PRIO=1).
         normalize_gate: with k > 1 the gates of a token are divided by their sum.
