@@ -160,3 +160,14 @@ def test_old_files_and_namespaces(tmp_path: Path) -> None:
         scatter.main(
             ["--input", f"{tmp_path}/whole", "--namespace", "model", "--output_size", "3", "--outputs", "{rank}"]
         )
+
+
+def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
+    command = ["--inputs", f"{tmp_path}/file", "--input_size", "1", "--output", f"{tmp_path}/whole"]
+    torch.save({"model": model(4).state_dict(), "args": Path("a")}, tmp_path / "file")
+    with pytest.raises(ConfigError, match="no checkpoint of tensors and plain values; save state_dict"):
+        gather.main([*command, "--namespace", "model"])
+    torch.save({"model": model(4).state_dict()}, tmp_path / "file")
+    with pytest.raises(ConfigError, match="nothing under 'module'; where 'module' should be it has 'model'"):
+        gather.main([*command, "--namespace", "module"])
+    assert not (tmp_path / "whole").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -16,11 +17,23 @@ State = dict[str, Any]
 
 
 def read(path: str, namespace: str) -> tuple[Any, State]:
-    """The file's content, and the state_dict in it: under `namespace`, keys joined by slashes."""
-    whole = torch.load(path, map_location="cpu", weights_only=True)
+    """The file's content, and the state_dict in it: under `namespace`, keys joined by slashes.
+
+    Raises:
+        ConfigError: a file that holds objects of classes, or nothing under `namespace`.
+    """
+    try:
+        whole = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{path} is no checkpoint of tensors and plain values; save state_dict() without other objects beside it"
+        ) from error
     state = whole
-    for key in namespace.split("/"):
-        state = state[key] if key else state
+    for key in filter(None, namespace.split("/")):
+        if not isinstance(state, dict) or key not in state:
+            names = ", ".join(map(repr, list(state)[:8])) if isinstance(state, dict) else type(state).__name__
+            raise ConfigError(f"{path} has nothing under {namespace!r}; where {key!r} should be it has {names}")
+        state = state[key]
     return whole, state
 
 
