@@ -35,6 +35,7 @@ class Shape:
 class Comparison:
     """Medians over the turns; `ratio`: how many times as long as the facade the other takes."""
 
+    peer: str
     threads: int
     ours_s: float
     theirs_s: float
@@ -64,11 +65,12 @@ def step(layer: Any, x_SM: torch.Tensor, dy_SM: torch.Tensor) -> list[torch.Tens
     return [y_SM.detach(), x_SM.grad, *(p.grad for p in layer.parameters())]
 
 
-def compare(theirs: Any, shape: Shape, threads: int, rounds: int) -> Comparison:
+def compare(theirs: Any, peer: str, shape: Shape, threads: int, rounds: int) -> Comparison:
     """Measures both by turns, after checking that their results are the same.
 
     Args:
         theirs: a module with Tutel's `moe_layer`.
+        peer: what it is.
     Raises:
         AssertionError: results differ.
     """
@@ -85,7 +87,7 @@ def compare(theirs: Any, shape: Shape, threads: int, rounds: int) -> Comparison:
         for which in (0, 1) if turn % 2 else (1, 0):
             times[which].append(seconds(lambda layer=layers[which]: step(layer, x_SM, dy_SM)))  # type: ignore[misc]
     ratio = statistics.median(other / ours for ours, other in zip(*times, strict=True))
-    return Comparison(threads, statistics.median(times[0]), statistics.median(times[1]), ratio)
+    return Comparison(peer, threads, statistics.median(times[0]), statistics.median(times[1]), ratio)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -101,7 +103,8 @@ def test_beside_tutel(benchmark, threads: int) -> None:  # type: ignore[no-untyp
     except Exception as error:  # it may be there and not load: a build for another machine
         pytest.skip(f"Tutel cannot be imported here, so there is nothing to compare with: {error}")
     shape = Shape()
-    found = compare(theirs, shape, threads, rounds=6)
+    peer = getattr(importlib.import_module("tutel"), "__version__", "Tutel of an unknown version")
+    found = compare(theirs, peer, shape, threads, rounds=6)
     layer = make(moe, shape)
     x_SM = torch.randn(shape.S, shape.M).requires_grad_()
     benchmark.extra_info.update(shape=asdict(shape), **asdict(found))

@@ -30,9 +30,9 @@ class Wrong(moe.MOELayer):
 def test_compares_and_checks() -> None:
     threads = torch.get_num_threads()
     try:
-        found = compare(SimpleNamespace(moe_layer=Twice), SMALL, threads=1, rounds=3)
+        found = compare(SimpleNamespace(moe_layer=Twice), "twice", SMALL, threads=1, rounds=3)
         assert found.ratio > 1 and found.theirs_s > found.ours_s > 0
         with pytest.raises(AssertionError):
-            compare(SimpleNamespace(moe_layer=Wrong), SMALL, threads=1, rounds=1)
+            compare(SimpleNamespace(moe_layer=Wrong), "wrong", SMALL, threads=1, rounds=1)
     finally:
         torch.set_num_threads(threads)

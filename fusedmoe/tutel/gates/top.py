@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates.linear import router_logits
+from fusedmoe.tutel.gates.product import gate_product
 
 # What the layer reads of a gate's description; a gate takes it and leaves it.
 OF_THE_LAYER = ("capacity_factor", "gate_noise")
@@ -46,14 +46,6 @@ class LinearTopKGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return gate_product(x, self.wg.weight, self.fp32_gate)
-
-
-def gate_product(x_SM: Tensor, weight_EM: Tensor, fp32: bool) -> Tensor:
-    """x·Wᵀ in the weights' dtype, or by the library's router in float32."""
-    if fp32:
-        return router_logits(x_SM.float(), weight_EM.float())
-    x_SM = x_SM.to(weight_EM.dtype)
-    return nn.functional.linear(x_SM, weight_EM) if x_SM.dtype.itemsize < 4 else router_logits(x_SM, weight_EM)
 
 
 def refuse_unknown(options: dict[str, Any]) -> None:
