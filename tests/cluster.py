@@ -140,6 +140,8 @@ def _serve(pipe: Connection, parent: int) -> None:
                 server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
             store = dist.PrefixStore(f"run {number}", server)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+            dist.barrier()  # a rank whose function ends at once closes connections that others may still be making
+            gc.freeze()  # what was imported stays: the collection below has only this run's objects to look at
             torch.manual_seed(0)
             value = (True, function(rank, world, *args))
         except BaseException as error:

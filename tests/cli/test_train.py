@@ -324,7 +324,10 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["sigint", "sigterm"])
+# Ctrl-C on ranks, below, is always tried.
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=["sigint", "sigterm"]
+)
 def test_one_process_that_is_asked_to_stop_saves(tmp_path: Path, text: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
     flags = [*TINY, "--steps", "1000000", "--data", str(text), "--run-dir", str(run)]

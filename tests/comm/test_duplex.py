@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,18 +94,20 @@ def test_a_killed_rank_ends_the_others(cluster: Cluster) -> None:
     check(cluster, random.randrange(4), r"its process ended", killed, random.uniform(0.0, 0.3))
 
 
-def never_comes(rank: int, world: int) -> str:
+def never_comes(rank: int, world: int, told: Path) -> str:
     group = Topology.from_sizes(ep=world, duplex=True, timeout_s=1.5).ep
     if rank == 1:
-        time.sleep(3.0)  # it is there, but elsewhere
+        while not told.exists():  # it is there, but elsewhere
+            time.sleep(0.05)
         return ""
     with pytest.raises(RankError) as raised:
         all_to_all_rows(group, torch.randn(4, 2), [2, 2], [2, 2])
+    told.touch()
     return str(raised.value)
 
 
-def test_waits_are_bounded(cluster: Cluster) -> None:
-    text, _ = cluster.run(2, never_comes, timeout_s=30.0)
+def test_waits_are_bounded(cluster: Cluster, tmp_path: Path) -> None:
+    text, _ = cluster.run(2, never_comes, tmp_path / "told", timeout_s=30.0)
     assert "not all ranks came within 2 s" in text and "rank 1" in text
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,23 +152,25 @@ def test_several_at_once(cluster: Cluster):
     assert all(torch.equal(one, sums[number % 2]) for number, one in enumerate(sums))
 
 
-def without_a_peer(rank: int, world: int) -> str:
+def without_a_peer(rank: int, world: int, told: Path) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=2.0)
     carrier = Carrier(topology.beside(topology.ep))
     if rank == 1:
-        time.sleep(4.0)
+        while not told.exists():
+            time.sleep(0.05)
         return "did not come"
     both = Placement(2, (0,), ((1,),))
     flight = carrier.gather(gather(both.sharding, both, Nodes(2, 1)), {0: 0}, [torch.ones(1, 4)])
     with pytest.raises(RankError) as caught:
         flight.wait()
+    told.touch()
     carrier.close()
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come(cluster: Cluster):
+def test_a_rank_that_does_not_come(cluster: Cluster, tmp_path: Path):
     """The error names who is missing and what was to be done."""
-    message = cluster.run(2, without_a_peer)[0]
+    message = cluster.run(2, without_a_peer, tmp_path / "told", timeout_s=30.0)[0]
     assert "sparse all-gather" in message and "rank 1" in message
 
 

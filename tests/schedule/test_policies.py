@@ -58,7 +58,7 @@ def test_every_policy_makes_a_whole_plan(policy, seed):
     assert max(POLICIES[policy].plan(costs, 3).degrees.values()) <= 3
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS)
 @example(2760)  # two plans whose times differ by rounding
 def test_joint_is_never_worse_and_nothing_beats_the_bound(seed):
@@ -120,7 +120,7 @@ def test_chunks_of_other_numbers_cost_a_copy():
             assert {task for task in plan if found[task] != plain[task] and task.layer == layer} <= chunks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(SEEDS)
 def test_copies_between_chunks_are_weighed(seed):
     rng = random.Random(seed)

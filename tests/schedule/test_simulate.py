@@ -51,7 +51,7 @@ def durations(rng: random.Random, plan: Plan) -> dict[Task, float]:
     return {task: choose() for task in plan}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1.0, 0.75, 0.5, 0.3, 0.1]))
 def test_simulation_equals_its_definition(seed, contention):
     rng = random.Random(seed)

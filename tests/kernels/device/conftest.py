@@ -87,6 +87,12 @@ def no_sync(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     return unsynchronised
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Last, so that this process does not wait for the other while it has tests of its own."""
+    if _ELSEWHERE:
+        items.sort(key=lambda item: item.path.is_relative_to(_HERE))
+
+
 def pytest_runtestloop(session: pytest.Session) -> None:
     config = session.config
     nodeids = [item.nodeid for item in session.items if item.path.is_relative_to(_HERE)]
