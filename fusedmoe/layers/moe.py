@@ -105,10 +105,11 @@ class MoELayer(nn.Module):
     saves its matrices, S·E·C twice; under autocast x and the experts' parameters are also saved in the lower precision.
 
     Raises:
-        ConfigError: sizes that cannot work, found when the layer is made or called in a world of one.
+        ConfigError: parts of another kind or sizes that cannot work, found when the layer is made or called in a world
+            of one.
         RankError: in a larger world, on every rank alike, naming the rank at fault: layers that differ (found when
-            they are made, which is collective), input of a wrong shape or dtype, logits that are not finite. Nothing
-            has been sent by then.
+            they are made, which is collective), input of a wrong shape, dtype or device, logits that are not finite.
+            Nothing has been sent by then.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -137,10 +138,21 @@ class MoELayer(nn.Module):
             raise ConfigError(f"placement = {placement!r}; choose ep or fssdp")
         if mp_input not in ("replicated", "split", "partial"):
             raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
+        hooks = tuple(hooks)
+        _require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
+        own = ", or modules of your own by fusedmoe.experts.Custom"
+        for name, network in (("experts", experts), ("shared", experts if shared is None else shared)):
+            _require_kind(name, network, Experts, f"fusedmoe.experts.SwiGLU(hidden=2048){own}")
+        if order is not None:
+            _require_kind("order", order, Order, "fusedmoe.orders.Sparse()")
+        if topology is not None:
+            _require_kind("topology", topology, Topology, "fusedmoe.Topology.from_sizes(ep=4)")
+        for hook in hooks:
+            _require_kind("a hook", hook, Hooks, "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own")
         self.topology = Topology() if topology is None else topology
         ep, esp = self.topology.ep, self.topology.esp
         self.model_dim, self.mp_input = model_dim, mp_input
-        self.hooks = tuple(hooks)
+        self.hooks = hooks
         self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
         self.dispatch = dispatch
         self.topology.agree(
@@ -229,7 +241,8 @@ class MoELayer(nn.Module):
         if refusal is None:
             x_SM = x.reshape(-1, self.model_dim)
         else:
-            x_SM = torch.zeros(0, self.model_dim, dtype=self._dtype(), device=x.device)
+            like = self._like(x.float())
+            x_SM = torch.zeros(0, self.model_dim, dtype=like.dtype, device=like.device)
         if mp.size > 1 and self.mp_input != "split":
             self._agree_on_tokens(x_SM, refusal)
         counts = split_counts(len(x_SM), mp)
@@ -554,21 +567,23 @@ class MoELayer(nn.Module):
         self.topology.fail(CHECK, refusal)
         raise (ConfigError if self.topology.size == 1 else RankError)(f"rank {self.topology.rank}: {refusal}")
 
-    def _dtype(self) -> torch.dtype | None:
-        """The experts' parameters'; None without any."""
-        return next((parameter.dtype for parameter in self.experts.parameters()), None)
+    def _like(self, x: Tensor) -> Tensor:
+        """A tensor of the dtype and device that x should have: a parameter of the experts; x itself without any."""
+        return next(self.experts.parameters(), x)
 
     def _refuse_input(self, x: Tensor) -> str | None:
         if x.dim() < 1 or x.shape[-1] != self.model_dim:
             return (
                 f"MoELayer got input of shape {list(x.shape)}; its last dimension must be model_dim = {self.model_dim}"
             )
-        dtype = self._dtype()
+        like = self._like(x)
+        if x.device != like.device:
+            return f"MoELayer got input on {x.device} but its experts are on {like.device}; move one with .to()"
         if not x.is_floating_point():
             return f"MoELayer got input of {x.dtype}; it takes floating-point numbers"
-        if dtype is not None and x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
             return (
-                f"MoELayer got input of {x.dtype} but its experts are {dtype}; convert one with .to(), or use "
+                f"MoELayer got input of {x.dtype} but its experts are {like.dtype}; convert one with .to(), or use "
                 "torch.autocast"
             )
         return None
@@ -579,6 +594,12 @@ class MoELayer(nn.Module):
             f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, schedule={schedule!r}, "
             f"{self.topology}"
         )
+
+
+def _require_kind(name: str, part: object, kind: type, example: str) -> None:
+    """A name or a class in place of a part would be noticed late, without a cure, or never."""
+    if not isinstance(part, kind):
+        raise ConfigError(f"MoELayer: {name} is {part!r}, no {kind.__name__}; give, say, {example}")
 
 
 def _require_shardings(experts: Experts) -> None:
