@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -51,8 +51,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"unknown schedule {self.policy!r}; choose {', '.join(SCHEDULES)}")
-        if self.degrees is not None and (len(self.degrees) != 2 or min(self.degrees) < 1):
-            raise ConfigError(f"degrees are the chunks forward and backward, each at least 1, not {self.degrees}")
+        if self.degrees is not None:
+            require_degrees(self.degrees)
 
     @classmethod
     def named(cls, name: str) -> Schedule | None:
@@ -87,6 +87,12 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.policy if self.degrees is None else f"{self.policy} in {self.degrees} chunks"
+
+
+def require_degrees(degrees: object) -> None:
+    """Two numbers, one for each pass; one number for both is a mistake easily made."""
+    if not (isinstance(degrees, Sequence) and len(degrees) == 2 and min(degrees) >= 1):
+        raise ConfigError(f"degrees are the chunks forward and backward, each at least 1: (2, 2), say, not {degrees!r}")
 
 
 # Of topologies that are in use; the layers of a model share one.

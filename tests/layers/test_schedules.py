@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -364,8 +365,10 @@ def test_refusals() -> None:
     for refused in (lambda: Schedule("fast"), lambda: MoELayer(M, GATES["topk"](), SwiGLU(8), schedule="fast")):
         with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose off, auto, sequential"):
             refused()
-    with pytest.raises(ConfigError, match="each at least 1"):
-        Schedule("fsmoe", (0, 1))
+    degrees: Any
+    for degrees in ((0, 1), 2, (2, 2, 2)):
+        with pytest.raises(ConfigError, match=f"each at least 1.* not {re.escape(repr(degrees))}"):
+            Schedule("fsmoe", degrees)
 
 
 @pytest.mark.parametrize("schedule", ["off", "auto", "fsmoe", Schedule("fsmoe", (4, 2))], ids=str)
