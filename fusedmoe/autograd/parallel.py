@@ -1,8 +1,8 @@
 """Rows over a model-parallel group: the four moves between split, replicated and partial tensors.
 
 `counts[i]` is how many rows the i-th rank of the group owns when rows are split, the same list on every rank; a split
-tensor is [counts[group.index], M], any other [sum(counts), M]. None saves a tensor for backward. A replicated tensor holds
-the same rows on every rank, and so does its gradient; a partial tensor is a summand.
+tensor is [counts[group.index], M], any other [sum(counts), M]. None saves a tensor for backward. A replicated tensor
+holds the same rows on every rank, and so does its gradient; a partial tensor is a summand.
 
 | function | from -> to | forward | backward |
 |---|---|---|---|
