@@ -57,7 +57,9 @@ class Model(nn.Module):
             "hidden_size_per_expert": args.hidden_size,
         }
         if args.expert_type == "ffn":
-            experts |= {"activation_fn": lambda x: F.relu(x), "init": args.init}
+            experts |= {"activation_fn": lambda x: F.relu(x)}
+            if args.init != "0.4":  # Tutel itself knows no choice
+                experts |= {"init": args.init}
         degree = args.a2a_ffn_overlap_degree
         self.megablocks_size = args.megablocks_size
         self._moe_layer = tutel_moe.moe_layer(

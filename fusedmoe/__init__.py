@@ -1,42 +1,65 @@
-"""Mixture-of-experts layers for PyTorch whose communication hides behind computation."""
+"""Mixture-of-experts layers for PyTorch whose communication hides behind computation.
 
-import sys
+Names are imported when they are first asked for, so that what does not compute (`fusedmoe.schedule`, `fusedmoe.tutel`
+before its layers) does not wait for torch.
+"""
 
-from fusedmoe import graph, ops
-from fusedmoe.autograd.hooks import HookContext, Hooks
-from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers import experts, gates, hooks, losses, orders
-from fusedmoe.layers.fsmoe import CallbackBase, ExpertBase, LinearGate, MOELayer, SimpleOrder
-from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.pipeline import pipeline
-from fusedmoe.layers.schedule import Schedule
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusedmoe import experts as experts
+    from fusedmoe import gates as gates
+    from fusedmoe import graph as graph
+    from fusedmoe import hooks as hooks
+    from fusedmoe import losses as losses
+    from fusedmoe import ops as ops
+    from fusedmoe import orders as orders
+    from fusedmoe.autograd.hooks import HookContext as HookContext
+    from fusedmoe.autograd.hooks import Hooks as Hooks
+    from fusedmoe.comm.topology import Topology as Topology
+    from fusedmoe.errors import ConfigError as ConfigError
+    from fusedmoe.errors import RankError as RankError
+    from fusedmoe.layers.fsmoe import CallbackBase as CallbackBase
+    from fusedmoe.layers.fsmoe import ExpertBase as ExpertBase
+    from fusedmoe.layers.fsmoe import LinearGate as LinearGate
+    from fusedmoe.layers.fsmoe import MOELayer as MOELayer
+    from fusedmoe.layers.fsmoe import SimpleOrder as SimpleOrder
+    from fusedmoe.layers.moe import MoELayer as MoELayer
+    from fusedmoe.layers.pipeline import pipeline as pipeline
+    from fusedmoe.layers.schedule import Schedule as Schedule
 
 __version__ = "0.1.0"
 
-# The parts of the layers are public without the floor they live on: `from fusedmoe.gates import TopK` works, too.
-for _part in (experts, gates, hooks, losses, orders):
-    sys.modules[f"fusedmoe.{_part.__name__.rpartition('.')[2]}"] = _part
+_MODULES = ("experts", "gates", "graph", "hooks", "losses", "ops", "orders")
+_HOMES = {
+    "CallbackBase": "layers.fsmoe",
+    "ConfigError": "errors",
+    "ExpertBase": "layers.fsmoe",
+    "HookContext": "autograd.hooks",
+    "Hooks": "autograd.hooks",
+    "LinearGate": "layers.fsmoe",
+    "MOELayer": "layers.fsmoe",
+    "MoELayer": "layers.moe",
+    "RankError": "errors",
+    "Schedule": "layers.schedule",
+    "SimpleOrder": "layers.fsmoe",
+    "Topology": "comm.topology",
+    "pipeline": "layers.pipeline",
+}
+__all__ = [*_HOMES, *_MODULES]
 
-__all__ = [
-    "CallbackBase",
-    "ConfigError",
-    "ExpertBase",
-    "HookContext",
-    "Hooks",
-    "LinearGate",
-    "MOELayer",
-    "MoELayer",
-    "RankError",
-    "Schedule",
-    "SimpleOrder",
-    "Topology",
-    "experts",
-    "gates",
-    "graph",
-    "hooks",
-    "losses",
-    "ops",
-    "orders",
-    "pipeline",
-]
+if not TYPE_CHECKING:  # a type checker would take it for a sign that there may be any name
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"fusedmoe.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'fusedmoe' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"fusedmoe.{_HOMES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -6,11 +6,14 @@ import pickle
 import subprocess
 import sys
 
+import pytest
+
 import fusedmoe
 
 CODE = """
 import pickle, sys
 import fusedmoe
+assert all(getattr(fusedmoe, name) is not None for name in fusedmoe.__all__)
 heavy = [name for name in ("triton", "torch._dynamo", "sympy", "scipy.optimize", "sklearn", "ortools", "matplotlib")
          if name in sys.modules]
 assert not heavy, heavy
@@ -30,3 +33,18 @@ def test_the_compiler_is_imported_with_the_first_layer() -> None:
     layer = pickle.dumps(fusedmoe.MoELayer(8, gate, experts, hooks=[fusedmoe.Hooks()]))
     done = subprocess.run([sys.executable, "-c", CODE], input=layer, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("name", ["fusedmoe", "fusedmoe.schedule.simulate", "fusedmoe.tutel"])
+def test_what_does_not_compute_does_not_wait_for_torch(name: str) -> None:
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_names() -> None:
+    from fusedmoe.gates import TopK
+
+    assert fusedmoe.gates.TopK is TopK is fusedmoe.layers.gates.TopK  # type: ignore[attr-defined]
+    assert set(fusedmoe.__all__) <= set(dir(fusedmoe))
+    with pytest.raises(AttributeError, match="no attribute 'MoeLayer'"):
+        fusedmoe.MoeLayer  # type: ignore[attr-defined]  # noqa: B018

@@ -222,7 +222,9 @@ def _layer_costs(setting: Setting, step: Step, model: CostModel, computing: Mapp
         backward = {"expert": found["backward"]["expert"], **dense["backward"]}
         apart = {source: [computing[name].seconds(1.0) for name in names] for source, names in _APART.items()}
         shares = {source: weights_s / (input_s + weights_s) for source, (input_s, weights_s) in apart.items()}
-        micro = MicroBatches(dense, {source: backward[source] * share for source, share in shares.items()})
+        longer_s = sum(apart["expert"]) - backward["expert"].seconds(1)
+        weights = {source: backward[source] * share for source, share in shares.items()}
+        micro = MicroBatches(dense, weights, apart_s=max(0.0, longer_s))
     return LayerCosts(found, dense_s, step.gradient_bytes, micro)
 
 

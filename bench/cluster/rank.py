@@ -137,7 +137,7 @@ def _layer_json(setting: Setting, topology: Topology, profile: Profile, rounds: 
     for policy, of in seconds.items():
         median = statistics.median(of)
         found[policy] = {**spread(of), "speed_up": off / median}
-        plans = list(made[policy]._plans.items())
+        plans = list(made[policy]._planner.made.items())
         if plans:
             workload, both = plans[-1]
             assert isinstance(workload, Workload)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fusedmoe.errors import ConfigError
 
+__all__ = ["balance_loss", "load_importance_loss", "z_loss"]
+
 _MEAN_FLOOR = 1e-10  # keeps cv² finite when nothing was routed
 
 

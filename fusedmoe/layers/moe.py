@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, NoReturn, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,41 +16,27 @@ from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows, sum_gradient
 from fusedmoe.autograd.pipeline import GradientPieces, Pipeline, Plans, pipeline
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
-from fusedmoe.comm.exchange import CHECK, Exchange
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.kernels.backend import uses_triton
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
-from fusedmoe.layers.by_puts import Way, choose_way, fused_experts, fused_kind
+from fusedmoe.layers.by_puts import Way, fused_experts
 from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.gates import Gate, SoftMoE
 from fusedmoe.layers.gates.base import Routing, SoftRouting
+from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
 from fusedmoe.layers.placed import Placed, first_place
-from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
-from fusedmoe.layers.watch import LogitsWatch, count_bad
+from fusedmoe.layers.planner import Followed, Planner
+from fusedmoe.layers.refusals import Refusals, require_kind
+from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.runtime.streams import Streams
-from fusedmoe.schedule.task import PIPELINE, Task
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.task import Task
 
 MpInput = Literal["replicated", "split", "partial"]
 Placements = Literal["ep", "fssdp"]
-
-_BAD_LOGITS = "router logits are NaN or infinite"
-_BAD_LOGITS_CURE = (
-    "Look at the layer's input and at the gate's weights: most often the learning rate is too high or a loss scale has "
-    "overflowed"
-)
-
-
-class _Followed(NamedTuple):
-    """Plans that a layer has been told to follow."""
-
-    plans: Plans
-    gradients: GradientPieces | None = None
-    beside: Sequence[Task] = ()
 
 
 class MoELayer(nn.Module):
@@ -139,16 +124,16 @@ class MoELayer(nn.Module):
         if mp_input not in ("replicated", "split", "partial"):
             raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
         hooks = tuple(hooks)
-        _require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
+        require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
         own = ", or modules of your own by fusedmoe.experts.Custom"
         for name, network in (("experts", experts), ("shared", experts if shared is None else shared)):
-            _require_kind(name, network, Experts, f"fusedmoe.experts.SwiGLU(hidden=2048){own}")
+            require_kind(name, network, Experts, f"fusedmoe.experts.SwiGLU(hidden=2048){own}")
         if order is not None:
-            _require_kind("order", order, Order, "fusedmoe.orders.Sparse()")
+            require_kind("order", order, Order, "fusedmoe.orders.Sparse()")
         if topology is not None:
-            _require_kind("topology", topology, Topology, "fusedmoe.Topology.from_sizes(ep=4)")
+            require_kind("topology", topology, Topology, "fusedmoe.Topology.from_sizes(ep=4)")
         for hook in hooks:
-            _require_kind("a hook", hook, Hooks, "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own")
+            require_kind("a hook", hook, Hooks, "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own")
         self.topology = Topology() if topology is None else topology
         ep, esp = self.topology.ep, self.topology.esp
         self.model_dim, self.mp_input = model_dim, mp_input
@@ -200,16 +185,13 @@ class MoELayer(nn.Module):
                 raise _no_load(gate)
             self.placed = Placed(experts, gate.experts, self.topology)
         self.recorder: Recorder | None = None
-        self._schedule = self._settled(Schedule.named(schedule) if isinstance(schedule, str) else schedule)
-        self._plans: dict[Workload | None, Plans] = {}
-        self._ways: dict[torch.dtype, Way] = {}
-        self._followed: _Followed | None = None
+        self._planner = Planner(
+            self.topology, experts, Schedule.named(schedule) if isinstance(schedule, str) else schedule
+        )
+        self._refusals = Refusals(self.topology)
+        self._load = Load(gate.experts)
         self._streams = Streams()
         self.aux_loss = torch.zeros(())
-        self.load_E = torch.zeros(gate.experts, dtype=torch.long)
-        self._kept_E = torch.zeros(gate.experts, dtype=torch.long)
-        self._watch = LogitsWatch()
-        self._load_since_update_E: Tensor | None = None
         self._ran_without_graph = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -225,7 +207,7 @@ class MoELayer(nn.Module):
 
     def _guarded(self, x: Tensor) -> Tensor:
         with self.topology.guard("MoELayer.forward"):
-            self._refuse_logits_seen(self._watch.seen())
+            self._refusals.tell_logits()
             return self._forward(x)
 
     @property
@@ -237,14 +219,14 @@ class MoELayer(nn.Module):
         if self.hooks:
             x = run_hooks(self.hooks, "before_moe_start", self._tap(x, "before_moe_end"), HookContext("forward"))
         mp, recorder = self.topology.mp, self.recorder
-        refusal = self._refuse_input(x)
+        refusal = self._refusals.of_input(x, self.model_dim, self._like(x))
         if refusal is None:
             x_SM = x.reshape(-1, self.model_dim)
         else:
             like = self._like(x.float())
             x_SM = torch.zeros(0, self.model_dim, dtype=like.dtype, device=like.device)
         if mp.size > 1 and self.mp_input != "split":
-            self._agree_on_tokens(x_SM, refusal)
+            self._refusals.agree_on_tokens(x_SM, refusal, self.mp_input)
         counts = split_counts(len(x_SM), mp)
         if self.mp_input == "partial":
             x_SM = reduce_scatter_rows(x_SM, mp, counts, recorder)
@@ -265,38 +247,38 @@ class MoELayer(nn.Module):
         with span(recorder, "gate", kind="gate", phase="forward"):
             routing = self._replicated(self.gate, x_SM)
             self._count(routing)
-        refusal = refusal or self.refuse_logits(routing)
+        refusal = refusal or self._refusals.of_logits(routing)
         if self.topology.ep.size == self.topology.esp.size == 1:
-            self._refuse_if(refusal)
+            self._refusals.refuse(refusal)
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
         if not self._travels and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
             # The experts gather from the tokens themselves.
             with span(recorder, "order", kind="order", phase="forward"):
                 layout = self.order.layout(routing, self.gate.experts)
                 weight_N = slot_weights(routing, layout)
-            self._kept_E = layout.counts_E
+            self._load.kept_E = layout.counts_E
             y_SM = self.experts(x_SM, layout, weight_N)
         elif self.placed is not None:
             y_SM = self._through_placed(self.placed, x_SM, routing, refusal)
         elif way := self._way(x_SM, routing):
-            self._refuse_if(refusal)
+            self._refusals.refuse(refusal)
             with span(recorder, "order", kind="order", phase="forward"):
                 layout = self.order.layout(cast(Routing, routing), self.gate.experts)
-            self._kept_E = layout.counts_E
+            self._load.kept_E = layout.counts_E
             experts, weight_SK = self.experts.in_chunks(x_SM), cast(Routing, routing).weight_SK
             y_SM = fused_experts(x_SM, weight_SK, layout, self.topology, experts, way, recorder)
-        elif self._in_chunks and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
+        elif self._planner.in_chunks and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
             # Rows are copied in the order in which their chunks go.
             with span(recorder, "order", kind="order", phase="forward"):
                 layout = self.order.layout(routing, self.gate.experts).exact()
                 weight_N = slot_weights(routing, layout)
-            self._kept_E = layout.counts_E
+            self._load.kept_E = layout.counts_E
             exchange = self._meet(layout.counts_E, x_SM, refusal)
             y_SM = self._pipelined(x_SM, layout, weight_N, exchange, self.experts)
         else:
             with span(recorder, "order", kind="order", phase="forward"):
                 ordered = self.order.order(x_SM, routing, self.gate.experts)
-            self._kept_E = ordered.counts_E if ordered.layout is None else ordered.layout.counts_E
+            self._load.kept_E = ordered.counts_E if ordered.layout is None else ordered.layout.counts_E
             out_NM = self._compute(ordered, refusal)
             with span(recorder, "unorder", kind="unorder", phase="forward"):
                 y_SM = self.order.restore(out_NM, ordered)
@@ -313,7 +295,7 @@ class MoELayer(nn.Module):
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
             return self.experts(ordered.rows_NM, layout, ordered.weight_N)
         exchange = self._meet(ordered.counts_E, ordered.rows_NM, refusal)
-        if self._in_chunks:
+        if self._planner.in_chunks:
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
             return self._pipelined(ordered.rows_NM, layout, ordered.weight_N, exchange, self.experts)
         return through_experts(ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, self.recorder)
@@ -329,14 +311,14 @@ class MoELayer(nn.Module):
             placed.begin()
         with span(self.recorder, "order", kind="order", phase="forward"):
             layout = self.order.layout(routing, self.gate.experts).exact()
-            self._kept_E = layout.counts_E
+            self._load.kept_E = layout.counts_E
             layout = placed.split(layout, self.training and not _recomputing())
             weight_N = slot_weights(routing, layout)
         refusal = refusal or placed.refusal()
         exchange = self._meet(layout.counts_E, x_SM, refusal, held=max(1, len(placed.held)))
 
         def compute(experts: Experts) -> Tensor:
-            if self._in_chunks:
+            if self._planner.in_chunks:
                 return self._pipelined(x_SM, layout, weight_N, exchange, experts)
             rows_NM = permute(x_SM, layout)
             out_NM = through_experts(rows_NM, weight_N, exchange, experts, self.hooks, self.recorder)
@@ -353,9 +335,7 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """Dispatch, experts and combine by plans."""
         experts = local.in_chunks(x_SM)
-        followed = self._followed
-        if followed is None:
-            followed = _Followed(self._scheduled(x_SM, exchange.most_rows, experts.any_degree))
+        followed = self._planner.followed(x_SM, exchange.most_rows, self.experts, experts.any_degree)
         run = Pipeline(
             layout,
             exchange,
@@ -372,72 +352,14 @@ class MoELayer(nn.Module):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The kinds of tasks that plans of this layer have. Dispatch without peers is one too: hooks may act there."""
-        return PIPELINE if self.topology.esp.size > 1 else ("dispatch", "expert", "combine")
-
-    def _settled(self, schedule: Schedule | None) -> Schedule | None:
-        """One chunk where nothing travels: there is nothing to choose, nor to measure for it."""
-        ep, esp = self.topology.ep.size, self.topology.esp.size
-        if schedule is None or schedule.degrees is not None:
-            return schedule
-        if ep * esp == 1:
-            return replace(schedule, degrees=(1, 1))
-        self.experts.workload(1, 1, ep, esp)  # experts that cannot say what they compute are refused now
-        return schedule
+        """The kinds of tasks that plans of this layer have."""
+        return self._planner.kinds
 
     def _way(self, x_SM: Tensor, routing: Routing | SoftRouting) -> Way | None:
         """How kernels send and receive by themselves; None where collectives do. The first call is collective."""
-        if not self._asks_for_puts or not isinstance(routing, Routing):
+        if self.hooks or isinstance(self.order, Einsum) or not isinstance(routing, Routing):
             return None
-        experts = self.experts.in_chunks(x_SM)
-        kind = fused_kind(self.topology, x_SM, experts)
-        if kind is None:
-            return None
-        if x_SM.dtype not in self._ways:
-
-            def plans_for(tokens: int) -> Plans:
-                workload = self._workload(x_SM, tokens * self.gate.k)
-                return self._planned(x_SM, workload, any_degree=False, kinds=(*self.parts, kind))
-
-            self._ways[x_SM.dtype] = choose_way(self.topology, kind, x_SM, plans_for)
-        way = self._ways[x_SM.dtype]
-        return None if way.kind is None else way
-
-    @property
-    def _asks_for_puts(self) -> bool:
-        schedule = None if self._followed else self._schedule
-        if schedule is None or schedule.policy != "fused":
-            return False
-        return not self.hooks and not isinstance(self.order, Einsum)
-
-    def _scheduled(self, x_SM: Tensor, rows: int, any_degree: bool) -> Plans:
-        """The schedule's plans, by collectives, for so many rows of the rank that sends the most."""
-        workload = self._workload(x_SM, rows)
-        if workload not in self._plans:
-            self._plans[workload] = self._planned(x_SM, workload, any_degree, self.parts)
-        return self._plans[workload]
-
-    def _workload(self, x_SM: Tensor, rows: int) -> Workload | None:
-        """What a schedule must know; None where it has nothing to choose."""
-        assert self._schedule is not None
-        if self._schedule.degrees is not None:
-            return None
-        ep, esp = self.topology.ep.size, self.topology.esp.size
-        return self.experts.workload(_rounded(rows), x_SM.dtype.itemsize, ep, esp)
-
-    def _planned(self, x_SM: Tensor, workload: Workload | None, any_degree: bool, kinds: tuple[str, ...]) -> Plans:
-        """Plans of such tasks. The first of a layer is collective over all ranks, where it has to be measured for."""
-        schedule, topology, costs = self._schedule, self.topology, None
-        assert schedule is not None
-        if schedule.degrees is None and schedule.costs is None:
-            costs = measured_costs(topology, x_SM.device, x_SM.dtype)
-        plans = schedule.plans(kinds, workload, costs, any_degree=any_degree)
-        require_same_plans(topology, plans)
-        return plans
-
-    @property
-    def _in_chunks(self) -> bool:
-        return self._schedule is not None or self._followed is not None
+        return self._planner.way(x_SM, self.gate.k, self.experts) if self._planner.asks_for_puts else None
 
     def _replicated(self, module: nn.Module, *inputs: Any) -> Any:
         """Calls a module whose parameters are replicated.
@@ -456,7 +378,7 @@ class MoELayer(nn.Module):
         Args:
             gradients: reduces the gradient pieces that the backward plan has, and those `beside` what follows it.
         """
-        self._followed = _Followed(plans, gradients, beside)
+        self._planner.told = Followed(plans, gradients, beside)
 
     def update_gate(self) -> None:
         """Tells the gate the load of all ranks since the last call; call it after each optimizer step. Collective.
@@ -465,9 +387,7 @@ class MoELayer(nn.Module):
         """
         if not self._balances:
             return
-        load_E, self._load_since_update_E = self._load_since_update_E, None
-        if load_E is None:
-            load_E = torch.zeros_like(self.load_E)
+        load_E = self._load.taken()
         if self.topology.size > 1:
             load_E = load_E.to(device_of(self.topology.world))
         self.gate.update(all_reduce(self.topology.world, load_E, operation="sum of expert loads"))
@@ -480,18 +400,10 @@ class MoELayer(nn.Module):
     def count(self, routing: Routing, kept_E: Tensor) -> None:
         """What a forward outside this layer (`fusedmoe.pipeline`) routed, and the rows of each expert that it kept."""
         self._count(routing)
-        self._kept_E = kept_E
+        self._load.kept_E = kept_E
 
     def _count(self, routing: Routing | SoftRouting) -> None:
-        experts = self.gate.experts
-        if isinstance(routing, SoftRouting):
-            self.load_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
-            return
-        self.load_E = expert_load(routing.expert_SK, experts)
-        if self.training and self._balances and not _recomputing():
-            before_E = self._load_since_update_E
-            # A new tensor in either case: `load_E` is the user's to change.
-            self._load_since_update_E = self.load_E.clone() if before_E is None else before_E + self.load_E
+        self._load.count(routing, summed=self.training and self._balances and not _recomputing())
 
     def _keep_aux(self, aux: Tensor) -> None:
         mp = self.topology.mp
@@ -506,12 +418,17 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are not part of a graph.
-        return self.__dict__ | {"aux_loss": self.aux_loss.detach(), "_followed": None}
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
+
+    @property
+    def load_E(self) -> Tensor:
+        """[E] int64: slots that chose each expert in the last forward, on this rank, drops included."""
+        return self._load.chosen_E
 
     @property
     def dropped(self) -> int:
         """How many slots of the last forward were dropped (on CUDA this waits for the device)."""
-        return int(self.load_E.sum() - self._kept_E.sum())
+        return self._load.dropped()
 
     def check(self) -> None:
         """Raises what a forward would that knew of bad router logits in forwards before. Waits for the device.
@@ -519,87 +436,26 @@ class MoELayer(nn.Module):
         Only what runs on CUDA without waiting needs it, graphs above all: see `forward`.
         """
         with self.topology.guard("MoELayer.check"):
-            self._refuse_logits_seen(self._watch.wait())
+            self._refusals.tell_logits(wait=True)
 
     def refuse_logits(self, routing: Routing | SoftRouting) -> str | None:
         """What is wrong with the router's logits, if anything."""
-        logits_SE = routing.logits_SE
-        if logits_SE is None:
-            return None
-        if torch.compiler.is_compiling() and not uses_triton(logits_SE):
-            torch._assert_async(count_bad(logits_SE) == 0, f"{_BAD_LOGITS}. {_BAD_LOGITS_CURE}")
-        elif uses_triton(logits_SE) and self.topology.ep.size == self.topology.esp.size == 1:
-            self._watch.note(logits_SE)
-        elif bad := int(count_bad(logits_SE)):
-            return f"{bad} of {logits_SE.numel()} {_BAD_LOGITS}. {_BAD_LOGITS_CURE}"
-        return None
-
-    def _refuse_logits_seen(self, bad: int) -> None:
-        if bad:
-            self._watch = LogitsWatch()
-            self._refuse(f"{bad} {_BAD_LOGITS} in forwards before this one. {_BAD_LOGITS_CURE}")
+        return self._refusals.of_logits(routing)
 
     def _tap(self, tensor: Tensor, seam: str) -> Tensor:
         """The identity, whose backward passes the gradient through the hooks at `seam`."""
         return linear(tensor, lambda t: t, lambda grad: run_hooks(self.hooks, seam, grad, HookContext("backward")))
 
-    def _agree_on_tokens(self, x_SM: Tensor, refusal: str | None) -> None:
-        """MP ranks that pass in the same tokens, or summands of them, have as many of them, in one dtype."""
-        mp = self.topology.mp
-        own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
-        if refusal is not None:
-            self.topology.fail(CHECK, refusal)
-        own_12 = torch.tensor([own], device=device_of(mp))
-        found = all_gather_rows(mp, own_12, [1] * mp.size, "exchange of counts").tolist()
-        if refusal is None and [-1, 0] in found:
-            raise RankError(f"rank {self.topology.rank}: ended because {mp.board.read(wait_s=2.0)}")
-        if refusal is None and any(other != own for other in found):
-            held = (f"{n} of {8 * size} bits on rank {rank}" for rank, (n, size) in zip(mp.ranks, found, strict=True))
-            refusal = f"mp_input={self.mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
-        if refusal is not None:
-            self._refuse(refusal)
-
-    def _refuse_if(self, refusal: str | None) -> None:
-        if refusal:
-            self._refuse(refusal)
-
-    def _refuse(self, refusal: str) -> NoReturn:
-        self.topology.fail(CHECK, refusal)
-        raise (ConfigError if self.topology.size == 1 else RankError)(f"rank {self.topology.rank}: {refusal}")
-
     def _like(self, x: Tensor) -> Tensor:
         """A tensor of the dtype and device that x should have: a parameter of the experts; x itself without any."""
         return next(self.experts.parameters(), x)
 
-    def _refuse_input(self, x: Tensor) -> str | None:
-        if x.dim() < 1 or x.shape[-1] != self.model_dim:
-            return (
-                f"MoELayer got input of shape {list(x.shape)}; its last dimension must be model_dim = {self.model_dim}"
-            )
-        like = self._like(x)
-        if x.device != like.device:
-            return f"MoELayer got input on {x.device} but its experts are on {like.device}; move one with .to()"
-        if not x.is_floating_point():
-            return f"MoELayer got input of {x.dtype}; it takes floating-point numbers"
-        if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
-            return (
-                f"MoELayer got input of {x.dtype} but its experts are {like.dtype}; convert one with .to(), or use "
-                "torch.autocast"
-            )
-        return None
-
     def extra_repr(self) -> str:
-        schedule = "off" if self._schedule is None else str(self._schedule)
+        schedule = "off" if self._planner.schedule is None else str(self._planner.schedule)
         return (
             f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, schedule={schedule!r}, "
             f"{self.topology}"
         )
-
-
-def _require_kind(name: str, part: object, kind: type, example: str) -> None:
-    """A name or a class in place of a part would be noticed late, without a cure, or never."""
-    if not isinstance(part, kind):
-        raise ConfigError(f"MoELayer: {name} is {part!r}, no {kind.__name__}; give, say, {example}")
 
 
 def _require_shardings(experts: Experts) -> None:
@@ -617,24 +473,11 @@ def _no_load(gate: Gate) -> ConfigError:
     return ConfigError(f"{type(gate).__name__} gives all experts the same load: placement='ep' is for it")
 
 
-def _rounded(rows: int) -> int:
-    """To three binary digits, up: plans are made for few sizes."""
-    step = 1 << max(0, rows.bit_length() - 3)
-    return max(1, -(-rows // step) * step)
-
-
 @cache
 def _keep_out_of_graphs() -> None:
     """Compiled models call `_guarded` as it is. Said with the first layer, not with the module: to say so imports the
     compiler, which takes longer than all of this library."""
     MoELayer._guarded = torch.compiler.disable(MoELayer._guarded)  # type: ignore[method-assign]
-
-
-def expert_load(expert_SK: Tensor, experts: int) -> Tensor:
-    """[E] int64: slots that chose each expert; no host synchronisation."""
-    chosen = expert_SK.reshape(-1)
-    chosen = torch.where(chosen < 0, experts, chosen)
-    return chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
 
 
 def _recomputing() -> bool:

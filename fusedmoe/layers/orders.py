@@ -11,6 +11,8 @@ from fusedmoe.autograd.order import order, permute, take_slots, unpermute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
 
+__all__ = ["ORDERS", "Dropless", "Einsum", "Order", "Ordered", "Sparse", "slot_weights"]
+
 
 @dataclass(frozen=True, eq=False)
 class Ordered:

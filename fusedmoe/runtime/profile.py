@@ -230,7 +230,7 @@ class _Profiler:
             {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
         )
         contention = self._contention(lines, points, total) if contends else 1.0
-        costs = CostModel(lines, contention, machine)
+        costs = CostModel(lines, contention, machine, tiled=self._device.type == "cpu")
         seconds = self._elapsed_s()
         return Profile(costs, {name: tuple(of) for name, of in points.items()}, seconds)
 

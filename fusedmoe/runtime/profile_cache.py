@@ -44,7 +44,7 @@ def cached_profile(
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
     text = read(path) if topology.rank == 0 and not again else None
-    found = _valid(all_gather_object(topology.world, text, "reading the profile")[0], topology)
+    found = _valid(all_gather_object(topology.world, text, "reading the profile")[0], topology, device)
     if found is None:
         with Bar("measuring this machine") as bar:
             show = bar.show if topology.rank == 0 else None
@@ -97,7 +97,7 @@ def describe(facts: dict[str, Any]) -> str:
     )
 
 
-def _valid(text: str | None, topology: Topology) -> Profile | None:
+def _valid(text: str | None, topology: Topology, device: torch.device) -> Profile | None:
     if text is None:
         return None
     try:
@@ -107,7 +107,8 @@ def _valid(text: str | None, topology: Topology) -> Profile | None:
     lines = found.costs.lines
     numbers = [number for line in lines.values() for number in (line.alpha_s, line.beta_s)]
     sound = all(isinstance(number, float) and 0 <= number < math.inf for number in numbers)
-    return found if sound and lines.keys() == set(line_names(topology)) else None
+    same = lines.keys() == set(line_names(topology)) and found.costs.tiled == (device.type == "cpu")
+    return found if sound and same else None
 
 
 def _processor() -> str:

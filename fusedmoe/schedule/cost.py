@@ -150,7 +150,9 @@ class CostModel:
 
     `contention`: when a collective inside the node and one between nodes run at the same time, each goes on at this
     share of its own speed. `machine` says what was measured, for whoever reads it. `fused`: None for a machine without
-    fused operations, or where nothing is known of them: then no plan by cost has any.
+    fused operations, or where nothing is known of them: then no plan by cost has any. `tiled`: experts' gradients are
+    computed tile by tile, in the cache, as on a CPU. Activations that wait for weight gradients of their own are then
+    written and read for these alone; where it is not so, both ways of computing them do it.
 
     Raises `ConfigError` for an unknown line and a contention outside (0, 1].
     """
@@ -159,6 +161,7 @@ class CostModel:
     contention: float = 1.0
     machine: str = ""
     fused: FusedCosts | None = None
+    tiled: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.lines) - set(LINES))
@@ -178,7 +181,8 @@ class CostModel:
         lines = {name: vars(line) for name, line in self.lines.items()}
         head = {"format": _FORMAT, "version": _VERSION, "machine": self.machine, "contention": self.contention}
         fused = {} if self.fused is None else {"fused": asdict(self.fused)}
-        return json.dumps({**head, "lines": lines, **fused}, allow_nan=False, indent=2)
+        tiled = {"tiled": True} if self.tiled else {}
+        return json.dumps({**head, "lines": lines, **fused, **tiled}, allow_nan=False, indent=2)
 
     @classmethod
     def from_json(cls, source: str) -> CostModel:
@@ -192,7 +196,7 @@ class CostModel:
         try:
             lines = {name: Line(**line) for name, line in data["lines"].items()}
             fused = FusedCosts(**data["fused"]) if "fused" in data else None
-            return cls(lines, data["contention"], data["machine"], fused)
+            return cls(lines, data["contention"], data["machine"], fused, data.get("tiled") is True)
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"cost model: a field is missing or not known: {error}") from error
 

@@ -26,12 +26,14 @@ class MicroBatches:
     `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
     and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient". `waits`: forward, all
     micro-batches are routed before the first is sent, as where second choices compete for an expert's places; an
-    "order" in one piece then stands between them, which takes no time.
+    "order" in one piece then stands between them, which takes no time. `apart_s`: what the experts' backward pass takes
+    longer where weight gradients are tasks of their own, for which it then keeps activations and their gradients.
     """
 
     dense: Mapping[str, Mapping[str, Chunks]]
     weights: Mapping[str, Chunks]
     waits: bool = False
+    apart_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,9 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> Ch
         part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None
     else:
         part = micro.dense[phase].get(kind)
-    if part is not None and without_weights:
-        weights = None if micro is None else micro.weights.get(kind)
-        part = None if weights is None else part + weights * -1.0
-    return part
+    if part is None or not without_weights:
+        return part
+    weights = None if micro is None else micro.weights.get(kind)
+    if micro is None or weights is None:
+        return None
+    return part + weights * -1.0 + Chunks(0.0, micro.apart_s if kind == "expert" else 0.0)

@@ -84,6 +84,11 @@ class Workload:
         """Elements that the experts' forward pass keeps: rows and pre-activations."""
         return self.rows * (self.model_dim + (_GEMMS[self.expert] - 1) * self.hidden / self.esp)
 
+    def kept_for_weights(self) -> float:
+        """Elements that are kept between the gradients of rows and those of the experts' weights: activations, and the
+        gradients of pre-activations."""
+        return self.rows * _GEMMS[self.expert] * self.hidden / self.esp
+
     def projection_flop(self) -> float:
         """Of attention's four projections, forward."""
         return 2 * _PROJECTIONS * self.tokens * self.model_dim**2 / self.esp
@@ -104,8 +109,8 @@ class Workload:
 
         In micro-batches each part of it starts anew for every one. Of the backward pass, one product of two of the
         experts and of attention's projections is a weight gradient. Fused operations are there where the machine has
-        them (`cost.FusedCosts`), and copies between the chunks of one pass and those of the other cost something where
-        it is known what copies take.
+        them (`cost.FusedCosts`). Where it is known what copies take, copies between the chunks of one pass and those of
+        the other cost something, and so does what weight gradients of their own must keep (`CostModel.tiled`).
         """
         chunks: dict[str, dict[str, Chunks]] = {}
         fused: dict[str, dict[str, TiledChunks]] = {}
@@ -135,8 +140,10 @@ class Workload:
             for phase, apart in zip(PHASES, (Chunks(0.0, 0.0), weights["expert"]), strict=True):
                 products = _GEMMS[self.expert]
                 fused[phase] = tiled_parts(chunks[phase], phase, products, apart, self.rows, model.fused)
-        micro, kept_bytes = MicroBatches(dense, weights), self.kept() * self.itemsize
-        regroup_s = model.line("copy").seconds(kept_bytes) if "copy" in model.lines else 0.0
+        copy = model.lines.get("copy", Line(0.0, 0.0))
+        apart_s = copy.seconds(self.kept_for_weights() * self.itemsize) if model.tiled else 0.0
+        micro = MicroBatches(dense, weights, apart_s=apart_s)
+        regroup_s = copy.seconds(self.kept() * self.itemsize)
         return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, fused, regroup_s)
 
     def step_costs(

@@ -12,8 +12,11 @@ _USAGE = "usage: python -m fusedmoe.tutel (script.py | -m module) [arguments …
 
 
 def main(arguments: list[str]) -> None:
-    if not arguments or arguments in (["-h"], ["--help"], ["-m"]):
-        sys.exit(f"{__doc__}\n{_USAGE}")
+    if arguments in (["-h"], ["--help"]):
+        print(f"{__doc__}\n{_USAGE}")
+        return
+    if not arguments or arguments == ["-m"]:
+        sys.exit(_USAGE)
     install()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]

@@ -11,8 +11,6 @@ from fusedmoe.tutel.impls.communicate import (
     barrier,
     batch_all_gather_v,
     batch_all_to_all_v,
-    create_groups_from_world,
-    create_standalone_group,
     reduce_scatter,
     simple_all_gather,
     simple_all_reduce,
@@ -25,6 +23,7 @@ from fusedmoe.tutel.impls.communicate import (
     zero_scatter,
 )
 from fusedmoe.tutel.impls.groups import get_world_rank, get_world_size
+from fusedmoe.tutel.impls.job import create_groups_from_world, create_standalone_group
 from fusedmoe.tutel.impls.optimizer import TutelDistributedOptimizer
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers import moe as moe_module
+from fusedmoe.layers import planner as planner_module
 from fusedmoe.layers import schedule as schedule_module
 from fusedmoe.layers.experts import Custom, SwiGLU
 from fusedmoe.layers.moe import MoELayer
@@ -162,7 +162,7 @@ def by_costs(rank: int, world: int) -> tuple[Any, Any]:
         costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-12), "all-reduce/dp": line})
         layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=Schedule("fsmoe", costs=costs))
         step(layer, rank, torch.float64)
-        (plans,) = layer._plans.values()
+        (plans,) = layer._planner.made.values()
         found.append((max(plans.forward.degrees.values()), max(plans.backward.degrees.values())))
         found.append(plans.forward.fingerprint)
     return tuple(found)
@@ -219,9 +219,9 @@ def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
             found = step(layer, rank, torch.float64)
             for part, right in plain.items():
                 assert torch.equal(found[part], right), (name, part)
-            (plans,) = layer._plans.values()
+            (plans,) = layer._planner.made.values()
             given = Schedule("joint" if name == "auto" else name, costs=costs)
-            (workload,) = layer._plans
+            (workload,) = layer._planner.made
             assert plans == given.plans(layer.parts, workload)
             layer.eval()
             with torch.no_grad():
@@ -243,13 +243,13 @@ def many_chunks(rank: int, world: int) -> tuple[int, int]:
     slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_module, "measured_costs", None)
-        patch.setattr(moe_module, "measured_costs", lambda *where: slow)
+        patch.setattr(planner_module, "measured_costs", lambda *where: slow)
         plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
         layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule="auto")
         found = step(layer, rank, torch.float64)
     for name, right in plain.items():
         torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-10)
-    (plans,) = layer._plans.values()
+    (plans,) = layer._planner.made.values()
     return max(plans.forward.degrees.values()), max(plans.backward.degrees.values())
 
 
@@ -271,7 +271,7 @@ def measured_once(rank: int, world: int) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_module, "cached_profile", measure)
-        patch.setattr(moe_module, "require_same_plans", lambda topology, plans: compared.append(plans))
+        patch.setattr(planner_module, "require_same_plans", lambda topology, plans: compared.append(plans))
         for dtype in (torch.float64, torch.float32):
             for _ in range(2):
                 layer = build("topk", "sparse", "swiglu", topology, dtype, schedule="fsmoe")
@@ -289,7 +289,7 @@ def differing(rank: int, world: int) -> None:
     topology = Topology.from_sizes(2, 2, ranks_per_node=2, timeout_s=60.0)
     layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=Schedule("fsmoe", (2, 2)))
     if rank in (1, 3):
-        layer._schedule = Schedule("fsmoe", (2, 4))
+        layer._planner.schedule = Schedule("fsmoe", (2, 4))
     step(layer, rank, torch.float64)
 
 
@@ -317,11 +317,11 @@ def modules(rank: int, world: int) -> None:
         found.append(step(layer, rank, torch.float64))
     for name, right in found[0].items():
         torch.testing.assert_close(found[1][name], right, rtol=1e-10, atol=1e-10)
-    (plans,) = layer._plans.values()
+    (plans,) = layer._planner.made.values()
     assert plans.forward.degrees["forward", 0] == plans.backward.degrees["backward", 0] > 1
-    (workload,) = layer._plans
-    assert layer._schedule is not None
-    free = layer._schedule.plans(layer.parts, workload)
+    (workload,) = layer._planner.made
+    assert layer._planner.schedule is not None
+    free = layer._planner.schedule.plans(layer.parts, workload)
     assert free.forward == plans.forward and free.backward.degrees["backward", 0] != plans.forward.degrees["forward", 0]
 
 
@@ -383,7 +383,7 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("schedule", ["off", "auto", "fsmoe", Schedule("fsmoe", (4, 2))], ids=str)
 def test_one_process_does_not_notice(monkeypatch: pytest.MonkeyPatch, schedule: str | Schedule) -> None:
     """Nor does it measure anything, with hooks or without."""
-    monkeypatch.setattr(moe_module, "measured_costs", None)
+    monkeypatch.setattr(planner_module, "measured_costs", None)
     for hooks in ([], [fusedmoe.Hooks()]):
         found = []
         for options in ({}, {"schedule": schedule}):

@@ -32,7 +32,7 @@ class Profiler:
     def __call__(self, topology: Topology, device: torch.device, **asked: Any) -> Profile:
         self.asked.append(asked)
         line = Line(1e-6 * len(self.asked), 1e-12, 0.5)
-        costs = CostModel(dict.fromkeys(line_names(topology), line), 0.5, asked["machine"])
+        costs = CostModel(dict.fromkeys(line_names(topology), line), 0.5, asked["machine"], tiled=True)
         return Profile(costs, {name: ((1.0, 2.0), (3.0, 4.0)) for name in costs.lines}, 1.5)
 
 
@@ -82,6 +82,7 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "no text": lambda text: "\udcff",
     "costs without points": lambda text: CostModel.from_json(text).to_json(),
     "a line less": lambda text: text.replace('"gemm"', '"all-reduce/dp"'),
+    "a processor of another kind": lambda text: text.replace('"tiled": true', '"tiled": false'),
     "a time below zero": line(alpha_s=-1.0),
     "a time of text": line(beta_s="fast"),
     "no number": line(alpha_s=float("nan")),

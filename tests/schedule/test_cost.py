@@ -58,6 +58,7 @@ def test_the_inverse_is_zero_below_the_start():
 
 def test_a_model_survives_json():
     assert CostModel.from_json(MODEL.to_json()) == MODEL
+    assert CostModel.from_json(replace(MODEL, tiled=True).to_json()) == replace(MODEL, tiled=True) != MODEL
     for testbed in TESTBEDS.values():
         assert CostModel.from_json(testbed.costs.to_json()) == testbed.costs
 
@@ -109,6 +110,10 @@ def test_layer_costs_by_hand():
     costs = work.layer_costs(MODEL)
     a2a, ag, rs, _, gemm, copy = (MODEL.lines[name] for name in LINES)
     assert costs.regroup_s == pytest.approx(copy.seconds(4 * 48 * (4 + 10 / 2)))  # rows, and half of each hidden row
+    assert costs.micro is not None and costs.micro.apart_s == 0
+    micro = work.layer_costs(replace(MODEL, tiled=True)).micro
+    assert micro is not None
+    assert micro.apart_s == pytest.approx(copy.seconds(4 * 48 * 2 * 10 / 2))  # activations and their gradients
     volume = work.volumes()
     for phase, twice in (("forward", 1), ("backward", 2)):
         chunks = costs.chunks[phase]
@@ -131,7 +136,7 @@ def test_published_coefficients_give_the_published_times():
     """Table 2, Mixtral-7B on testbed A (ms): both model-parallel and expert-sharding collectives count there."""
     work = Workload(4, 1024, 4096, 14336, experts=6, ep=6, esp=8, expert="swiglu")
     costs = work.layer_costs(TESTBEDS["A"].costs)
-    assert costs.regroup_s == 0  # nothing is published of copies
+    assert costs.micro is not None and costs.regroup_s == costs.micro.apart_s == 0  # nothing is published of copies
     chunks = costs.chunks["forward"]
     rows = work.tokens * work.model_dim * 4
     line = TESTBEDS["A"].costs.line

@@ -33,7 +33,12 @@ def random_layer(rng: random.Random) -> LayerCosts:
     testbed = rng.choice(list(TESTBEDS))
     cases = list(workloads(TESTBEDS[testbed]))
     shape = replace(rng.choice(cases), ep=rng.choice([1, 8]), esp=rng.choice([1, 4]))
-    return shape.layer_costs(TESTBEDS[testbed].costs)
+    return kept_apart(shape.layer_costs(TESTBEDS[testbed].costs), rng.choice([0.0, 1e-4, 1e-2]))
+
+
+def kept_apart(layer: LayerCosts, seconds: float) -> LayerCosts:
+    assert layer.micro is not None
+    return replace(layer, micro=replace(layer.micro, apart_s=seconds))
 
 
 def random_stack(rng: random.Random, layers: int | None = None) -> StackCosts:
@@ -70,6 +75,22 @@ def test_a_split_step_does_the_same_work():
         assert schedule.makespan_s(costs.contention) == pytest.approx(makespan(schedule.plan(), costs), rel=1e-12)
         if split.forward == split.backward == 1 and not split.weights:
             assert {(t.kind, t.layer, t.phase) for t in plan} == {(t.kind, t.layer, t.phase) for t in whole}
+
+
+def test_weight_gradients_of_their_own_cost_what_is_kept_for_them():
+    """The experts' backward pass takes it on, all chunks together, where it has them cut off, and nowhere else."""
+    rng = random.Random(5)
+    free = StackCosts(tuple(kept_apart(random_layer(rng), 0.0) for _ in range(2)))
+    dear = replace(free, layers=tuple(kept_apart(layer, 3e-3) for layer in free.layers))
+    for weights in (False, True):
+        plan = micro_schedule(free, Split(2, 3, weights=weights)).plan()
+        before, after = free.seconds(plan), dear.seconds(plan)
+        for task in plan:
+            more = 1e-3 if weights and task[:1] + task[3:4] == ("expert", "backward") else 0.0
+            assert after[task] - before[task] == pytest.approx(more, abs=1e-12)
+    dearest = replace(free, layers=tuple(kept_apart(layer, 10.0) for layer in free.layers))
+    plan = WHOLE_POLICIES["joint"](dearest, 4)
+    assert not any(task.kind == "weight-gradient" for task in plan)
 
 
 def test_a_plan_tells_how_it_is_split():

@@ -69,6 +69,29 @@ def test_two_ranks_to_one_four_and_eight(cluster: Cluster, tmp_path: Path, kind:
     assert list(first) == list(again) and all(torch.equal(first[key], again[key]) for key in first)
 
 
+OUTPUT = 5  # two ranks that share an expert hold three columns of its output bias each
+
+
+def shared(rank: int, world: int, folder: str) -> float:
+    """Two experts, each on half of the ranks; loaded, they are those of the file."""
+    torch.manual_seed(rank)
+    m = model(-(world // 2) if world > 2 else 2, output_dim=OUTPUT)
+    m.load_state_dict(torch.load(f"{folder}/{rank}-of-{world}.ckpt", weights_only=True))
+    return evaluate(m)
+
+
+def test_an_output_bias_that_its_ranks_cannot_share_evenly(cluster: Cluster, tmp_path: Path) -> None:
+    m = model(2, output_dim=OUTPUT)
+    with torch.no_grad():
+        m["moe"].experts.batched_fc2_bias.copy_(torch.arange(1.0, 2 * OUTPUT + 1).view(2, OUTPUT))
+    files, whole = str(tmp_path / "{rank}-of-{size}.ckpt"), str(tmp_path / "whole.ckpt")
+    torch.save(m.state_dict(), whole)
+    scatter.main(["--input", whole, "--output_size", "4", "--outputs", files])
+    assert cluster.run(4, shared, str(tmp_path)) == pytest.approx([evaluate(m)] * 4, rel=1e-5)
+    gather.main(["--inputs", files, "--input_size", "4", "--output", str(tmp_path / "0-of-1.ckpt")])
+    assert shared(0, 1, str(tmp_path)) == evaluate(m)
+
+
 def test_keys_and_shapes_are_tutels() -> None:
     layer = moe.moe_layer(
         [{"type": "top", "k": 2}, {"type": "cosine_top", "proj_dim": 6}],

@@ -50,5 +50,9 @@ def test_install_and_a_real_tutel_before_it() -> None:
 def test_modules_and_unknown_names() -> None:
     done = python("-m", "fusedmoe.tutel", "-m", "tutel.checkpoint.scatter", "--help")
     assert done.returncode == 0 and "--output_size" in done.stdout
+    done = python("-m", "fusedmoe.tutel", "--help")
+    assert done.returncode == 0 and "usage: python -m fusedmoe.tutel" in done.stdout
+    done = python("-m", "fusedmoe.tutel", "-m")
+    assert done.returncode and "usage: python -m fusedmoe.tutel" in done.stderr
     code = "import fusedmoe.tutel; fusedmoe.tutel.install(); import tutel.nothing"
     assert "ModuleNotFoundError: No module named 'tutel.nothing'" in python("-c", code).stderr

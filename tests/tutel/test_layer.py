@@ -6,11 +6,15 @@ import copy
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.losses import balance_loss
@@ -44,8 +48,9 @@ def test_refusals() -> None:
         make("SwitchGate")
     with pytest.raises(ConfigError, match="unknown type 'rnn' of experts"):
         make(experts={"type": "rnn"})
-    with pytest.raises(ConfigError, match="num_experts_per_device = 0"):
-        make(experts={"num_experts_per_device": 0})
+    for count in (0, 2.5, -0.5):
+        with pytest.raises(ConfigError, match=f"num_experts_per_device = {count}; give a count"):
+            make(experts={"num_experts_per_device": count})
     with pytest.raises(ConfigError, match="no option 'kk'"):
         make({"type": "top", "kk": 2})
     with pytest.raises(ConfigError, match="cannot share"):
@@ -56,8 +61,18 @@ def test_refusals() -> None:
         make({"type": "custom", "module": lambda model_dim, num_global_experts: nn.Linear(model_dim, 4)})
     with pytest.raises(ConfigError, match="adaptive degree 2"):
         make()(tokens(), adaptive_r=2)
-    with pytest.raises(ConfigError, match="unknown parallel_type"):
-        make(parallel_type="pipeline")
+    for kind in ("pipeline", "adaptive:x"):
+        with pytest.raises(ConfigError, match=f"unknown parallel_type '{kind}'"):
+            make(parallel_type=kind)
+    for degree in (0, -2, "2"):
+        with pytest.raises(ConfigError, match="give a number of chunks"):
+            make(a2a_ffn_overlap_degree=degree)
+        with pytest.raises(ConfigError, match="give a number of chunks"):
+            make()(tokens(), a2a_ffn_overlap_degree=degree)
+    with pytest.raises(ConfigError, match="custom gate without a 'module'"):
+        make({"type": "custom", "k": 2})
+    with pytest.raises(ConfigError, match="custom experts without a 'module'"):
+        moe.moe_layer({"type": "top"}, D, {"type": "custom"})
 
 
 def test_old_forms_warn(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +102,9 @@ def test_attributes() -> None:
     assert aux is y.l_aux is layer.l_aux and int(layer.dispatch_count.sum()) == 24
     assert layer.protected_shape[0] == 4 and layer.protected_shape[-1] == D
     assert moe.moe_layer.global_expert_count(3) == 3
-    assert make(experts={"num_experts_per_device": -1}).num_global_experts == 1
+    for one in (-1, 1 / 1, np.int64(1)):  # scripts say 1 / world, or count with NumPy
+        alone = make(experts={"num_experts_per_device": one})
+        assert (alone.num_global_experts, alone.num_local_experts, alone(tokens()).shape) == (1, 1, (24, D))
     copied = copy.deepcopy(layer)
     assert torch.equal(copied(tokens(), gate_index=0)[0], layer(tokens(), gate_index=0)[0])
 
@@ -254,6 +271,14 @@ def test_built_in_experts_with_reserved_dims() -> None:
     torch.testing.assert_close(layer(tokens(24, 4, 4), reserve_dims=2), flat.view(24, 4, 4))
 
 
+@pytest.mark.parametrize("small", [2**23, 0])  # experts as blocks, and in one operation
+def test_results_of_another_shape_than_tokens(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ffn, "SMALL", small)
+    layer = make(experts={"output_dim": 10})
+    y = layer(tokens(2, 12, 4, 4), reserve_dims=2)
+    torch.testing.assert_close(y, layer(tokens(24, D)).view(2, 12, 10))
+
+
 def test_autocast_and_hooks() -> None:
     layer = make({"type": "top", "k": 2, "fp32_gate": True})
     expected = layer(tokens())
@@ -268,6 +293,106 @@ def test_autocast_and_hooks() -> None:
 
 
 # On several ranks.
+
+
+def on_nodes_of_two(rank: int, world: int) -> None:
+    """LOCAL_SIZE ranks are a node: the two-level way gives the same, in the world, in a part of it, with shards."""
+    pair = net.create_groups_from_world(2)
+    groups = {"world": None, "one node": pair.model_group, "across nodes": pair.data_group}
+    for nodes in ("2", "8"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_SIZE", nodes)
+            for name, group in groups.items():
+                for count in (2, -2):
+                    results = []
+                    for two_level in (False, True):
+                        layer = make(experts={"num_experts_per_device": count}, group=group, use_2dh=two_level)
+                        fill(layer, net.get_world_rank(group), net.get_world_size(group))
+                        y = layer(draw((9 + rank, D), rank).float())
+                        y.square().sum().backward()
+                        results.append([y.detach(), *(p.grad for p in layer.parameters())])
+                    assert all(map(torch.equal, *results)), (nodes, name, count)
+
+
+@pytest.mark.slow  # makes twelve topologies
+def test_nodes_of_local_size_ranks(cluster: Cluster) -> None:
+    cluster.run(4, on_nodes_of_two)
+
+
+def staying(rank: int, world: int) -> None:
+    """SKIP_A2A: rows are computed where they are, by the experts that are there."""
+    module = lambda **more: Expert(start=2.0 + rank, **more)  # noqa: E731
+    layer = moe.moe_layer({"type": "top", "k": 2}, D, {"type": "custom", "module": module, "count_per_node": 2})
+    x = tokens(24, 4, 4)
+    parts = torch.arange(2.0 * world).view(1, 2 * world) + 10 * rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SKIP_A2A", "1")
+        torch.testing.assert_close(layer(x, reserve_dims=2, capacity_factor=0.0), (2 + rank) * x)
+        assert torch.equal(net.all_to_all(parts, 0, 1), net.all_to_all(parts, 0, 1, background=True)())
+        assert torch.equal(net.all_to_all(parts, 0, 1), parts.view(world, 2))
+        assert torch.equal(net.simple_all_to_all(parts.t()), parts.t())
+        assert torch.equal(net.all_to_all_single(parts.t()), parts.t())
+    assert not torch.equal(net.simple_all_to_all(parts.t()), parts.t())
+
+
+def test_rows_that_stay(cluster: Cluster) -> None:
+    cluster.run(2, staying)
+
+
+class Model(nn.Module):
+    """A layer between dense ones, the same everywhere but for the experts, which are each rank's own."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(D, D)
+        self.moe = make({"type": "top", "k": 2, "capacity_factor": 0.0}, {"num_experts_per_device": 2})
+        fill(self.moe, rank, world)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(self.dense(x))
+        return y
+
+    def backward(self, x: Tensor, wrapper: nn.Module | None = None) -> list[Tensor]:
+        """Gradients: of the dense layer, of the gate, and of the experts."""
+        ((wrapper or self)(x).square().sum() + self.moe.l_aux).backward()
+        grads = [p.grad for p in (self.dense.weight, self.moe.gates[0].wg.weight, *self.moe.experts.parameters())]
+        return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+def wrapped(rank: int, world: int) -> None:
+    """Shared gradients are averaged, experts' are left alone: by DDP and by FSDP, as Tutel's users keep experts out."""
+    x = draw((9 + rank, D), rank).float()
+    dense, gate, *experts = Model(rank, world).backward(x)
+    expected = [net.simple_all_reduce(dense) / world, net.simple_all_reduce(gate) / world, *experts]
+    model = Model(rank, world)
+    own = {name: p for name, p in model.named_parameters() if hasattr(p, "_tutel_expert")}
+    model._ddp_params_and_buffers_to_ignore = list(own)  # type: ignore[assignment]
+    torch.testing.assert_close(model.backward(x, nn.parallel.DistributedDataParallel(model)), expected)
+    model = Model(rank, world)
+    fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", (world,)),
+        ignored_params={p for p in model.parameters() if hasattr(p, "_tutel_expert")},
+    )
+    torch.testing.assert_close(model.backward(x), expected)
+
+
+def test_gradients_under_wrappers(cluster: Cluster) -> None:
+    cluster.run(2, wrapped)
+
+
+def outside(rank: int, world: int) -> None:
+    group = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ConfigError, match="not one of the group's"):
+            make(group=group)
+        with pytest.raises(ConfigError, match="not one of the group's"):
+            net.all_gather(tokens(), 0, group=group)
+
+
+def test_a_rank_outside_the_group(cluster: Cluster) -> None:
+    cluster.run(2, outside)
 
 
 def sharded(rank: int, world: int) -> None:

@@ -119,10 +119,31 @@ def groups(rank: int, world: int) -> None:
     assert maximum.item() == rank % 2 + 2
     top = net.simple_reduce_scatter(torch.arange(8) + rank, op=dist.ReduceOp.MAX)
     assert top.tolist() == [2 * rank + 3, 2 * rank + 4]
+    assert net.simple_all_gather(torch.tensor(rank)).tolist() == [0, 1, 2, 3]
     net.barrier()
     for count in (3, 0, -3):
         with pytest.raises(ConfigError, match="do not divide"):
             net.create_groups_from_world(count)
+
+
+def sizes_that_do_not_fit(rank: int, world: int) -> None:
+    """Each rank is told by itself, before anything has been sent: all can go on."""
+    x = torch.arange(3)
+    with pytest.raises(ConfigError, match="3 sizes for 2 ranks"):
+        net.batch_all_to_all_v([x], [1, 1, 1])
+    with pytest.raises(ConfigError, match=r"tensors of \[3, 2\] elements; each must have 3"):
+        net.batch_all_to_all_v([x, x[1:]], [1, 2])
+    with pytest.raises(ConfigError, match=r"tensors of \[3\] elements; each must have 5"):
+        net.batch_all_to_all_v([x], torch.tensor([1, 4]))
+    with pytest.raises(ConfigError, match=r"tensors of \[3, 2\] elements; each must have 3"):
+        net.batch_all_gather_v([x, x[1:]])
+    # One rank sends nothing, the other keeps nothing.
+    (mine,), came = net.batch_all_to_all_v([x[:0] if rank else x], [0, 0] if rank else [0, 3])
+    assert (mine.tolist(), came.tolist()) == (([0, 1, 2], [3, 0]) if rank else ([], [0, 0]))
+
+
+def test_sizes_that_do_not_fit(cluster: Cluster) -> None:
+    cluster.run(2, sizes_that_do_not_fit)
 
 
 def test_groups(cluster: Cluster) -> None:
@@ -137,6 +158,7 @@ def test_world_of_one_needs_no_process_group() -> None:
     for same in (net.all_to_all(x, 1, 0), net.all_gather(x, 0), net.simple_all_reduce(x), net.zero_gather(x)):
         assert torch.equal(same, x)
     assert net.all_to_all(x, 1, 0, background=True)() is x
+    assert net.simple_all_gather(torch.tensor(3)).dim() == 0
     net.barrier()
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from fusedmoe.errors import ConfigError
 
 _COUNT = "_num_global_experts"
+# Ranks that share an expert hold ⌈D_out/s⌉ columns of its output bias each, so that the last may hold zeros behind it.
+_BIAS, _ITS_WEIGHT = "batched_fc2_bias", "batched_fc2_w"
 State = dict[str, Any]
 
 
@@ -22,17 +24,30 @@ def read(path: str, namespace: str) -> tuple[Any, State]:
     return whole, state
 
 
-def experts_of(state: State) -> dict[str, int]:
-    """The prefix of each layer's expert parameters -> how many experts it has in all."""
-    return {key.removesuffix(_COUNT) + "experts.": int(state[key]) for key in state if key.split(".")[-1] == _COUNT}
+def layers_of(path: str, state: State, experts: int) -> dict[str, int]:
+    """The prefix of each layer's expert parameters -> how many experts it has in all.
+
+    Args:
+        experts: for an old checkpoint, which does not tell (and then does); 0 where it is not known.
+    Raises:
+        ConfigError: no layer is found.
+    """
+    if not any(_tells(key) for key in state) and experts > 0:
+        for key in list(state):
+            head, found, _ = f".{key}".rpartition(".experts.")
+            if found:
+                state.setdefault(f"{head}.{_COUNT}".removeprefix("."), torch.tensor(experts))
+    layers = {key.removesuffix(_COUNT) + "experts.": int(state[key]) for key in state if _tells(key)}
+    if not layers:
+        raise ConfigError(
+            f"{path} holds no moe_layer, or is of an old format: give --default_num_global_experts, the number of "
+            "experts in all"
+        )
+    return layers
 
 
-def add_counts(state: State, experts: int) -> None:
-    """Gives every layer of an old checkpoint its number of experts."""
-    for key in list(state):
-        head, found, _ = f".{key}".rpartition(".experts.")
-        if found:
-            state.setdefault(f"{head}.{_COUNT}".removeprefix("."), torch.tensor(experts))
+def _tells(key: str) -> bool:
+    return key.rpartition(".")[2] == _COUNT
 
 
 def layer_of(key: str, layers: dict[str, int]) -> int | None:
@@ -48,7 +63,15 @@ def joined(parts: list[Tensor], experts: int) -> Tensor:
     return whole.view(experts, -1, *whole.shape[2:]).clone()
 
 
-def split(whole: Tensor, experts: int, size: int) -> list[Tensor]:
+def without_padding(key: str, state: State) -> Tensor:
+    """A joined parameter; an output bias ends where its expert's results do."""
+    whole: Tensor = state[key]
+    if not key.endswith(_BIAS):
+        return whole
+    return whole[:, : state[key.removesuffix(_BIAS) + _ITS_WEIGHT].shape[-1]].clone()
+
+
+def split(key: str, whole: Tensor, experts: int, size: int) -> list[Tensor]:
     """[E, …] -> what each of `size` ranks holds; experts are shared where there are fewer than ranks.
 
     Raises:
@@ -59,10 +82,12 @@ def split(whole: Tensor, experts: int, size: int) -> list[Tensor]:
     if experts % size == 0:
         return _even(whole, size)
     shards = size // experts
+    if shards and key.endswith(_BIAS):
+        whole = torch.nn.functional.pad(whole, (0, -whole.shape[1] % shards))
     if size % experts or whole.shape[1] % shards:
         raise ConfigError(
-            f"{experts} experts of {list(whole.shape[1:])} cannot be held by {size} ranks: one number must divide the "
-            "other, and the ranks that share an expert its first dimension"
+            f"{key}: {experts} experts of {list(whole.shape[1:])} cannot be held by {size} ranks: one number must "
+            "divide the other, and the ranks that share an expert its first dimension"
         )
     return _even(whole.view(size, whole.shape[1] // shards, *whole.shape[2:]), size)
 

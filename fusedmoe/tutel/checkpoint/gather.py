@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedmoe.errors import ConfigError
-from fusedmoe.tutel.checkpoint.files import add_counts, experts_of, joined, layer_of, read
+from fusedmoe.tutel.checkpoint.files import joined, layer_of, layers_of, read, without_padding
 from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 
@@ -32,19 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for rank in range(args.input_size):
         path = apply_rank_size_from_pattern(args.inputs, rank, args.input_size, create_dir=False)
         whole, state = read(path, args.namespace)
-        if not experts_of(state) and args.default_num_global_experts > 0:
-            add_counts(state, args.default_num_global_experts)
-        layers = experts_of(state)
-        if not layers:
-            raise ConfigError(
-                f"{path} holds no moe_layer, or is of an old format: give --default_num_global_experts, the number of "
-                "experts in all"
-            )
+        layers = layers_of(path, state, args.default_num_global_experts)
         for key in state:
             if layer_of(key, layers) is not None:
                 parts.setdefault(key, []).append(state[key])
     for key, tensors in parts.items():
-        state[key] = joined(tensors, layers[next(prefix for prefix in layers if key.startswith(prefix))])
+        experts = layer_of(key, layers)
+        assert experts is not None
+        state[key] = joined(tensors, experts)
+    for key in parts:
+        state[key] = without_padding(key, state)
     torch.save(whole, args.output)
     print(f"{len(parts)} parameters of experts, from {args.input_size} ranks, are in {args.output}")
 

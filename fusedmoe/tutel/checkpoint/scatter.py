@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedmoe.errors import ConfigError
-from fusedmoe.tutel.checkpoint.files import add_counts, experts_of, layer_of, read, split
+from fusedmoe.tutel.checkpoint.files import layer_of, layers_of, read, split
 from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 
@@ -28,16 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--default_num_global_experts", type=int, default=0, help="for a file that does not tell")
     args = parser.parse_args(arguments)
     whole, state = read(args.input, args.namespace)
-    if not experts_of(state) and args.default_num_global_experts > 0:
-        add_counts(state, args.default_num_global_experts)
-    layers = experts_of(state)
-    if not layers:
-        raise ConfigError(f"{args.input} holds no moe_layer; if it is old, --default_num_global_experts helps")
+    layers = layers_of(args.input, state, args.default_num_global_experts)
     pieces = {}
     for key, tensor in state.items():
         experts = layer_of(key, layers)
         if experts is not None:
-            pieces[key] = split(tensor, experts, args.output_size)
+            pieces[key] = split(key, tensor, experts, args.output_size)
     for rank in range(args.output_size):
         for key, parts in pieces.items():
             state[key] = parts[rank]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.tutel.impls.communicate import get_world_rank, zero_gather
+from fusedmoe.tutel.impls.communicate import zero_gather
+from fusedmoe.tutel.impls.groups import get_world_rank
 from fusedmoe.tutel.impls.placement import topology_of
 
 if TYPE_CHECKING:

@@ -58,4 +58,4 @@ def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
     except Exception:
         # Ours, or the function's own at a tensor without elements: it is not one of them.
         return None
-    return watch.name or None if watch.name and result is watch.result else None
+    return watch.name if watch.name and result is watch.result else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order
 from fusedmoe.layers.gates.select import top_experts
-from fusedmoe.layers.moe import expert_load
+from fusedmoe.layers.load import expert_load
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -77,7 +77,3 @@ def own_part(group: Group, rows: Tensor) -> Tensor:
 def padded_parts(flat: Tensor, group: Group) -> Tensor:
     """A flat tensor with zeros up to equal parts."""
     return torch.nn.functional.pad(flat, (0, -len(flat) % group.size))
-
-
-def sizes_of(counts: Tensor | Sequence[int]) -> list[int]:
-    return [int(count) for count in (counts.tolist() if isinstance(counts, Tensor) else counts)]

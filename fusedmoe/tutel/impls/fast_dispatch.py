@@ -13,7 +13,7 @@ from fusedmoe.autograd.order import permute, take_slots, unpermute
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.tutel.impls.capacity import capacity_of
-from fusedmoe.tutel.impls.choice import choose
+from fusedmoe.tutel.impls.choice import Choice, choose
 from fusedmoe.tutel.impls.communicate import simple_all_reduce
 from fusedmoe.tutel.impls.losses import gshard_loss
 from fusedmoe.tutel.impls.scale import scaled
@@ -50,20 +50,23 @@ def extract_critical(
     E = scores.shape[1]
     choice = choose(scores, min(top_k, E), normalize=normalize_gate, prioritised=batch_prioritized_routing)
     loss = None if loss_fn is None else loss_fn(scores, choice.expert_SK)
-    tokens = most_over(group, len(scores), scores.device) if inequivalent_tokens else len(scores)
-
-    def most_chosen() -> int:
-        return most_over(group, int(choice.count_E.max()), scores.device)
-
-    capacity = capacity_of(capacity_factor, min(top_k, E), tokens, E, most_chosen, alignment)
+    capacity = agreed_capacity(choice, capacity_factor, alignment, group, inequivalent_tokens)
     indices, locations = (list(t.int().unbind(1)) for t in (choice.expert_SK, choice.locations()))
     gates = list(choice.weight_SK.unbind(1))
     return Critical(E, indices, locations, gates, capacity, choice.dispatch_count()), loss
 
 
-def most_over(group: dist.ProcessGroup | None, value: int, device: torch.device) -> int:
-    """The largest value of any rank of the group."""
-    return int(simple_all_reduce(torch.tensor(value, device=device), group, dist.ReduceOp.MAX))
+def agreed_capacity(
+    choice: Choice, factor: float, alignment: int, group: dist.ProcessGroup | None, inequivalent_tokens: bool
+) -> int:
+    """`capacity_of` what this rank's tokens chose; collective with a factor ≤ 0 or `inequivalent_tokens`."""
+
+    def most(value: int) -> int:
+        return int(simple_all_reduce(choice.count_E.new_tensor(value), group, dist.ReduceOp.MAX))
+
+    tokens, top_k = choice.expert_SK.shape
+    tokens = most(tokens) if inequivalent_tokens else tokens
+    return capacity_of(factor, top_k, tokens, choice.experts, lambda: most(int(choice.count_E.max())), alignment)
 
 
 def get_dispatch_count(critial_data: Sequence[Any]) -> Tensor:

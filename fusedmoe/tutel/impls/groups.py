@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from fusedmoe.comm.failure import Board
 from fusedmoe.comm.group import Group, Job
+from fusedmoe.errors import ConfigError
 
 TIMEOUT_S = float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", 86400))
 
@@ -22,9 +23,21 @@ def get_world_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
+def size_of(handle: dist.ProcessGroup | None) -> int:
+    """Ranks of the group.
+
+    Raises:
+        ConfigError: this rank is none of them.
+    """
+    size = get_world_size(handle)
+    if size < 1:
+        raise ConfigError("this rank is not one of the group's; make layers and collectives over it on its ranks alone")
+    return size
+
+
 def as_group(handle: dist.ProcessGroup | None) -> Group:
     """The library's view of a group: its waits are bounded by TUTEL_GLOBAL_TIMEOUT_SEC, and errors name ranks."""
-    if get_world_size(handle) == 1:
+    if size_of(handle) == 1:
         return Group("tutel")
     handle = handle or dist.group.WORLD
     rank = dist.get_rank()

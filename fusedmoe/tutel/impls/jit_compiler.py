@@ -14,7 +14,8 @@ from fusedmoe.errors import ConfigError
 IS_HIP_EXTENSION = torch.version.hip is not None
 
 _EXTENT = re.compile(r"//\s*\[thread_extent\]\s*(blockIdx|threadIdx)\.([xyz])\s*=\s*(\d+)")
-_NAME = re.compile(r"__global__[^(]*?\bvoid\b(?:[^(]*__launch_bounds__\([^)]*\))?\s*(\w+)\s*\(")
+_BOUNDS = r"__launch_bounds__\s*\([^)]*\)"
+_NAME = re.compile(rf"__global__\b(?:\s+\w+|\s*{_BOUNDS})*?\s*\bvoid\b(?:\s*{_BOUNDS})?\s*(\w+)\s*\(")
 
 
 class JitCompiler:

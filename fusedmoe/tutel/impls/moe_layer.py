@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates.linear import outside_autocast
 from fusedmoe.tutel.impls import losses
-from fusedmoe.tutel.impls.capacity import alignment_of, capacity_of
+from fusedmoe.tutel.impls.capacity import alignment_of
 from fusedmoe.tutel.impls.choice import Choice, choose
 from fusedmoe.tutel.impls.communicate import skips_all_to_all
-from fusedmoe.tutel.impls.fast_dispatch import most_over
-from fusedmoe.tutel.impls.groups import get_world_size
-from fusedmoe.tutel.impls.placement import alone, topology_of
+from fusedmoe.tutel.impls.described import (
+    Description,
+    experts_in_all,
+    gate_descriptions,
+    make_experts,
+    make_gate,
+    wanted_experts,
+)
+from fusedmoe.tutel.impls.fast_dispatch import agreed_capacity
+from fusedmoe.tutel.impls.groups import get_world_size, size_of
+from fusedmoe.tutel.impls.placement import topology_of
 from fusedmoe.tutel.impls.road import Degree, LocalExperts, Road
-
-Description = Mapping[str, Any]
 
 
 class MOELayer(nn.Module):
@@ -42,7 +48,8 @@ class MOELayer(nn.Module):
         seeds: set before the experts, before gate i (plus i), and at the end: (gate, experts, after).
         a2a_ffn_overlap_degree: chunks whose travel overlaps with other chunks' computation, by Tutel's own plan; the
             capacity is rounded up to a multiple, as in Tutel. "auto": the library's scheduler chooses by what this
-            machine takes, and nothing is rounded.
+            machine takes, and nothing is rounded. Custom experts are given W·C places of each local expert; chunks of
+            them have as many as their rows need.
         is_postscore: gates multiply results; else what experts are given.
         batch_prioritized_routing: the surest tokens get their places first (also BATCH_PRIO=1).
         normalize_gate: with k > 1 the gates of a token are divided by their sum.
@@ -94,39 +101,33 @@ class MOELayer(nn.Module):
         self._group = _Held(group)
         self.result_func = result_func
         self.skip_moe = int(os.environ.get("SKIP_MOE", "0")) != 0
-        described = dict(experts)
-        counts = [described.pop(name) for name in ("num_experts_per_device", "count_per_node") if name in described]
-        wanted = counts[0] if counts else 1
-        self.num_local_experts: int = 1 if wanted == -1 else wanted
-        every = self.global_expert_count(self.num_local_experts, group)
+        self.world_size = size_of(group)
+        every = self.global_expert_count(wanted_experts(experts), group)
         self.register_buffer("_num_global_experts", torch.tensor(every))
         self._experts_in_all = every
-        self.world_size = get_world_size(group)
-        self.sharded_count = max(1, self.world_size // every)
-        if self.sharded_count > 1:
-            self.num_local_experts = 1
-        s = self.sharded_count
+        self.num_local_experts = max(1, every // self.world_size)
+        self.sharded_count = s = max(1, self.world_size // every)
         self.auto_parallel, self.use_model_parallel = False, True
         self.valid_rs = [0, *(r for r in range(1, s + 1) if s % r == 0)]
         self.adaptive_degree = self._degree_of(parallel_type)
         self.model_dim, self.is_postscore = model_dim, is_postscore
         self.batch_prioritized_routing = batch_prioritized_routing or int(os.environ.get("BATCH_PRIO", 0)) != 0
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
-        self.a2a_ffn_overlap_degree, self.use_2dh = a2a_ffn_overlap_degree, use_2dh
+        self.a2a_ffn_overlap_degree, self.use_2dh = _valid(a2a_ffn_overlap_degree), use_2dh
         self.megablocks_size = 0
         self._roads: dict[int, Road] = {}
         gate_seed, expert_seed, last_seed = (*(seeds or ()), None, None, None)[:3]
         _seed(expert_seed)
-        self.experts = self._make_experts(described)
+        self.experts = make_experts(experts, model_dim, self.num_local_experts, s)
         for name, parameter in self.experts.named_parameters():
             if scan_expert_func is not None:
                 scan_expert_func(name, parameter)
         for parameter in self.experts.parameters():
             parameter._tutel_expert = True  # type: ignore[attr-defined]
         gates = []
-        for number, description in enumerate(_gate_descriptions(gate_type)):
+        for number, description in enumerate(gate_descriptions(gate_type)):
             _seed(None if gate_seed is None else gate_seed + number)
-            gates.append(self._make_gate(dict(description)))
+            gates.append(make_gate(description, model_dim, every))
         self.gates = nn.ModuleList(gates)
         _seed(last_seed)
 
@@ -135,19 +136,9 @@ class MOELayer(nn.Module):
         """E for n experts on each rank of the group, or for −n or 1/n: n ranks share one.
 
         Raises:
-            ConfigError: 0, or ranks that cannot share evenly.
+            ConfigError: none of these, or ranks that cannot share evenly.
         """
-        count = num_local_experts
-        if not isinstance(count, int):
-            count = -round(1 / count) if count else 0
-        size = get_world_size(group)
-        if count == 0:
-            raise ConfigError("num_experts_per_device = 0; give a count, or −n for n ranks that share an expert")
-        if count > 0:
-            return count * size
-        if size % -count:
-            raise ConfigError(f"{size} ranks cannot share experts by {-count}; choose a divisor")
-        return size // -count
+        return experts_in_all(num_local_experts, get_world_size(group))
 
     @property
     def num_global_experts(self) -> int:
@@ -160,8 +151,8 @@ class MOELayer(nn.Module):
 
     def _degree_of(self, parallel_type: str) -> int:
         s = self.sharded_count
-        if parallel_type.startswith("adaptive:"):
-            degree = min(max(int(parallel_type.removeprefix("adaptive:")), 0), s)
+        if adaptive := re.fullmatch(r"adaptive:(-?\d+)", parallel_type):
+            degree = min(max(int(adaptive[1]), 0), s)
             self._require_valid(degree)
             return degree
         known = {"data": 1, "model": s, "auto": 1}
@@ -173,34 +164,6 @@ class MOELayer(nn.Module):
         if degree not in self.valid_rs:
             sharers = f"{self.sharded_count} ranks share an expert"
             raise ConfigError(f"adaptive degree {degree}: {sharers}, so choose one of {self.valid_rs}")
-
-    def _make_experts(self, described: dict[str, Any]) -> nn.Module:
-        kind = described.pop("type", None)
-        described["model_dim"], described["sharded_count"] = self.model_dim, self.sharded_count
-        if kind != "custom":
-            made: nn.Module = _module_of("experts", kind).ExpertModule(
-                num_experts_per_device=self.num_local_experts, **described
-            )
-            return made
-        module = described.pop("module")
-        try:
-            made = module(num_experts_per_device=self.num_local_experts, **described)
-        except TypeError:  # the argument's older name
-            made = module(local_experts=self.num_local_experts, **described)
-        return made
-
-    def _make_gate(self, described: dict[str, Any]) -> nn.Module:
-        kind = described.pop("type", None)
-        module = described.pop("module") if kind == "custom" else _module_of("gates", kind).Gate
-        gate: Any = module(model_dim=self.model_dim, num_global_experts=self.num_global_experts, **described)
-        if not hasattr(gate, "gate_noise"):
-            gate.gate_noise = described.get("gate_noise", 0.0)
-        if not hasattr(gate, "capacity_factor"):
-            gate.capacity_factor = described.get("capacity_factor", float(os.environ.get("CAP_FACTOR", 1.0)))
-        if not hasattr(gate, "top_k"):
-            raise ConfigError(f"{type(gate).__name__} does not say how many experts a token gets: set self.top_k")
-        made: nn.Module = gate
-        return made
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
         """Named parameters of the gates ('gate') or of this rank's experts ('local_experts')."""
@@ -238,7 +201,7 @@ class MOELayer(nn.Module):
         if input.dim() < 2:
             raise ConfigError(f"moe_layer got input of shape {list(input.shape)}; it takes [tokens, …, model_dim]")
         if a2a_ffn_overlap_degree is not None:
-            self.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
+            self.a2a_ffn_overlap_degree = _valid(a2a_ffn_overlap_degree)
         if adaptive_r is not None:
             self._require_valid(adaptive_r)
             self.adaptive_degree = adaptive_r
@@ -255,7 +218,10 @@ class MOELayer(nn.Module):
             x_SM = x_SM.to(self._row_dtype(x_SM))
             choice, l_aux = self._route(x_SM, gate, top_k)
             self.dispatch_count = choice.dispatch_count()
-            capacity = self._capacity(x_SM, choice, gate, capacity_factor, inequivalent_tokens)
+            degree = self.a2a_ffn_overlap_degree
+            alignment = alignment_of(self.sharded_count, 1 if degree == "auto" else degree, self.megablocks_size)
+            factor = gate.capacity_factor if capacity_factor is None else capacity_factor
+            capacity = agreed_capacity(choice, factor, alignment, self.group, inequivalent_tokens)
             experts = self._local_experts(x_SM, choice, token_shape, capacity)
             weight_SK = choice.weight_SK.to(torch.promote_types(choice.weight_SK.dtype, torch.float32))
             y_SM = road.travel(
@@ -265,12 +231,11 @@ class MOELayer(nn.Module):
                 capacity,
                 experts,
                 postscore=self.is_postscore,
-                degree=self.a2a_ffn_overlap_degree,
+                degree=degree,
                 places=self._places(capacity),
                 stay=skips_all_to_all() and not alone,
             )
-        shape = (*input.shape[:-reserve_dims], *self.protected_shape[-reserve_dims:])
-        y = y_SM.to(input.dtype).reshape(shape)
+        y = y_SM.to(input.dtype).reshape(*input.shape[:-reserve_dims], *self.protected_shape[2:])
         self.l_aux = y.l_aux = l_aux  # type: ignore[attr-defined]
         return y if self.result_func is None else self.result_func(y)
 
@@ -296,24 +261,6 @@ class MOELayer(nn.Module):
             chosen_SK = noisy_SE.gather(1, choice.expert_SK)
             return choice, losses.load_importance_loss(logits_SE.softmax(1), chosen_SK, E, gate.gate_noise)
 
-    def _capacity(
-        self, x_SM: Tensor, choice: Choice, gate: Any, factor: float | None, inequivalent_tokens: bool
-    ) -> int:
-        degree = self.a2a_ffn_overlap_degree
-        tokens = most_over(self.group, len(x_SM), x_SM.device) if inequivalent_tokens else len(x_SM)
-
-        def most_chosen() -> int:
-            return most_over(self.group, int(choice.count_E.max()), x_SM.device)
-
-        return capacity_of(
-            gate.capacity_factor if factor is None else factor,
-            choice.expert_SK.shape[1],
-            tokens,
-            self.num_global_experts,
-            most_chosen,
-            alignment_of(self.sharded_count, 1 if degree == "auto" else degree, self.megablocks_size),
-        )
-
     def _parts(self) -> int:
         """r: into how many parts an expert's work is split, where it is split at all."""
         return min(self.adaptive_degree, 1) if getattr(self.experts, "whole_only", False) else self.adaptive_degree
@@ -323,7 +270,7 @@ class MOELayer(nn.Module):
         r, s = self._parts(), self.sharded_count
         if r not in self._roads:
             if r == 0 or self.world_size == 1:
-                self._roads[r] = Road(alone())
+                self._roads[r] = Road(Topology())
             else:
                 self._roads[r] = Road(topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r)
         return self._roads[r]
@@ -413,22 +360,10 @@ def _seed(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
-def _gate_descriptions(gate_type: str | Description | Sequence[Description]) -> Sequence[Description]:
-    if isinstance(gate_type, str):
-        named = re.fullmatch(r"Top(\d+)Gate", gate_type)
-        if named is None:
-            raise ConfigError(f"unknown gate_type {gate_type!r}; give {{'type': 'top', 'k': 2}}")
-        logging.warning("gate_type=%r is an old form of {'type': 'top', 'k': %s}", gate_type, named[1])
-        return [{"type": "top", "k": int(named[1])}]
-    return [gate_type] if isinstance(gate_type, Mapping) else list(gate_type)
-
-
-def _module_of(folder: str, kind: Any) -> Any:
-    """The module `fusedmoe.tutel.gates.KIND` or `fusedmoe.tutel.experts.KIND`."""
-    known = {"gates": ("top", "cosine_top"), "experts": ("ffn", "llama_ffn")}[folder]
-    if kind not in known:
-        raise ConfigError(f"unknown type {kind!r} of {folder}; choose {', '.join(known)} or custom")
-    return importlib.import_module(f"fusedmoe.tutel.{folder}.{kind}")
+def _valid(degree: Degree) -> Degree:
+    if degree == "auto" or isinstance(degree, int) and degree > 0:
+        return degree
+    raise ConfigError(f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on, or 'auto'")
 
 
 moe_layer = MOELayer

@@ -9,13 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.tutel.impls.communicate import (
-    get_world_size,
-    simple_all_gather,
-    simple_reduce_scatter,
-    simple_split,
-    zero_scatter,
-)
+from fusedmoe.tutel.impls.communicate import simple_all_gather, simple_reduce_scatter, simple_split, zero_scatter
+from fusedmoe.tutel.impls.groups import get_world_size
 
 
 class TutelDistributedOptimizer:

@@ -36,8 +36,3 @@ def topology_of(handle: dist.ProcessGroup | None, shards: int = 1, degree: int =
         experts = torch.arange(W).view(W // shards, degree, shards // degree).transpose(1, 2).reshape(-1, degree)
         _MADE[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=TIMEOUT_S)
     return _MADE[key]
-
-
-def alone() -> Topology:
-    """A world of one."""
-    return Topology()

@@ -1,4 +1,4 @@
-"""The three moves of one choice's rows, as functions that write into their last tensor.
+"""The three moves of one choice's rows, as functions that write into a tensor of theirs.
 
 `extra` is [tokens, row length, capacity] in all of them; index < 0 and location ≥ capacity mean no row.
 """
@@ -14,13 +14,13 @@ Move = Callable[..., None]
 
 
 def create_forward(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
-    """`f(gates, indices, locations, tokens, rows, extra)`: rows[place] = gate · token."""
+    """`f(gates, indices, locations, tokens, rows, extra)`: rows[place] += gate · token."""
 
     def run(
         gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
     ) -> None:
         kept, place = _places(indices, locations, extra)
-        rows.view(-1, tokens.shape[1])[place] = (tokens[kept] * _column(gates)[kept]).to(rows.dtype)
+        rows.view(-1, tokens.shape[1]).index_add_(0, place, (tokens[kept] * _column(gates)[kept]).to(rows.dtype))
 
     return run
 

@@ -1,0 +1,98 @@
+"""What a layer refuses, on every rank alike, before anything is sent."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.collectives import all_gather_rows, device_of
+from fusedmoe.comm.exchange import CHECK
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.kernels.backend import uses_triton
+from fusedmoe.layers.gates.base import Routing, SoftRouting
+from fusedmoe.layers.watch import LogitsWatch, count_bad
+
+_BAD_LOGITS = "router logits are NaN or infinite"
+_BAD_LOGITS_CURE = (
+    "Look at the layer's input and at the gate's weights: most often the learning rate is too high or a loss scale has "
+    "overflowed"
+)
+
+
+class Refusals:
+    """Looks at a layer's input and logits. What is wrong is a text: an exchange passes it on to the other ranks."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._watch = LogitsWatch()
+
+    def of_input(self, x: Tensor, model_dim: int, like: Tensor) -> str | None:
+        """What is wrong with [..., M], if anything.
+
+        Args:
+            like: of the experts' dtype and device.
+        """
+        if x.dim() < 1 or x.shape[-1] != model_dim:
+            return f"MoELayer got input of shape {list(x.shape)}; its last dimension must be model_dim = {model_dim}"
+        if x.device != like.device:
+            return f"MoELayer got input on {x.device} but its experts are on {like.device}; move one with .to()"
+        if not x.is_floating_point():
+            return f"MoELayer got input of {x.dtype}; it takes floating-point numbers"
+        if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
+            return (
+                f"MoELayer got input of {x.dtype} but its experts are {like.dtype}; convert one with .to(), or use "
+                "torch.autocast"
+            )
+        return None
+
+    def of_logits(self, routing: Routing | SoftRouting) -> str | None:
+        """What is wrong with the router's logits, if anything. Where nothing travels on CUDA a later call tells."""
+        logits_SE = routing.logits_SE
+        if logits_SE is None:
+            return None
+        if torch.compiler.is_compiling() and not uses_triton(logits_SE):
+            torch._assert_async(count_bad(logits_SE) == 0, f"{_BAD_LOGITS}. {_BAD_LOGITS_CURE}")
+        elif uses_triton(logits_SE) and self._topology.ep.size == self._topology.esp.size == 1:
+            self._watch.note(logits_SE)
+        elif bad := int(count_bad(logits_SE)):
+            return f"{bad} of {logits_SE.numel()} {_BAD_LOGITS}. {_BAD_LOGITS_CURE}"
+        return None
+
+    def tell_logits(self, wait: bool = False) -> None:
+        """Raises for bad logits of forwards before, as far as the host knows; with `wait`, of all."""
+        if bad := self._watch.wait() if wait else self._watch.seen():
+            self._watch = LogitsWatch()
+            self.refuse(f"{bad} {_BAD_LOGITS} in forwards before this one. {_BAD_LOGITS_CURE}")
+
+    def agree_on_tokens(self, x_SM: Tensor, refusal: str | None, mp_input: str) -> None:
+        """MP ranks that pass in the same tokens, or summands of them, have as many of them, in one dtype."""
+        topology, mp = self._topology, self._topology.mp
+        own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
+        if refusal is not None:
+            topology.fail(CHECK, refusal)
+        own_12 = torch.tensor([own], device=device_of(mp))
+        found = all_gather_rows(mp, own_12, [1] * mp.size, "exchange of counts").tolist()
+        if refusal is None and [-1, 0] in found:
+            raise RankError(f"rank {topology.rank}: ended because {mp.board.read(wait_s=2.0)}")
+        if refusal is None and any(other != own for other in found):
+            held = (f"{n} of {8 * size} bits on rank {rank}" for rank, (n, size) in zip(mp.ranks, found, strict=True))
+            refusal = f"mp_input={mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
+        self.refuse(refusal)
+
+    def refuse(self, refusal: str | None) -> None:
+        """Raises it, if there is any, and tells the other ranks."""
+        if refusal:
+            self._refuse(refusal)
+
+    def _refuse(self, refusal: str) -> NoReturn:
+        self._topology.fail(CHECK, refusal)
+        raise (ConfigError if self._topology.size == 1 else RankError)(f"rank {self._topology.rank}: {refusal}")
+
+
+def require_kind(name: str, part: object, kind: type, example: str) -> None:
+    """A name or a class in place of a layer's part would be noticed late, without a cure, or never."""
+    if not isinstance(part, kind):
+        raise ConfigError(f"MoELayer: {name} is {part!r}, no {kind.__name__}; give, say, {example}")
