@@ -16,7 +16,8 @@ from fusedmoe.runtime.recorder import Recorder, span
 def dispatch(
     rows_NM: Tensor, exchange: Exchange, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
 ) -> Tensor:
-    """Rows sorted by expert -> rows received, by (source rank, local expert). The backward is a combine."""
+    """[N, M] -> [R, M]: rows sorted by expert to rows received, by (source rank, local expert). Collective over ep; the
+    backward is a combine."""
     there, back = _wire("dispatch", exchange.dispatch), _wire("combine", exchange.combine)
     return _both_ways(rows_NM, there, back, hooks, recorder)
 
@@ -24,7 +25,8 @@ def dispatch(
 def combine(
     rows_NM: Tensor, exchange: Exchange, hooks: Sequence[Hooks] = (), recorder: Recorder | None = None
 ) -> Tensor:
-    """Results of the rows received -> results of the rows sent, in their order. The backward dispatches."""
+    """[R, M] -> [N, M]: results of the rows received to results of the rows sent, in their order. Collective over ep;
+    the backward dispatches."""
     there, back = _wire("combine", exchange.combine), _wire("dispatch", exchange.dispatch)
     return _both_ways(rows_NM, there, back, hooks, recorder)
 

@@ -30,12 +30,18 @@ def order(
 
 
 def permute(x_SM: Tensor, layout: Layout) -> Tensor:
-    """rows_NM: a copy of each token's row for every slot that was kept, sorted by expert."""
+    """[S, M] -> [N, M]: a copy of each token's row for every slot that was kept, sorted by expert.
+
+    The backward, `unpermute`, needs the layout only.
+    """
     return x_SM if layout.source_N is None else operators.permute(x_SM, *layout.tensors)
 
 
 def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
-    """y_SM: the sum of each token's rows, in slot order; zeros for a token whose slots were all dropped."""
+    """[N, M] -> [S, M]: the sum of each token's rows, in slot order; zeros for a token whose slots were all dropped.
+
+    The backward, `permute`, needs the layout only.
+    """
     return rows_NM if layout.source_N is None else operators.unpermute(rows_NM, *layout.tensors)
 
 

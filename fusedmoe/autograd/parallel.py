@@ -1,7 +1,8 @@
 """Rows over a model-parallel group: the four moves between split, replicated and partial tensors.
 
-`counts[i]` is how many rows the i-th rank of the group owns when rows are split. A replicated tensor holds the same
-rows on every rank, and so does its gradient; a partial tensor is a summand.
+`counts[i]` is how many rows the i-th rank of the group owns when rows are split, the same list on every rank; a split
+tensor is [counts[group.index], M], any other [sum(counts), M]. None saves a tensor for backward. A replicated tensor
+holds the same rows on every rank, and so does its gradient; a partial tensor is a summand.
 
 | function | from -> to | forward | backward |
 |---|---|---|---|
@@ -31,22 +32,26 @@ def split_counts(rows: int, group: Group) -> list[int]:
 
 
 def gather_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """Split -> all rows, for computations that differ between ranks (column-parallel products)."""
+    """[counts[group.index], M] -> [sum(counts), M]: all rows, for computations that differ between ranks
+    (column-parallel products). Collective; the backward, which saves nothing, is a reduce-scatter."""
     return _linear(x_SM, group, _all_gather, _reduce_scatter, counts, recorder)
 
 
 def reduce_scatter_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """Partial sums of all rows -> this rank's rows of the sum (after row-parallel products)."""
+    """[sum(counts), M] -> [counts[group.index], M]: partial sums of all rows to this rank's rows of the sum (after
+    row-parallel products). Collective; the backward, which saves nothing, is an all-gather."""
     return _linear(x_SM, group, _reduce_scatter, _all_gather, counts, recorder)
 
 
 def split_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """Replicated -> this rank's rows."""
+    """[sum(counts), M] -> [counts[group.index], M]: of rows that all ranks have, this rank's. Nothing travels; the
+    backward, which saves nothing, is an all-gather."""
     return _linear(x_SM, group, _slice, _all_gather, counts, recorder)
 
 
 def join_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
-    """Split -> replicated: every rank goes on to compute the same from all rows."""
+    """[counts[group.index], M] -> [sum(counts), M]: all rows, from which every rank goes on to compute the same.
+    Collective; the backward, which saves nothing, is a slice."""
     return _linear(x_SM, group, _all_gather, _slice, counts, recorder)
 
 

@@ -56,7 +56,8 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
     per_node = settings.ranks_per_node or launch.local_ranks
     if ranks % per_node:
         raise ConfigError(
-            f"{ranks} ranks do not fill nodes of {per_node}; choose --ranks-per-node among the divisors of {ranks}"
+            f"{ranks} ranks do not fill nodes of {per_node}; start a multiple of {per_node} with torchrun, or choose "
+            f"--ranks-per-node among the divisors of {ranks}"
         )
     if settings.placement == "ep":
         ep = settings.ep or gcd(ranks // per_node, model.experts or ranks)
@@ -69,7 +70,7 @@ def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
         if ranks % need:
             raise ConfigError(
                 f"{what} = {need} does not divide the {ranks} ranks (ep {ep}, esp {esp}, mp {mp}); "
-                "start a multiple of both, or choose --ep, --esp and --mp to fit"
+                "start a multiple of both with torchrun, or choose --ep, --esp and --mp to fit"
             )
     return Sizes(per_node, ep, esp, mp)
 

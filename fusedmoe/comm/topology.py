@@ -65,7 +65,8 @@ class Topology:
             duplex: on CPUs, two process groups an axis, so that all-to-all, all-gather and reduce-scatter use both
                 directions of a link at once: up to twice as fast between hosts, no gain on loopback.
         Raises:
-            ConfigError: the sizes do not divide the world, or duplex is asked for on GPUs.
+            ConfigError: the sizes do not divide the world, ranks were launched that have no process group, or duplex is
+                asked for on GPUs.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
         size = _world_size()
@@ -73,9 +74,10 @@ class Topology:
         job = _meet(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}")
         for name, need in (("ep·esp", ep * esp), ("mp", mp)):
             if need < 1 or size % need:
+                alone = "" if dist.is_initialized() else " (torchrun, then torch.distributed.init_process_group)"
                 raise ConfigError(
                     f"{name} = {need} does not divide the world of {size} ranks (ep={ep}, esp={esp}, mp={mp}). "
-                    "Start as many ranks as a multiple of both ep·esp and mp, or choose smaller sizes."
+                    f"Start as many ranks as a multiple of both ep·esp and mp{alone}, or choose smaller sizes."
                 )
         ranks = torch.arange(size)
         return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, job, duplex)
@@ -297,7 +299,15 @@ def _patience(job: Job) -> timedelta:
 
 
 def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    if dist.is_initialized():
+        return dist.get_world_size()
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1:
+        raise ConfigError(
+            f"topology: rank {os.environ.get('RANK', '?')} of {launched} has no process group yet, so it would train a "
+            "model of its own. Call torch.distributed.init_process_group first; Topology() is a world of one."
+        )
+    return 1
 
 
 def _meet(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) -> Job:

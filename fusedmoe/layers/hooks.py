@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.hooks import HookContext, Hooks
 from fusedmoe.autograd.wire import pack_fp8, unpack_fp8
+from fusedmoe.errors import ConfigError
 
 __all__ = ["HookContext", "Hooks", "WireCast", "WireFp8"]
 
@@ -19,9 +20,13 @@ class WireCast(Hooks):
 
     Args:
         dtype: on the wire, e.g. torch.bfloat16.
+    Raises:
+        ConfigError: a dtype that is not of floating-point numbers.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        if not _is_floating(dtype):
+            raise ConfigError(f"WireCast: rows cannot travel as {dtype!r}; give a floating-point dtype, torch.bfloat16")
         self.dtype = dtype
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
@@ -36,6 +41,10 @@ class WireCast(Hooks):
 
     def __repr__(self) -> str:
         return f"WireCast({self.dtype})"
+
+
+def _is_floating(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 class WireFp8(Hooks):

@@ -29,7 +29,7 @@ from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
 from fusedmoe.layers.placed import Placed, first_place
 from fusedmoe.layers.planner import Followed, Planner
-from fusedmoe.layers.refusals import Refusals
+from fusedmoe.layers.refusals import Refusals, require_kind
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.runtime.streams import Streams
@@ -90,10 +90,11 @@ class MoELayer(nn.Module):
     saves its matrices, S·E·C twice; under autocast x and the experts' parameters are also saved in the lower precision.
 
     Raises:
-        ConfigError: sizes that cannot work, found when the layer is made or called in a world of one.
+        ConfigError: parts of another kind or sizes that cannot work, found when the layer is made or called in a world
+            of one.
         RankError: in a larger world, on every rank alike, naming the rank at fault: layers that differ (found when
-            they are made, which is collective), input of a wrong shape or dtype, logits that are not finite. Nothing
-            has been sent by then.
+            they are made, which is collective), input of a wrong shape, dtype or device, logits that are not finite.
+            Nothing has been sent by then.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -122,10 +123,21 @@ class MoELayer(nn.Module):
             raise ConfigError(f"placement = {placement!r}; choose ep or fssdp")
         if mp_input not in ("replicated", "split", "partial"):
             raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
+        hooks = tuple(hooks)
+        require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
+        own = ", or modules of your own by fusedmoe.experts.Custom"
+        for name, network in (("experts", experts), ("shared", experts if shared is None else shared)):
+            require_kind(name, network, Experts, f"fusedmoe.experts.SwiGLU(hidden=2048){own}")
+        if order is not None:
+            require_kind("order", order, Order, "fusedmoe.orders.Sparse()")
+        if topology is not None:
+            require_kind("topology", topology, Topology, "fusedmoe.Topology.from_sizes(ep=4)")
+        for hook in hooks:
+            require_kind("a hook", hook, Hooks, "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own")
         self.topology = Topology() if topology is None else topology
         ep, esp = self.topology.ep, self.topology.esp
         self.model_dim, self.mp_input = model_dim, mp_input
-        self.hooks = tuple(hooks)
+        self.hooks = hooks
         self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
         self.dispatch = dispatch
         self.topology.agree(
@@ -207,11 +219,12 @@ class MoELayer(nn.Module):
         if self.hooks:
             x = run_hooks(self.hooks, "before_moe_start", self._tap(x, "before_moe_end"), HookContext("forward"))
         mp, recorder = self.topology.mp, self.recorder
-        refusal = self._refusals.of_input(x, self.model_dim, self._dtype())
+        refusal = self._refusals.of_input(x, self.model_dim, self._like(x))
         if refusal is None:
             x_SM = x.reshape(-1, self.model_dim)
         else:
-            x_SM = torch.zeros(0, self.model_dim, dtype=self._dtype(), device=x.device)
+            like = self._like(x.float())
+            x_SM = torch.zeros(0, self.model_dim, dtype=like.dtype, device=like.device)
         if mp.size > 1 and self.mp_input != "split":
             self._refusals.agree_on_tokens(x_SM, refusal, self.mp_input)
         counts = split_counts(len(x_SM), mp)
@@ -433,9 +446,9 @@ class MoELayer(nn.Module):
         """The identity, whose backward passes the gradient through the hooks at `seam`."""
         return linear(tensor, lambda t: t, lambda grad: run_hooks(self.hooks, seam, grad, HookContext("backward")))
 
-    def _dtype(self) -> torch.dtype | None:
-        """The experts' parameters'; None without any."""
-        return next((parameter.dtype for parameter in self.experts.parameters()), None)
+    def _like(self, x: Tensor) -> Tensor:
+        """A tensor of the dtype and device that x should have: a parameter of the experts; x itself without any."""
+        return next(self.experts.parameters(), x)
 
     def extra_repr(self) -> str:
         schedule = "off" if self._planner.schedule is None else str(self._planner.schedule)

@@ -19,6 +19,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Einsum, Order
+from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.layers.stage import BlockStage
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.runtime.streams import Streams
@@ -58,17 +59,16 @@ class PipelinedBlocks(nn.Module):
 
     def __init__(
         self,
-        blocks: Iterable[Parts],
+        blocks: Iterable[tuple[nn.Module, MoELayer]],
         degrees: tuple[int, int] = (1, 1),
         along: Along = "samples",
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        parts = [Parts(*block) for block in blocks]
+        parts = [_parts_of(block, number) for number, block in enumerate(blocks)]
         if not parts:
             raise ConfigError("pipeline: no blocks")
-        if min(degrees) < 1:
-            raise ConfigError(f"pipeline: degrees must be at least 1, not {degrees}")
+        require_degrees(degrees)
         if along not in ("samples", "positions"):
             raise ConfigError(f"pipeline: along = {along!r}; choose samples or positions")
         self.dense = nn.ModuleList(block.dense for block in parts)
@@ -183,7 +183,10 @@ class PipelinedBlocks(nn.Module):
 
 
 def pipeline(
-    blocks: Iterable[Parts], degrees: tuple[int, int] = (1, 1), along: Along = "samples", recompute: bool = False
+    blocks: Iterable[tuple[nn.Module, MoELayer]],
+    degrees: tuple[int, int] = (1, 1),
+    along: Along = "samples",
+    recompute: bool = False,
 ) -> PipelinedBlocks:
     """Blocks as one module that runs them in micro-batches, forward and backward each by a plan of its own.
 
@@ -200,11 +203,22 @@ def pipeline(
             is enough.
         recompute: keep only inputs of dense parts for the backward pass, and compute the rest again there.
     Raises:
-        ConfigError: blocks that cannot be split: gates that look at the whole batch, orders by products, hooks, tokens
-            that are the same on the ranks of an MP group, experts of their own kind with different degrees.
+        ConfigError: what is no such pair; blocks that cannot be split: gates that look at the whole batch, orders by
+            products, hooks, tokens that are the same on the ranks of an MP group, experts of their own kind with
+            different degrees.
         RankError: ranks with different blocks or degrees. Making one is collective.
     """
     return PipelinedBlocks(blocks, degrees, along, recompute)
+
+
+def _parts_of(block: object, number: int) -> Parts:
+    match block:
+        case (nn.Module() as dense, MoELayer() as experts):
+            return Parts(dense, experts)
+    found = ", ".join(type(one).__name__ for one in block) if isinstance(block, Sequence) else type(block).__name__
+    raise ConfigError(
+        f"pipeline: block {number} is of {found}; give a dense part (x -> y, u: attention, say) and its MoELayer"
+    )
 
 
 def unsplit_part(gate: Gate, order: Order | None, hooks: Sequence[Hooks]) -> Literal["gate", "order", "hooks"] | None:

@@ -29,19 +29,21 @@ class Refusals:
         self._topology = topology
         self._watch = LogitsWatch()
 
-    def of_input(self, x: Tensor, model_dim: int, dtype: torch.dtype | None) -> str | None:
+    def of_input(self, x: Tensor, model_dim: int, like: Tensor) -> str | None:
         """What is wrong with [..., M], if anything.
 
         Args:
-            dtype: the experts'; None without parameters.
+            like: of the experts' dtype and device.
         """
         if x.dim() < 1 or x.shape[-1] != model_dim:
             return f"MoELayer got input of shape {list(x.shape)}; its last dimension must be model_dim = {model_dim}"
+        if x.device != like.device:
+            return f"MoELayer got input on {x.device} but its experts are on {like.device}; move one with .to()"
         if not x.is_floating_point():
             return f"MoELayer got input of {x.dtype}; it takes floating-point numbers"
-        if dtype is not None and x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
             return (
-                f"MoELayer got input of {x.dtype} but its experts are {dtype}; convert one with .to(), or use "
+                f"MoELayer got input of {x.dtype} but its experts are {like.dtype}; convert one with .to(), or use "
                 "torch.autocast"
             )
         return None
@@ -88,3 +90,9 @@ class Refusals:
     def _refuse(self, refusal: str) -> NoReturn:
         self._topology.fail(CHECK, refusal)
         raise (ConfigError if self._topology.size == 1 else RankError)(f"rank {self._topology.rank}: {refusal}")
+
+
+def require_kind(name: str, part: object, kind: type, example: str) -> None:
+    """A name or a class in place of a layer's part would be noticed late, without a cure, or never."""
+    if not isinstance(part, kind):
+        raise ConfigError(f"MoELayer: {name} is {part!r}, no {kind.__name__}; give, say, {example}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.layer import pass_by_degree, pass_of
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 
 #: What a layer takes for `schedule` by name: nothing in chunks, the best of all policies, or one of them.
@@ -50,13 +51,19 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            raise ConfigError(f"unknown schedule {self.policy!r}; choose {', '.join(SCHEDULES)}")
-        if self.degrees is not None and (len(self.degrees) != 2 or min(self.degrees) < 1):
-            raise ConfigError(f"degrees are the chunks forward and backward, each at least 1, not {self.degrees}")
+            raise ConfigError(f"unknown policy {self.policy!r}; choose {', '.join(POLICIES)}{_elsewhere(self.policy)}")
+        if self.degrees is not None:
+            require_degrees(self.degrees)
 
     @classmethod
     def named(cls, name: str) -> Schedule | None:
-        """The schedule of a name in `SCHEDULES`, which measures its costs; None for "off"."""
+        """The schedule of a name in `SCHEDULES`, which measures its costs; None for "off".
+
+        Raises:
+            ConfigError: another name.
+        """
+        if name not in SCHEDULES:
+            raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(SCHEDULES)}{_elsewhere(name)}")
         return None if name == "off" else cls(_AUTO if name == "auto" else name)
 
     def plans(
@@ -87,6 +94,19 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.policy if self.degrees is None else f"{self.policy} in {self.degrees} chunks"
+
+
+def _elsewhere(name: str) -> str:
+    """What to do with a name that is another part's."""
+    if name in WHOLE_POLICIES:
+        return f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"
+    return '. A layer takes it by name: schedule="auto"' if name == "auto" else ""
+
+
+def require_degrees(degrees: object) -> None:
+    """Two numbers, one for each pass; one number for both is a mistake easily made."""
+    if not (isinstance(degrees, Sequence) and len(degrees) == 2 and min(degrees) >= 1):
+        raise ConfigError(f"degrees are the chunks forward and backward, each at least 1: (2, 2), say, not {degrees!r}")
 
 
 # Of topologies that are in use; the layers of a model share one.

@@ -16,6 +16,7 @@ from fusedmoe.autograd.linear_later import Later
 from fusedmoe.autograd.stage import Choice, Dense
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import outside_autocast
@@ -116,9 +117,9 @@ class _DensePart(nn.Module):
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         own: tuple[Tensor, ...] = ()
         if self._in_positions:
-            y, u, own = self.dense(x, past)
+            y, u, own = self._results(self.dense(x, past), x, ("y", "u", "own"))
         else:
-            y, u = self.dense(x)
+            y, u = self._results(self.dense(x), x, ("y", "u"))
         u_SM = u.reshape(-1, x.shape[-1])
         with outside_autocast(u_SM.device.type):
             scores = self.gate.score(u_SM, *drawn)
@@ -127,6 +128,17 @@ class _DensePart(nn.Module):
             every = contiguous_layout(torch.full((1,), len(u_SM), device=u_SM.device), len(u_SM))
             y = y + self.shared(u_SM, every, None).view(y.shape)
         return y, u_SM.view(x.shape), scores, own
+
+    def _results(self, found: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
+        """What the dense part gave. A tensor by itself would come apart into samples."""
+        dense, shape = type(self.dense).__name__, list(x.shape)
+        if not isinstance(found, (tuple, list)) or len(found) != len(names):
+            got = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+            raise ConfigError(f"pipeline: the dense part {dense} gave {got}; it must give ({', '.join(names)})")
+        for name, one in zip(("y", "u"), found, strict=False):
+            if one.shape != x.shape:
+                raise ConfigError(f"pipeline: {name} of the dense part {dense} is {list(one.shape)}, not {shape} as x")
+        return tuple(found)
 
 
 def must_wait(gate: Gate, order: Order | None, in_positions: bool) -> bool:

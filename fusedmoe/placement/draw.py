@@ -79,7 +79,7 @@ def _draw_stragglers(axes: Any, before_I: NDArray[np.float64], after_I: NDArray[
     axes.plot(iterations, after_I, color=_AFTER, label=f"after: {after_I.mean():.2f}")
     axes.axhline(1, color=_RULE, zorder=0)
     axes.set(title="Work of the busiest rank over the mean", xlabel="iteration", ylim=(0, None))
-    axes.legend(loc="center right", fontsize="small")
+    axes.legend(loc="lower right", fontsize="small")  # no busiest rank has less than the mean
 
 
 def _draw_placement(axes: Any, after: Outcome, layer: int, order_E: NDArray[np.intp], nodes: Nodes) -> None:
@@ -113,4 +113,5 @@ def _draw_work(axes: Any, before_W: NDArray[np.int64], after_W: NDArray[np.int64
     axes.axhline(before_W.mean(), color=_FAINT, linewidth=1, linestyle="--", label="mean")
     axes.set(title="Tokens that each rank computes in the last iteration", xlabel="rank")
     axes.set_xticks(ranks_W)
-    axes.legend(fontsize="small")
+    axes.set_ylim(0, 1.15 * max(before_W.max(), after_W.max(), 1))
+    axes.legend(loc="upper right", ncols=3, fontsize="small")  # above the bars

@@ -43,6 +43,15 @@ def test_sizes_that_do_not_fit_are_refused_without_a_process_group() -> None:
         Topology.from_sizes(mp=3)
 
 
+def test_launched_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    # In silence each rank would be a world of its own.
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 has no process group yet.*init_process_group first"):
+        Topology.from_sizes()
+    assert Topology().size == 1
+
+
 def test_grids(cluster: Cluster) -> None:
     rows = cluster.run(4, from_sizes, 2, 2, 2)
     assert rows[0]["ep"] == (0, 2) and rows[3]["ep"] == (1, 3)

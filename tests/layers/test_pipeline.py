@@ -265,9 +265,39 @@ def test_what_cannot_work_is_refused() -> None:
         fusedmoe.pipeline([], (1, 1))
     with pytest.raises(ConfigError, match="by products"):
         fusedmoe.pipeline(make_blocks("topk", 2, 1.0, Topology(), order=orders.Einsum()), (1, 1))
+    blocks_or_not: Any
+    for blocks_or_not, found in (
+        ([blocks[0].experts], "block 0 is of MoELayer"),
+        ([blocks[0], blocks[1][::-1]], "block 1 is of MoELayer, Attention"),
+    ):
+        with pytest.raises(ConfigError, match=f"{found}; give a dense part"):
+            fusedmoe.pipeline(blocks_or_not)
+    with pytest.raises(ConfigError, match="degrees are the chunks forward and backward, .* not 2"):
+        fusedmoe.pipeline(blocks, 2)  # type: ignore[arg-type]
     for shape in ((4,), (4, L, M + 1)):
         with pytest.raises(ConfigError, match="shape"):
             fusedmoe.pipeline(blocks, (1, 1))(torch.randn(shape, dtype=torch.double))
+
+
+class Gives(nn.Module):
+    def __init__(self, give: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.give = give
+
+    def forward(self, x_BLM: Tensor) -> Any:
+        return self.give(x_BLM)
+
+
+def test_what_a_dense_part_must_give() -> None:
+    # Two samples in one tensor would be taken for y and u.
+    for give, match in (
+        (lambda x: x, r"the dense part Gives gave a Tensor; it must give \(y, u\)"),
+        (lambda x: (x, x, x), "gave 3 results"),
+        (lambda x: (x, x[:, :1]), rf"u of the dense part Gives is \[2, 1, {M}\], not \[2, {L}, {M}\] as x"),
+    ):
+        block = (Gives(give), fusedmoe.MoELayer(M, gates.TopK(E), experts.SwiGLU(H)))
+        with pytest.raises(ConfigError, match=match):
+            fusedmoe.pipeline([block], (1, 1))(torch.randn(2, L, M))
 
 
 def bad_logits(rank: int, world: int) -> None:

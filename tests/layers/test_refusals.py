@@ -75,12 +75,35 @@ def test_sizes_that_cannot_work() -> None:
 
 
 @pytest.mark.parametrize(
+    "parts, match",
+    [
+        ({"gate": "topk"}, r"gate is 'topk', no Gate; give, say, fusedmoe.gates.TopK\("),
+        ({"gate": fusedmoe.gates.TopK}, "gate is <class .*TopK'>, no Gate"),
+        ({"experts": 8}, r"experts is 8, no Experts; give, say, fusedmoe.experts.SwiGLU\("),
+        ({"shared": nn.Linear(M, M)}, r"shared is Linear\(.*, no Experts; .* fusedmoe.experts.Custom"),
+        ({"order": "sparse"}, r"order is 'sparse', no Order; give, say, fusedmoe.orders.Sparse\(\)"),
+        ({"hooks": [fusedmoe.hooks.WireFp8]}, "a hook is <class .*WireFp8'>, no Hooks"),
+        ({"topology": 4}, "topology is 4, no Topology"),
+    ],
+)
+def test_parts_of_another_kind(parts: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make(**parts)
+
+
+def test_a_cast_to_integers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot travel as torch.int8"):
+        fusedmoe.hooks.WireCast(torch.int8)
+
+
+@pytest.mark.parametrize(
     "x, match",
     [
         (torch.randn(3, M + 1), rf"shape \[3, {M + 1}\]; its last dimension must be model_dim = {M}"),
         (torch.tensor(1.0), r"shape \[\]"),
         (torch.randn(3, M, dtype=torch.float64), "input of torch.float64 but its experts are torch.float32"),
         (torch.ones(3, M, dtype=torch.long), "input of torch.int64; it takes floating-point numbers"),
+        (torch.randn(3, M, device="meta"), r"input on meta but its experts are on cpu; move one with .to\(\)"),
         (torch.full((3, M), float("nan")), "12 of 12 router logits are NaN or infinite"),
         (torch.randn(3, M).index_fill(0, torch.tensor(2), torch.inf), "[1-4] of 12 router logits are NaN or infinite"),
     ],
@@ -90,6 +113,11 @@ def test_input(x: Tensor, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         layer(x)
     layer(torch.randn(3, M))  # nothing is broken by a refusal
+
+
+def test_a_layer_on_another_device() -> None:
+    with pytest.raises(ConfigError, match="input on cpu but its experts are on meta"):
+        make(device="meta")(torch.randn(3, M))
 
 
 @pytest.mark.parametrize("name", GATES)
@@ -176,6 +204,12 @@ def integers_on_one(rank: int, world: int, ep: int, esp: int, mp: int, mp_input:
     layer(torch.ones(5, M, dtype=torch.long if rank == 1 else torch.float32))
 
 
+def elsewhere_on_one(rank: int, world: int, ep: int, esp: int, mp: int, mp_input: MpInput) -> None:
+    layer = make(Topology.from_sizes(ep, esp, mp), mp_input=mp_input)
+    layer(torch.randn(5, M))
+    layer(torch.randn(5, M, device="meta" if rank == 1 else "cpu"))
+
+
 def more_tokens_on_one(rank: int, world: int, mp_input: MpInput) -> None:
     make(Topology.from_sizes(2, 2, 2), mp_input=mp_input)(torch.randn(5 + (rank == 1), M))
 
@@ -225,6 +259,7 @@ def test_input_of_one_rank(cluster: Cluster, place: tuple[int, int, int, MpInput
     texts = all_end(cluster, "RankError", rf"rank 1.*input of shape \[5, {M + 1}\]", wrong_width_on_one, *place)
     assert all(f"must be model_dim = {M}" in text for text in texts)
     all_end(cluster, "RankError", "rank 1.*input of torch.int64", integers_on_one, *place)
+    all_end(cluster, "RankError", "rank 1.*input on meta but its experts are on cpu", elsewhere_on_one, *place)
 
 
 @pytest.mark.parametrize("mp_input", ["replicated", "partial"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -361,11 +362,22 @@ def test_only_what_a_layer_can_run_is_fused(policy: str) -> None:
 
 
 def test_refusals() -> None:
-    for refused in (lambda: Schedule("fast"), lambda: MoELayer(M, GATES["topk"](), SwiGLU(8), schedule="fast")):
-        with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose off, auto, sequential"):
-            refused()
-    with pytest.raises(ConfigError, match="each at least 1"):
-        Schedule("fsmoe", (0, 1))
+    for name, match in (
+        ("fast", "unknown schedule 'fast'; choose off, auto, sequential, .*joint$"),
+        ("flowmoe", "flowmoe plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            MoELayer(M, GATES["topk"](), SwiGLU(8), schedule=name)
+    for name, match in (
+        ("fast", "unknown policy 'fast'; choose sequential, .*joint$"),
+        ("auto", "unknown policy 'auto'; choose sequential, .* by name"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            Schedule(name)
+    degrees: Any
+    for degrees in ((0, 1), 2, (2, 2, 2)):
+        with pytest.raises(ConfigError, match=f"each at least 1.* not {re.escape(repr(degrees))}"):
+            Schedule("fsmoe", degrees)
 
 
 @pytest.mark.parametrize("schedule", ["off", "auto", "fsmoe", Schedule("fsmoe", (4, 2))], ids=str)

@@ -38,6 +38,16 @@ def test_what_is_drawn(experts):
     assert heights == [*before.work_ILW[-1, 1], *after.work_ILW[-1, 1]]
 
 
+def test_legends_cover_no_bar_and_no_line():
+    found = figure(*followed(12), NODES, 1, title="A layer")
+    found.canvas.draw()
+    _, stragglers, _, work = found.axes
+    box = stragglers.get_legend().get_window_extent()
+    ends = [stragglers.transData.transform(line.get_xydata()) for line in stragglers.get_lines()[:2]]
+    assert min(y for end in ends for _, y in end) > box.y1
+    assert max(bar.get_window_extent().y1 for bar in work.patches) < work.get_legend().get_window_extent().y0
+
+
 @pytest.mark.parametrize(("ending", "starts"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_formats(tmp_path, ending, starts):
     path = tmp_path / f"loads.{ending}"
