@@ -301,7 +301,7 @@ def _patience(job: Job) -> timedelta:
 def _world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
-    launched = int(os.environ.get("WORLD_SIZE", 1))
+    launched = int(os.environ.get("WORLD_SIZE") or 1)
     if launched > 1:
         raise ConfigError(
             f"topology: rank {os.environ.get('RANK', '?')} of {launched} has no process group yet, so it would train a "
