@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
+from collections.abc import Sequence
 
 import pytest
 
@@ -61,10 +63,15 @@ def test_every_task_is_there_once_and_nobody_waits_without_need(fused):
             assert schedule.makespan_s(contention) == pytest.approx(makespan(plan, Durations(seconds, contention)))
 
 
+def require_good(over_best: Sequence[float]) -> None:
+    """A list schedule leaves no time in which nothing runs, so it takes at most all tasks of two classes of resources
+    one after the other: twice the best. Of random steps one in twenty-five is a quarter above the best."""
+    assert min(over_best) >= 1 - 1e-12 and max(over_best) <= 2 and statistics.median(over_best) < 1.25
+
+
 def test_it_is_as_good_as_any_order_of_a_small_step():
     """All orders of two chunks in one layer and a gradient of the layer before, by brute force."""
-    rng = random.Random()
-    worst = 0.0
+    rng, over_best = random.Random(), []
     for _ in range(12):
         tasks = [Task(kind, chunk) for kind in ("dispatch", "expert", "combine") for chunk in (0, 1)]
         tasks.append(Task(GRADIENT, 0, 1, "backward", 256))
@@ -78,15 +85,13 @@ def test_it_is_as_good_as_any_order_of_a_small_step():
             except Exception:
                 continue
             best = min(best, makespan(plan, Durations(seconds)))
-        found = makespan(list_plan(tasks, seconds), Durations(seconds))
-        assert found >= best * (1 - 1e-12)
-        worst = max(worst, found / best)
-    assert worst < 1.5  # of list scheduling it is known to be below 2; what it is on average the grid shows
+        over_best.append(makespan(list_plan(tasks, seconds), Durations(seconds)) / best)
+    require_good(over_best)
 
 
 def test_fused_operations_are_as_good_as_any_order_of_a_small_step():
     """Two chunks of one, and a gradient of the layer before, by brute force over both orders that it stands in."""
-    rng = random.Random()
+    rng, over_best = random.Random(), []
     for _ in range(12):
         links = [Task(kind, chunk) for kind in ("dispatch", "combine") for chunk in (0, 1)]
         fused = [Task("all-gather-expert-reduce-scatter", chunk) for chunk in (0, 1)]
@@ -102,8 +107,8 @@ def test_fused_operations_are_as_good_as_any_order_of_a_small_step():
             except ConfigError:
                 continue
             best = min(best, makespan(plan, Durations(seconds)))
-        found = makespan(list_plan(seconds, seconds), Durations(seconds))
-        assert best * (1 - 1e-12) <= found < best * 1.5
+        over_best.append(makespan(list_plan(seconds, seconds), Durations(seconds)) / best)
+    require_good(over_best)
 
 
 @pytest.mark.parametrize(("combine_s", "first"), [(5.0, "reduce-scatter"), (0.0, "all-gather-expert")])
