@@ -125,9 +125,10 @@ class MoELayer(nn.Module):
             raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
         hooks = tuple(hooks)
         require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
-        own = ", or modules of your own by fusedmoe.experts.Custom"
-        for name, network in (("experts", experts), ("shared", experts if shared is None else shared)):
-            require_kind(name, network, Experts, f"fusedmoe.experts.SwiGLU(hidden=2048){own}")
+        network = "fusedmoe.experts.SwiGLU(hidden=2048), or modules of your own by fusedmoe.experts.Custom"
+        require_kind("experts", experts, Experts, network)
+        if shared is not None:
+            require_kind("shared", shared, Experts, network)
         if order is not None:
             require_kind("order", order, Order, "fusedmoe.orders.Sparse()")
         if topology is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
@@ -85,11 +83,8 @@ class Refusals:
     def refuse(self, refusal: str | None) -> None:
         """Raises it, if there is any, and tells the other ranks."""
         if refusal:
-            self._refuse(refusal)
-
-    def _refuse(self, refusal: str) -> NoReturn:
-        self._topology.fail(CHECK, refusal)
-        raise (ConfigError if self._topology.size == 1 else RankError)(f"rank {self._topology.rank}: {refusal}")
+            self._topology.fail(CHECK, refusal)
+            raise (ConfigError if self._topology.size == 1 else RankError)(f"rank {self._topology.rank}: {refusal}")
 
 
 def require_kind(name: str, part: object, kind: type, example: str) -> None:

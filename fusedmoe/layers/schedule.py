@@ -19,7 +19,6 @@ from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.layer import pass_by_degree, pass_of
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.timeline import PHASES
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 
 #: What a layer takes for `schedule` by name: nothing in chunks, the best of all policies, or one of them.
@@ -98,6 +97,8 @@ class Schedule:
 
 def _elsewhere(name: str) -> str:
     """What to do with a name that is another part's."""
+    from fusedmoe.schedule.whole_policies import WHOLE_POLICIES  # for this hint alone a layer need not load them
+
     if name in WHOLE_POLICIES:
         return f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"
     return '. A layer takes it by name: schedule="auto"' if name == "auto" else ""
