@@ -218,14 +218,14 @@ class MoELayer(nn.Module):
         return self.topology.ep.size * self.topology.esp.size > 1 or bool(self.hooks)
 
     def _forward(self, x: Tensor) -> Tensor:
-        if self.hooks:
+        if self.hooks and isinstance(x, Tensor):
             x = run_hooks(self.hooks, "before_moe_start", self._tap(x, "before_moe_end"), HookContext("forward"))
         mp, recorder = self.topology.mp, self.recorder
         refusal = self._refusals.of_input(x, self.model_dim, self._like(x))
         if refusal is None:
             x_SM = x.reshape(-1, self.model_dim)
         else:
-            like = self._like(x.float())
+            like = self._like(x.float() if isinstance(x, Tensor) else torch.empty(0))
             x_SM = torch.zeros(0, self.model_dim, dtype=like.dtype, device=like.device)
         if mp.size > 1 and self.mp_input != "split":
             self._refusals.agree_on_tokens(x_SM, refusal, self.mp_input)
