@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Weights
 
@@ -25,7 +26,7 @@ def refuse(operation: str, text: str) -> NoReturn:
 
 def require_values(operation: str, holds: Tensor, text: str) -> None:
     """Refuses unless a scalar tensor is true."""
-    if holds.is_cuda or torch.compiler.is_compiling():
+    if uses_triton(holds) or torch.compiler.is_compiling():
         torch._assert_async(holds, f"{operation}: {text}")
     elif not holds.is_meta and not holds:
         refuse(operation, text)

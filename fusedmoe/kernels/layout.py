@@ -13,6 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fusedmoe.kernels.backend import uses_triton
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -78,7 +80,7 @@ class Layout:
 
     def zero_padding(self, value_N: Tensor) -> Tensor:
         """[N, ...] with zeros in the padding rows, in place; no host synchronisation."""
-        if not value_N.is_cuda:
+        if not uses_triton(value_N):
             value_N[int(self.offsets_E1[-1]) :] = 0
             return value_N
         row_N = torch.arange(self.rows, device=value_N.device)
