@@ -94,10 +94,10 @@ def check_row_values(operation: str, name: str, value_N: Any, layout: Layout) ->
 
 
 def check_results(name: str, out_SM: Any, rows_SM: Tensor) -> None:
-    """What experts of that name made of rows: as many rows, as wide."""
+    """What was made of rows: as many rows, as wide."""
     if not isinstance(out_SM, Tensor) or out_SM.shape != rows_SM.shape:
         got = list(out_SM.shape) if isinstance(out_SM, Tensor) else repr(out_SM)
-        refuse(name, f"the experts were given rows of shape {list(rows_SM.shape)} and returned {got}")
+        raise ConfigError(f"{name} was given rows of shape {list(rows_SM.shape)} and returned {got}")
 
 
 def check_layout(operation: str, layout: Any) -> None:

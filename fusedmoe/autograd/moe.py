@@ -55,7 +55,7 @@ def through_experts(
         layout = received_layout(exchange.counts_RE, exchange.rows)
         sorted_weight_R = None if weight_R is None else weight_R[layout.slot_N]
     out_RM = compute(rows_RM, layout, sorted_weight_R)
-    check_results("through_experts", out_RM, rows_RM)
+    check_results("through_experts: compute", out_RM, rows_RM)
     return combine(reduce_scatter(out_RM, exchange, recorder), exchange, hooks, recorder)
 
 
