@@ -1,9 +1,12 @@
 """The layer's operations as functions, for models that bring their own modules.
 
-`gate` and `gate_from_logits` route tokens by a `GateRule`, `order` sorts routing decisions, `permute`/`unpermute` move
-rows by them, `experts` computes, `Exchange` with `dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses
-ranks, and `through_experts` is the whole road between permute and unpermute. `gather_rows`, `reduce_scatter_rows`,
-`split_rows` and `join_rows` serve model-parallel parts.
+`gate` and `gate_from_logits` route tokens by a `GateRule`, `order` sorts routing decisions, `permute` and `unpermute`
+move rows by them and `take_slots` router weights, `experts` computes, `Exchange` with `dispatch`, `combine`,
+`all_gather` and `reduce_scatter` crosses ranks, and `through_experts` is the whole way between permute and unpermute.
+`gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts.
+
+What does not fit (shapes, dtypes, devices, numbers of experts that do not exist) is refused before anything is computed
+or sent: ConfigError, or RankError where other ranks wait.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from fusedmoe.autograd.exchange import all_gather, combine, dispatch, reduce_sca
 from fusedmoe.autograd.experts import experts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
 from fusedmoe.autograd.moe import received_layout, through_experts
-from fusedmoe.autograd.order import order, permute, unpermute
+from fusedmoe.autograd.order import order, permute, take_slots, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
@@ -41,6 +44,7 @@ __all__ = [
     "reduce_scatter_rows",
     "split_counts",
     "split_rows",
+    "take_slots",
     "through_experts",
     "unpermute",
 ]

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedmoe.errors import ConfigError
+from fusedmoe.autograd.checks import check_floats, check_layout, check_row_values, check_rows, check_weights
 from fusedmoe.kernels import operators
-from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.runtime.recorder import Recorder, span
@@ -25,26 +24,27 @@ def experts(
     """y_SM[s] = Σ over the rows n of token s of weight_N[n]·FFN_e(x_SM[s]): gather, experts, weighted gather-and-sum.
 
     Args:
-        x_SM: [S, M] tokens (or received rows), floating point.
+        x_SM: [S, M] tokens (or received rows), floating point, any strides.
         layout: which rows copy which token, sorted by local expert.
-        weight_N: [N] router weight of each sorted row, any floating dtype, or None for 1.
-        weights: parameters of the local experts, in x's dtype.
+        weight_N: [N] router weight of each sorted row, any floating dtype, or None for 1; see `take_slots`.
+        weights: parameters of the local experts, in x's dtype. Those that are not contiguous are copied first.
         activation: a name of `fusedmoe.kernels.activation.ACTIVATIONS`.
     Returns:
-        [S, M], x's dtype.
+        [S, M], x's dtype. Gradients of weight_N are zero in padding rows.
     Saves for backward:
         x_SM, weight_N and the pre-activation H: N·H elements, 2·N·H for a gated activation (plus the parameters, which
         exist anyway). The down projection's output is not saved: the router weight's gradient is ⟨dA', A⟩.
     Raises:
-        ConfigError: unknown activation, or dtypes that differ.
+        ConfigError: unknown activation; shapes, dtypes or devices that do not fit each other; a layout made by hand
+            whose numbers do not.
     """
-    if activation not in ACTIVATIONS:
-        raise ConfigError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-    if x_SM.dtype != weights.w1.dtype:
-        raise ConfigError(
-            f"the rows are {x_SM.dtype} and the experts {weights.w1.dtype}; convert one with .to(), or use autocast"
-        )
-    w = weights
+    check_layout("experts", layout)
+    check_rows("experts", "x_SM", x_SM, layout.tokens, layout.row_SK)
+    check_floats("experts", "x_SM", x_SM)
+    if weight_N is not None:
+        check_row_values("experts", "weight_N", weight_N, layout)
+    check_weights("experts", weights, activation, x_SM, layout.experts)
+    w = weights.contiguous()
     with span(recorder, "experts", kind="expert", phase="forward"):
         y_SM, _ = operators.experts(
             x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, *layout.tensors, activation

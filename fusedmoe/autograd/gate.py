@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.errors import ConfigError
+from fusedmoe.autograd.checks import check_floats, check_rows, check_tensor, refuse
 from fusedmoe.kernels import operators
 from fusedmoe.kernels.gate.rule import GateChoice, GateRule, define_choice, fits_kernels, has_kernels
 
@@ -40,12 +40,16 @@ def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None 
         x and W as they are, logits (S·E float32) and choices (S·K int64). Plain torch saves a few times S·E instead,
         and copies of x and W where these are in half precision.
     Raises:
-        ConfigError: sizes that do not fit each other.
+        ConfigError: sizes, dtypes or devices that do not fit each other.
     """
-    if x_SM.dim() != 2 or weight_EM.dim() != 2 or x_SM.shape[1] != weight_EM.shape[1]:
+    check_rows("gate", "x_SM", x_SM, None)
+    check_floats("gate", "x_SM", x_SM)
+    check_rows("gate", "weight_EM", weight_EM, None, x_SM)
+    check_floats("gate", "weight_EM", weight_EM)
+    if x_SM.shape[1] != weight_EM.shape[1]:
         shapes = f"tokens {list(x_SM.shape)} and matrix {list(weight_EM.shape)}"
-        raise ConfigError(f"gate: {shapes} do not fit; they must be [S, M] and [E, M]")
-    _check(weight_EM.shape[0], x_SM.shape[0], rule, bias_E)
+        refuse("gate", f"{shapes} do not fit; they must be [S, M] and [E, M]")
+    _check(weight_EM.shape[0], x_SM, rule, bias_E)
     if fits_kernels(weight_EM.shape[0], rule.k) and has_kernels(x_SM, weight_EM):
         return _asked_for(operators.gate(x_SM, weight_EM, _single(bias_E), *_fields(rule)), rule)
     dtype = torch.promote_types(torch.promote_types(x_SM.dtype, weight_EM.dtype), torch.float32)
@@ -64,11 +68,13 @@ def gate_from_logits(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = 
     Saves for backward:
         the logits and the choices (S·K int64).
     Raises:
-        ConfigError: sizes that do not fit each other.
+        ConfigError: sizes, dtypes or devices that do not fit each other.
     """
+    check_tensor("gate", "logits_SE", logits_SE)
+    check_floats("gate", "logits_SE", logits_SE)
     if logits_SE.dim() != 2:
-        raise ConfigError(f"gate: logits must be [S, E], got {list(logits_SE.shape)}")
-    _check(logits_SE.shape[1], logits_SE.shape[0], rule, bias_E)
+        refuse("gate", f"logits must be [S, E], got {list(logits_SE.shape)}")
+    _check(logits_SE.shape[1], logits_SE, rule, bias_E)
     logits_SE = logits_SE.to(torch.promote_types(logits_SE.dtype, torch.float32))
     if fits_kernels(logits_SE.shape[1], rule.k) and has_kernels(logits_SE):
         choice = _asked_for(operators.gate_from_logits(logits_SE, _single(bias_E), *_fields(rule)), rule)
@@ -80,12 +86,17 @@ def _single(bias_E: Tensor | None) -> Tensor | None:
     return None if bias_E is None else bias_E.detach().float().contiguous()
 
 
-def _check(experts: int, tokens: int, rule: GateRule, bias_E: Tensor | None) -> None:
+def _check(experts: int, of_tokens: Tensor, rule: GateRule, bias_E: Tensor | None) -> None:
+    if not isinstance(rule, GateRule):
+        refuse("gate", f"rule must be a GateRule, got {type(rule).__name__}")
     if rule.k > experts:
-        raise ConfigError(f"gate: k = {rule.k} is more than its {experts} experts")
-    if bias_E is not None and bias_E.shape != (experts,):
-        raise ConfigError(f"gate: the bias must be [{experts}], got {list(bias_E.shape)}")
-    rule.sequences(tokens)
+        refuse("gate", f"k = {rule.k} is more than its {experts} experts")
+    if bias_E is not None:
+        check_tensor("gate", "bias_E", bias_E, of_tokens)
+        check_floats("gate", "bias_E", bias_E)
+        if bias_E.shape != (experts,):
+            refuse("gate", f"the bias must be [{experts}], got {list(bias_E.shape)}")
+    rule.sequences(of_tokens.shape[0])
 
 
 def _fields(rule: GateRule) -> tuple[Any, ...]:

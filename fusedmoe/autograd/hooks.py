@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from fusedmoe.errors import ConfigError
+
 Direction = Literal["forward", "backward"]
 
 
@@ -72,5 +74,7 @@ def run_hooks(hooks: Sequence[Hooks], seam: str, tensor: Tensor, context: HookCo
     """Passes the tensor through every hook at a seam; after_ hooks in reverse, so that pairs nest."""
     for hook in reversed(hooks) if seam.startswith("after") else hooks:
         changed = getattr(hook, seam)(tensor, context)
+        if changed is not None and not isinstance(changed, Tensor):
+            raise ConfigError(f"{type(hook).__name__}.{seam} gave {changed!r}; a hook gives a tensor, or None")
         tensor = tensor if changed is None else changed
     return tensor

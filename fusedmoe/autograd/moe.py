@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.checks import check_integers, check_results, check_rows, check_tensor, refuse, require_values
 from fusedmoe.autograd.exchange import all_gather, combine, dispatch, reduce_scatter
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import order
@@ -37,7 +38,15 @@ def through_experts(
         compute: the local experts.
     Returns:
         [N, M] weighted results.
+    Raises:
+        ConfigError, RankError: rows, weights or the experts' results that are not as many as the exchange has.
     """
+    check_rows("through_experts", "rows_NM", rows_NM, exchange.sent)
+    if weight_N is not None:
+        check_tensor("through_experts", "weight_N", weight_N, rows_NM)
+        if weight_N.shape != rows_NM.shape[:1]:
+            shapes = f"each of {len(rows_NM)} rows, got {list(weight_N.shape)}"
+            refuse("through_experts", f"weight_N must have a number for {shapes}")
     rows_RM = all_gather(dispatch(rows_NM, exchange, hooks, recorder), exchange, recorder)
     weight_R = None
     if weight_N is not None:
@@ -46,6 +55,7 @@ def through_experts(
         layout = received_layout(exchange.counts_RE, exchange.rows)
         sorted_weight_R = None if weight_R is None else weight_R[layout.slot_N]
     out_RM = compute(rows_RM, layout, sorted_weight_R)
+    check_results("through_experts: compute", out_RM, rows_RM)
     return combine(reduce_scatter(out_RM, exchange, recorder), exchange, hooks, recorder)
 
 
@@ -53,7 +63,15 @@ def received_layout(counts_RE: Tensor, rows: int | None = None) -> Layout:
     """Sorts received rows, which lie by (peer, local expert), by local expert.
 
     `rows`: the sum of the counts; with it nothing waits for the device.
+
+    Raises:
+        ConfigError: counts that are not [peers, experts] integers of at least 0, or of another sum.
     """
+    check_integers("received_layout", "counts_RE", counts_RE, 2)
+    right = (counts_RE >= 0).all()
+    if rows is not None:
+        right &= counts_RE.sum() == rows
+    require_values("received_layout", right, "counts must not be negative, and `rows` must be their sum")
     peers, experts = counts_RE.shape
     expert_RE = torch.arange(experts, device=counts_RE.device).expand(peers, experts)
     expert_R1 = expert_RE.reshape(-1).repeat_interleave(counts_RE.reshape(-1), output_size=rows).view(-1, 1)

@@ -1,7 +1,8 @@
 """Rows over a model-parallel group: the four moves between split, replicated and partial tensors.
 
 `counts[i]` is how many rows the i-th rank of the group owns when rows are split, the same list on every rank; a split
-tensor is [counts[group.index], M], any other [sum(counts), M]. None saves a tensor for backward. A replicated tensor
+tensor is [counts[group.index], M], any other [sum(counts), M], or the move is refused (ConfigError, RankError) before
+anything is sent. None saves a tensor for backward. A replicated tensor
 holds the same rows on every rank, and so does its gradient; a partial tensor is a summand.
 
 | function | from -> to | forward | backward |
@@ -19,6 +20,7 @@ from functools import partial
 
 from torch import Tensor
 
+from fusedmoe.autograd.checks import check_count
 from fusedmoe.autograd.linear import Move, linear
 from fusedmoe.comm import collectives
 from fusedmoe.comm.group import Group
@@ -26,7 +28,12 @@ from fusedmoe.runtime.recorder import Recorder, span
 
 
 def split_counts(rows: int, group: Group) -> list[int]:
-    """How `rows` rows are split over a group: as evenly as can be, like `torch.chunk`."""
+    """How `rows` rows are split over a group: as evenly as can be, like `torch.chunk`.
+
+    Raises:
+        ConfigError: `rows` is not an integer of at least 0.
+    """
+    check_count("split_counts", "rows", rows, 0)
     size = -(-rows // group.size)
     return [min(size, max(0, rows - i * size)) for i in range(group.size)]
 
@@ -34,25 +41,25 @@ def split_counts(rows: int, group: Group) -> list[int]:
 def gather_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """[counts[group.index], M] -> [sum(counts), M]: all rows, for computations that differ between ranks
     (column-parallel products). Collective; the backward, which saves nothing, is a reduce-scatter."""
-    return _linear(x_SM, group, _all_gather, _reduce_scatter, counts, recorder)
+    return _linear("gather_rows", x_SM, group, _all_gather, _reduce_scatter, counts, recorder)
 
 
 def reduce_scatter_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """[sum(counts), M] -> [counts[group.index], M]: partial sums of all rows to this rank's rows of the sum (after
     row-parallel products). Collective; the backward, which saves nothing, is an all-gather."""
-    return _linear(x_SM, group, _reduce_scatter, _all_gather, counts, recorder)
+    return _linear("reduce_scatter_rows", x_SM, group, _reduce_scatter, _all_gather, counts, recorder)
 
 
 def split_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """[sum(counts), M] -> [counts[group.index], M]: of rows that all ranks have, this rank's. Nothing travels; the
     backward, which saves nothing, is an all-gather."""
-    return _linear(x_SM, group, _slice, _all_gather, counts, recorder)
+    return _linear("split_rows", x_SM, group, _slice, _all_gather, counts, recorder)
 
 
 def join_rows(x_SM: Tensor, group: Group, counts: Sequence[int], recorder: Recorder | None = None) -> Tensor:
     """[counts[group.index], M] -> [sum(counts), M]: all rows, from which every rank goes on to compute the same.
     Collective; the backward, which saves nothing, is a slice."""
-    return _linear(x_SM, group, _all_gather, _slice, counts, recorder)
+    return _linear("join_rows", x_SM, group, _all_gather, _slice, counts, recorder)
 
 
 def mean_over(value: Tensor, group: Group) -> Tensor:
@@ -74,8 +81,20 @@ def sum_gradient(value: Tensor, group: Group) -> Tensor:
 
 
 def _linear(
-    x_SM: Tensor, group: Group, there: _Kind, back: _Kind, counts: Sequence[int], recorder: Recorder | None
+    name: str,
+    x_SM: Tensor,
+    group: Group,
+    there: _Kind,
+    back: _Kind,
+    counts: Sequence[int],
+    recorder: Recorder | None,
 ) -> Tensor:
+    if len(counts) != group.size or any(not isinstance(count, int) or count < 0 for count in counts):
+        group.refuse(name, f"counts must say how many rows each of {group.size} ranks has, got {list(counts)}")
+    rows = counts[group.index] if there is _all_gather else sum(counts)
+    if not isinstance(x_SM, Tensor) or x_SM.dim() < 1 or x_SM.shape[0] != rows:
+        got = list(x_SM.shape) if isinstance(x_SM, Tensor) else type(x_SM).__name__
+        group.refuse(name, f"by counts = {list(counts)} this rank passes in {rows} rows, but got {got}")
     if group.size == 1:
         return x_SM
     return linear(x_SM, there(group, counts, recorder, "forward"), back(group, counts, recorder, "backward"))

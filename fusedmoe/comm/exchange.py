@@ -29,7 +29,7 @@ class Part:
     Attributes:
         counts_RE: [sharding peer · source rank, local expert] rows that lie here after dispatch and all-gather, on the
             device of the counts.
-        rows, sent: how many these are, and how many rows leave this rank.
+        rows, sent, received: how many these are; how many leave this rank, and how many a dispatch brings it.
     """
 
     def __init__(
@@ -39,23 +39,32 @@ class Part:
         self._traffic = algorithm.traffic(send_PE.sum(1).tolist(), come_QPE[esp.index].sum(1).tolist())
         self._gathered = come_QPE.sum((1, 2)).tolist()
         self.counts_RE = torch.from_numpy(come_QPE.reshape(-1, come_QPE.shape[2])).to(device)
-        self.rows, self.sent = sum(self._gathered), int(send_PE.sum())
+        self.rows, self.sent, self.received = sum(self._gathered), int(send_PE.sum()), sum(self._traffic.recv)
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """To the experts' ranks: [N, ...] sorted by expert -> [received, ...] by (source rank, local expert)."""
+        self._require(rows, self.sent, "dispatch")
         return self._algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
         """Back to the tokens' ranks: the inverse of `dispatch`."""
+        self._require(rows, self.received, "combine")
         return self._algorithm.exchange(rows, self._traffic.back(), "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """To all shards of the experts: [received, ...] -> [R, ...] by (sharding peer, source rank, local expert)."""
+        self._require(rows, self.received, "all-gather of expert shards")
         return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards")
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sums the shards' results and returns each peer its own rows: the adjoint of `all_gather`."""
+        self._require(rows, self.rows, "reduce-scatter of expert shards")
         return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards")
+
+    def _require(self, rows: Tensor, count: int, operation: str) -> None:
+        if rows.dim() < 1 or rows.shape[0] != count:
+            text = f"the exchange is of {count} rows, but these are {list(rows.shape)}"
+            self._algorithm.group.refuse(operation, f"{text}. Padding does not travel: Layout.exact() leaves it out")
 
 
 class Exchange(Part):
@@ -75,7 +84,7 @@ class Exchange(Part):
         most_rows: that any of the ranks sends; the same number on all of them.
         send_PE, come_QPE: rows that leave for each peer, and that come by sharding peer, source rank, local expert.
     Raises:
-        RankError: this or another rank refused, or the ranks' dtypes differ.
+        ConfigError, RankError: this or another rank refused, counts that cannot be, or dtypes that differ.
     """
 
     def __init__(
@@ -90,6 +99,8 @@ class Exchange(Part):
     ) -> None:
         ep = algorithm.group
         me = ep.job.rank
+        if problem := _wrong(counts_E, dtype, ep.size):
+            ep.refuse(CHECK, problem)
         if refusal is not None:
             ep.board.post(me, CHECK, refusal)
         # Two columns tell every rank of every other one: how many rows it sends; its number, whether it refuses, dtype.
@@ -128,6 +139,19 @@ class Exchange(Part):
     def part(self, send_PE: np.ndarray, come_QPE: np.ndarray) -> Part:
         """Other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
         return Part(self._algorithm, self._esp, send_PE, come_QPE, self._device)
+
+
+def _wrong(counts_E: Tensor, dtype: torch.dtype, ranks: int) -> str:
+    """What is wrong with the sizes of an exchange, or nothing."""
+    if counts_E.dim() != 1 or counts_E.is_floating_point() or counts_E.dtype == torch.bool:
+        return f"counts of rows must be integers [E], got {counts_E.dtype} {list(counts_E.shape)}"
+    if len(counts_E) == 0 or len(counts_E) % ranks:
+        return f"{len(counts_E)} experts cannot be split over {ranks} ranks; choose a multiple of {ranks}"
+    if not counts_E.is_cuda and bool((counts_E < 0).any()):
+        return f"counts of rows must not be negative, got {counts_E.tolist()}"
+    if dtype not in _DTYPES:
+        return f"rows of {dtype} cannot travel; convert them to one of {', '.join(map(str, _DTYPES))}"
+    return ""
 
 
 def share(counts: np.ndarray, part: int, degree: int) -> np.ndarray:

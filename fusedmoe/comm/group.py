@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from fusedmoe.comm.failure import Board
+from fusedmoe.errors import ConfigError, RankError
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class Group:
         """The job's board, of a group that communicates."""
         assert self.job.board is not None
         return self.job.board
+
+    def refuse(self, operation: str, text: str) -> NoReturn:
+        """Raises what is wrong with this rank's part in an operation that has not begun, and tells the other ranks."""
+        if self.job.board is None:
+            raise ConfigError(f"{operation}: {text}")
+        self.job.board.post(self.job.rank, operation, text)
+        raise RankError(f"rank {self.job.rank}: {operation} over the {self}: {text}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # process groups cannot be copied

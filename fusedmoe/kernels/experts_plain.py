@@ -123,7 +123,7 @@ class _Rows:
         self._weights, self._activation, self._hidden = weights, activation, weights.w2.shape[2]
         self._h_NH = h_NH.view(layout.rows, activation.halves * self._hidden)
         self._dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
-        self._ds_N = None if weight_N is None else x_SM.new_empty(layout.rows)
+        self._ds_N = None if weight_N is None else x_SM.new_zeros(layout.rows)  # padding has no gradient
         self.scratch = _Scratch(self._dy_SM, layout)
         self._act, self._da = self.scratch.take(self._hidden), self.scratch.take(self._hidden)
 

@@ -14,14 +14,14 @@ from fusedmoe.kernels.layout import Layout
 
 
 def permute(x_SM: Tensor, layout: Layout) -> Tensor:
-    """rows_NM[n] = x_SM[source_N[n]]."""
+    """rows_NM[n] = x_SM[source_N[n]], 0 in padding rows."""
     if layout.source_N is None:
         return x_SM
     if uses_triton(x_SM):
         from fusedmoe.kernels.rows.gather import gather_rows
 
-        return gather_rows(x_SM, layout.source_N)
-    return x_SM.index_select(0, layout.source_N)
+        return gather_rows(x_SM, layout.source_N, layout.offsets_E1)
+    return layout.zero_padding(x_SM.index_select(0, layout.source_N))
 
 
 def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) -> Tensor:
@@ -59,12 +59,12 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
 
 
 def take_slots(value_SK: Tensor, layout: Layout) -> Tensor:
-    """value_N[n]: the value (a router weight) of the slot that a sorted row serves."""
-    return value_SK.reshape(-1)[layout.slot_N]
+    """value_N[n]: the value (a router weight) of the slot that a sorted row serves, 0 in padding rows."""
+    return layout.zero_padding(value_SK.reshape(-1)[layout.slot_N])
 
 
 def put_slots(value_N: Tensor, layout: Layout) -> Tensor:
-    """value_SK: the value of each slot's row, 0 where there is none; the adjoint of `take_slots`. Reads no slack."""
+    """value_SK: the value of each slot's row, 0 where there is none; the adjoint of `take_slots`. Reads no padding."""
     if layout.rows == 0:
         return value_N.new_zeros(layout.row_SK.shape)
     return torch.where(layout.row_SK < 0, 0, value_N[layout.row_SK.clamp(min=0)])
@@ -85,7 +85,7 @@ def gather_sum_cost(rows: int, tokens: int, slots: int, dim: int, element_size: 
 def define_permute(x_SM: Tensor, layout: Layout) -> Tensor:
     """What `permute` must return, as a plain loop."""
     assert layout.source_N is not None
-    rows = [x_SM[s] for s in layout.source_N.tolist()]
+    rows = [x_SM[s] if n < sum(layout.counts) else 0 * x_SM[s] for n, s in enumerate(layout.source_N.tolist())]
     return torch.stack(rows) if rows else x_SM[:0]
 
 

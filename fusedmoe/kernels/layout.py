@@ -13,15 +13,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fusedmoe.kernels.backend import uses_triton
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Sorted rows, their tokens and their slots.
 
     On a CPU there are as many rows as are kept. On CUDA nobody waits for the device to learn that number, nor does a
-    graph of `torch.compile` anywhere: N is a bound on it (`row_bound`), and the rows from offsets_E1[E] on are slack.
-    Slack has valid indices (token 0, slot 0), so that kernels may read through them; no result is ever read from a
-    slack row.
+    graph of `torch.compile` anywhere: N is a bound on it (`row_bound`), and the rows from offsets_E1[E] on are padding.
+    Padding has valid indices (token 0, slot 0), so that kernels may read through them. What the operations return for
+    padding rows is zero, gradients included, and what they are given there is never read.
 
     Attributes:
         counts_E: rows kept for each expert, int64.
@@ -29,6 +31,8 @@ class Layout:
         source_N: the token (row of x_SM) that each sorted row copies, int64; None when row n is simply x[n].
         slot_N: flat index s·K + k of the routing slot that each sorted row serves, int64.
         row_SK: the sorted row of every slot, -1 for a slot that is empty or was dropped, int64.
+        verified: whether the numbers are known to fit each other, as those that `order` makes do; those of a layout
+            made by hand are checked by the operations that get it.
     """
 
     counts_E: Tensor
@@ -36,6 +40,7 @@ class Layout:
     source_N: Tensor | None
     slot_N: Tensor
     row_SK: Tensor
+    verified: bool = False
 
     @cached_property
     def counts(self) -> list[int]:
@@ -61,7 +66,7 @@ class Layout:
         return self.slot_N.shape[0]
 
     def exact(self) -> Layout:
-        """The same without slack (on CUDA this waits for the device once)."""
+        """The same without padding (on CUDA this waits for the device once)."""
         kept = sum(self.counts)
         if kept == self.rows:
             return self
@@ -73,8 +78,17 @@ class Layout:
         """The five of them, in order: `Layout(*layout.tensors)`."""
         return self.counts_E, self.offsets_E1, self.source_N, self.slot_N, self.row_SK
 
+    def zero_padding(self, value_N: Tensor) -> Tensor:
+        """[N, ...] with zeros in the padding rows, in place; no host synchronisation."""
+        if not uses_triton(value_N):
+            value_N[int(self.offsets_E1[-1]) :] = 0
+            return value_N
+        row_N = torch.arange(self.rows, device=value_N.device)
+        padding_N = (row_N >= self.offsets_E1[-1]).view(-1, *[1] * (value_N.dim() - 1))
+        return value_N.masked_fill_(padding_N, 0)
+
     def padded(self, rows: int) -> Layout:
-        """The same with slack up to `rows` rows."""
+        """The same with padding up to `rows` rows."""
         more = (0, rows - self.rows)
         source_N = None if self.source_N is None else torch.nn.functional.pad(self.source_N, more)
         return replace(self, source_N=source_N, slot_N=torch.nn.functional.pad(self.slot_N, more))
@@ -104,4 +118,4 @@ def offsets(counts_E: Tensor) -> Tensor:
 def contiguous_layout(counts_E: Tensor, rows: int) -> Layout:
     """The layout of rows that lie sorted by expert already: row n is token n."""
     index = torch.arange(rows, device=counts_E.device)
-    return Layout(counts_E, offsets(counts_E), None, index, index.view(-1, 1))
+    return Layout(counts_E, offsets(counts_E), None, index, index.view(-1, 1), verified=True)

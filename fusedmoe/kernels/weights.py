@@ -25,6 +25,15 @@ class Weights:
     b2: Tensor | None = None
     b2_start: int = 0
 
+    def contiguous(self) -> Weights:
+        """The same, with copies of those that are not contiguous; the kernels read no other."""
+        tensors = (self.w1, self.w2, self.b1, self.b2)
+        if all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+            return self
+        w1, w2 = self.w1.contiguous(), self.w2.contiguous()
+        b1, b2 = (None if bias is None else bias.contiguous() for bias in (self.b1, self.b2))
+        return Weights(w1, w2, b1, b2, self.b2_start)
+
     def up(self, expert: int) -> Tensor:
         """[(2·)H, M]"""
         return self.w1[expert].view(-1, self.w1.shape[-1])

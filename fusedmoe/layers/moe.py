@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
 from fusedmoe.autograd.linear import linear
 from fusedmoe.autograd.moe import through_experts
@@ -29,7 +30,7 @@ from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
 from fusedmoe.layers.placed import Placed, first_place
 from fusedmoe.layers.planner import Followed, Planner
-from fusedmoe.layers.refusals import Refusals, require_kind
+from fusedmoe.layers.refusals import Refusals, no_routing, require_kind
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.runtime.streams import Streams
@@ -217,14 +218,14 @@ class MoELayer(nn.Module):
         return self.topology.ep.size * self.topology.esp.size > 1 or bool(self.hooks)
 
     def _forward(self, x: Tensor) -> Tensor:
-        if self.hooks:
+        if self.hooks and isinstance(x, Tensor):
             x = run_hooks(self.hooks, "before_moe_start", self._tap(x, "before_moe_end"), HookContext("forward"))
         mp, recorder = self.topology.mp, self.recorder
         refusal = self._refusals.of_input(x, self.model_dim, self._like(x))
         if refusal is None:
             x_SM = x.reshape(-1, self.model_dim)
         else:
-            like = self._like(x.float())
+            like = self._like(x.float() if isinstance(x, Tensor) else torch.empty(0))
             x_SM = torch.zeros(0, self.model_dim, dtype=like.dtype, device=like.device)
         if mp.size > 1 and self.mp_input != "split":
             self._refusals.agree_on_tokens(x_SM, refusal, self.mp_input)
@@ -247,8 +248,10 @@ class MoELayer(nn.Module):
         self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
             routing = self._replicated(self.gate, x_SM)
+            refusal = refusal or self._refusals.of_routing(routing, self.gate, x_SM)
+            if refusal is not None:
+                routing = no_routing(x_SM)  # this rank sends nothing but why
             self._count(routing)
-        refusal = refusal or self._refusals.of_logits(routing)
         if self.topology.ep.size == self.topology.esp.size == 1:
             self._refusals.refuse(refusal)
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
@@ -259,6 +262,7 @@ class MoELayer(nn.Module):
                 weight_N = slot_weights(routing, layout)
             self._load.kept_E = layout.counts_E
             y_SM = self.experts(x_SM, layout, weight_N)
+            check_results(type(self.experts).__name__, y_SM, x_SM)
         elif self.placed is not None:
             y_SM = self._through_placed(self.placed, x_SM, routing, refusal)
         elif way := self._way(x_SM, routing):
@@ -286,7 +290,9 @@ class MoELayer(nn.Module):
         if self.shared is not None:
             self.shared.recorder = recorder
             every = contiguous_layout(torch.full((1,), len(x_SM), device=x_SM.device), len(x_SM))
-            y_SM = y_SM + self._replicated(self.shared, x_SM, every, None)
+            shared_SM = self._replicated(self.shared, x_SM, every, None)
+            check_results(type(self.shared).__name__, shared_SM, x_SM)
+            y_SM = y_SM + shared_SM
         self._keep_aux(routing.aux_loss)
         return y_SM
 
@@ -294,7 +300,9 @@ class MoELayer(nn.Module):
         """The experts' results of rows sorted by expert."""
         if not self._travels:
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
-            return self.experts(ordered.rows_NM, layout, ordered.weight_N)
+            out_NM = self.experts(ordered.rows_NM, layout, ordered.weight_N)
+            check_results(type(self.experts).__name__, out_NM, ordered.rows_NM)
+            return out_NM
         exchange = self._meet(ordered.counts_E, ordered.rows_NM, refusal)
         if self._planner.in_chunks:
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))

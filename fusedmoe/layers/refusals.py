@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.checks import check_choice, check_count, check_floats, check_tensor, refuse
 from fusedmoe.comm.collectives import all_gather_rows, device_of
 from fusedmoe.comm.exchange import CHECK
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.layers.gates.base import Routing, SoftRouting
+from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
 from fusedmoe.layers.watch import LogitsWatch, count_bad
 
 _BAD_LOGITS = "router logits are NaN or infinite"
@@ -27,12 +28,14 @@ class Refusals:
         self._topology = topology
         self._watch = LogitsWatch()
 
-    def of_input(self, x: Tensor, model_dim: int, like: Tensor) -> str | None:
+    def of_input(self, x: object, model_dim: int, like: Tensor) -> str | None:
         """What is wrong with [..., M], if anything.
 
         Args:
             like: of the experts' dtype and device.
         """
+        if not isinstance(x, Tensor):
+            return f"MoELayer got {type(x).__name__} as input; it takes a tensor [..., {model_dim}]"
         if x.dim() < 1 or x.shape[-1] != model_dim:
             return f"MoELayer got input of shape {list(x.shape)}; its last dimension must be model_dim = {model_dim}"
         if x.device != like.device:
@@ -45,6 +48,14 @@ class Refusals:
                 "torch.autocast"
             )
         return None
+
+    def of_routing(self, routing: Routing | SoftRouting, gate: Gate, x_SM: Tensor) -> str | None:
+        """What is wrong with what a gate made of tokens, if anything: its parts, experts that do not exist, logits."""
+        try:
+            check_routing(gate, routing, x_SM)
+        except ConfigError as error:
+            return str(error)
+        return self.of_logits(routing)
 
     def of_logits(self, routing: Routing | SoftRouting) -> str | None:
         """What is wrong with the router's logits, if anything. Where nothing travels on CUDA a later call tells."""
@@ -85,6 +96,48 @@ class Refusals:
         if refusal:
             self._topology.fail(CHECK, refusal)
             raise (ConfigError if self._topology.size == 1 else RankError)(f"rank {self._topology.rank}: {refusal}")
+
+
+def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> None:
+    """What a gate, which may be the user's, made of tokens x_SM.
+
+    Raises:
+        ConfigError: parts of another kind, shape or device; numbers of experts that do not exist. On CUDA, where nobody
+            waits to see them, the latter fail an assertion on the device.
+    """
+    gate, experts, tokens = f"{type(by).__name__} gate", by.experts, len(x_SM)
+    if isinstance(routing, SoftRouting):
+        shape = (tokens, experts * routing.slots)
+        for name, matrix_SN in (("dispatch_SN", routing.dispatch_SN), ("combine_SN", routing.combine_SN)):
+            check_tensor(gate, name, matrix_SN, x_SM)
+            if matrix_SN.shape != shape:
+                refuse(gate, f"{name} must be {list(shape)}, got {list(matrix_SN.shape)}")
+    elif isinstance(routing, Routing):
+        check_tensor(gate, "expert_SK", routing.expert_SK, x_SM)
+        check_choice(gate, routing.expert_SK, experts)
+        check_tensor(gate, "weight_SK", routing.weight_SK, x_SM)
+        check_floats(gate, "weight_SK", routing.weight_SK)
+        shapes = routing.expert_SK.shape, routing.weight_SK.shape
+        if shapes[0] != shapes[1] or shapes[0][0] != tokens:
+            found = f"{list(shapes[0])} and {list(shapes[1])}"
+            refuse(gate, f"expert_SK and weight_SK must both be [S, K] of {tokens} tokens, got {found}")
+        if routing.capacity is not None:
+            check_count(gate, "capacity", routing.capacity, 0)
+        if routing.priority_S is not None:
+            check_tensor(gate, "priority_S", routing.priority_S, x_SM)
+            if routing.priority_S.shape != (tokens,):
+                refuse(gate, f"priority_S must be [{tokens}], got {list(routing.priority_S.shape)}")
+    else:
+        refuse(gate, f"it must give a Routing or a SoftRouting, got {type(routing).__name__}")
+    check_tensor(gate, "aux_loss", routing.aux_loss)
+    if routing.aux_loss.dim() != 0:
+        refuse(gate, f"aux_loss must be a scalar, got {list(routing.aux_loss.shape)}")
+
+
+def no_routing(x_SM: Tensor) -> Routing:
+    """Tokens without experts."""
+    nothing = x_SM.new_zeros(len(x_SM), 1)
+    return Routing(torch.full_like(nothing, -1, dtype=torch.long), nothing, None, None, x_SM.new_zeros(()), None)
 
 
 def require_kind(name: str, part: object, kind: type, example: str) -> None:

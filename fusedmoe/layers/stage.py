@@ -22,6 +22,7 @@ from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import outside_autocast
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Dropless, Order
+from fusedmoe.layers.refusals import check_routing
 
 
 class BlockStage:
@@ -80,6 +81,7 @@ class BlockStage:
         gate.aux = {}
         with outside_autocast(u.device.type):
             routing = gate.choose(*scores)
+        check_routing(gate, routing, u.reshape(-1, u.shape[-1]))
         assert isinstance(routing, Routing)
         return Dense(y, u, scores, routing, own)
 

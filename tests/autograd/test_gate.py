@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_named() -> None:
         gate(x, weight, GateRule(1), torch.zeros(4))
     with pytest.raises(ConfigError, match="6 tokens do not divide into sequences of 4"):
         gate(x, weight, GateRule(1, sequence=4))
-    with pytest.raises(ConfigError, match="k must be at least 1"):
+    with pytest.raises(ConfigError, match="k must be an integer of at least 1, got 0"):
         GateRule(0)
     with pytest.raises(ConfigError, match="unknown score 'tanh'; choose one of softmax, sigmoid, none"):
         GateRule(1, "tanh")

@@ -7,6 +7,7 @@ here [0, 1, 1, 0]; logsumexp is ln(e + 2e³ + e²).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,8 +56,12 @@ class GateRule:
     logsumexp: bool = False
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigError(f"gate: k must be at least 1, got {self.k}")
+        for name in ("k",) if self.sequence is None else ("k", "sequence"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"gate: {name} must be an integer of at least 1, got {value!r}")
+        if not math.isfinite(self.scale):
+            raise ConfigError(f"gate: scale must be finite, got {self.scale}")
         if self.score not in SCORES:
             raise ConfigError(f"gate: unknown score {self.score!r}; choose one of {', '.join(SCORES)}")
 
@@ -68,7 +73,7 @@ class GateRule:
         """
         if self.sequence is None:
             return 1
-        if self.sequence < 1 or tokens % self.sequence:
+        if tokens % self.sequence:
             raise ConfigError(f"gate: {tokens} tokens do not divide into sequences of {self.sequence}")
         return max(tokens // self.sequence, 1)
 

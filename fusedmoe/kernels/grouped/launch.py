@@ -79,6 +79,8 @@ def experts_backward_rows(
     dx_SM = gather_sum(product(plan, "dinput", dh, up_ENM, False), layout)
     if weights.b2 is not None and ds_N is not None:
         ds_N = ds_N + bias_dot(plan, dy_SM, weights)
+    if ds_N is not None:
+        ds_N = layout.zero_padding(ds_N)
     return dx_SM, ds_N, Hidden(a, dh)
 
 

@@ -14,11 +14,12 @@ _MOST_COLUMNS = 1024
 
 
 @triton.jit
-def gather_rows_kernel(x_ptr, source_ptr, rows_ptr, M, stride, BLOCK: tl.constexpr):
+def gather_rows_kernel(x_ptr, source_ptr, kept_ptr, rows_ptr, M, stride, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(source_ptr + n)
-    x = tl.load(x_ptr + source * stride + column, mask=column < M)
+    kept = n < tl.load(kept_ptr)
+    x = tl.load(x_ptr + source * stride + column, mask=(column < M) & kept, other=0)
     tl.store(rows_ptr + n * M + column, x, mask=column < M)
 
 
@@ -49,15 +50,17 @@ def sum_rows_kernel(
     tl.store(y_ptr + s * M + column, total.to(y_ptr.dtype.element_ty), mask=column < M)
 
 
-def gather_rows(x_SM: Tensor, source_N: Tensor) -> Tensor:
-    """rows_NM[n] = x_SM[source_N[n]]; any dtype."""
+def gather_rows(x_SM: Tensor, source_N: Tensor, offsets_E1: Tensor) -> Tensor:
+    """rows_NM[n] = x_SM[source_N[n]], 0 from row offsets_E1[E] on; any dtype."""
     x_SM = _rows_of_contiguous_columns(x_SM)
     rows, dim = source_N.numel(), x_SM.shape[1]
     rows_NM = x_SM.new_empty((rows, dim))
     if rows_NM.numel():
         block, warps = _columns(dim)
         grid = (rows, triton.cdiv(dim, block))
-        gather_rows_kernel[grid](x_SM, source_N, rows_NM, dim, x_SM.stride(0), BLOCK=block, num_warps=warps)
+        gather_rows_kernel[grid](
+            x_SM, source_N, offsets_E1[-1:], rows_NM, dim, x_SM.stride(0), BLOCK=block, num_warps=warps
+        )
     return rows_NM
 
 
@@ -108,7 +111,15 @@ def aot_cases() -> list[AotCase]:
     for dtype in (half, single, double, torch.uint8, long):
         for dim in (100, 256, 512, 4096):
             block, warps = _columns(dim)
-            arguments = {"x_ptr": dtype, "source_ptr": long, "rows_ptr": dtype, "M": dim, "stride": dim, "BLOCK": block}
+            arguments = {
+                "x_ptr": dtype,
+                "source_ptr": long,
+                "kept_ptr": torch.int32,
+                "rows_ptr": dtype,
+                "M": dim,
+                "stride": dim,
+                "BLOCK": block,
+            }
             name = f"permute {str(dtype)[6:]} M={dim}"
             options, quick, rare = {"num_warps": warps}, (dtype, dim) == (half, 4096), dim != 4096
             cases.append(AotCase(name, gather_rows_kernel, arguments, options, quick=quick, rare=rare))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.chunk_experts import ChunkExperts, ModuleChunks
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.errors import ConfigError
@@ -151,9 +152,7 @@ class RowExperts(Experts):
         layout = layout.exact()
         rows_NM = permute(x_SM, layout)
         out_NM = self.compute(rows_NM, layout.counts)
-        if not isinstance(out_NM, Tensor) or out_NM.shape != rows_NM.shape:
-            got = list(out_NM.shape) if isinstance(out_NM, Tensor) else repr(out_NM)
-            raise ConfigError(f"{type(self).__name__} was given rows of shape {list(rows_NM.shape)} and returned {got}")
+        check_results(type(self).__name__, out_NM, rows_NM)
         if weight_N is not None:
             out_NM = out_NM * weight_N[: layout.rows, None].to(out_NM.dtype)
         return unpermute(out_NM, layout)

@@ -36,8 +36,8 @@ class FeedForward(Experts):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ConfigError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-        if hidden < 1:
-            raise ConfigError(f"hidden = {hidden}; an expert needs a positive hidden dimension")
+        if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
+            raise ConfigError(f"hidden = {hidden!r}; an expert's hidden dimension is an integer of at least 1")
         self.hidden, self.activation, self.bias = hidden, activation, bias
         self.w1: nn.Parameter
         self.w2: nn.Parameter

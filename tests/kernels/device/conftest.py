@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedmoe.kernels.backend import INTERPRET
 from tests.kernels.interpreter import Interpreter
+from tests.poison import poisoned
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -33,13 +34,8 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
     """Memory that nobody has written holds NaN, and the greatest integers."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty(1).isnan() and torch.ones(1).new_empty(1, dtype=torch.int32) == 2**31 - 1
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
+    with poisoned():
+        yield
 
 
 class _NoWaitingOperation(TorchDispatchMode):

@@ -1,0 +1,177 @@
+"""What the public operations refuse: input that cannot give the numbers that were asked for.
+
+Shapes, dtypes and devices cost nothing to look at. Values (expert numbers, the indices of a layout made by hand) are
+looked at where they are on the host; on CUDA and in graphs of `torch.compile` they become an assertion on the device,
+as in PyTorch's own indexing, so that nothing waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.backend import uses_triton
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.weights import Weights
+
+
+def refuse(operation: str, text: str) -> NoReturn:
+    # Texts are made where something is wrong only: `torch.compile` would take a size that is printed for a constant.
+    raise ConfigError(f"{operation}: {text}")
+
+
+def require_values(operation: str, holds: Tensor, text: str) -> None:
+    """Refuses unless a scalar tensor is true."""
+    if uses_triton(holds) or torch.compiler.is_compiling():
+        torch._assert_async(holds, f"{operation}: {text}")
+    elif not holds.is_meta and not holds:
+        refuse(operation, text)
+
+
+def check_count(operation: str, name: str, value: Any, least: int) -> None:
+    """An integer, a symbolic one of `torch.compile` too, of at least `least`."""
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool) or value < least:
+        refuse(operation, f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def check_tensor(operation: str, name: str, value: Any, like: Tensor | None = None) -> None:
+    """A tensor, on the device of `like`."""
+    if not isinstance(value, Tensor):
+        refuse(operation, f"{name} must be a tensor, got {type(value).__name__}")
+    if like is not None and value.device != like.device:
+        refuse(operation, f"{name} is on {value.device}, not on {like.device}; move one with .to()")
+
+
+def check_rows(operation: str, name: str, rows: Any, count: int | None, like: Tensor | None = None) -> None:
+    """[count, M] of any dtype, on the device of `like`; None: any number of rows."""
+    check_tensor(operation, name, rows, like)
+    if rows.dim() != 2 or (count is not None and rows.shape[0] != count):
+        expected = "[rows, M]" if count is None else f"[{count}, M]"
+        refuse(operation, f"{name} must be {expected}, got {list(rows.shape)}")
+
+
+def check_floats(operation: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        refuse(operation, f"{name} must hold floating-point numbers, got {tensor.dtype}")
+
+
+def check_integers(operation: str, name: str, value: Any, dims: int, like: Tensor | None = None) -> None:
+    """Integers in so many dimensions, on the device of `like`."""
+    check_tensor(operation, name, value, like)
+    whole = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+    if not whole or value.dim() != dims:
+        refuse(operation, f"{name} must be integers in {dims} dimensions, got {value.dtype} {list(value.shape)}")
+
+
+def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
+    """Chosen experts: [S, K] integers in [0, experts), -1 for an empty slot."""
+    check_count(operation, "experts", experts, 1)
+    check_integers(operation, "expert_SK", expert_SK, 2)
+    none_bad = bad_choices(expert_SK, experts) == 0
+    require_values(operation, none_bad, f"{choices_expected(experts)}; these hold others")
+
+
+def bad_choices(expert_SK: Tensor, experts: int) -> Tensor:
+    """How many entries name no expert, an int64 scalar; no host synchronisation."""
+    return ((expert_SK < -1) | (expert_SK >= experts)).sum()
+
+
+def choices_expected(experts: int) -> str:
+    return f"chosen experts must be numbers from 0 to {experts - 1}, or -1 for an empty slot"
+
+
+def check_row_values(operation: str, name: str, value_N: Any, layout: Layout) -> None:
+    """[N] floating-point numbers, one for each row of the layout."""
+    check_tensor(operation, name, value_N, layout.row_SK)
+    if value_N.shape != (layout.rows,) or not value_N.is_floating_point():
+        cure = "take_slots(weight_SK, layout) gives them"
+        got = f"got {value_N.dtype} {list(value_N.shape)}"
+        refuse(operation, f"{name} must be [{layout.rows}] floating-point numbers, one for each row ({cure}), {got}")
+
+
+def check_results(name: str, out_SM: Any, rows_SM: Tensor) -> None:
+    """What was made of rows: as many rows, as wide."""
+    if not isinstance(out_SM, Tensor) or out_SM.shape != rows_SM.shape:
+        got = list(out_SM.shape) if isinstance(out_SM, Tensor) else repr(out_SM)
+        raise ConfigError(f"{name} was given rows of shape {list(rows_SM.shape)} and returned {got}")
+
+
+def check_layout(operation: str, layout: Any) -> None:
+    """A layout whose parts fit each other, as those of one that `order` made do."""
+    if not isinstance(layout, Layout):
+        refuse(operation, f"layout must be a Layout, as `order` makes it, got {type(layout).__name__}")
+    if layout.verified:
+        return
+    dims = {"counts_E": 1, "offsets_E1": 1, "source_N": 1, "slot_N": 1, "row_SK": 2}
+    for (name, n), part in zip(dims.items(), layout.tensors, strict=True):
+        if part is None and name == "source_N":
+            continue
+        check_integers(operation, f"layout.{name}", part, n, layout.counts_E)
+        dtype = torch.int32 if name == "offsets_E1" else torch.int64
+        if part is not None and part.dtype != dtype:
+            refuse(operation, f"layout.{name} must be {dtype}, got {part.dtype}")
+    sizes = len(layout.offsets_E1) == layout.experts + 1
+    if layout.source_N is None:
+        sizes = sizes and layout.slots == 1 and layout.tokens == layout.rows
+    else:
+        sizes = sizes and len(layout.source_N) == layout.rows
+    cure = "let `order` make it, or see fusedmoe.ops.Layout for what each part says"
+    if not sizes:
+        refuse(operation, f"the parts of this layout have sizes that do not fit each other; {cure}")
+    require_values(operation, _fits(layout), f"the numbers in this layout do not fit each other; {cure}")
+
+
+def _fits(layout: Layout) -> Tensor:
+    """Whether all parts say the same of every row, as a scalar tensor; no host synchronisation."""
+    offsets_E1, source_N, slot_N, row_SK = layout.offsets_E1.long(), layout.source_N, layout.slot_N, layout.row_SK
+    slots, kept = max(row_SK.numel(), 1), offsets_E1[-1]
+    row_N = torch.arange(layout.rows, device=row_SK.device)
+    padding_N = row_N >= kept
+    fits = (offsets_E1[0] == 0) & (offsets_E1.diff() == layout.counts_E).all() & (layout.counts_E >= 0).all()
+    fits &= (kept <= layout.rows) & (kept == (row_SK >= 0).sum()) & ((row_SK >= -1) & (row_SK < kept)).all()
+    fits &= ((slot_N >= 0) & (slot_N < slots)).all()
+    if row_SK.numel():
+        fits &= ((row_SK.reshape(-1)[slot_N.clamp(0, slots - 1)] == row_N) | padding_N).all()
+    if source_N is None:
+        return fits & (kept == layout.rows)
+    of_slot_N = slot_N.div(max(layout.slots, 1), rounding_mode="floor")
+    return fits & ((source_N == of_slot_N) | padding_N & (source_N >= 0) & (source_N < max(layout.tokens, 1))).all()
+
+
+def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, experts: int) -> None:
+    """Parameters of so many experts, for rows like x_SM, of the shapes that the activation reads."""
+    if not isinstance(weights, Weights):
+        refuse(operation, f"weights must be fusedmoe.ops.Weights, got {type(weights).__name__}")
+    if activation not in ACTIVATIONS:
+        refuse(operation, f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+    gated, dim = ACTIVATIONS[activation].gated, x_SM.shape[1]
+    named = {"w1": weights.w1, "w2": weights.w2, "b1": weights.b1, "b2": weights.b2}
+    for name, tensor in named.items():
+        if tensor is None and name in ("b1", "b2"):
+            continue
+        check_tensor(operation, name, tensor, x_SM)
+        if tensor is not None and tensor.dtype != x_SM.dtype:
+            cure = "convert one with .to(), or use autocast"
+            refuse(operation, f"the rows are {x_SM.dtype} and the experts' {name} is {tensor.dtype}; {cure}")
+    w1, b2 = weights.w1, weights.b2
+    if w1.dim() != (4 if gated else 3) or (gated and w1.shape[1] != 2):
+        form = "[e, 2, H, M], since it is gated" if gated else "[e, H, M], since it is not gated"
+        refuse(operation, f"for {activation!r} w1 must be {form}; got {list(w1.shape)}")
+    if w1.shape[0] != experts:
+        refuse(operation, f"the weights are of {w1.shape[0]} experts, but the layout's rows of {experts}")
+    if w1.shape[-1] != dim:
+        refuse(operation, f"w1 is for rows of width {w1.shape[-1]}, but these are {dim} wide")
+    expected = {"w2": (experts, dim, w1.shape[-2]), "b1": w1.shape[:-1]}
+    for name, shape in expected.items():
+        tensor = named[name]
+        if tensor is not None and tensor.shape != shape:
+            refuse(operation, f"{name} must be {list(shape)}, to fit w1, got {list(tensor.shape)}")
+    if b2 is not None:
+        check_count(operation, "b2_start", weights.b2_start, 0)
+        if b2.dim() != 2 or b2.shape[0] != experts or weights.b2_start + b2.shape[1] > dim:
+            form = f"[{experts}, m] for the m columns from {weights.b2_start} on, of {dim}"
+            refuse(operation, f"b2 must be {form}; got {list(b2.shape)}")

@@ -1,0 +1,95 @@
+"""Random input of the ugly kind for a property: everything follows from one seed, which a failure names."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fusedmoe import ops
+from fusedmoe.kernels.activation import ACTIVATIONS
+from tests.kernels.routings import choose
+
+T = TypeVar("T")
+
+
+class Draw:
+    """Draws from a seed; torch's default generator follows from it, too."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        torch.manual_seed(seed)
+
+    def size(self, least: int = 0, most: int = 9) -> int:
+        """Small, and often the least."""
+        return least if self.random.random() < 0.15 else self.random.randint(least, most)
+
+    def maybe(self, chance: float = 0.5) -> bool:
+        return self.random.random() < chance
+
+    def one_of(self, values: Sequence[T]) -> T:
+        return self.random.choice(values)
+
+    def floats(self, *shape: int, grad: bool = True) -> Tensor:
+        """float64 numbers, every second time not contiguous: every second column, or transposed."""
+        kind = self.one_of(("plain", "plain", "columns", "transposed")) if shape else "plain"
+        if kind == "columns":
+            made = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64)[..., ::2]
+        elif kind == "transposed":
+            made = torch.randn(*reversed(shape), dtype=torch.float64).permute(*reversed(range(len(shape))))
+        else:
+            made = torch.randn(shape, dtype=torch.float64)
+        return made.requires_grad_(grad)
+
+    def choices(self, tokens: int, slots: int, experts: int) -> Tensor:
+        """Chosen experts, distinct in a row, of any integer dtype and strides; at times all of them the same one."""
+        expert_SK = choose(tokens, slots, experts, self.one_of((0.0, 0.0, 0.4, 1.0)))
+        if self.maybe(0.2):
+            expert_SK[:, 0] = self.random.randrange(experts)
+        expert_SK = expert_SK.to(self.one_of((torch.int64, torch.int64, torch.int32, torch.int8)))
+        return expert_SK.t().contiguous().t() if self.maybe(0.3) else expert_SK
+
+    def layout(self, tokens: int, slots: int, experts: int) -> ops.Layout:
+        """Of random choices, with and without capacity and padding."""
+        capacity = self.one_of((None, None, 0, 1, 3))
+        layout = ops.order(self.choices(tokens, slots, experts), experts, capacity)
+        if self.maybe():
+            layout = layout.padded(layout.rows + self.size(0, 5)) if tokens else layout
+        if self.maybe(0.3):  # as if made by hand
+            layout = ops.Layout(*layout.tensors)
+        return layout
+
+    def weights(self, experts: int, dim: int, activation: str) -> ops.Weights:
+        hidden, halves = self.size(1), (2,) if ACTIVATIONS[activation].gated else ()
+        b1 = self.floats(experts, *halves, hidden) if self.maybe() else None
+        start = self.random.randint(0, dim)
+        b2 = self.floats(experts, self.random.randint(0, dim - start)) if self.maybe() else None
+        w1 = self.floats(experts, *halves, hidden, dim)
+        return ops.Weights(w1, self.floats(experts, dim, hidden), b1, b2, start if b2 is not None else 0)
+
+
+def close(what: str, got: Any, expected: Any) -> None:
+    """To 1e-10 of the expected numbers' norm. NaN is far from everything."""
+    assert isinstance(got, Tensor) and got.shape == expected.shape, (what, got, expected.shape)
+    error = (got.detach().double() - expected.detach()).norm()
+    assert error <= 1e-10 * max(1.0, float(expected.detach().norm())), (what, float(error))
+
+
+def same_gradients(got: Tensor, expected: Tensor, inputs: dict[str, Tensor | None]) -> None:
+    """The gradients of a random sum of both results are equal, and zero where there is none."""
+    close("result", got, expected)
+    named = {name: leaf for name, leaf in inputs.items() if leaf is not None}
+    dy = torch.randn(expected.shape, dtype=expected.dtype)
+    grads = []
+    for result in (got, expected):
+        found: Sequence[Tensor | None] = [None] * len(named)
+        if result.requires_grad:
+            found = torch.autograd.grad(result, list(named.values()), dy, retain_graph=True, allow_unused=True)
+        grads.append([torch.zeros_like(i) if g is None else g for g, i in zip(found, named.values(), strict=True)])
+    for name, one, other in zip(named, *grads, strict=True):
+        close(f"gradient of {name}", one, other)
+
+
