@@ -8,23 +8,26 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.tutel.gates.float32 import Float32Linear
 from fusedmoe.tutel.gates.product import gate_product
+from fusedmoe.tutel.impls.choice import experts_of_a_token
 
 # What the layer reads of a gate's description; a gate takes it and leaves it.
 OF_THE_LAYER = ("capacity_factor", "gate_noise")
 
 
 class LinearTopKGate(nn.Module):
-    """logits = x·Wᵀ, in the dtype of the weights, or in float32 with `fp32_gate`.
+    """logits = x·Wᵀ, in the dtype of the weights.
 
-    Parameters: `wg.weight` [E, D], initialised as `nn.Linear` is; float32 with `fp32_gate`.
+    Parameters: `wg.weight` [E, D], initialised as `nn.Linear` is; with `fp32_gate` float32, also in a model that is
+    converted to another dtype.
 
     Args:
-        k: experts of a token, at most E.
+        k: experts of a token, from 1 on; more than E are E.
         options: `capacity_factor` and `gate_noise`, which the layer reads.
 
     Raises:
-        ConfigError: any other option.
+        ConfigError: any other option; a `k` below 1.
     """
 
     def __init__(
@@ -39,9 +42,9 @@ class LinearTopKGate(nn.Module):
     ) -> None:
         super().__init__()
         refuse_unknown(options)
-        own = torch.float32 if fp32_gate else dtype
-        self.wg = nn.Linear(model_dim, num_global_experts, bias=False, device=device, dtype=own)
-        self.top_k = min(num_global_experts, int(k))
+        linear, own = (Float32Linear, torch.float32) if fp32_gate else (nn.Linear, dtype)
+        self.wg = linear(model_dim, num_global_experts, bias=False, device=device, dtype=own)
+        self.top_k = experts_of_a_token(k, num_global_experts)
         self.fp32_gate = fp32_gate
 
     def forward(self, x: Tensor) -> Tensor:
