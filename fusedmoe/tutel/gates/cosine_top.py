@@ -53,12 +53,9 @@ class CosineTopKGate(nn.Module):
         nn.init.normal_(self.sim_matrix, 0, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.cosine_projector.weight, self.cosine_projector.bias
-        sim_PE = self.sim_matrix
-        if self.fp32_gate:
-            weight, bias, sim_PE = weight.float(), bias.float(), sim_PE.float()
-        token_SP = nn.functional.normalize(nn.functional.linear(x.to(weight.dtype), weight, bias), dim=1)
-        cosine_SE = token_SP @ nn.functional.normalize(sim_PE, dim=0)
+        project, sim_PE = self.cosine_projector, self.sim_matrix
+        token_SP = nn.functional.normalize(project(x.to(project.weight.dtype)), dim=1)
+        cosine_SE = token_SP @ nn.functional.normalize(sim_PE.float() if self.fp32_gate else sim_PE, dim=0)
         return cosine_SE * self.temperature.clamp(max=_MAX_LOG_SCALE).exp()
 
 

@@ -16,6 +16,20 @@ from fusedmoe.tutel.impls.choice import experts_of_a_token
 OF_THE_LAYER = ("capacity_factor", "gate_noise")
 
 
+class Router(nn.Linear):
+    """x·Wᵀ by the gates' product, in the dtype of the weights."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gate_product(input, self.weight, fp32=False)
+
+
+class Float32Router(Float32Linear):
+    """The same in float32."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gate_product(input, self.weight, fp32=True)
+
+
 class LinearTopKGate(nn.Module):
     """logits = x·Wᵀ, in the dtype of the weights.
 
@@ -42,13 +56,14 @@ class LinearTopKGate(nn.Module):
     ) -> None:
         super().__init__()
         refuse_unknown(options)
-        linear, own = (Float32Linear, torch.float32) if fp32_gate else (nn.Linear, dtype)
-        self.wg = linear(model_dim, num_global_experts, bias=False, device=device, dtype=own)
+        router, own = (Float32Router, torch.float32) if fp32_gate else (Router, dtype)
+        self.wg = router(model_dim, num_global_experts, bias=False, device=device, dtype=own)
         self.top_k = experts_of_a_token(k, num_global_experts)
         self.fp32_gate = fp32_gate
 
     def forward(self, x: Tensor) -> Tensor:
-        return gate_product(x, self.wg.weight, self.fp32_gate)
+        logits: Tensor = self.wg(x)
+        return logits
 
 
 def refuse_unknown(options: dict[str, Any]) -> None:

@@ -201,7 +201,7 @@ class TutelMoeFastDispatcher:
 def _rows(data: Tensor, count: int, what: str, of: str) -> Tensor:
     rows = data.flatten(0, -2)
     if len(rows) != count:
-        raise ConfigError(f"{what} got {len(rows)} rows of the shape {list(data.shape)}; it takes one for each of {count} {of}")
+        raise ConfigError(f"{what} got {len(rows)} rows, {list(data.shape)}; it takes one for each of {count} {of}")
     return rows
 
 
@@ -209,7 +209,7 @@ fast_dispatcher = TutelMoeFastDispatcher
 
 
 class GatingEncoder:
-    """`GatingEncoder.apply(dispatcher, data, *gates)`: `encode` with these weights, or with none, in the data's dtype."""
+    """`GatingEncoder.apply(dispatcher, data, *gates)`: `encode` with these weights, or none; keeps the dtype."""
 
     @staticmethod
     def apply(config: TutelMoeFastDispatcher, reshaped_input: Tensor, *gates_: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class GatingEncoder:
 
 
 class GatingDecoder:
-    """`GatingDecoder.apply(dispatcher, rows, *gates)`: `decode` with these weights, or with none, in the rows' dtype."""
+    """`GatingDecoder.apply(dispatcher, rows, *gates)`: `decode` with these weights, or none; keeps the dtype."""
 
     @staticmethod
     def apply(config: TutelMoeFastDispatcher, expert_output: Tensor, *gates_: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,8 +96,8 @@ class MOELayer(nn.Module):
             del kwargs["pad_samples"]
         if kwargs:
             raise ConfigError(f"moe_layer has no argument {', '.join(map(repr, kwargs))}")
-        if experts is None:
-            raise ConfigError("moe_layer needs experts={'type': …}")
+        if not isinstance(experts, Mapping):
+            raise ConfigError(f"moe_layer needs experts={{'type': …}}, and got {experts!r}")
         self._group = _Held(group)
         self.result_func = result_func
         self.skip_moe = int(os.environ.get("SKIP_MOE", "0")) != 0
@@ -358,9 +358,9 @@ def _seed(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
-def _valid(degree: Degree) -> Degree:
+def _valid(degree: Any) -> Degree:
     if degree == "auto":
-        return degree
+        return "auto"
     if not isinstance(degree, str) and degree > 0 and degree == int(degree):
         return int(degree)  # that of NumPy or of a tensor too
     raise ConfigError(f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on, or 'auto'")

@@ -1,7 +1,7 @@
 """The three moves of one choice's rows, as functions that write into a tensor of theirs.
 
-Indices, locations and gates have an element a token, as [T] or [T, 1] (gates also as [T, 2], twice the same); tokens and
-rows lie one behind the other, in any leading dimensions. `extra` is [tokens, row length, capacity] in all of them;
+Indices, locations and gates have an element a token, as [T] or [T, 1] (gates also as [T, 2], twice the same); tokens
+and rows lie one behind the other, in any leading dimensions. `extra` is [tokens, row length, capacity] in all of them;
 index < 0 and location ≥ capacity mean no row.
 """
 
