@@ -191,9 +191,20 @@ def test_a_top2_client_with_padding() -> None:
     torch.testing.assert_close(dispatcher.decode(rows), decoded(expected, flat, location, gate, C))
 
 
+def test_many_tokens_in_one_place() -> None:
+    """Padding of a batch: one after the other in bfloat16 they would come to 256."""
+    index, location = torch.zeros(600, dtype=torch.long), torch.zeros(600, dtype=torch.long)
+    dispatcher = moe.fast_dispatcher(E, C, D, torch.bfloat16)
+    dispatcher.update([index], [location], [torch.zeros(600)], capacity=C)
+    rows = dispatcher.encode(torch.ones(600, D, dtype=torch.bfloat16))
+    assert bool((rows[0] == 600).all()) and not rows[1:].any()
+
+
 def test_what_cannot_be_dispatched() -> None:
     index, location, gate = choices(1)
     dispatcher = moe.fast_dispatcher(E, C, D, torch.float64)
+    dispatcher.update(index, location, gate)
+    before = dispatcher.encode(draw((T, D), 4))
     for wrong in (
         (index, location[:1], gate),
         (index, location, gate[:1]),
@@ -202,10 +213,10 @@ def test_what_cannot_be_dispatched() -> None:
         ([], [], []),
     ):
         with pytest.raises(ConfigError, match="one tensor of each for every choice"):
-            dispatcher.update(*wrong)
+            dispatcher.update(*wrong, capacity=2 * C, is_postscore=False)
     with pytest.raises(ConfigError, match=f"expert {E}, and there are {E}"):
         dispatcher.update([torch.full((T,), E)], [torch.zeros(T)], gate[:1])
-    dispatcher.update(index, location, gate)
+    assert torch.equal(dispatcher.encode(draw((T, D), 4)), before)  # as it was
     for rows in (T - 1, T + 1):
         with pytest.raises(ConfigError, match=rf"encode got {rows} rows.*one for each of {T} tokens"):
             dispatcher.encode(draw((rows, D), 4))

@@ -152,6 +152,8 @@ def test_float32_gates_made_under_another_default() -> None:
         torch.set_default_dtype(torch.float32)
     assert linear.wg.weight.dtype == cosine.cosine_projector.weight.dtype == torch.float32
     assert torch.equal(cosine.cosine_projector.weight, projector.weight.float())  # drawn as it would be without
+    linear.load_state_dict({"wg.weight": torch.ones(E, D, dtype=torch.bfloat16)}, assign=True)
+    assert linear.wg.weight.dtype == torch.float32 and bool((linear.wg.weight == 1).all())
     plain = LinearTopKGate(D, E).bfloat16()
     assert plain.wg.weight.dtype == plain(torch.ones(3, D)).dtype == torch.bfloat16
 

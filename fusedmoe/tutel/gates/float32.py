@@ -32,3 +32,8 @@ class Float32Linear(nn.Linear):
         if any(parameter.dtype != torch.float32 for parameter in self.parameters()):
             super()._apply(lambda t: t.float(), recurse)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        if self.weight.dtype != torch.float32:
+            self.float()  # `load_state_dict(assign=True)` has put others in their place

@@ -90,7 +90,7 @@ def make_experts(description: Description, model_dim: int, count: int, shards: i
     """
     options = {key: value for key, value in description.items() if key not in _COUNTS}
     kind = options.pop("type", None)
-    if kind == "ffn":
+    if kind != "custom":
         for old, cure in _OLD_OPTIONS.items():
             if old in options:
                 raise ConfigError(f"experts take no {old!r}, which Tutel has given up: {cure}")

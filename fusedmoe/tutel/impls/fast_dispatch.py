@@ -119,8 +119,8 @@ class TutelMoeFastDispatcher:
     """Moves rows by given choices: `update(indices, locations, gates)`, `encode` [T, D] -> [E·C, D], `decode` back.
 
     A negative index, or a location beyond the capacity, is no row; rows with the same index and location add up.
-    Results have the dtype `dispatch_dtype`, whatever the data's is; rows are weighted in `dtype`, which is at least
-    float32.
+    Results have the dtype `dispatch_dtype`, whatever the data's is; rows are weighted and added in `dtype`, which is at
+    least float32.
     """
 
     def __init__(self, num_global_experts: int, capacity: int, model_dim: int, dispatch_dtype: torch.dtype) -> None:
@@ -146,19 +146,18 @@ class TutelMoeFastDispatcher:
         Raises:
             ConfigError: lists of different lengths, tensors of different sizes, or an expert that there is not.
         """
-        self.indices_ = [t.to(torch.int32).reshape(-1) for t in indices_]
-        self.locations_ = [t.to(torch.int32).reshape(-1) for t in locations_]
-        self.gates_ = self._weights(gates_)
-        sizes = [[len(t) for t in given] for given in (self.indices_, self.locations_, self.gates_)]
-        if not sizes[0] or sizes != [sizes[0][:1] * len(sizes[0])] * 3:
+        indices, locations = ([t.to(torch.int32).reshape(-1) for t in given] for given in (indices_, locations_))
+        gates = self._weights(gates_)
+        sizes = [[len(t) for t in given] for given in (indices, locations, gates)]
+        if not indices or sizes != [[len(indices[0])] * len(indices)] * 3:
             raise ConfigError(
                 f"a dispatcher's update got indices, locations and gates of {sizes} elements; give one tensor of each "
                 "for every choice, all with an element a token"
             )
-        self.sample_size = sizes[0][0]
-        self.capacity = int(capacity or 0) or self.capacity
-        self.is_postscore = is_postscore
-        self._places = _Places.of(self.num_global_experts, self.capacity, self.indices_, self.locations_)
+        capacity = int(capacity or 0) or self.capacity
+        self._places = _Places.of(self.num_global_experts, capacity, indices, locations)
+        self.indices_, self.locations_, self.gates_ = indices, locations, gates
+        self.sample_size, self.capacity, self.is_postscore = len(indices[0]), capacity, is_postscore
 
     def encode(self, data: Tensor) -> Tensor:
         """[T, D] or […, D] -> [E·C, D].
@@ -180,8 +179,9 @@ class TutelMoeFastDispatcher:
         rows_NM = permute(_rows(data, self.sample_size, "encode", "tokens"), self._places.layout)
         if gates:
             rows_NM = self._weighted(rows_NM, gates)
+        # Added, not copied: clients give masked tokens, of weight zero, all the place of another one.
+        rows_NM = rows_NM.to(torch.promote_types(rows_NM.dtype, self.dtype))
         blank = rows_NM.new_zeros(self.num_global_experts * self.capacity, rows_NM.shape[1])
-        # Added, not copied: clients give masked tokens, of weight zero, the place of another one.
         return blank.index_add(0, self._places.place_N, rows_NM).to(dtype)
 
     def _decode(self, data: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -250,9 +250,11 @@ class MOELayer(nn.Module):
             if self.training and gate.gate_noise > 0:
                 noisy_SE = logits_SE + gate.gate_noise * torch.randn_like(logits_SE) / E
             scores_SE = noisy_SE.softmax(1)
-            k = top_k or gate.top_k
             choice = choose(
-                scores_SE, k, normalize=self.normalize_gate, prioritised=self.batch_prioritized_routing
+                scores_SE,
+                top_k or gate.top_k,
+                normalize=self.normalize_gate,
+                prioritised=self.batch_prioritized_routing,
             )
             if self.is_gshard_loss:
                 return choice, losses.gshard_loss(scores_SE, choice.expert_SK)
