@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from importlib.util import find_spec
 
-from fusedmoe.tutel.aliases import install, real_name
+from fusedmoe.tutel.aliases import EXAMPLES, install, real_name
 
 _USAGE = "usage: python -m fusedmoe.tutel (script.py | -m module) [arguments …]"
 
@@ -20,11 +21,24 @@ def main(arguments: list[str]) -> None:
     install()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
-        runpy.run_module(real_name(arguments[1]), run_name="__main__", alter_sys=True)
+        runpy.run_module(_module(arguments[1]), run_name="__main__", alter_sys=True)
         return
     sys.argv = arguments
     sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _module(name: str) -> str:
+    """The name under which a module can be run; ends the program where Tutel has it and is not at hand."""
+    if name != EXAMPLES and not name.startswith(f"{EXAMPLES}."):
+        return real_name(name)
+    if find_spec(EXAMPLES) is None or find_spec(name) is None:
+        sys.exit(
+            f"{name} is not here: examples come with Tutel. Run this in a checkout of Tutel, the folder that holds "
+            "tutel/examples, or put that folder on PYTHONPATH; they will run on this library. Its own training loop "
+            "takes the flags of Tutel's helloworld: python examples/tutel_helloworld.py"
+        )
+    return name
 
 
 if __name__ == "__main__":

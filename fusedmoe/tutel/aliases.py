@@ -1,4 +1,4 @@
-"""`tutel` and everything below it as other names of this package's modules."""
+"""`tutel` and everything below it as other names of this package's modules; its examples are Tutel's own."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 
 from fusedmoe.errors import ConfigError
 
 ALIAS = "tutel"
+EXAMPLES = f"{ALIAS}.examples"
 _HERE = __name__.rpartition(".")[0]
 
 
 def install() -> None:
     """From now on `import tutel`, `from tutel import …` and deeper imports give this package's modules.
 
-    Wins over an installed Tutel. Calling it again changes nothing.
+    Wins over an installed Tutel. Calling it again changes nothing. `tutel.examples` are clients, which come with Tutel:
+    they are those of an installed one or of a checkout on the path, and import this package.
 
     Raises:
         ConfigError: the real Tutel has been imported already.
@@ -40,8 +42,11 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name == EXAMPLES:
+            whole = PathFinder.find_spec(ALIAS)
+            return whole and PathFinder.find_spec(name, whole.submodule_search_locations)
         real = real_name(name)
-        spec = None if real == name else find_spec(real)
+        spec = None if real == name or name.startswith(EXAMPLES + ".") else find_spec(real)
         if spec is None:
             return None
         return ModuleSpec(name, _Same(real), is_package=spec.submodule_search_locations is not None)

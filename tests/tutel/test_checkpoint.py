@@ -138,8 +138,18 @@ def test_loading_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     assert "_num_global_experts is missing" in caplog.text and "batched_fc2_bias is missing" in caplog.text
     assert m["moe"].experts.batched_fc2_bias.abs().sum() == 0
     torch.testing.assert_close(m["moe"].experts.batched_fc1_w.detach(), before + 1)
+    kept = {key: value.clone() for key, value in m["moe"].state_dict().items()}
+    wrong = {key: value + 1 for key, value in m.state_dict().items()} | {"moe._num_global_experts": torch.tensor(3)}
+    given = dict(wrong)
     with pytest.raises(AssertionError, match="3 experts in all"):
-        m.load_state_dict({**state, "moe._num_global_experts": torch.tensor(3)})
+        m.load_state_dict(wrong)
+    assert all(torch.equal(value, kept[key]) for key, value in m["moe"].state_dict().items())  # nothing is loaded then
+    assert wrong.keys() == given.keys() and all(wrong[key] is given[key] for key in given)
+    strided = m.state_dict()
+    parts = strided["moe.experts.batched_fc1_w"].view(2, 2, H, D)
+    strided["moe.experts.batched_fc1_w"] = parts.transpose(0, 1).contiguous().transpose(0, 1)
+    m.load_state_dict(strided)
+    torch.testing.assert_close(m["moe"].experts.batched_fc1_w.detach(), before + 1)
 
 
 def test_old_files_and_namespaces(tmp_path: Path) -> None:

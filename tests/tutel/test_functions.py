@@ -40,7 +40,7 @@ def placed(critical: tuple, data: Tensor, weighted: bool) -> Tensor:
 def test_what_a_routing_tells(factor: float) -> None:
     critical = routed(factor)
     chosen, counts = moe.get_topk_selection(critical)
-    assert torch.equal(chosen, torch.stack(critical[1], 1)) and counts is get_dispatch_count(critical)
+    assert torch.equal(chosen, torch.stack(critical[1], 1).long()) and counts is get_dispatch_count(critical)
     assert torch.equal(counts.long(), torch.bincount(chosen.flatten().long(), minlength=E))
     tokens, choices = (moe.get_reversed_sample_ids(critical, kind) for kind in ("sample_id", "top_id"))
     assert tokens.shape == choices.shape == (E, critical[4]) and bool((tokens < 0).any()) == (factor > 1)

@@ -64,13 +64,22 @@ def test_refusals() -> None:
     for kind in ("pipeline", "adaptive:x"):
         with pytest.raises(ConfigError, match=f"unknown parallel_type '{kind}'"):
             make(parallel_type=kind)
-    for degree in (0, -2, "2"):
+    for degree in (0, -2, "2", 1.5):
         with pytest.raises(ConfigError, match="give a number of chunks"):
             make(a2a_ffn_overlap_degree=degree)
         with pytest.raises(ConfigError, match="give a number of chunks"):
             make()(tokens(), a2a_ffn_overlap_degree=degree)
     with pytest.raises(ConfigError, match="custom gate without a 'module'"):
         make({"type": "custom", "k": 2})
+    with pytest.raises(ConfigError, match=r"no 'implicit_dropout_p'.*activation_fn=lambda x: dropout"):
+        make(experts={"implicit_dropout_p": 0.1})
+    with pytest.raises(ConfigError, match="no 'fused_custom_fn'.*{'type': 'custom'"):
+        make(experts={"fused_custom_fn": lambda self, x: x})
+    with pytest.raises(ConfigError, match="k = -2 experts; choose a number from 1 on"):
+        make()(tokens(), top_k=-2)
+    for experts in (None, [nn.Linear(D, D)]):
+        with pytest.raises(ConfigError, match=r"needs experts=\{'type': …\}"):
+            moe.moe_layer({"type": "top"}, D, experts)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="custom experts without a 'module'"):
         moe.moe_layer({"type": "top"}, D, {"type": "custom"})
 
@@ -123,15 +132,27 @@ def test_seeds() -> None:
     assert torch.equal(other.experts.batched_fc1_w, layer.experts.batched_fc1_w)
 
 
-def test_both_initialisations() -> None:
+def test_older_initial_weights() -> None:
     old = make(experts={"init": "0.3"}, seeds=(1, 2, 3)).experts
     torch.manual_seed(2)
     up, down = nn.Linear(D, H), nn.Linear(H, D)
     assert torch.equal(old.batched_fc1_w[0], up.weight) and torch.equal(old.batched_fc1_bias[0], up.bias)
     assert torch.equal(old.batched_fc2_w[0], down.weight.t()) and torch.equal(old.batched_fc2_bias[0], down.bias)
-    new = make(seeds=(1, 2, 3)).experts
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_initial_weights(shards: int) -> None:
+    """W1 in ±1/√D, W2 in ±1/√(its second-to-last size, H/s), expert by expert, in Tutel's order of operations."""
+    M, hidden, out = 8, 512, 6
+    torch.manual_seed(2)
+    new = ffn.FusedExpertsNetwork(M, hidden, 3, shards, output_dim=out)
+    h = hidden // shards
+    torch.manual_seed(2)
+    for i in range(3):
+        for w, rows, inputs in ((new.batched_fc1_w, M, M), (new.batched_fc2_w, out, h)):
+            assert torch.equal(w[i], (torch.rand(h, rows) * 2 - 1) * (1 / inputs**0.5))
+            assert 0.95 * inputs**-0.5 < w[i].abs().max() <= inputs**-0.5
     assert not new.batched_fc1_bias.any() and not new.batched_fc2_bias.any()
-    assert 0.9 * D**-0.5 < new.batched_fc1_w.abs().max() <= D**-0.5
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +284,18 @@ def test_custom_gate_and_experts_with_reserved_dims() -> None:
     assert (seen["sharded_count"], seen["adaptive_degree"], seen["num_global_experts"]) == (1, 1, 4)
     y.sum().backward()
     assert layer.experts.scale.grad is not None
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_numbers_that_are_not_pythons(number: Any) -> None:
+    layer, x = make(experts={"num_experts_per_device": number(4)}, a2a_ffn_overlap_degree=number(2)), tokens()
+    expected = layer(x, top_k=1, capacity_factor=0.5, adaptive_r=0)
+    factor = number(0.5) if number is torch.tensor else np.float64(0.5)
+    zero, one = number(0), number(1)
+    found = layer(x, zero, top_k=one, capacity_factor=factor, adaptive_r=zero, megablocks_size=one)
+    assert torch.equal(found, expected)
+    assert (layer.a2a_ffn_overlap_degree, layer.adaptive_degree, list(layer._roads)) == (2, 0, [0])
+    assert type(layer.a2a_ffn_overlap_degree) is type(layer.adaptive_degree) is int
 
 
 def test_built_in_experts_with_reserved_dims() -> None:

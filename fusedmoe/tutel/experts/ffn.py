@@ -35,8 +35,8 @@ class FusedExpertsNetwork(nn.Module):
     Args:
         activation_fn, activation_fn_with_self: act(x), or act(x, these experts); ReLU by default.
         output_dim: D_out, by default D.
-        init: "0.4", uniform in ±1/√(last dimension) and zero biases, as Tutel 0.4 draws; or "0.3", as `nn.Linear`
-            draws, expert by expert, as Tutel 0.3.3 does.
+        init: "0.4", uniform, W1 in ±1/√D and W2 in ±1/√(H/s), and zero biases, as Tutel 0.4 draws; or "0.3", as
+            `nn.Linear` draws, expert by expert, as Tutel 0.3.3 does.
 
     Raises:
         ConfigError: H does not divide by s, both activations are given, or `init` is unknown.
@@ -102,8 +102,8 @@ class FusedExpertsNetwork(nn.Module):
                 if b2 is not None:
                     b2[i] = down.bias[: b2.shape[1]]
             else:
-                for w in (w1[i], w2[i]):
-                    w.copy_((torch.rand(w.shape, dtype=torch.float32, device=w.device) * 2 - 1) * w.shape[1] ** -0.5)
+                for w, inputs in ((w1[i], self.model_dim), (w2[i], self.hidden_size)):
+                    w.copy_((torch.rand(w.shape, dtype=torch.float32, device=w.device) * 2 - 1) * inputs**-0.5)
                 for b in (b1, b2):
                     if b is not None:
                         b[i].zero_()

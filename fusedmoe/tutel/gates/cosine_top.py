@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.tutel.gates.float32 import Float32Linear
 from fusedmoe.tutel.gates.top import refuse_unknown
+from fusedmoe.tutel.impls.choice import experts_of_a_token
 
 _MAX_LOG_SCALE = math.log(100.0)
 
@@ -17,10 +19,12 @@ class CosineTopKGate(nn.Module):
     """logits = cos(P·x + b, s_e) · exp(min(temperature, ln 100)).
 
     Parameters: `temperature` [1], the logarithm of 1/τ; `cosine_projector` (weight [P, D], bias [P]); `sim_matrix`
-    [P, E], normal with standard deviation 0.01. With `fp32_gate` all of it computes in float32.
+    [P, E], normal with standard deviation 0.01. With `fp32_gate` logits are float32, and so are the parameters of the
+    projector, also in a model that is converted to another dtype; `sim_matrix` and `temperature` go with the model, as
+    in Tutel.
 
     Args:
-        k: experts of a token, at most E.
+        k: experts of a token, from 1 on; more than E are E.
         proj_dim: P.
         init_t: τ at the start.
         options: as for `LinearTopKGate`.
@@ -40,21 +44,19 @@ class CosineTopKGate(nn.Module):
     ) -> None:
         super().__init__()
         refuse_unknown(options)
-        self.top_k = min(num_global_experts, int(k))
+        self.top_k = experts_of_a_token(k, num_global_experts)
         self.fp32_gate = fp32_gate
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.temperature = nn.Parameter(torch.full((1,), -math.log(init_t), **made))
-        self.cosine_projector = nn.Linear(model_dim, proj_dim, **made)
+        self.cosine_projector = (Float32Linear if fp32_gate else nn.Linear)(model_dim, proj_dim, **made)
         self.sim_matrix = nn.Parameter(torch.randn(proj_dim, num_global_experts, **made))
         nn.init.normal_(self.sim_matrix, 0, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:
-        project = self.cosine_projector
-        own = (project.weight, project.bias, self.sim_matrix, self.temperature)
-        weight, bias, sim_PE, log_scale = (p.float() if self.fp32_gate else p for p in own)
-        token_SP = nn.functional.normalize(nn.functional.linear(x.to(weight.dtype), weight, bias), dim=1)
-        cosine_SE = token_SP @ nn.functional.normalize(sim_PE, dim=0)
-        return cosine_SE * log_scale.clamp(max=_MAX_LOG_SCALE).exp()
+        project, sim_PE = self.cosine_projector, self.sim_matrix
+        token_SP = nn.functional.normalize(project(x.to(project.weight.dtype)), dim=1)
+        cosine_SE = token_SP @ nn.functional.normalize(sim_PE.float() if self.fp32_gate else sim_PE, dim=0)
+        return cosine_SE * self.temperature.clamp(max=_MAX_LOG_SCALE).exp()
 
 
 Gate = CosineTopKGate

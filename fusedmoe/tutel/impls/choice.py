@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.order import order
+from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates.select import top_experts
 from fusedmoe.layers.load import expert_load
 
@@ -52,11 +53,28 @@ class Choice:
         return told_E + 1
 
 
+def experts_of_a_token(k: int, experts: int) -> int:
+    """`k`, which may be any whole number that Python or NumPy or a tensor holds, but at most all experts.
+
+    Raises:
+        ConfigError: there is no such choice.
+    """
+    if int(k) < 1:
+        raise ConfigError(f"a token cannot get k = {int(k)} experts; choose a number from 1 on")
+    return min(int(k), experts)
+
+
 def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> Choice:
-    """The k highest scores of each token; between equal ones the lower expert wins.
+    """The k highest scores of each token, at most all; between equal ones the lower expert wins.
 
     Weights are the scores, for k > 1 with `normalize` divided by their sum (at least eps): not renewed after drops.
+
+    Raises:
+        ConfigError: k is below 1, or scores are not [T, E].
     """
+    if scores_SE.dim() != 2:
+        raise ConfigError(f"routing takes scores [tokens, experts], not {list(scores_SE.shape)}; flatten the tokens")
+    k = experts_of_a_token(k, scores_SE.shape[1])
     expert_SK = top_experts(scores_SE, k)
     weight_SK = scores_SE.gather(1, expert_SK)
     if normalize and k > 1:

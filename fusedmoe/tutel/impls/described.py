@@ -16,6 +16,11 @@ from fusedmoe.errors import ConfigError
 Description = Mapping[str, Any]
 
 _COUNTS = ("num_experts_per_device", "count_per_node")
+_OLD_OPTIONS = {
+    "implicit_dropout_p": "for hidden activations give activation_fn=lambda x: dropout(F.relu(x)) with dropout = "
+    "nn.Dropout(p), and for results apply nn.Dropout(p) to what the layer returns",
+    "fused_custom_fn": "write such experts as a module and give {'type': 'custom', 'module': …}",
+}
 _KINDS = {"gates": ("top", "cosine_top"), "experts": ("ffn", "llama_ffn")}
 
 
@@ -81,10 +86,14 @@ def make_experts(description: Description, model_dim: int, count: int, shards: i
     """`count` experts, or one of `shards` parts of an expert.
 
     Raises:
-        ConfigError: their type is unknown, or custom ones lack their module.
+        ConfigError: their type is unknown, custom ones lack their module, or an option is one of old versions of Tutel.
     """
     options = {key: value for key, value in description.items() if key not in _COUNTS}
     kind = options.pop("type", None)
+    if kind != "custom":
+        for old, cure in _OLD_OPTIONS.items():
+            if old in options:
+                raise ConfigError(f"experts take no {old!r}, which Tutel has given up: {cure}")
     module: Callable[..., nn.Module]
     module = _custom_module(options, "experts") if kind == "custom" else _module_of("experts", kind).ExpertModule
     options |= {"model_dim": model_dim, "sharded_count": shards}

@@ -47,13 +47,12 @@ def extract_critical(
         capacity_factor, alignment: see `impls/capacity.py`; with a factor ≤ 0 collective over `group`.
         inequivalent_tokens: the capacity rests on the largest T of the group; collective.
     """
-    E = scores.shape[1]
-    choice = choose(scores, min(top_k, E), normalize=normalize_gate, prioritised=batch_prioritized_routing)
+    choice = choose(scores, top_k, normalize=normalize_gate, prioritised=batch_prioritized_routing)
     loss = None if loss_fn is None else loss_fn(scores, choice.expert_SK)
     capacity = agreed_capacity(choice, capacity_factor, alignment, group, inequivalent_tokens)
     indices, locations = (list(t.int().unbind(1)) for t in (choice.expert_SK, choice.locations()))
     gates = list(choice.weight_SK.unbind(1))
-    return Critical(E, indices, locations, gates, capacity, choice.dispatch_count()), loss
+    return Critical(choice.experts, indices, locations, gates, capacity, choice.dispatch_count()), loss
 
 
 def agreed_capacity(
@@ -75,19 +74,19 @@ def get_dispatch_count(critial_data: Sequence[Any]) -> Tensor:
 
 
 def get_topk_selection(critial_data: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """The chosen experts [T, K], and how many tokens chose each, [E]."""
-    return torch.stack(list(critial_data[1]), 1), get_dispatch_count(critial_data)
+    """The chosen experts [T, K], int64, and how many tokens chose each, [E]."""
+    return torch.stack(list(critial_data[1]), 1).long(), get_dispatch_count(critial_data)
 
 
 def get_reversed_sample_ids(critial_data: Sequence[Any], return_id_type: str = "sample_id") -> Tensor:
-    """[E, C]: which token ("sample_id"), or which of its choices ("top_id"), each place holds; -1 for none."""
+    """[E, C], int32: which token ("sample_id"), or which of its choices ("top_id"), each place holds; -1 for none."""
     if return_id_type not in ("sample_id", "top_id"):
         raise ConfigError(f"return_id_type = {return_id_type!r}; choose sample_id or top_id")
     places = _Places.of(critial_data[0], critial_data[4], critial_data[1], critial_data[2])
     slots = len(critial_data[1])
     ids_N = places.layout.slot_N // slots if return_id_type == "sample_id" else places.layout.slot_N % slots
     empty = ids_N.new_full((places.experts * places.capacity,), -1)
-    return empty.index_copy(0, places.place_N, ids_N).view(places.experts, places.capacity)
+    return empty.index_copy(0, places.place_N, ids_N).view(places.experts, places.capacity).int()
 
 
 class _Places(NamedTuple):
@@ -110,6 +109,8 @@ class _Places(NamedTuple):
         rows = torch.arange(len(slot_N), device=slot_N.device)
         row_SK = torch.full_like(expert_SK, -1).view(-1).index_copy(0, slot_N, rows).view(expert_SK.shape)
         counts_E = torch.bincount(flat_N // max(capacity, 1), minlength=experts)
+        if len(counts_E) > experts:
+            raise ConfigError(f"a token is to go to expert {len(counts_E) - 1}, and there are {experts}")
         layout = Layout(counts_E, offsets(counts_E), slot_N // expert_SK.shape[1], slot_N, row_SK)
         return cls(experts, capacity, layout, flat_N)
 
@@ -117,13 +118,15 @@ class _Places(NamedTuple):
 class TutelMoeFastDispatcher:
     """Moves rows by given choices: `update(indices, locations, gates)`, `encode` [T, D] -> [E·C, D], `decode` back.
 
-    A negative index, or a location beyond the capacity, is no row. Rows keep their dtype; half precision is weighted
-    and summed in float32.
+    A negative index, or a location beyond the capacity, is no row; rows with the same index and location add up.
+    Results have the dtype `dispatch_dtype`, whatever the data's is; rows are weighted and added in `dtype`, which is at
+    least float32.
     """
 
     def __init__(self, num_global_experts: int, capacity: int, model_dim: int, dispatch_dtype: torch.dtype) -> None:
         self.num_global_experts, self.capacity, self.model_dim = int(num_global_experts), int(capacity), int(model_dim)
-        self.dtype = self.original_dtype = dispatch_dtype
+        self.original_dtype = dispatch_dtype
+        self.dtype = torch.promote_types(dispatch_dtype, torch.float32)
 
     def update(
         self,
@@ -133,50 +136,92 @@ class TutelMoeFastDispatcher:
         capacity: int | None = None,
         is_postscore: bool = True,
     ) -> None:
-        self.indices_, self.locations_, self.gates_ = list(indices_), list(locations_), list(gates_)
-        self.capacity = self.capacity if capacity is None else int(capacity)
-        self.is_postscore = is_postscore
-        self.sample_size = len(self.indices_[0])
-        self._places = _Places.of(self.num_global_experts, self.capacity, self.indices_, self.locations_)
+        """Sets what the next calls go by.
+
+        Args:
+            indices_, locations_, gates_: for each choice its experts, places and weights, of any dtype; T elements
+                each, as [T] or [T, 1].
+            capacity: C from now on; None or 0 leaves it.
+            is_postscore: `decode` weights rows, else `encode`.
+        Raises:
+            ConfigError: lists of different lengths, tensors of different sizes, or an expert that there is not.
+        """
+        indices, locations = ([t.to(torch.int32).reshape(-1) for t in given] for given in (indices_, locations_))
+        gates = self._weights(gates_)
+        sizes = [[len(t) for t in given] for given in (indices, locations, gates)]
+        if not indices or sizes != [[len(indices[0])] * len(indices)] * 3:
+            raise ConfigError(
+                f"a dispatcher's update got indices, locations and gates of {sizes} elements; give one tensor of each "
+                "for every choice, all with an element a token"
+            )
+        capacity = int(capacity or 0) or self.capacity
+        self._places = _Places.of(self.num_global_experts, capacity, indices, locations)
+        self.indices_, self.locations_, self.gates_ = indices, locations, gates
+        self.sample_size, self.capacity, self.is_postscore = len(indices[0]), capacity, is_postscore
 
     def encode(self, data: Tensor) -> Tensor:
-        rows_NM = permute(data, self._places.layout)
-        if not self.is_postscore:
-            rows_NM = self._weighted(rows_NM)
-        blank = rows_NM.new_zeros(self.num_global_experts * self.capacity, rows_NM.shape[1])
-        return blank.index_copy(0, self._places.place_N, rows_NM.to(data.dtype))
+        """[T, D] or […, D] -> [E·C, D].
+
+        Raises:
+            ConfigError: not T rows.
+        """
+        return self._encode(data, () if self.is_postscore else self.gates_, self.original_dtype)
 
     def decode(self, data: Tensor) -> Tensor:
-        rows_NM = data.reshape(-1, data.shape[-1]).index_select(0, self._places.place_N)
-        if self.is_postscore:
-            rows_NM = self._weighted(rows_NM)
-        return unpermute(rows_NM, self._places.layout).to(data.dtype)
+        """[E·C, D] or […, D] -> [T, D].
 
-    def _weighted(self, rows_NM: Tensor) -> Tensor:
-        weight_SK = torch.stack(self.gates_, 1)
-        dtype = torch.promote_types(rows_NM.dtype, torch.float32)
-        return scaled(rows_NM, take_slots(weight_SK.to(dtype), self._places.layout))
+        Raises:
+            ConfigError: not E·C rows.
+        """
+        return self._decode(data, self.gates_ if self.is_postscore else (), self.original_dtype)
+
+    def _encode(self, data: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        rows_NM = permute(_rows(data, self.sample_size, "encode", "tokens"), self._places.layout)
+        if gates:
+            rows_NM = self._weighted(rows_NM, gates)
+        # Added, not copied: clients give masked tokens, of weight zero, all the place of another one.
+        rows_NM = rows_NM.to(torch.promote_types(rows_NM.dtype, self.dtype))
+        blank = rows_NM.new_zeros(self.num_global_experts * self.capacity, rows_NM.shape[1])
+        return blank.index_add(0, self._places.place_N, rows_NM).to(dtype)
+
+    def _decode(self, data: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        rows = _rows(data, self.num_global_experts * self.capacity, "decode", "places")
+        rows_NM = rows.index_select(0, self._places.place_N)
+        if gates:
+            rows_NM = self._weighted(rows_NM, gates)
+        return unpermute(rows_NM, self._places.layout).to(dtype)
+
+    def _weights(self, gates: Sequence[Tensor]) -> list[Tensor]:
+        return [gate.to(self.dtype).reshape(-1) for gate in gates]
+
+    def _weighted(self, rows_NM: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        return scaled(rows_NM, take_slots(torch.stack(self._weights(gates), 1), self._places.layout))
+
+
+def _rows(data: Tensor, count: int, what: str, of: str) -> Tensor:
+    rows = data.flatten(0, -2)
+    if len(rows) != count:
+        raise ConfigError(f"{what} got {len(rows)} rows, {list(data.shape)}; it takes one for each of {count} {of}")
+    return rows
 
 
 fast_dispatcher = TutelMoeFastDispatcher
 
 
 class GatingEncoder:
-    """`GatingEncoder.apply(dispatcher, data, *gates)`: the dispatcher's `encode` with these weights, or with none."""
+    """`GatingEncoder.apply(dispatcher, data, *gates)`: `encode` with these weights, or none; keeps the dtype."""
 
     @staticmethod
     def apply(config: TutelMoeFastDispatcher, reshaped_input: Tensor, *gates_: Tensor) -> Tensor:
-        config.gates_, config.is_postscore = list(gates_) or config.gates_, not gates_
-        return config.encode(reshaped_input)
+        return config._encode(reshaped_input, gates_, reshaped_input.dtype)
 
 
 class GatingDecoder:
-    """`GatingDecoder.apply(dispatcher, rows, *gates)`: the dispatcher's `decode` with these weights, or with none."""
+    """`GatingDecoder.apply(dispatcher, rows, *gates)`: `decode` with these weights, or none; keeps the dtype."""
 
     @staticmethod
     def apply(config: TutelMoeFastDispatcher, expert_output: Tensor, *gates_: Tensor) -> Tensor:
-        config.gates_, config.is_postscore = list(gates_) or config.gates_, bool(gates_)
-        return config.decode(expert_output)
+        return config._decode(expert_output, gates_, expert_output.dtype)
 
 
 def fast_encode(data: Tensor, critial_data: Sequence[Any], is_postscore: bool = True) -> Tensor:

@@ -16,10 +16,10 @@ def gshard_loss(scores_w_noise: Tensor, top_ids: Tensor) -> Tensor:
 
     Args:
         scores_w_noise: [S, E] softmax of the (noisy) logits.
-        top_ids: [S, K] choices.
+        top_ids: [S, K] choices, of any whole dtype.
     """
     S, E = scores_w_noise.shape
-    share_SE = torch.zeros_like(scores_w_noise).scatter_(1, top_ids[:, :1], E / max(S, 1))
+    share_SE = torch.zeros_like(scores_w_noise).scatter_(1, top_ids[:, :1].long(), E / max(S, 1))
     return (scores_w_noise.sum(0) * share_SE.sum(0)).sum() / max(S, 1)
 
 

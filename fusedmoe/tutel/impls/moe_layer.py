@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,8 +96,8 @@ class MOELayer(nn.Module):
             del kwargs["pad_samples"]
         if kwargs:
             raise ConfigError(f"moe_layer has no argument {', '.join(map(repr, kwargs))}")
-        if experts is None:
-            raise ConfigError("moe_layer needs experts={'type': …}")
+        if not isinstance(experts, Mapping):
+            raise ConfigError(f"moe_layer needs experts={{'type': …}}, and got {experts!r}")
         self._group = _Held(group)
         self.result_func = result_func
         self.skip_moe = int(os.environ.get("SKIP_MOE", "0")) != 0
@@ -152,18 +152,17 @@ class MOELayer(nn.Module):
     def _degree_of(self, parallel_type: str) -> int:
         s = self.sharded_count
         if adaptive := re.fullmatch(r"adaptive:(-?\d+)", parallel_type):
-            degree = min(max(int(adaptive[1]), 0), s)
-            self._require_valid(degree)
-            return degree
+            return self._valid_r(min(max(int(adaptive[1]), 0), s))
         known = {"data": 1, "model": s, "auto": 1}
         if parallel_type not in known:
             raise ConfigError(f"unknown parallel_type {parallel_type!r}; choose adaptive:R, {', '.join(known)}")
         return known[parallel_type]
 
-    def _require_valid(self, degree: int) -> None:
+    def _valid_r(self, degree: int) -> int:
         if degree not in self.valid_rs:
             sharers = f"{self.sharded_count} ranks share an expert"
             raise ConfigError(f"adaptive degree {degree}: {sharers}, so choose one of {self.valid_rs}")
+        return int(degree)  # a key, which a tensor is not
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
         """Named parameters of the gates ('gate') or of this rank's experts ('local_experts')."""
@@ -203,14 +202,13 @@ class MOELayer(nn.Module):
         if a2a_ffn_overlap_degree is not None:
             self.a2a_ffn_overlap_degree = _valid(a2a_ffn_overlap_degree)
         if adaptive_r is not None:
-            self._require_valid(adaptive_r)
-            self.adaptive_degree = adaptive_r
+            self.adaptive_degree = self._valid_r(adaptive_r)
         gate: Any = self.gates[gate_index]
         if not self.is_gshard_loss and not gate.gate_noise > 0:
             raise ConfigError("the load-and-importance loss (is_gshard_loss=False) needs a gate with gate_noise > 0")
         alone = self.world_size == 1
         effective = alone and self.num_local_experts > 1 and not torch.is_grad_enabled()
-        self.megablocks_size = megablocks_size if effective else 0
+        self.megablocks_size = int(megablocks_size) if effective else 0
         token_shape = input.shape[-reserve_dims:]
         road = self._road()
         with topology_of(self.group).guard("moe_layer.forward"):
@@ -252,9 +250,11 @@ class MOELayer(nn.Module):
             if self.training and gate.gate_noise > 0:
                 noisy_SE = logits_SE + gate.gate_noise * torch.randn_like(logits_SE) / E
             scores_SE = noisy_SE.softmax(1)
-            k = min(int(top_k or gate.top_k), E)
             choice = choose(
-                scores_SE, k, normalize=self.normalize_gate, prioritised=self.batch_prioritized_routing
+                scores_SE,
+                top_k or gate.top_k,
+                normalize=self.normalize_gate,
+                prioritised=self.batch_prioritized_routing,
             )
             if self.is_gshard_loss:
                 return choice, losses.gshard_loss(scores_SE, choice.expert_SK)
@@ -336,7 +336,7 @@ class MOELayer(nn.Module):
                 logging.warning("%s is missing in the checkpoint; it becomes zeros", key)
                 state_dict[key] = torch.zeros_like(parameter)
             elif state_dict[key].numel() == parameter.numel():
-                state_dict[key] = state_dict[key].view(parameter.shape)
+                state_dict[key] = state_dict[key].reshape(parameter.shape)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -360,9 +360,11 @@ def _seed(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
-def _valid(degree: Degree) -> Degree:
-    if degree == "auto" or isinstance(degree, int) and degree > 0:
-        return degree
+def _valid(degree: Any) -> Degree:
+    if degree == "auto":
+        return "auto"
+    if not isinstance(degree, str) and degree > 0 and degree == int(degree):
+        return int(degree)  # that of NumPy or of a tensor too
     raise ConfigError(f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on, or 'auto'")
 
 

@@ -1,6 +1,8 @@
 """The three moves of one choice's rows, as functions that write into a tensor of theirs.
 
-`extra` is [tokens, row length, capacity] in all of them; index < 0 and location ≥ capacity mean no row.
+Indices, locations and gates have an element a token, as [T] or [T, 1] (gates also as [T, 2], twice the same); tokens
+and rows lie one behind the other, in any leading dimensions. `extra` is [tokens, row length, capacity] in all of them;
+index < 0 and location ≥ capacity mean no row.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ def create_forward(param_dtype: torch.dtype, is_cuda: bool = True) -> Move:
     def run(
         gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
     ) -> None:
-        kept, place = _places(indices, locations, extra)
-        rows.view(-1, tokens.shape[1]).index_add_(0, place, (tokens[kept] * _column(gates)[kept]).to(rows.dtype))
+        D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
+        weighted = _flat(tokens, D)[kept] * _column(gates)[kept]
+        _flat(rows, D).index_add_(0, place, weighted.to(rows.dtype))
 
     return run
 
@@ -31,9 +34,10 @@ def create_backward_data(param_dtype: torch.dtype, is_cuda: bool = True) -> Move
     def run(
         gates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
     ) -> None:
-        kept, place = _places(indices, locations, extra)
+        D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
         tokens.zero_()
-        tokens[kept] = (rows.view(-1, tokens.shape[1])[place] * _column(gates)[kept]).to(tokens.dtype)
+        weighted = _flat(rows, D)[place] * _column(gates)[kept]
+        _flat(tokens, D)[kept] = weighted.to(tokens.dtype)
 
     return run
 
@@ -44,18 +48,24 @@ def create_backward_gate(param_dtype: torch.dtype, is_cuda: bool = True) -> Move
     def run(
         dgates: Tensor, indices: Tensor, locations: Tensor, tokens: Tensor, rows: Tensor, extra: Sequence[int]
     ) -> None:
-        kept, place = _places(indices, locations, extra)
+        D, (kept, place) = tokens.shape[-1], _places(indices, locations, extra)
         dgates.zero_()
-        dgates[kept] = (tokens[kept] * rows.view(-1, tokens.shape[1])[place]).sum(1).to(dgates.dtype)
+        dots = (_flat(tokens, D)[kept] * _flat(rows, D)[place]).sum(1)
+        _column(dgates)[kept, 0] = dots.to(dgates.dtype)
 
     return run
 
 
 def _places(indices: Tensor, locations: Tensor, extra: Sequence[int]) -> tuple[Tensor, Tensor]:
-    capacity = extra[2]
+    indices, locations, capacity = indices.reshape(-1), locations.reshape(-1), extra[2]
     kept = ((indices >= 0) & (locations < capacity)).nonzero()[:, 0]
     return kept, indices[kept].long() * capacity + locations[kept].long()
 
 
+def _flat(rows: Tensor, width: int) -> Tensor:
+    """What is written to it is written to `rows`."""
+    return rows.view(-1, width)
+
+
 def _column(gates: Tensor) -> Tensor:
-    return gates.view(len(gates), -1)[:, :1]
+    return gates[:, None] if gates.dim() == 1 else gates[:, :1]
