@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,8 +17,11 @@ from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.training import ShardedExperts, clip_grad_norm, distributed_data_parallel, sync_gradients
 from fusedmoe.training.wrap import DataParallel
+from tests.cluster import Cluster
 
 DIM, EXPERTS = 6, 8
+
+HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
 
 
 class Model(nn.Module):
@@ -153,3 +157,49 @@ def _run(
         "losses": losses, "gradients": gradients, "parameters": states, "dense": dense, "owners": owners,
         "placements": placements, "state": kept, "sent": sent,
     }
+
+
+# What somebody does with a model between steps; returns what should be the same under a placement.
+Use = Callable[["Model", torch.optim.Optimizer, Topology], Any]
+
+
+def square(y: Tensor) -> Tensor:
+    return y.square().sum() / 50
+
+
+def used(
+    rank: int, world: int, placement: str, uses: Sequence[Use], recomputes: bool, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Each use after two steps, without new owners: what it gives, and the experts' gradients and parameters."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+    found = {}
+    for use in uses:
+        model = Model(topology, placement, recomputes=recomputes)
+        optimizer = optimizer_of(model)
+        sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
+        with torch.inference_mode():
+            before = model(tokens(rank, 0)).clone()
+        for step in range(2):
+            train_step(model, optimizer, topology, step)
+        model.zero_grad()
+        given = use(model, optimizer, topology)
+        copies = 0 if sharded is None else sum(int(one.extra_W().sum()) for one in sharded.placements)
+        found[use.__name__] = before, given, experts_of(model), copies
+        if sharded is not None:
+            sharded.close()
+    return found
+
+
+def compare_uses(cluster: Cluster, uses: Sequence[Use], options: dict[str, Any], recomputes: bool = False) -> None:
+    """Each use gives the same with expert parallelism and under a placement, of copies on some ranks."""
+    plain = cluster.run(2, used, "ep", uses, recomputes, {})
+    placed = cluster.run(2, used, "fssdp", uses, recomputes, options | {"reshard": False})
+    for use in uses:
+        for ours, theirs in zip(placed, plain, strict=True):
+            *found, copies = ours[use.__name__]
+            assert copies > 0
+            for one, wanted in zip(found, theirs[use.__name__], strict=False):
+                name = use.__name__
+                torch.testing.assert_close(
+                    one, wanted, rtol=1e-10, atol=1e-12, msg=lambda message, name=name: f"{name}: {message}"
+                )
