@@ -167,39 +167,34 @@ def square(y: Tensor) -> Tensor:
     return y.square().sum() / 50
 
 
-def used(
-    rank: int, world: int, placement: str, uses: Sequence[Use], recomputes: bool, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Each use after two steps, without new owners: what it gives, and the experts' gradients and parameters."""
+def _used(rank: int, world: int, placement: str, use: Use, recomputes: bool, options: dict[str, Any]) -> Any:
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
-    found = {}
-    for use in uses:
-        model = Model(topology, placement, recomputes=recomputes)
-        optimizer = optimizer_of(model)
-        sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
-        with torch.inference_mode():
-            before = model(tokens(rank, 0)).clone()
-        for step in range(2):
-            train_step(model, optimizer, topology, step)
-        model.zero_grad()
-        given = use(model, optimizer, topology)
-        copies = 0 if sharded is None else sum(int(one.extra_W().sum()) for one in sharded.placements)
-        found[use.__name__] = before, given, experts_of(model), copies
-        if sharded is not None:
-            sharded.close()
-    return found
+    model = Model(topology, placement, recomputes=recomputes)
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
+    with torch.inference_mode():
+        before = model(tokens(rank, 0)).clone()
+    for step in range(2):
+        train_step(model, optimizer, topology, step)
+    model.zero_grad()
+    given = use(model, optimizer, topology)
+    if sharded is not None:
+        assert any("+" in str(one) for one in sharded.placements), "there are copies"
+        sharded.close()
+    return before, given, experts_of(model)
 
 
-def compare_uses(cluster: Cluster, uses: Sequence[Use], options: dict[str, Any], recomputes: bool = False) -> None:
-    """Each use gives the same with expert parallelism and under a placement, of copies on some ranks."""
-    plain = cluster.run(2, used, "ep", uses, recomputes, {})
-    placed = cluster.run(2, used, "fssdp", uses, recomputes, options | {"reshard": False})
-    for use in uses:
-        for ours, theirs in zip(placed, plain, strict=True):
-            *found, copies = ours[use.__name__]
-            assert copies > 0
-            for one, wanted in zip(found, theirs[use.__name__], strict=False):
-                name = use.__name__
-                torch.testing.assert_close(
-                    one, wanted, rtol=1e-10, atol=1e-12, msg=lambda message, name=name: f"{name}: {message}"
-                )
+def results_of(
+    cluster: Cluster, placement: str, uses: Sequence[Use], options: dict[str, Any], recomputes: bool = False
+) -> dict[str, list[Any]]:
+    """Each use after two steps on two ranks, without new owners: by its name, for each rank what it gives, and the
+    experts' gradients and parameters."""
+    options = options | {"reshard": False}
+    return {use.__name__: cluster.run(2, _used, placement, use, recomputes, options) for use in uses}
+
+
+def compare_results(found: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> None:
+    for name, ranks in wanted.items():
+        torch.testing.assert_close(
+            found[name], ranks, rtol=1e-10, atol=1e-12, msg=lambda message, name=name: f"{name}: {message}"
+        )

@@ -20,7 +20,17 @@ from fusedmoe.models.transformer import Transformer
 from fusedmoe.placement.price import Costs
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
-from tests.training.placed import HECATE, Model, Use, compare_uses, optimizer_of, square, tokens, train_step
+from tests.training.placed import (
+    HECATE,
+    Model,
+    Use,
+    compare_results,
+    optimizer_of,
+    results_of,
+    square,
+    tokens,
+    train_step,
+)
 
 
 def change(model: torch.nn.Module) -> None:
@@ -229,6 +239,12 @@ USES: tuple[Use, ...] = (
 CALIBRATED: dict[str, Any] = {"calibrates": True, "costs": Costs(1e-3, 8, 100, 200, 1e6, 1e7)}
 
 
+@pytest.fixture(scope="module")
+def plain(cluster: Cluster) -> dict[str, list[Any]]:
+    """Of expert parallelism."""
+    return results_of(cluster, "ep", USES, {})
+
+
 @pytest.mark.parametrize(
     ("options", "recomputes"),
     [
@@ -241,8 +257,10 @@ CALIBRATED: dict[str, Any] = {"calibrates": True, "costs": Costs(1e-3, 8, 100, 2
     ],
     ids=["kept", "rematerialised", "recomputed", "both", "calibrated", "calibrated-recomputed"],
 )
-def test_copies_follow(cluster: Cluster, options: dict[str, Any], recomputes: bool) -> None:
-    compare_uses(cluster, USES, HECATE | options, recomputes)
+def test_copies_follow(
+    cluster: Cluster, plain: dict[str, list[Any]], options: dict[str, Any], recomputes: bool
+) -> None:
+    compare_results(results_of(cluster, "fssdp", USES, HECATE | options, recomputes), plain)
 
 
 def amid_a_forward(rank: int, world: int) -> str:

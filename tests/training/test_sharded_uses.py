@@ -21,10 +21,11 @@ from tests.training.placed import (
     HECATE,
     Model,
     Use,
-    compare_uses,
+    compare_results,
     experts_of,
     optimizer_of,
     owners_of,
+    results_of,
     square,
     tokens,
     train_step,
@@ -132,9 +133,15 @@ USES: tuple[Use, ...] = (
 )
 
 
+@pytest.fixture(scope="module")
+def plain(cluster: Cluster) -> dict[str, list[Any]]:
+    """Of expert parallelism."""
+    return results_of(cluster, "ep", USES, {})
+
+
 @pytest.mark.parametrize("rematerialises", [False, True], ids=["kept", "rematerialised"])
-def test_as_without_a_placement(cluster: Cluster, rematerialises: bool):
-    compare_uses(cluster, USES, HECATE | {"rematerialises": rematerialises})
+def test_as_without_a_placement(cluster: Cluster, plain: dict[str, list[Any]], rematerialises: bool):
+    compare_results(results_of(cluster, "fssdp", USES, HECATE | {"rematerialises": rematerialises}), plain)
 
 
 def trained(topology: Topology, steps: int, **shape: Any) -> tuple[Model, torch.optim.Optimizer, ShardedExperts]:
