@@ -24,6 +24,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.by_puts import Way, fused_experts
 from fusedmoe.layers.experts import NAMED, Experts, Place
+from fusedmoe.layers.experts.base import require_own_experts
 from fusedmoe.layers.gates import Gate, SoftMoE
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.load import Load
@@ -195,6 +196,7 @@ class MoELayer(nn.Module):
         self._streams = Streams()
         self.aux_loss = torch.zeros(())
         self._ran_without_graph = False
+        self.register_load_state_dict_pre_hook(require_own_experts)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype.
@@ -315,7 +317,7 @@ class MoELayer(nn.Module):
         """From tokens to results where experts are placed."""
         if isinstance(routing, SoftRouting):
             raise _no_load(self.gate)
-        if not placed.hooked:
+        if not placed.hooked or not (placed.begun or _recomputing()):
             placed.recorder = self.recorder
             placed.begin()
         with span(self.recorder, "order", kind="order", phase="forward"):

@@ -52,6 +52,7 @@ class Placed:
         rematerialises: replicas are given back after each forward, and fetched again for its backward.
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.calibrate`); None: it stays.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
+        begun: `begin` was called for a forward whose turn has not come yet.
         neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.
         clocked: forwards note when this layer's turn came and when it ended (`idle_s`).
         carrier: takes experts from rank to rank, one for all layers, so that they go one after the other; None as long
@@ -73,11 +74,11 @@ class Placed:
         self.experts, self.group, self._shards = experts, topology.ep, topology.esp
         self.nodes = _nodes(topology)
         self.placement = Placement.even(topology.ep.size, count)
-        self.rematerialises, self.hooked = False, False
+        self.rematerialises, self.hooked, self.begun = False, False, False
         self.correct: Correct | None = None
         self.neighbours: tuple[Placed | None, Placed | None] = (None, None)
         self.clocked = False
-        self._begun, self._came, self._ended = Moment(), Moment(), Moment()
+        self._start, self._came, self._ended = Moment(), Moment(), Moment()
         self.recorder: Recorder | None = None
         self.carrier: Carrier | None = None
         self.sent_bytes = 0
@@ -125,30 +126,23 @@ class Placed:
         """
         if placement.sharding != self.placement.sharding:
             raise ConfigError("a layer's owners change with reshard(), not with place()")
+        self._drop()
         self.placement = placement
         self._hold()
-        self.stale()
-
-    def stale(self) -> None:
-        """The parameters have changed: replicas must be fetched again."""
-        self._settle()
-        self._present = False
-        if self.correct is not None:
-            self._hold()  # what was added after the gate goes
 
     def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
         """Other owners, whose parameters, [owned, ...], are given by name; gradients are dropped."""
-        self._settle()
+        self._drop()
         for name, parameter in self.experts.named_parameters():
             replace(parameter, tensors[name])
         self.placement = sharding
         self._hold()
-        self._present, self._returns, self._aliases = False, None, ()
+        self._returns, self._aliases = None, ()
 
     def rest(self) -> None:
         """Experts stay with their owners, without replicas and without what brings them."""
         self.placement = self.placement.sharding
-        self.rematerialises, self.hooked, self.clocked, self._present = False, False, False, False
+        self.rematerialises, self.hooked, self.begun, self.clocked, self._present = False, False, False, False, False
         self.correct, self.carrier, self.recorder, self._returns = None, None, None, None
         self.neighbours = None, None
         self._flights, self._aliases = [], ()
@@ -182,9 +176,15 @@ class Placed:
     # Fetching replicas.
 
     def begin(self) -> None:
-        """Before a forward: replicas start on their way, and the gradients' way back is laid. Collective."""
+        """Before a forward: replicas start on their way, and the gradients' way back is laid. Collective.
+
+        Those of an earlier forward do not serve again: nothing tells whether parameters have been changed since, where
+        that was done through `.data`. They stay for the backward of that forward.
+        """
         if self.clocked:
-            self._begun.note(self._device)
+            self._start.note(self._device)
+        self._drop()
+        self.begun = True
         if not self.rematerialises or self.neighbours[0] is None:
             self.fetch()
         if torch.is_grad_enabled():
@@ -207,10 +207,10 @@ class Placed:
 
     def refusal(self) -> str | None:
         """Why replicas cannot be used, on the rank that owns what they were made of."""
-        if self._present and self._gathered and self._marks != self._marked():
+        if (self._present or self._flights) and self._marks != self._marked():
             return (
-                "experts have changed since their replicas were made, other than by the optimizer's step. Call "
-                "ShardedExperts.refresh() on every rank after such a change"
+                "experts have changed since their replicas started on their way, when the model's forward pass began. "
+                "Change parameters between forward and backward passes, not within one"
             )
         return None
 
@@ -228,10 +228,14 @@ class Placed:
         for flight in flights:
             flight.wait()
 
-    def _release(self) -> None:
-        """Gives back the replicas' memory."""
+    def _drop(self) -> None:
+        """Replicas are fetched again before they are used again."""
         self._settle()
         self._present = False
+
+    def _release(self) -> None:
+        """Gives back the replicas' memory."""
+        self._drop()
         for parameter in self.parameters:
             parameter.data.untyped_storage().resize_(parameter.nbytes)
 
@@ -305,6 +309,8 @@ class Placed:
         recomputes: the backward that needs the parameters comes at once.
         """
         before, after = self.neighbours
+        if not recomputes:
+            self.begun = False
         self._ready()
         if self.rematerialises and after is not None:
             after.fetch()
@@ -331,7 +337,7 @@ class Placed:
         """Seconds of the last forward between the experts before, or the model's beginning, and this layer's turn; 0
         where its turn came first."""
         before = self.neighbours[0]
-        return max(0.0, self._came.after(self._begun if before is None else before._ended))
+        return max(0.0, self._came.after(self._start if before is None else before._ended))
 
     def take_load(self) -> NDArray[np.int64]:
         """[E]: rows of this rank's tokens that each expert got since the last call."""

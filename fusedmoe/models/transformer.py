@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.experts.base import require_own_experts
 from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.hooks import Hooks
 from fusedmoe.layers.moe import MoELayer, Placements
@@ -95,6 +96,7 @@ class Transformer(nn.Module):
         )
         self.norm = make_norm(config, **make)
         self.head_weight = normal_parameter(config.vocabulary, dim, std=0.02, **make)
+        self.register_load_state_dict_pre_hook(require_own_experts)
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor) -> Loss:
         """The loss of a batch; collective over all ranks.

@@ -2,11 +2,13 @@
 
 A checkpoint is a folder in the format of torch.distributed.checkpoint. Every tensor is in it once, whole, under the
 name it has in a model on one rank, in pieces that the ranks write side by side; PyTorch's own tools read it, too.
+Beside them is a file of checksums: what a rank loads it has checked before.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from torch.optim import Optimizer
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.training.checksums import CURE, FORMAT, NAME
 from fusedmoe.training.layout import Layouts, lay_out, number_names, plain_name, writes
 from fusedmoe.training.optimizer_state import GROUPS, STATE, OptimizerState
-from fusedmoe.training.storage import open_folder, read_folder, write_folder
+from fusedmoe.training.storage import Folder, write_folder
 from fusedmoe.training.together import together
 from fusedmoe.training.wrap import SingleRank
 
@@ -72,7 +75,9 @@ def load_checkpoint(
     """Loads model and optimizer in place and returns the `extra` of the save. Collective over all ranks.
 
     The number of ranks and their layout may differ from those of the save. Each rank reads what it holds. All is
-    compared first: of a checkpoint that does not fit, nothing is loaded. Dtypes may differ; numbers are converted.
+    compared first, and every byte that will be loaded is checked: of a checkpoint that does not fit, or is damaged,
+    nothing is loaded. One of the format before checksums loads, too, with a warning. Dtypes may differ; numbers are
+    converted.
 
     Like any PyTorch checkpoint it may run code when it is read: load none from a source you do not trust.
 
@@ -87,20 +92,29 @@ def load_checkpoint(
     state = _State(model, optimizer, topology, operation)
     small: dict[str, Any] = {}
     targets: dict[str, Any] = {}
-    opened: list[tuple[Path, Metadata]] = []
+    folders: list[Folder] = []
 
     def compare() -> None:
-        folder, metadata = open_folder(path)
-        opened.append((folder, metadata))
-        _refuse(path, state.difference(metadata))
+        folder = Folder(path)
+        folders.append(folder)
+        _refuse(path, state.difference(folder.metadata))
         keys = (_EXTRA, _ABOUT) if optimizer is None else (_EXTRA, _ABOUT, GROUPS)
-        small.update(dict.fromkeys(key for key in keys if key in metadata.state_dict_metadata))
-        read_folder(folder, metadata, small)
+        small.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
+        folder.check(small)
+        folder.read(small)
+        _refuse(path, _unknown(small, folder))
         _refuse(path, state.optimizer_difference(small))
-        targets.update(state.targets(metadata))
+        targets.update(state.targets(folder.metadata))
+        folder.check(targets)
 
     together(topology, operation, compare)
-    together(topology, operation, lambda: read_folder(*opened[0], targets))
+    if folders[0].checksums is None and topology.rank == 0:
+        warnings.warn(
+            f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
+            "damage to its index is not. Save it again with save_checkpoint.",
+            stacklevel=3,  # torch.no_grad() stands between
+        )
+    together(topology, operation, lambda: folders[0].read(targets))
     state.install(targets, small)
     return small[_EXTRA]
 
@@ -148,7 +162,7 @@ class _State:
         return entries if self._optimizer is None else entries | self._optimizer.entries(self._scattered)
 
     def about(self) -> dict[str, Any]:
-        return {"format": 1, "optimizer": None if self._optimizer is None else self._optimizer.about()}
+        return {"format": FORMAT, "optimizer": None if self._optimizer is None else self._optimizer.about()}
 
     def difference(self, metadata: Metadata) -> str | None:
         """Names the first tensors in which the checkpoint differs from this model, None if it fits."""
@@ -208,6 +222,15 @@ class _State:
 def _refuse(path: Path, difference: str | None) -> None:
     if difference is not None:
         raise ConfigError(f"checkpoint {path} was not loaded: {difference}")
+
+
+def _unknown(small: dict[str, Any], folder: Folder) -> str | None:
+    """Why the checkpoint is none that `save_checkpoint` left behind, None if it is one."""
+    if _ABOUT not in small:
+        return "save_checkpoint did not write it. Read it with torch.distributed.checkpoint."
+    if folder.checksums is None and small[_ABOUT]["format"] > 1:
+        return f"it is damaged: {NAME} is missing. {CURE}"
+    return None
 
 
 def _told(shape: tuple[int, ...] | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.experts.base import NAMED, NUMBERS, Experts
+from fusedmoe.layers.experts.base import NAMED, NUMBERS, experts_of
 from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.training.replicas import active, holders, local_part
 from fusedmoe.training.rows import Rows
@@ -125,7 +125,7 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of the parameters of experts under a placement: which experts are here, row by row."""
     return {
         plain_name(prefix + name): experts.numbers
-        for prefix, experts in _experts_of(model)
+        for prefix, experts in experts_of(model)
         if experts.numbers is not None
         for name, _ in experts.named_parameters()
     }
@@ -133,14 +133,7 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def number_names(model: nn.Module) -> set[str]:
     """Entries of the model's state that say which experts are here, by plain names; layouts say so by themselves."""
-    return {plain_name(prefix + NUMBERS) for prefix, _ in _experts_of(model)}
-
-
-def _experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
-    """All experts of a model, each with what the names of its parameters begin with."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Experts):
-            yield f"{name}." if name else "", module
+    return {plain_name(prefix + NUMBERS) for prefix, _ in experts_of(model)}
 
 
 def _layout(

@@ -18,6 +18,7 @@ from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.sparse import Carrier
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.experts.base import require_own_experts
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.placed import Placed
 from fusedmoe.layers.schedule import measured_costs
@@ -69,7 +70,8 @@ class ShardedExperts:
         experts = ShardedExperts(model, optimizer, topology, overlap=8, memory=2)
 
     That is all; the loop stays as it was. After each `optimizer.step()` the loads of the last five steps say where
-    copies are in the next one (Algorithm 1). They are on their way while the model computes what comes before its first
+    copies are in the next one (Algorithm 1). They are fetched for each forward pass, so that it sees parameters as they
+    are, whoever changed them and how. They are on their way while the model computes what comes before its first
     experts; their gradients come back while the backward pass computes what is left, and `.grad` of an expert that a
     rank owns is whole when `backward()` returns. Every 100 steps, and after the first five, experts change owners where
     that evens out the work of ranks (Algorithm 2). Losses, gradients and updates are those of expert parallelism.
@@ -77,8 +79,9 @@ class ShardedExperts:
     A parameter of experts is [owned, ...] on each rank, and changes its shape and its memory when owners change: look
     it up, do not keep `.data`. Checkpoints (`save_checkpoint`) have experts by their numbers and load under any
     placement, on any number of ranks; `state_dict()` beside them has what the next placements follow from. The model's
-    own `state_dict()` loads where ranks own the same experts, and is refused elsewhere. A copy of the model, for
-    averaged weights, say, has no replicas and keeps its owners: then use reshard=False.
+    own `state_dict()` loads where ranks own the same experts, and is refused elsewhere, before anything of it is
+    loaded. A copy of the model, for averaged weights, say, has no replicas and keeps its owners: then use
+    reshard=False.
 
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
@@ -161,7 +164,7 @@ class ShardedExperts:
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
-            *(layer.register_load_state_dict_post_hook(lambda *_: self.refresh()) for layer in layers),
+            model.register_load_state_dict_pre_hook(require_own_experts),
         ]
 
     @property
@@ -186,11 +189,6 @@ class ShardedExperts:
         if self._measures:
             self._find_overlap(seconds)
 
-    def refresh(self) -> None:
-        """Replicas are made anew: call it on every rank when parameters have changed but by `optimizer.step()`."""
-        for one in self._layers:
-            one.stale()
-
     def state_dict(self) -> dict[str, Any]:
         """What the next placements follow from; the same on every rank. For `save_checkpoint(…, extra=…)`."""
         return {
@@ -201,16 +199,29 @@ class ShardedExperts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another one was, after `load_checkpoint`. On another number of ranks, owners start evenly."""
-        self.iteration = int(state["iteration"])
+        """Goes on where another one was, after `load_checkpoint`. On another number of ranks, owners start evenly.
+
+        Raises:
+            ConfigError: the state is of a model with other layers or numbers of experts; nothing was loaded.
+        """
+        iteration, overlap = int(state["iteration"]), state["overlap"]
+        history = [np.array(load_LE, dtype=np.int64) for load_LE in state["history"]]
+        saved = [Placement.parse(text) for text in state["placements"]]
+        shape = (len(self._layers), self._layers[0].placement.experts) if self._layers else None
+        other = next((load_LE.shape for load_LE in history if shape and load_LE.shape != shape), None)
+        if other is not None:
+            raise ConfigError(
+                f"ShardedExperts: this state is of {other[0]} layers with {other[1]} experts each, and the model has "
+                f"{len(self._layers)} with {self._layers[0].placement.experts}. Load what was saved beside this model."
+            )
+        self.iteration = iteration
         if not self._layers:
             return
         self._history.clear()
-        self._history.extend(np.array(load_LE, dtype=np.int64) for load_LE in state["history"])
-        if state["overlap"] is not None and self._measures:
-            self.overlap = int(state["overlap"])
+        self._history.extend(history)
+        if overlap is not None and self._measures:
+            self.overlap = int(overlap)
             self._stop_measuring()
-        saved = [Placement.parse(text) for text in state["placements"]]
         here = [(one.ranks, one.experts) for one in self.placements]
         if [(one.ranks, one.experts) for one in saved] == here:
             self._install(saved)

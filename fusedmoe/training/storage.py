@@ -1,4 +1,4 @@
-"""Folders in the format of torch.distributed.checkpoint: written whole or not at all, read in parts."""
+"""Folders in the format of torch.distributed.checkpoint, with checksums: written whole or not at all, read in parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.training import checksums
+from fusedmoe.training.checksums import Checksums, Item
 from fusedmoe.training.together import together
 
 # torch.distributed.checkpoint calls collectives of its own, without bounds. Its planners, reader and writer do not;
@@ -53,55 +56,100 @@ def write_folder(
         own = writer.prepare_global_plan(plans)[topology.world.index]
         written = writer.write_data(planner.finish_plan(own), planner)
         written.wait()
-        return written.value()
+        results = written.value()
+        return results, checksums.digests(partial, [_item(result.storage_data) for result in results])
 
-    def finish(results: list[Any]) -> None:
+    def finish(of_ranks: list[tuple[Any, dict[Item, str]]]) -> None:
         places = {key: place(key) for key in metadata.state_dict_metadata}
-        writer.finish(dataclasses.replace(metadata, planner_data=places), results)
+        writer.finish(dataclasses.replace(metadata, planner_data=places), [results for results, _ in of_ranks])
+        checksums.write(partial, [digests for _, digests in of_ranks])
         _install(partial, path)
 
     together(topology, operation, lambda: _make_room(path, partial) if first else None)
     plans = together(topology, operation, plan)
-    results = together(topology, operation, lambda: write(plans))
-    together(topology, operation, lambda: finish(results) if first else None)
+    of_ranks = together(topology, operation, lambda: write(plans))
+    together(topology, operation, lambda: finish(of_ranks) if first else None)
 
 
-def open_folder(path: Path) -> tuple[Path, Metadata]:
-    """The folder with the checkpoint saved to `path`, and what it says it holds.
+class Folder:
+    """The folder with the checkpoint saved to `path`, opened for loading.
 
+    Attributes:
+        metadata: what it says it holds.
+        checksums: None in format 1, which had none.
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: there is none, it is of a later format, or it is damaged.
     """
-    folder = path
-    if not _is_checkpoint(folder):
-        folder = _beside(path, "previous")  # a save was interrupted between its two renames
-        if path.exists() or not _is_checkpoint(folder):
-            raise ConfigError(f"there is no checkpoint at {path}; give the path of a save, one that all ranks can see")
-    try:
-        metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:
-        raise ConfigError(f"the checkpoint {path} is damaged: its index cannot be read ({error})") from error
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in sorted(ends.items()):
-        file = folder / name
-        size = file.stat().st_size if file.exists() else 0
-        if size < end:
-            raise ConfigError(
-                f"the checkpoint {path} is damaged: {name} has {size} bytes of {end}. Copy it again, or load another."
-            )
-    return folder, metadata
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._folder = path, path
+        if not _is_checkpoint(path):
+            self._folder = _beside(path, "previous")  # a save was interrupted between its two renames
+            if path.exists() or not _is_checkpoint(self._folder):
+                raise ConfigError(
+                    f"there is no checkpoint at {path}; give the path of a save, one that all ranks can see"
+                )
+        self._index = checksums.index_digest(self._folder)
+        self.checksums: Checksums | None = None
+        if (self._folder / checksums.NAME).exists():
+            self.checksums = Checksums(path, self._folder)
+            self.checksums.check_index(self._index)  # before it is unpickled
+        self._reader = FileSystemReader(self._folder)
+        try:
+            self.metadata = self._reader.read_metadata()
+            self._check_sizes()
+            self._reader.set_up_storage_reader(self.metadata, True)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever unpickling makes of damage
+            raise ConfigError(f"the checkpoint {path} is damaged: its index cannot be read ({error})") from error
+
+    def check(self, targets: dict[str, Any]) -> None:
+        """Raises `ConfigError` if a part of the files that `read` would read is damaged."""
+        plan, _ = self._plan(targets)
+        items = {_item(self.metadata.storage_data[one.storage_index]) for one in plan.items}
+        if self.checksums is None:
+            checksums.check_without(self._path, self._folder, items)
+        else:
+            self.checksums.check(items)
+
+    def read(self, targets: dict[str, Any]) -> None:
+        """Reads the entries whose keys are in `targets`: tensors and DTensors in place, others into the dictionary.
+
+        Raises:
+            ConfigError: another checkpoint has come to `path` since this one was opened.
+        """
+        plan, planner = self._plan(targets)
+        try:
+            self._reader.read_data(plan, planner).wait()
+        finally:
+            if not _is_checkpoint(self._folder) or checksums.index_digest(self._folder) != self._index:
+                raise ConfigError(
+                    f"the checkpoint {self._path} was replaced while it was loaded, and what was loaded is of both. "
+                    "Load it again; save to another path as long as others load."
+                )
+
+    def _plan(self, targets: dict[str, Any]) -> tuple[LoadPlan, DefaultLoadPlanner]:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(targets, self.metadata, True)
+        plan = planner.create_local_plan()
+        return planner.finish_plan(self._reader.prepare_local_plan(plan)), planner
+
+    def _check_sizes(self) -> None:
+        ends: dict[str, int] = {}
+        for info in self.metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in sorted(ends.items()):
+            file = self._folder / name
+            size = file.stat().st_size if file.exists() else 0
+            if size < end:
+                raise ConfigError(
+                    f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {checksums.CURE}"
+                )
 
 
-def read_folder(folder: Path, metadata: Metadata, targets: dict[str, Any]) -> None:
-    """Reads the entries whose keys are in `targets`: tensors and DTensors in place, others into the dictionary."""
-    reader = FileSystemReader(folder)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(targets, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
+def _item(info: Any) -> Item:
+    return Item(info.relative_path, info.offset, info.length)
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -109,7 +157,7 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / ".metadata").is_file()
+    return (path / checksums.INDEX).is_file()
 
 
 def _make_room(path: Path, partial: Path) -> None:
@@ -123,13 +171,19 @@ def _make_room(path: Path, partial: Path) -> None:
 def _install(partial: Path, path: Path) -> None:
     """Puts the finished folder in its place. At every moment either `path` or the folder beside it is whole."""
     previous = _beside(path, "previous")
+    _sync(partial)
     if path.exists():
         shutil.rmtree(previous, ignore_errors=True)
         path.rename(previous)
     partial.rename(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Until the names of what is in it are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    shutil.rmtree(previous, ignore_errors=True)

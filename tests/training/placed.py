@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,8 +17,11 @@ from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.training import ShardedExperts, clip_grad_norm, distributed_data_parallel, sync_gradients
 from fusedmoe.training.wrap import DataParallel
+from tests.cluster import Cluster
 
 DIM, EXPERTS = 6, 8
+
+HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
 
 
 class Model(nn.Module):
@@ -153,3 +157,44 @@ def _run(
         "losses": losses, "gradients": gradients, "parameters": states, "dense": dense, "owners": owners,
         "placements": placements, "state": kept, "sent": sent,
     }
+
+
+# What somebody does with a model between steps; returns what should be the same under a placement.
+Use = Callable[["Model", torch.optim.Optimizer, Topology], Any]
+
+
+def square(y: Tensor) -> Tensor:
+    return y.square().sum() / 50
+
+
+def _used(rank: int, world: int, placement: str, use: Use, recomputes: bool, options: dict[str, Any]) -> Any:
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+    model = Model(topology, placement, recomputes=recomputes)
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **options) if placement == "fssdp" else None
+    with torch.inference_mode():
+        before = model(tokens(rank, 0)).clone()
+    for step in range(2):
+        train_step(model, optimizer, topology, step)
+    model.zero_grad()
+    given = use(model, optimizer, topology)
+    if sharded is not None:
+        assert any("+" in str(one) for one in sharded.placements), "there are copies"
+        sharded.close()
+    return before, given, experts_of(model)
+
+
+def results_of(
+    cluster: Cluster, placement: str, uses: Sequence[Use], options: dict[str, Any], recomputes: bool = False
+) -> dict[str, list[Any]]:
+    """Each use after two steps on two ranks, without new owners: by its name, for each rank what it gives, and the
+    experts' gradients and parameters."""
+    options = options | {"reshard": False}
+    return {use.__name__: cluster.run(2, _used, placement, use, recomputes, options) for use in uses}
+
+
+def compare_results(found: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> None:
+    for name, ranks in wanted.items():
+        torch.testing.assert_close(
+            found[name], ranks, rtol=1e-10, atol=1e-12, msg=lambda message, name=name: f"{name}: {message}"
+        )

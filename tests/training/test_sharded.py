@@ -20,14 +20,12 @@ from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.price import Costs
 from fusedmoe.training import ShardedExperts, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
-from tests.training.placed import DIM, EXPERTS, Model, experts_of, optimizer_of, run, tokens, train_step
+from tests.training.placed import DIM, EXPERTS, HECATE, Model, experts_of, optimizer_of, run, tokens, train_step
 
 # Of a machine on which copying pays.
 COSTS = Costs(1e-3, 8, 100, 200, 1e6, 1e7)
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
-
-HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
 
 
 def compare(plain: list[dict[str, Any]], placed: list[dict[str, Any]]) -> None:
@@ -228,28 +226,6 @@ def test_memory(cluster: Cluster):
             assert found.replicas <= most <= m * expert_bytes
             assert most <= 0.12 * (found.total - found.replicas), "the paper's re-materialising mode: 11.6% more"
             assert found.gradients == found.parameters
-
-
-def changed_by_hand(rank: int, world: int) -> str:
-    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
-    model = Model(topology, "fssdp")
-    optimizer = optimizer_of(model)
-    sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
-    for step in range(2):
-        train_step(model, optimizer, topology, step)
-    model(tokens(rank, 0))
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.experts.w1.mul_(0.5)
-    with pytest.raises(Exception, match="refresh") as caught:
-        model(tokens(rank, 0))
-    sharded.close()
-    return str(caught.value)
-
-
-def test_parameters_changed_by_hand_are_refused(cluster: Cluster):
-    for message in cluster.run(2, changed_by_hand):
-        assert "replicas" in message and "ShardedExperts.refresh()" in message
 
 
 def refused(rank: int, world: int) -> list[str]:

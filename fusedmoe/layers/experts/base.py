@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,9 @@ class Experts(nn.Module):
     Attributes:
         shardings: own parameter name -> {axis: dimension}, for parameters that differ between ranks.
         numbers: which of all experts the parameters here are of, where `place` does not say: under a placement. Then
-            the state has them, too, and loads where the parameters are of these experts only.
+            the state has them, too, and loads where the parameters are of these experts only. `MoELayer`, models of
+            this library and those under `ShardedExperts` refuse another state whole; of other modules around them
+            PyTorch has loaded by then what comes before. `load_checkpoint` compares all first, always.
     """
 
     def __init__(self) -> None:
@@ -90,8 +93,16 @@ class Experts(nn.Module):
             destination[prefix + NUMBERS] = torch.tensor(self.numbers, dtype=torch.long)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # Without this the rows of one expert would become another one's.
-        saved, here = state_dict.pop(prefix + NUMBERS, None), self.numbers
+        self.require_own(state_dict, prefix)
+        state_dict.pop(prefix + NUMBERS, None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def require_own(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raises `ConfigError` if the state, whose names begin with `prefix`, is of other experts than those here.
+
+        Without this the rows of one expert would become another one's.
+        """
+        saved, here = state_dict.get(prefix + NUMBERS), self.numbers
         if here is None and self.place is not None:
             here = tuple(self.place.numbers)
         if saved is not None and tuple(saved.tolist()) != here:
@@ -100,7 +111,6 @@ class Experts(nn.Module):
                 f"{list(here or ())} now: owners have changed. save_checkpoint and load_checkpoint know "
                 "experts by their numbers; reshard=False keeps owners as they are"
             )
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def make(
         self,
@@ -143,6 +153,24 @@ class Experts(nn.Module):
         With shards, the result is this shard's summand.
         """
         raise NotImplementedError
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """All experts of a model, each with what the names of its parameters begin with."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Experts):
+            yield f"{name}." if name else "", module
+
+
+def require_own_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """A pre-hook of `load_state_dict`. Experts refuse the state of others; that comes when what stands before them in
+    the model is loaded already, and here before any of `model` is.
+
+    Raises:
+        ConfigError: see `Experts.require_own`.
+    """
+    for name, experts in experts_of(model):
+        experts.require_own(state_dict, prefix + name)
 
 
 class RowExperts(Experts):

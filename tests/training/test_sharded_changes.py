@@ -1,0 +1,364 @@
+"""Parameters that somebody changes, in whatever way and at whatever time: copies of experts follow."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.experts import Experts, FeedForward
+from fusedmoe.layers.gates import TopK
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import Transformer
+from fusedmoe.placement.price import Costs
+from fusedmoe.training import ShardedExperts
+from tests.cluster import Cluster
+from tests.training.placed import (
+    HECATE,
+    Model,
+    Use,
+    compare_results,
+    optimizer_of,
+    results_of,
+    square,
+    tokens,
+    train_step,
+)
+
+
+def change(model: torch.nn.Module) -> None:
+    """Every parameter, without a trace that autograd sees."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data.mul_(0.7 + 0.05 * (number % 5)).add_(0.01)
+
+
+def look(model: Model, topology: Topology, step: int) -> Tensor:
+    with torch.no_grad():
+        return model(tokens(topology.rank, step))
+
+
+def learn(model: Model, topology: Topology, step: int) -> Tensor:
+    loss = square(model(tokens(topology.rank, step)))
+    loss.backward()
+    return loss.detach()
+
+
+def after_a_look(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    seen = look(model, topology, 4)
+    change(model)
+    return seen, look(model, topology, 4), train_step(model, optimizer, topology, 5)
+
+
+def after_inference(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    with torch.inference_mode():
+        model(tokens(topology.rank, 4))
+    change(model)
+    return train_step(model, optimizer, topology, 5)
+
+
+def after_a_forward(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """With gradients, whose backward never comes."""
+    model(tokens(topology.rank, 4))
+    change(model)
+    return train_step(model, optimizer, topology, 5)
+
+
+def between_parts(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Gradients are there, and none is touched."""
+    first = learn(model, topology, 4)
+    change(model)
+    return first, learn(model, topology, 5)
+
+
+def looks_between_parts(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    found = [learn(model, topology, 4), look(model, topology, 5), learn(model, topology, 6)]
+    optimizer.step()
+    return [*found, look(model, topology, 7), train_step(model, optimizer, topology, 8)]
+
+
+def looks_amid_a_part(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Two forwards wait for their backward while others look."""
+    ys = []
+    for step in (4, 5):
+        ys.append(model(tokens(topology.rank, step)))
+        ys.append(look(model, topology, step + 5))
+    (square(ys[0]) + square(ys[2])).backward()
+    optimizer.step()
+    return [*ys[1::2], learn(model, topology, 6)]
+
+
+def by_hand(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Steps without an optimizer; gradients are zeroed after the forward, in place."""
+    losses = []
+    for step in range(4, 7):
+        loss = square(model(tokens(topology.rank, step)))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.data.sub_(0.1 * parameter.grad)
+        losses.append(loss.detach())
+    return losses
+
+
+class ThroughData(torch.optim.Optimizer):
+    """As optimizers of old, and some of today."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - 0.1 * parameter.grad.data
+
+
+def by_an_optimizer_that_is_not_known(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    other = ThroughData(model.parameters())
+    losses = []
+    for step in range(4, 7):
+        losses.append(learn(model, topology, step))
+        other.step()
+    return losses
+
+
+def swaps_averages(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Other weights for an evaluation, and back again: by new memory, and in the same."""
+    found = []
+    for in_place in (False, True):
+        kept = [parameter.data.clone() for parameter in model.parameters()]
+        for back in (False, True):
+            for parameter, saved in zip(model.parameters(), kept, strict=True):
+                value = saved if back else 0.5 * saved
+                if in_place:
+                    parameter.data.copy_(value)
+                else:
+                    parameter.data = value.clone()
+            found.append(look(model, topology, 4))
+        found.append(train_step(model, optimizer, topology, 5))
+    return found
+
+
+def in_place(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """As autograd sees it."""
+    model(tokens(topology.rank, 4))
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.experts.w1.mul_(0.5)
+    return train_step(model, optimizer, topology, 5)
+
+
+def loads_a_state(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    state = deepcopy(model.state_dict())
+    change(model)
+    seen = look(model, topology, 4)
+    model.load_state_dict(state)
+    return seen, look(model, topology, 4), train_step(model, optimizer, topology, 5)
+
+
+def layers_alone(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    """The model is never run whole."""
+
+    def whole(step: int) -> Tensor:
+        y = tokens(topology.rank, step)
+        for linear, layer in zip(model.between, model.layers, strict=True):
+            y = y + layer(torch.tanh(linear(y)) + 0.5)
+        return y
+
+    with torch.no_grad():
+        found = [whole(4)]
+    for step in (5, 6):
+        change(model)
+        found.append(whole(step))
+        square(found[-1]).backward()
+    return found
+
+
+def one_layer_twice(model: Model, optimizer: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Shared weights: a layer has two turns in a forward."""
+    kept = model.layers[1]
+    model.layers[1] = model.layers[0]
+    found = [learn(model, topology, 4)]
+    change(model)
+    found.append(learn(model, topology, 5))
+    model.layers[1] = kept
+    return found
+
+
+def recomputed_whole(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    found = []
+    for step in (4, 5):
+        x_SM = tokens(topology.rank, step).requires_grad_()
+        y_SM = checkpoint(model, x_SM, use_reentrant=False)
+        square(y_SM).backward()
+        found.append(x_SM.grad)
+        change(model)
+    return found
+
+
+def recomputed_in_turn(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:
+    """Layers run without gradients first, and with them in backward."""
+    found = []
+    for step in (4, 5):
+        y = tokens(topology.rank, step).requires_grad_()
+        found.append(y)
+        for linear, layer in zip(model.between, model.layers, strict=True):
+            y = y + checkpoint(layer, torch.tanh(linear(y)) + 0.5, use_reentrant=True)
+        square(y).backward()
+        change(model)
+    return [x.grad for x in found]
+
+
+USES: tuple[Use, ...] = (
+    after_a_look,
+    after_inference,
+    after_a_forward,
+    between_parts,
+    looks_between_parts,
+    looks_amid_a_part,
+    by_hand,
+    by_an_optimizer_that_is_not_known,
+    swaps_averages,
+    in_place,
+    loads_a_state,
+    layers_alone,
+    one_layer_twice,
+    recomputed_whole,
+    recomputed_in_turn,
+)
+
+# Of a machine on which copying pays.
+CALIBRATED: dict[str, Any] = {"calibrates": True, "costs": Costs(1e-3, 8, 100, 200, 1e6, 1e7)}
+
+
+@pytest.fixture(scope="module")
+def plain(cluster: Cluster) -> dict[str, list[Any]]:
+    """Of expert parallelism."""
+    return results_of(cluster, "ep", USES, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "recomputes"),
+    [
+        ({}, False),
+        ({"rematerialises": True}, False),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({"rematerialises": True}, True, marks=pytest.mark.slow),
+        pytest.param(CALIBRATED, False, marks=pytest.mark.slow),
+        pytest.param(CALIBRATED, True, marks=pytest.mark.slow),
+    ],
+    ids=["kept", "rematerialised", "recomputed", "both", "calibrated", "calibrated-recomputed"],
+)
+def test_copies_follow(
+    cluster: Cluster, plain: dict[str, list[Any]], options: dict[str, Any], recomputes: bool
+) -> None:
+    compare_results(results_of(cluster, "fssdp", USES, HECATE | options, recomputes), plain)
+
+
+def amid_a_forward(rank: int, world: int) -> str:
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    model = Model(topology, "fssdp")
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
+    for step in range(2):
+        train_step(model, optimizer, topology, step)
+    assert all("+" in str(one) for one in sharded.placements)
+
+    def spoil(*_: Any) -> None:
+        with torch.no_grad():
+            model.layers[1].experts.w1.mul_(0.5)
+
+    model.layers[0].register_forward_hook(spoil)
+    with pytest.raises(RankError) as caught:
+        model(tokens(rank, 0))
+    sharded.close()
+    return str(caught.value)
+
+
+def test_a_change_amid_a_forward_is_refused(cluster: Cluster) -> None:
+    for message in cluster.run(2, amid_a_forward):
+        assert "experts have changed since their replicas started" in message and "not within one" in message
+
+
+def fetched(rank: int, world: int) -> tuple[list[int], list[int]]:
+    """Bytes that a rank sends in each of two parts and in a look, and those that copies and gradients have."""
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    model = Model(topology, "fssdp", recomputes=True)
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
+    for step in range(2):
+        train_step(model, optimizer, topology, step)
+    sent = [sharded.sent_bytes]
+    for step in (4, 5):
+        learn(model, topology, step)
+        sent.append(sharded.sent_bytes)
+    look(model, topology, 6)
+    sent.append(sharded.sent_bytes)
+    here = sharded.placements
+    sharded.close()
+    copies = [
+        (one.owners[expert], layer.placed.expert_bytes, ranks)
+        for one, layer in zip(here, model.layers, strict=True)
+        for expert, ranks in enumerate(one.replicas)
+    ]
+    there = sum(bytes_ * len(ranks) for owner, bytes_, ranks in copies if owner == rank)
+    back = sum(bytes_ * (rank in ranks) for _, bytes_, ranks in copies)
+    found = [after - before for before, after in zip(sent, sent[1:], strict=False)]
+    return found, [there + back, there + back, there]
+
+
+def test_each_forward_fetches_once(cluster: Cluster) -> None:
+    """Parameters go there once for a forward, its backward and what that recomputes; gradients come back once."""
+    for sent, wanted in cluster.run(2, fetched):
+        assert sent == wanted and wanted[0] > 0
+
+
+def other_state(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    model = Model(topology, "fssdp")
+    optimizer = optimizer_of(model)
+    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+    for step in range(2):
+        train_step(model, optimizer, topology, step)
+    before = deepcopy(sharded.state_dict())
+    for wrong in ({"history": [[[1.0] * 4] * 2]}, {"placements": ["0: 0 0\n1:"] * 2}, {"history": [[[1.0] * 8] * 3]}):
+        with pytest.raises(ConfigError):
+            sharded.load_state_dict(before | {"iteration": 70, "overlap": 3} | wrong)
+        assert sharded.state_dict() == before
+    sharded.load_state_dict(before | {"iteration": 70})
+    assert sharded.iteration == 70
+    sharded.close()
+
+
+def test_a_state_of_other_layers_is_refused_whole(cluster: Cluster) -> None:
+    cluster.run(2, other_state)
+
+
+def small_transformer() -> torch.nn.Module:
+    return Transformer(ModelConfig(layers=2, model_dim=8, heads=2, seq_len=4, hidden=4, experts=4))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: MoELayer(4, TopK(4), FeedForward(4)), small_transformer], ids=["layer", "model"]
+)
+def test_a_state_of_other_experts_is_refused_whole(make: Any) -> None:
+    model, other = make(), make()
+    change(other)
+    state = other.state_dict()
+    of = [f"{name}." if name else "" for name, one in model.named_modules() if isinstance(one, Experts)]
+    state[of[-1] + "numbers"] = torch.tensor([1, 0, 2, 3])
+    before = deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match="owners have changed"):
+        model.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    state[of[-1] + "numbers"] = torch.tensor([0, 1, 2, 3])
+    model.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
