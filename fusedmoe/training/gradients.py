@@ -89,8 +89,8 @@ def clip_grad_norm(model: nn.Module, topology: Topology, max_norm: float) -> Ten
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
     norm = all_reduce(topology.world, total, operation="sum of gradient norms").sqrt()
     # A tensor of one dimension, which half precision is promoted by: the scale is not rounded to it.
-    scale_1 = (max_norm / (norm + 1e-6)).clamp(max=1.0)[None]
+    scale_1 = (max_norm / (norm + 1e-6)).clamp(max=1.0).view(1)
     for gradient in gradients:
         dtype = torch.promote_types(gradient.dtype, torch.float32)
-        gradient[None].mul_(scale_1.to(gradient.device, dtype))
+        gradient.unsqueeze(0).mul_(scale_1.to(gradient.device, dtype))
     return norm
