@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -14,12 +15,14 @@ from fusedmoe.comm.failure import Board
 class Job:
     """What every group of a job shares: this rank, how long a wait may last, where failures are posted.
 
-    The board is None exactly in a world of one.
+    The board is None exactly in a world of one. `heaps`: symmetric memory of its groups that is in use
+    (`fusedmoe.comm.heap`).
     """
 
     rank: int = 0
     timeout_s: float = 300.0
     board: Board | None = None
+    heaps: WeakSet[Any] = field(default_factory=WeakSet, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

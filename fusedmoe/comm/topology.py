@@ -259,6 +259,17 @@ class Topology:
                 found = " and ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
                 raise RankError(f"{what}: {name} is {found}. Build {what} from the same configuration on every rank.")
 
+    def check(self) -> None:
+        """Raises what kernels missed that send and receive by themselves (`fusedmoe.puts`): on a GPU nobody else waits
+        for them. Where there are such it waits for the current stream.
+
+        Raises:
+            RankError: a wait ended early; it names rank, peer, what was waited for, expected and seen signal.
+        """
+        for heap in list(self.job.heaps):
+            if not heap.abandoned:
+                heap.check()
+
     def fail(self, operation: str, message: str) -> None:
         """Posts that this rank failed, so that the others end with an error that names it."""
         if self.job.board is not None:

@@ -32,8 +32,10 @@ def reduce_gradients(copies: list[Replica], divisors: list[int], topology: Topol
         divisors: one for each.
     Raises:
         ConfigError: a sparse gradient (on every rank).
+        RankError: another rank failed or did not come, in these sums or in the pass before.
     """
     present = _present(copies, topology)
+    topology.check()  # the host has just waited for the pass: what it missed must not get into sums and steps
     buckets: dict[tuple[tuple[int, ...], torch.dtype, int], list[tuple[Replica, bool]]] = {}
     for replica, divisor, has in zip(copies, divisors, present, strict=True):
         dtype = torch.promote_types(replica.parameter.dtype, torch.float32)
