@@ -1,14 +1,15 @@
 """PyTorch's symmetric memory: the GPUs of a node address each other's memory over NVLink or PCIe.
 
-Read against torch 2.11 and 2.13, whose interfaces agree in what is used here (`INTERFACE`; tests hold the installed
-torch to it). What they do that is not in their signatures:
+Read against torch 2.11 and 2.13, which agree in what is used here (`INTERFACE`; a test holds the installed torch to
+it). What their signatures do not say:
 
-- `empty` takes memory from a pool and gives it back there: freed memory may be the next allocation's at once. What is
-  left after an error is therefore kept, since a peer may still write to it.
-- `buffer_ptrs` are where the ranks' blocks begin; a tensor may lie behind that (`offset`). Ranks tell each other theirs.
-- Other backends than "CUDA" (TORCH_SYMMMEM, `set_backend`) give no address, 0, of peers that only their own functions
-  reach.
-- A device needs an index.
+- `symmetric_memory.empty` takes memory from a pool that gives it out anew as soon as it is freed, and `rendezvous` of
+  memory that has been through one returns what it found then, without asking the other ranks. After an error, or where
+  ranks have freed different things, a heap would address what is somebody else's by now. `empty_strided_p2p` makes an
+  allocation of its own each time. Freed, it is gone here once the device is done; for peers it stays until they free
+  theirs.
+- Backends other than "CUDA" (`TORCH_SYMMMEM`, `set_backend`) know no address of peers that only their functions reach.
+- The device must have an index.
 """
 
 from __future__ import annotations
@@ -21,15 +22,13 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import Heap
 from fusedmoe.errors import ConfigError
 
-#: Of `torch.distributed._symmetric_memory`: functions with the arguments given here, and what a handle must have.
-INTERFACE: dict[str, tuple[str, ...]] = {
-    "empty": ("size", "dtype", "device"),
-    "rendezvous": ("tensor", "group"),
-    "_SymmetricMemory": ("buffer_ptrs", "rank"),
+#: Of `torch._C._distributed_c10d._SymmetricMemory` what is called, with the arguments given here, and what is read.
+INTERFACE: dict[str, tuple[str, ...] | None] = {
+    "empty_strided_p2p": ("size", "stride", "dtype", "device"),
+    "rendezvous": ("tensor", "group_name"),
+    "buffer_ptrs": None,
+    "rank": None,
 }
-
-# Of heaps that an error ended: until the process ends, peers may write to it.
-_left: list[Tensor] = []
 
 
 class SymmHeap(Heap):
@@ -38,36 +37,36 @@ class SymmHeap(Heap):
     backend = "symm"
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        super().__init__(group, torch.device("cuda", index))
+        here = device if device != torch.device("cuda") else torch.device("cuda", torch.cuda.current_device())
+        super().__init__(group, here)
         self._buffers: list[Tensor] = []
 
     def abandon(self) -> None:
         super().abandon()
-        _left.extend(self._buffers)
-        self._buffers = []
+        self._free()
 
     def _free(self) -> None:
         self._buffers = []
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
-        from torch.distributed import _symmetric_memory as symmetric
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         assert self.group.handle is not None
-        own = symmetric.empty(size, dtype=torch.uint8, device=self.device).zero_()
+        own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device).zero_()
         self._buffers.append(own)
         torch.cuda.synchronize(self.device)
-        handle = symmetric.rendezvous(own, self.group.handle)
-        blocks = [int(address) for address in handle.buffer_ptrs]
+        handle = _SymmetricMemory.rendezvous(own, self.group.handle.group_name)
+        addresses = [int(address) for address in handle.buffer_ptrs]
+        known = all(addresses) and addresses[handle.rank] == own.data_ptr()
         # All copies are zero before anybody writes.
-        behind = self._gather(own.data_ptr() - blocks[handle.rank] if blocks[handle.rank] else None)
-        if not all(blocks) or None in behind:
+        without = [rank for rank, knows in zip(self.group.ranks, self._gather(known), strict=True) if not knows]
+        if without:
             raise ConfigError(
-                f"rank {self.group.job.rank}: PyTorch's symmetric memory gives no addresses of ranks "
-                f"{[rank for rank, block in zip(self.group.ranks, blocks, strict=True) if not block]}, so that kernels "
-                "cannot reach them. Leave its backend at CUDA (TORCH_SYMMMEM), or open the heap with backend='nvshmem'."
+                f"rank {self.group.job.rank}: PyTorch's symmetric memory has no addresses of all peers on ranks "
+                f"{without}, so that kernels cannot reach them. Leave its backend at CUDA (TORCH_SYMMMEM), or take "
+                "backend='nvshmem'."
             )
-        return own, [block + place for block, place in zip(blocks, behind, strict=True)]
+        return own, addresses
 
 
 def why_not(device: torch.device) -> str:
