@@ -24,6 +24,9 @@ class Job:
     board: Board | None = None
     heaps: WeakSet[Any] = field(default_factory=WeakSet, compare=False, repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Job, (self.rank, self.timeout_s, self.board)  # heaps stay in their process
+
 
 @dataclass(frozen=True)
 class Group:
