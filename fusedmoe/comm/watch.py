@@ -96,9 +96,9 @@ class Watch:
             _settle(self._device)
         if not self.record[0]:
             return
-        if later:
-            # The reason is written first. All waits end now, and with them the kernel that writes the rest.
-            _settle(self._device)
+        # The reason is written first. All waits end now, and with them the kernel that writes the rest.
+        if later and not _settle(self._device):
+            return
         reason, index, expected, seen, address = self.record.tolist()
         operation, name = self._names[address]
         peer, part = name(index)
@@ -152,9 +152,11 @@ def _shared(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
-def _settle(device: torch.device) -> None:
-    """Waits for the current stream of a GPU, unless it is being captured."""
+def _settle(device: torch.device) -> bool:
+    """Waits for the current stream of a GPU; False where it is being captured, and cannot be waited for."""
     stream = torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
-        if not torch.cuda.is_current_stream_capturing():
-            stream.synchronize()
+        if torch.cuda.is_current_stream_capturing():
+            return False
+    stream.synchronize()
+    return True

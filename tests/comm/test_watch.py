@@ -24,13 +24,17 @@ class Gpu:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.launched: list[Callable[[], None]] = []
         self.waits = 0
+        self.captures = False
         patch.setattr(watch, "_shared", lambda count, device: torch.zeros(count, dtype=torch.int64))
         patch.setattr(watch, "_settle", lambda device: self.settle())
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
+        if self.captures:
+            return False
         self.waits += 1
         while self.launched:
             self.launched.pop(0)()
+        return True
 
 
 class MadeUpHeap(Heap):
@@ -116,6 +120,20 @@ def test_a_record_in_the_middle_of_being_written(gpu: Gpu) -> None:
     windows.watch.record[0] = 1
     with pytest.raises(RankError, match="dispatch over the ep group .*the credit of rank 7, expected signal 9, seen 8"):
         windows.watch.check()
+
+
+def test_while_a_graph_is_captured_nothing_is_waited_for(gpu: Gpu) -> None:
+    heap, windows = make()
+    gpu.captures = True
+    windows.watch.record[0] = 1
+    with windows.watch.over():
+        gpu.launched = [misses(windows, windows.letters.signals, 0)]
+    heap.check()
+    assert gpu.waits == 0
+    gpu.captures = False
+    windows.watch.record[0] = 0
+    with pytest.raises(RankError, match="part 0 of the letter of rank 4"):
+        heap.check()
 
 
 def test_gradients_of_a_pass_that_missed_something_are_not_used(gpu: Gpu) -> None:
