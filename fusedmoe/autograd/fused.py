@@ -89,7 +89,7 @@ class Forward:
         for chunk in range(route.degree):
             x_CM, layout, wait = route.arriving(chunk, self._tokens)
             put = route.put(chunk, self._results, arrivals[chunk].weight_R)
-            with route.watch_tokens(chunk), _span(self.measured, "forward", chunk):
+            with route.windows.watch.over(), _span(self.measured, "forward", chunk):
                 _, h_RH = experts_forward(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
             self.kept.append(_Kept(route.take(chunk, self._tokens), h_RH))
         route.read(self._tokens)
@@ -123,7 +123,7 @@ class Backward:
             dy_CM, layout, wait = route.arriving(chunk, self._tokens)
             weight_R, put = route.arrivals[chunk].weight_R, route.put(chunk, self._results)
             values = route.value_addresses(chunk, self._results)
-            with route.watch_tokens(chunk), _span(self._measured, "backward", chunk):
+            with route.windows.watch.over(), _span(self._measured, "backward", chunk):
                 _, _, dy_RM, hidden = experts_backward_rows(
                     dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values
                 )
@@ -190,7 +190,7 @@ def fused_experts(
         received rows, R·M, and pre-activations R·H (gated 2·R·H).
     Raises:
         ConfigError: more tokens, slots or chunks than the windows have room for; nothing has been sent then.
-        RankError: a rank failed or did not come; it names rank, peer, chunk, expected and seen signal.
+        RankError: a rank failed or did not come; it names rank, peer, what was waited for, expected and seen signal.
     """
     route = make_route(x_SM, weight_SK, layout, windows, degree)
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
@@ -281,7 +281,7 @@ class _DispatchExperts(torch.autograd.Function):
         out, ctx.kept = [], []
         for chunk in range(route.degree):
             x_CM, layout, wait = route.arriving(chunk, epoch)
-            with route.watch_tokens(chunk):
+            with route.windows.watch.over():
                 out_RM, h_RH = experts_forward(x_CM, layout, experts.weights, experts.activation, wait, None)
             out.append(out_RM)
             ctx.kept.append(_Kept(route.take(chunk, epoch), h_RH))
@@ -345,7 +345,7 @@ class _ExpertsCombine(torch.autograd.Function):
         totals: Totals = None
         for chunk, (one, weight_R) in enumerate(zip(kept, weights, strict=True)):
             dy_CM, layout, wait = route.arriving(chunk, epoch)
-            with route.watch_tokens(chunk):
+            with route.windows.watch.over():
                 dx_RM, dweight_R, dy_RM, hidden = experts_backward_rows(
                     dy_CM, one.h_RH, layout, weight_R, experts.weights, experts.activation, wait, None
                 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ class Route:
         """Tells each rank what comes; the first thing to do."""
         windows, sends = self.windows, self._sends
         self._letter_epoch = windows.begin(windows.letters)
-        with windows.watch.over("dispatch", windows.name_credit):
+        with windows.watch.over():
             put_rows(
                 sends.letter, sends.line_WC, sends.line_used_W, windows.letters, self._letter_epoch, windows.bounds
             )
@@ -54,7 +53,7 @@ class Route:
     def arrivals(self) -> list[Arrivals]:
         """Chunk by chunk what comes here; waits for all letters."""
         windows, letters = self.windows, self.windows.letters
-        with windows.watch.over("dispatch", windows.name_letter):
+        with windows.watch.over():
             await_letters(letters, windows.experts, self._letter_epoch, windows.bounds)
         letters_WC2 = letters.rows[letters.slot(self._letter_epoch)]
         rows = self._rows_of_chunks(letters_WC2)
@@ -66,7 +65,7 @@ class Route:
         """Puts each token, or its result's gradient, to every rank that has experts of it. The exchange's number."""
         windows, sends = self.windows, self._sends
         epoch = windows.begin(windows.tokens)
-        with windows.watch.over("dispatch", windows.name_credit):
+        with windows.watch.over():
             put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, windows.tokens, epoch, windows.bounds)
         return epoch
 
@@ -79,12 +78,6 @@ class Route:
         wait = Wait(tokens.signals, tokens.tile, epoch, self.windows.bounds, self.windows.network)
         return x_CM, replace(layout, source_N=layout.source_N + first), wait
 
-    @contextmanager
-    def watch_tokens(self, chunk: int) -> Iterator[None]:
-        """Around kernels that wait for tokens."""
-        with self.windows.watch.over("experts", partial(self.windows.name_token, chunk=chunk)):
-            yield
-
     def take(self, chunk: int, epoch: int) -> Tensor:
         """[R, M]: a chunk's rows, sorted by expert, copied out of the window. They are known to be there."""
         x_CM, layout, _ = self.arriving(chunk, epoch)
@@ -95,7 +88,7 @@ class Route:
         _, layout, wait = self.arriving(chunk, epoch)
         assert layout.source_N is not None
         # Slack rows are some row's that is awaited anyway, or of the first tile, which is always signalled.
-        with self.watch_tokens(chunk):
+        with self.windows.watch.over():
             index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
             wanted = index.unique() if not index.is_cuda else index
             await_signals(wait.signals, wanted, epoch, wait.bounds, wait.network)
@@ -109,7 +102,7 @@ class Route:
         windows, results = self.windows, self.windows.results
         epoch = windows.begin(results)
         every = torch.arange(results.peers, dtype=torch.int32, device=windows.heap.device)
-        with windows.watch.over("combine", windows.name_credit):
+        with windows.watch.over():
             await_signals(results.credits, every, windows.results_behind(epoch), windows.bounds)
         return epoch
 
@@ -129,7 +122,7 @@ class Route:
     def receive(self, epoch: int) -> tuple[Tensor, Tensor]:
         """[S, M] the sum of each token's results, and [N] float32 the numbers to them."""
         windows, results = self.windows, self.windows.results
-        with windows.watch.over("combine", windows.name_result):
+        with windows.watch.over():
             awaited = windows.awaited_results(self.degree, epoch)
             await_signals(results.signals, awaited, epoch, windows.bounds, windows.network)
         slot = results.slot(epoch)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.cli.settings import Settings
+from fusedmoe.comm.process_group import launch_in_order_of_issue
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 
@@ -102,6 +103,7 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Ite
         return
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
+        launch_in_order_of_issue()
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=timeout)

@@ -32,7 +32,7 @@ class ByteWindow:
     def __init__(self, heap: Heap, rows: int = _ROWS) -> None:
         self.heap, self._rows = heap, rows
         self._place = make_place(heap, (heap.group.size, rows, _WIDTH), torch.int32, rows, 1)
-        self._watch = Watch(heap.group, heap.device)
+        self._watch = Watch(heap)
         self._epoch = 0
 
     def exchange(self, bytes_: Tensor, send: Sequence[int], recv: Sequence[int], most: int, operation: str) -> Tensor:
@@ -44,6 +44,9 @@ class ByteWindow:
         Raises:
             RankError: a rank failed or did not come.
         """
+        place, size = self._place, self.heap.group.size
+        self._watch.name(place.credits, operation, lambda index: (index, "the credit"))
+        self._watch.name(place.signals, operation, lambda index: (index % size, "the experts"))
         rows_W = [_rows_of(count) for count in send]
         x = torch.zeros(sum(rows_W), _ROW_BYTES, dtype=torch.uint8, device=self.heap.device)
         starts = [sum(rows_W[:peer]) for peer in range(len(rows_W))]
@@ -52,7 +55,7 @@ class ByteWindow:
         words = x.view(torch.int32)
         received: list[list[Tensor]] = [[] for _ in recv]
         for done in range(0, _rows_of(most), self._rows):
-            self._round(words, starts, [rows - done for rows in rows_W], done, operation)
+            self._round(words, starts, [rows - done for rows in rows_W], done)
             rows = self._place.rows[self._place.slot(self._epoch)]
             for peer, count in enumerate(recv):
                 here = min(max(0, _rows_of(count) - done), self._rows)
@@ -61,7 +64,7 @@ class ByteWindow:
         parts = [torch.cat(of)[:count] for of, count in zip(received, recv, strict=True) if count]
         return torch.cat(parts) if parts else bytes_.new_empty(0)
 
-    def _round(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int, operation: str) -> None:
+    def _round(self, words: Tensor, starts: Sequence[int], left: Sequence[int], done: int) -> None:
         """Puts the next rows of each message, and waits for what comes."""
         place, device = self._place, self.heap.device
         self._epoch += 1
@@ -69,11 +72,11 @@ class ByteWindow:
         used_W = torch.tensor([min(max(0, rows), self._rows) for rows in left], dtype=torch.int32, device=device)
         first_W1 = torch.tensor(starts, dtype=torch.int32, device=device)[:, None] + done
         source_WC = first_W1 + torch.arange(self._rows, dtype=torch.int32, device=device)
-        with self._watch.over(operation, lambda index: (index, "the credit")):
+        with self._watch.over():
             put_rows(words, source_WC, used_W, place, self._epoch, bounds)
         slot, size = place.slot(self._epoch), self.heap.group.size
         index_W = slot * size + torch.arange(size, dtype=torch.int32, device=device)
-        with self._watch.over(operation, lambda index: (index % size, "the experts")):
+        with self._watch.over():
             await_signals(place.signals, index_W, self._epoch, bounds, place.network)
 
 

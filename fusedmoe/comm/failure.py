@@ -78,9 +78,7 @@ class Board:
         return [own for _, _, own in brought]
 
     def _meet(self, ranks: Sequence[int], facts: str, timeout_s: float, operation: str, cure: str) -> list[bytes]:
-        # Different ranks meet at different places: a rank may have been at more of them than another.
-        place = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
-        number = self._store.add(f"meetings/{place}/{self._rank}", 1)
+        place, number = self._turn("meetings", ranks)
         key_of = {rank: f"meeting/{place}/{number}/{rank}" for rank in ranks}
         keys = list(key_of.values())
         self._store.set(key_of[self._rank], json.dumps([socket.gethostname(), os.getpid(), facts]))
@@ -97,6 +95,16 @@ class Board:
                 raise RankError(f"rank {self._rank}: {operation} ended because {verdict}")
         entries: list[bytes] = self._store.multi_get(keys)
         return entries
+
+    def name_group(self, ranks: Sequence[int]) -> str:
+        """The name of the next process group of these ranks, the same on all of them if each makes them in turn."""
+        place, number = self._turn("groups", ranks)
+        return f"{_PREFIX}/{place}/{number}"
+
+    def _turn(self, what: str, ranks: Sequence[int]) -> tuple[str, int]:
+        """These ranks in short, and how often this one has come to them: it may have been with others more often."""
+        place = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
+        return place, self._store.add(f"{what}/{place}/{self._rank}", 1)
 
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""

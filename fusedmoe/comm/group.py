@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -15,12 +16,17 @@ from fusedmoe.errors import ConfigError, RankError
 class Job:
     """What every group of a job shares: this rank, how long a wait may last, where failures are posted.
 
-    The board is None exactly in a world of one.
+    The board is None exactly in a world of one. `heaps`: symmetric memory of its groups that is in use
+    (`fusedmoe.comm.heap`).
     """
 
     rank: int = 0
     timeout_s: float = 300.0
     board: Board | None = None
+    heaps: WeakSet[Any] = field(default_factory=WeakSet, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Job, (self.rank, self.timeout_s, self.board)  # heaps stay in their process
 
 
 @dataclass(frozen=True)

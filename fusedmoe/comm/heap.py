@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.places import Network
+
+if TYPE_CHECKING:
+    from fusedmoe.comm.watch import Watch  # which needs Triton
 
 # Rows start where vector and bulk copies can.
 _ALIGNMENT = 256
@@ -59,6 +62,7 @@ class Heap:
         group, device: whose memory, and where.
         abandoned: after an error; nothing can be allocated from then on.
         network: leads to far ranks; None on all ranks where none is far from any.
+        watches: over kernels that wait for what others put here.
     """
 
     backend: str
@@ -67,6 +71,8 @@ class Heap:
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
         self.abandoned = False
+        self.watches: list[Watch] = []
+        group.job.heaps.add(self)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
         """Zeros of this shape on every rank; all ranks have theirs when it returns.
@@ -89,11 +95,31 @@ class Heap:
         own = bytes_own[: count * dtype.itemsize].view(dtype).view(tuple(shape))
         return Symmetric(own, torch.tensor(addresses, dtype=torch.int64, device=self.device))
 
+    def check(self) -> None:
+        """Raises what kernels missed that waited for other ranks; on a GPU it waits for the current stream first.
+
+        Raises:
+            RankError: a wait ended early (`fusedmoe.comm.watch`).
+        """
+        for watch in self.watches:
+            watch.check(wait=True)
+
     def close(self) -> None:
-        """Gives the memory back once all ranks are here."""
-        if not self.abandoned:
+        """Gives the memory back once all ranks are here.
+
+        Raises:
+            RankError: as `check`; or another rank failed, or does not come. The heap is then left as after an error.
+        """
+        if self.abandoned:
+            return
+        try:
+            self.check()
             self._gather("close")
-        self.abandon()
+        except BaseException:
+            self.abandon()
+            raise
+        self.abandoned = True
+        self._free()
 
     def abandon(self) -> None:
         """Leaves the heap without meeting the others: after an error."""
@@ -109,6 +135,9 @@ class Heap:
             self.close()
         else:
             self.abandon()
+
+    def _free(self) -> None:
+        """Gives back what nobody addresses any more."""
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
         """This rank's bytes, zeros, and every rank's address of theirs; all ranks have mapped all when it returns."""

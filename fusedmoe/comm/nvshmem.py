@@ -217,7 +217,9 @@ class Nvshmem:
         answers = all_gather_object(group, (reason, state), "opening NVSHMEM")
         if refused := {rank: why for rank, (why, _) in zip(group.ranks, answers, strict=True) if why}:
             raise ConfigError(f"NVSHMEM over the {group}: {_each(refused)}")
-        self.device = device or torch.device("cuda", torch.cuda.current_device())
+        self.device = device or torch.device("cuda")
+        if self.device == torch.device("cuda"):  # of this thread: others have a current GPU of their own
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._library = load()
         self._pes = self._start([state for _, state in answers])
         self._open: list[Memory] = []
@@ -231,8 +233,7 @@ class Nvshmem:
         """Begins a job or joins the one there is; returns the ranks' PEs."""
         group, operation = self.group, "opening NVSHMEM"
         if all(state.owner == _CLOSED for state in states):
-            made = self._attempt(self._library.unique_id, operation) if group.index == 0 else b""
-            job = all_gather_object(group, made, operation)[0]
+            job = self._all(lambda: self._library.unique_id() if group.index == 0 else b"", operation)[0]
             self._bounded(lambda: self._library.call("init", job, _ID_BYTES, group.index, group.size), operation)
             return list(range(group.size))
         pes = [state.pe for state in states]
@@ -246,7 +247,7 @@ class Nvshmem:
                 f"NVSHMEM over the {group}: a process takes part in one NVSHMEM job, and these ranks are in others: "
                 f"{_each(found)}. Open it for the same ranks everywhere, or close the other one first."
             )
-        self._attempt(lambda: self._library.call("adopt"), operation)
+        self._all(lambda: self._library.call("adopt"), operation)
         return pes
 
     def allocate(self, size: int) -> Memory:
@@ -265,10 +266,9 @@ class Nvshmem:
         own = tensor_at(address, size, self.device)
         own.zero_()
         self.settle(operation)
-        peers = self._attempt(lambda: [self._library.peer(address, pe) for pe in self._pes], operation)
-        table = torch.tensor(peers, dtype=torch.int64, device=self.device)
+        every = self._all(lambda: [self._library.peer(address, pe) for pe in self._pes], operation)
+        table = torch.tensor(every[self.group.index], dtype=torch.int64, device=self.device)
         memory = Memory(own, table, torch.tensor(self._pes, dtype=torch.int32, device=self.device))
-        self._meet(operation)
         self._open.append(memory)
         return memory
 
@@ -289,8 +289,9 @@ class Nvshmem:
         """
         self._need_open()
         size = source.numel() * source.element_size()
-        if size != dest.numel() * dest.element_size() or not (source.is_contiguous() and dest.is_contiguous()):
-            raise ConfigError("put_signal: source and dest must be contiguous and of the same size")
+        alike = size == dest.numel() * dest.element_size() and source.is_contiguous() and dest.is_contiguous()
+        if not (size and alike):
+            raise ConfigError("put_signal: source and dest must be contiguous and of the same size, above 0")
         places = dest.data_ptr(), source.data_ptr(), size, signal.data_ptr()
         operation = f"putting {size} bytes to rank {self.group.ranks[rank]}"
         pe, stream = self._pes[rank], self._stream()
@@ -357,6 +358,20 @@ class Nvshmem:
     def _meet(self, operation: str) -> None:
         all_gather_object(self.group, None, operation)
 
+    def _all(self, call: Callable[[], T], operation: str) -> list[T]:
+        """What the call returns on each rank; where it does not work on one, all raise it. Who waits in a collective of
+        NCCL does not look at the board."""
+        value: T | None = None
+        try:
+            value, reason = call(), ""
+        except _Failed as error:
+            reason = str(error)
+        answers = all_gather_object(self.group, (reason, value), operation)
+        for rank, (why, _) in zip(self.group.ranks, answers, strict=True):
+            if why:
+                raise self._error(operation, why, rank)
+        return [value for _, value in answers]
+
     def _attempt(self, call: Callable[[], T], operation: str) -> T:
         """What the call returns; where it does not work, all ranks are told."""
         try:
@@ -402,12 +417,12 @@ class Nvshmem:
             cure = "see the logs of the other ranks, or give Topology a larger timeout_s"
             raise self._error(operation, f"it did not end within {patience}; {cure}")
 
-    def _error(self, operation: str, message: str) -> RankError:
-        """The error of this rank, which the others are told."""
+    def _error(self, operation: str, message: str, rank: int | None = None) -> RankError:
+        """The error of this rank, or of another, which all are told."""
         group = self.group
         if group.handle is None:
             return RankError(f"rank {group.job.rank}: {operation}: {message}")
-        verdict = group.board.post(group.job.rank, operation, message)
+        verdict = group.board.post(group.job.rank if rank is None else rank, operation, message)
         return RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
 
 

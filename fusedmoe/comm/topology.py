@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.failure import Board
 from fusedmoe.comm.group import Group, Job
+from fusedmoe.comm.process_group import launch_in_order_of_issue, make_process_group, patience
 from fusedmoe.errors import ConfigError, RankError
 
 
@@ -211,7 +211,7 @@ class Topology:
         self.expert_mesh = DeviceMesh(device_type, experts, mesh_dim_names=("edp", "ep", "esp"))
         self.dense_mesh = DeviceMesh(device_type, dense, mesh_dim_names=("dp", "mp"))
         # The job's default group keeps its time-out; where ours matters, the library has a world group of its own.
-        handle = dist.new_group(timeout=_patience(job)) if device_type == "cpu" else dist.group.WORLD
+        handle = dist.new_group(timeout=patience(job)) if device_type == "cpu" else dist.group.WORLD
         self.world = Group("world", tuple(range(self.size)), self.rank, handle, job)
         self.edp, self.ep, self.esp = (self._axis(self.expert_mesh, name) for name in ("edp", "ep", "esp"))
         self.dp, self.mp = (self._axis(self.dense_mesh, name) for name in ("dp", "mp"))
@@ -223,15 +223,15 @@ class Topology:
             handle = None
         elif handle == dist.group.WORLD:
             # A group of its own, as all axes have: gradients travel over one while rows travel over another.
-            handle = dist.new_group(timeout=_patience(self.job))
+            handle = dist.new_group(timeout=patience(self.job))
         elif self.world.handle != dist.group.WORLD:
-            dist.distributed_c10d._set_pg_timeout(_patience(self.job), handle)
+            dist.distributed_c10d._set_pg_timeout(patience(self.job), handle)
         return Group(name, ranks, ranks.index(self.rank), handle, self.job, self._downward(ranks))
 
     def subgroup(self, axis: str, ranks: tuple[int, ...]) -> Group:
         """A group of some ranks, this one among them; made on first use, by its members only."""
         if ranks not in self._subgroups:
-            handle = self._process_group(ranks) if len(ranks) > 1 else None
+            handle = make_process_group(self.job, ranks) if len(ranks) > 1 else None
             self._subgroups[ranks] = Group(axis, ranks, ranks.index(self.rank), handle, self.job, self._downward(ranks))
         return self._subgroups[ranks]
 
@@ -239,14 +239,10 @@ class Topology:
         """Another group of the same ranks, for what goes on at the same time as something over `group`."""
         if group.size == 1:
             return group
-        return replace(group, handle=self._process_group(group.ranks), downward=self._downward(group.ranks))
+        return replace(group, handle=make_process_group(self.job, group.ranks), downward=self._downward(group.ranks))
 
     def _downward(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        return self._process_group(ranks) if self._duplex and len(ranks) > 1 else None
-
-    def _process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """A new one, made by its members only."""
-        return dist.new_group(list(ranks), timeout=_patience(self.job), use_local_synchronization=True)
+        return make_process_group(self.job, ranks) if self._duplex and len(ranks) > 1 else None
 
     def agree(self, facts: dict[str, Any], what: str) -> None:
         """Checks that all ranks hold the same facts. Collective over all ranks.
@@ -262,6 +258,17 @@ class Topology:
             if len(holders) > 1:
                 found = " and ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
                 raise RankError(f"{what}: {name} is {found}. Build {what} from the same configuration on every rank.")
+
+    def check(self) -> None:
+        """Raises what kernels missed that send and receive by themselves (`fusedmoe.puts`): on a GPU nobody else waits
+        for them. Where there are such it waits for the current stream.
+
+        Raises:
+            RankError: a wait ended early; it names rank, peer, what was waited for, expected and seen signal.
+        """
+        for heap in list(self.job.heaps):
+            if not heap.abandoned:
+                heap.check()
 
     def fail(self, operation: str, message: str) -> None:
         """Posts that this rank failed, so that the others end with an error that names it."""
@@ -292,12 +299,6 @@ class Topology:
         return f"Topology(rank {self.rank} of {self.size}; {sizes}; {self.ranks_per_node} ranks a node)"
 
 
-def _patience(job: Job) -> timedelta:
-    """The backend's own time-out. It comes after the job's, and ends what a rank that gave up had begun: Gloo's threads
-    would otherwise keep its process from ending for as long as the default group's time-out says."""
-    return timedelta(seconds=job.timeout_s + 2.0)
-
-
 def _world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
@@ -315,6 +316,8 @@ def _meet(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) 
     ranks = range(_world_size()) if ranks is None else ranks
     if len(ranks) == 1:
         return Job(timeout_s=timeout_s)
+    if dist.get_backend() == "nccl":
+        launch_in_order_of_issue()
     rank = dist.get_rank()
     board = Board(dist.distributed_c10d._get_default_store(), rank)
     for other, theirs in zip(ranks, board.meet(ranks, arguments, timeout_s), strict=True):

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fusedmoe.comm.failure import LOOK_S
-from fusedmoe.comm.group import Group
+from fusedmoe.comm.heap import Heap
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.places import Bounds
 from fusedmoe.kernels.remote import RECORD, TIME_IS_UP
@@ -32,32 +33,46 @@ class Missed(NamedTuple):
     seen: int
 
 
+# Of the index of a signal: the peer's place in the group, and what of that peer it tells of, in words.
+Name = Callable[[int], tuple[int, str]]
+
+
 class Watch:
     """Of one heap's waits.
+
+    On a CPU kernels run inside `over`, which raises what they missed. On a GPU they run later and nobody on the host
+    waits for them: what they missed is raised by the first look that finds it. `over` looks without waiting;
+    `check(wait=True)`, at the end of a step and where the heap is closed, waits for the current stream, so that no
+    wait that ended early stays untold (`Heap.check`). The record says itself which signals were waited for, since
+    the host may have issued much more meanwhile.
 
     Attributes:
         bounds: for kernels (`fusedmoe.kernels.remote`), in memory that host and device share.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group = group
-        memory = torch.zeros(1 + RECORD, dtype=torch.int64, pin_memory=device.type == "cuda")
+    def __init__(self, heap: Heap) -> None:
+        self._group, self._device = heap.group, heap.device
+        memory = _shared(1 + RECORD, heap.device)
         self.stop, self.record = memory[:1], memory[1:]
-        self.bounds = Bounds(self.stop, self.record, int(group.job.timeout_s * 1e9))
+        self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
+        self._names: dict[int, tuple[str, Name]] = {}
+        heap.watches.append(self)
+
+    def name(self, signals: Tensor, operation: str, name: Name) -> None:
+        """Says what these signals are of, for errors. `operation`: what waits for them."""
+        self._names[signals.data_ptr()] = operation, name
 
     @contextmanager
-    def over(self, operation: str, name: Callable[[int], tuple[int, str]]) -> Iterator[None]:
-        """Around launches of kernels that wait. On a CPU they run inside; on a GPU `check` tells later of what failed.
+    def over(self) -> Iterator[None]:
+        """Around launches of kernels that wait for signals that have a name.
 
-        Args:
-            operation: what they are part of.
-            name: of the index of a signal: the peer's place in the group, and the part of its rows.
         Raises:
-            RankError: a wait ended early; it names rank, peer, chunk, expected and seen signal.
+            RankError: a wait ended early, on a GPU perhaps one from before; it names rank, peer, part, expected and
+                seen signal.
         """
-        if self._group.size == 1 or self.stop.is_pinned():
+        if self._group.size == 1 or self._device.type == "cuda":
             yield
-            self.check(operation, name)
+            self.check()
             return
         done = threading.Event()
         looker = threading.Thread(target=self._look, args=(done,), name="fusedmoe-watch", daemon=True)
@@ -67,14 +82,27 @@ class Watch:
         finally:
             done.set()
             looker.join()
-        self.check(operation, name)
+        self.check()
 
-    def check(self, operation: str, name: Callable[[int], tuple[int, str]]) -> None:
-        """Raises for a wait that has ended early until now."""
-        reason, index, expected, seen = self.record.tolist()
-        if reason:
-            peer, part = name(index)
-            raise self._error(operation, reason, Missed(peer, part, expected, seen))
+    def check(self, wait: bool = False) -> None:
+        """Raises for a wait that has ended early until now.
+
+        Args:
+            wait: until the current stream of the device is done. Without it, and while a graph is captured, what runs
+                still is told by a later look.
+        """
+        later = self._device.type == "cuda"
+        if later and wait:
+            _settle(self._device)
+        if not self.record[0]:
+            return
+        # The reason is written first. All waits end now, and with them the kernel that writes the rest.
+        if later and not _settle(self._device):
+            return
+        reason, index, expected, seen, address = self.record.tolist()
+        operation, name = self._names[address]
+        peer, part = name(index)
+        raise self._error(operation, reason, Missed(peer, part, expected, seen))
 
     def _look(self, done: threading.Event) -> None:
         """Looks for the kernels. Ends when they have, or with what ends them."""
@@ -117,3 +145,18 @@ class Watch:
                 )
                 verdict = board.post(peer, where, text)
         return RankError(f"rank {me}: {where}; it ended because {verdict}")
+
+
+def _shared(count: int, device: torch.device) -> Tensor:
+    """int64 zeros that the host and the device have in common."""
+    return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def _settle(device: torch.device) -> bool:
+    """Waits for the current stream of a GPU; False where it is being captured, and cannot be waited for."""
+    stream = torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        if torch.cuda.is_current_stream_capturing():
+            return False
+    stream.synchronize()
+    return True

@@ -10,6 +10,7 @@ of results only one exchange is on its way at a time, so that a new one waits un
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,7 +78,15 @@ class Windows:
             most = size * (room.tokens * room.slots + room.degree * (1 + self.experts))
             self._staged_rows = heap.allocate((most, room.width), room.dtype).own
             self._staged_values = heap.allocate((most, 1), torch.float32).own
-        self.watch = Watch(heap.group, heap.device)
+        self.watch = Watch(heap)
+        for place, putting, waiting, part in (
+            (self.letters, "dispatch", "dispatch", "part {} of the letter"),
+            (self.tokens, "dispatch", "experts", "tile {} of the tokens"),
+            (self.results, "combine", "combine", "chunk {} of the results"),
+        ):
+            self.watch.name(place.credits, putting, lambda index: (index, "the credit"))
+            count, parts = place.signals[0].numel(), place.signals.shape[2]
+            self.watch.name(place.signals, waiting, partial(_name, count, parts, part))
         self._epochs = {id(place): 0 for place in (self.tokens, self.letters, self.results)}
 
     def begin(self, place: Place) -> int:
@@ -158,23 +167,6 @@ class Windows:
         chunk = torch.arange(degree, dtype=torch.int32, device=self.heap.device)
         return ((self.results.slot(epoch) * size + peer_W1) * self.room.degree + chunk).reshape(-1)
 
-    # Names of signals, for errors: the peer's place in the group, and what of it.
-
-    def name_credit(self, index: int) -> tuple[int, str]:
-        return index, "the credit"
-
-    def name_letter(self, index: int) -> tuple[int, str]:
-        peer, tile = divmod(index % self.letters.signals[0].numel(), self.letters.signals.shape[2])
-        return peer, f"part {tile} of the letter"
-
-    def name_token(self, index: int, chunk: int) -> tuple[int, str]:
-        peer, tile = divmod(index % self.tokens.signals[0].numel(), self.tokens.signals.shape[2])
-        return peer, f"tile {tile} of the tokens, for chunk {chunk},"
-
-    def name_result(self, index: int) -> tuple[int, str]:
-        peer, chunk = divmod(index % self.results.signals[0].numel(), self.room.degree)
-        return peer, f"chunk {chunk} of the results"
-
 
 def make_place(heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int) -> Place:
     """A window of [slots, *shape] on every rank, for whose rows each peer has so many signals. Collective."""
@@ -201,3 +193,9 @@ def make_place(heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile
 
 def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
+
+
+def _name(count: int, parts: int, words: str, index: int) -> tuple[int, str]:
+    """The peer of one of `count` signals in a slot, `parts` for each: its place in the group, and what comes of it."""
+    peer, part = divmod(index % count, parts)
+    return peer, words.format(part)

@@ -21,8 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A record of what a wait that ended early had waited for: reason, index of the signal, expected, seen.
-RECORD = 4
+# A record of what a wait that ended early had waited for: reason, index of the signal, expected, seen, and the address
+# of the signals.
+RECORD = 5
 # Reasons that kernels find themselves; others are what the host has written to `stop`.
 TIME_IS_UP = 1
 
@@ -98,6 +99,7 @@ def wait(ptr, index, wanted, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET: t
                 tl.store(record_ptr + 1, first.to(tl.int64))
                 tl.store(record_ptr + 2, tl.full((), 0, tl.int64) + epoch)
                 tl.store(record_ptr + 3, found)
+                tl.store(record_ptr + 4, ptr.to(tl.int64))
             tl.store(stop_ptr, reason)  # nothing waits after it
             late = 0
         else:

@@ -442,11 +442,13 @@ class MoELayer(nn.Module):
         return self._load.dropped()
 
     def check(self) -> None:
-        """Raises what a forward would that knew of bad router logits in forwards before. Waits for the device.
+        """Raises what a forward would that knew of bad router logits in forwards before, and of waits for other ranks
+        that ended early. Waits for the device.
 
         Only what runs on CUDA without waiting needs it, graphs above all: see `forward`.
         """
         with self.topology.guard("MoELayer.check"):
+            self.topology.check()
             self._refusals.tell_logits(wait=True)
 
     def refuse_logits(self, routing: Routing | SoftRouting) -> str | None:

@@ -7,7 +7,8 @@ finds where these have put it, and the plan's dependencies see to it that it is 
 
 On a CPU, computation runs on the calling thread and each kind of link on a thread of its own, whose collectives wait
 without holding the interpreter. On CUDA, every resource is a stream and every dependency an event: the host issues the
-tasks in the plan's `sequence` and waits for nothing, so that a CUDA graph can capture the whole.
+tasks in the plan's `sequence` and waits for nothing, so that a CUDA graph can capture the whole. One thread issues them
+in an order that all ranks share, which is what NCCL asks for where several communicators are in use (`nccl.md`).
 
 A fused operation runs where computation does, on the calling thread or the stream of compute, after what is ahead of
 it on its links, too; what is behind it there waits for it.

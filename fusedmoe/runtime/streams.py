@@ -15,8 +15,8 @@ class Streams:
         if device.type != "cuda":
             return None
         if self._links is None:
-            self._links = {"intra": torch.cuda.Stream(), "inter": torch.cuda.Stream()}
-        return {"compute": torch.cuda.current_stream(), **self._links}
+            self._links = {link: torch.cuda.Stream(device) for link in ("intra", "inter")}
+        return {"compute": torch.cuda.current_stream(device), **self._links}
 
     def __getstate__(self) -> dict[str, object]:
         return {}

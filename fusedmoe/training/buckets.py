@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -30,13 +32,16 @@ def reduce_gradients(copies: list[Replica], divisors: list[int], topology: Topol
         divisors: one for each.
     Raises:
         ConfigError: a sparse gradient (on every rank).
+        RankError: another rank failed or did not come, in these sums or in the pass before.
     """
     present = _present(copies, topology)
+    topology.check()  # the host has just waited for the pass: what it missed must not get into sums and steps
     buckets: dict[tuple[tuple[int, ...], torch.dtype, int], list[tuple[Replica, bool]]] = {}
     for replica, divisor, has in zip(copies, divisors, present, strict=True):
         dtype = torch.promote_types(replica.parameter.dtype, torch.float32)
         buckets.setdefault((replica.group.ranks, dtype, divisor), []).append((replica, has))
-    for (_, dtype, divisor), members in buckets.items():
+    # In an order that does not depend on which names this rank has: ranks share several of the groups.
+    for (_, dtype, divisor), members in sorted(buckets.items(), key=lambda item: repr(item[0])):
         gradients = [_writable_gradient(replica) for replica, has in members if has]
         if members[0][0].group.size > 1:
             _reduce(members[0][0].group, gradients, dtype, divisor)
@@ -46,18 +51,21 @@ def reduce_gradients(copies: list[Replica], divisors: list[int], topology: Topol
 
 
 def _present(copies: list[Replica], topology: Topology) -> list[bool]:
-    """Whether any rank has a gradient, for each parameter; one collective for all parameters of a kind."""
+    """Whether any rank has a gradient, for each parameter; one collective for all parameters of a kind, and one wait of
+    the host for all of them."""
     states = [_state(replica) for replica in copies]
     kinds: dict[tuple[int, ...], list[int]] = {}
     for i, replica in enumerate(copies):
         # A parameter split over ranks is one tensor and has a gradient on all of them or on none.
         kinds.setdefault(replica.group.ranks if replica.named else topology.world.ranks, []).append(i)
-    for members in kinds.values():
+    found, in_order = [], [members for _, members in sorted(kinds.items())]
+    for members in in_order:
         first = copies[members[0]]
         group = first.group if first.named else topology.world
         flags = torch.tensor([states[i] for i in members], dtype=torch.uint8, device=device_of(group))
-        all_reduce(group, flags, "max", "exchange of which gradients exist")
-        for i, state in zip(members, flags.tolist(), strict=True):
+        found.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
+    if found:
+        for i, state in zip(chain(*in_order), torch.cat(found).tolist(), strict=True):
             states[i] = state
     for replica, state in zip(copies, states, strict=True):
         if state == _SPARSE:

@@ -67,10 +67,13 @@ def clip_grad_norm(model: nn.Module, topology: Topology, max_norm: float) -> Ten
     and added in float64. As in `torch.nn.utils.clip_grad_norm_`, gradients are scaled by max_norm/(norm + 1e-6) where
     that is below 1, and a norm that is not finite spoils them: look at the result.
 
+    The host waits for nothing: that is up to who reads the norm.
+
     Returns:
-        The norm before clipping, a float64 scalar.
+        The norm before clipping, a float64 scalar where the gradients are.
     """
-    gradients, norms = [], []
+    gradients = []
+    squares: dict[torch.device, list[Tensor]] = {}
     for replica in replicas(model, topology):
         if replica.parameter.grad is None:
             continue
@@ -78,13 +81,16 @@ def clip_grad_norm(model: nn.Module, topology: Topology, max_norm: float) -> Ten
         gradients.append(gradient)
         if replica.group.index == 0:  # the first of the ranks that hold a copy counts it
             dtype = torch.promote_types(gradient.dtype, torch.float32)
-            norms.append(torch.linalg.vector_norm(gradient, dtype=dtype).double())
-    device = device_of(topology.world) if topology.size > 1 else torch.device("cpu")
-    squares = torch.stack([norm.to(device) for norm in norms]).square().sum() if norms else torch.zeros(1)[0]
-    squares = squares.to(device, torch.float64)
-    norm = all_reduce(topology.world, squares, operation="sum of gradient norms").sqrt()
-    scale = max_norm / (float(norm) + 1e-6)
-    if not scale >= 1.0:
-        for gradient in gradients:
-            gradient.mul_(scale)
+            norm = torch.linalg.vector_norm(gradient, dtype=dtype)
+            squares.setdefault(norm.device, []).append(norm.double().square())
+    first = gradients[0].device if gradients else torch.device("cpu")
+    device = device_of(topology.world) if topology.size > 1 else first
+    sums = [torch.stack(of).sum().to(device) for of in squares.values()]
+    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
+    norm = all_reduce(topology.world, total, operation="sum of gradient norms").sqrt()
+    # A tensor of one dimension, which half precision is promoted by: the scale is not rounded to it.
+    scale_1 = (max_norm / (norm + 1e-6)).clamp(max=1.0).view(1)
+    for gradient in gradients:
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        gradient.unsqueeze(0).mul_(scale_1.to(gradient.device, dtype))
     return norm

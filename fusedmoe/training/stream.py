@@ -13,6 +13,7 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.task import Task
 from fusedmoe.training.replicas import MpLoss, Replica, divisor, local_part, replicas
 
@@ -21,8 +22,8 @@ from fusedmoe.training.replicas import MpLoss, Replica, divisor, local_part, rep
 class _Item:
     """A parameter in the stream.
 
-    `gradient`: what was given; None: it is where autograd puts it. `whole`: every rank had its gradient when the first
-    part of it was reduced.
+    `gradient`: what was given; None: it is where autograd puts it. `sent`: it was there when the first part of it went.
+    `whole`: a scalar on the device, whether that was so on every rank.
     """
 
     replica: Replica
@@ -30,7 +31,8 @@ class _Item:
     dtype: torch.dtype
     gradient: Tensor | None = None
     ready: bool = False
-    whole: bool | None = None
+    sent: bool = False
+    whole: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -45,7 +47,8 @@ class GradientStream:
     stream.
 
     Pieces are cut off in the order in which plans run them, the same on every rank. A parameter whose gradient is not
-    there on every rank when its first piece goes is left out, and `sync_gradients(…, stream=…)` reduces it.
+    there on every rank when its first piece goes is left out, and `sync_gradients(…, stream=…)` reduces it. The host
+    learns which these are at the end of the step, and waits for nothing before.
 
     Args:
         dense: each layer's parameters, where the model knows better (`PipelinedBlocks.dense_parameters`).
@@ -76,6 +79,8 @@ class GradientStream:
         self._recorder: Recorder | None = None
         self._place = 0, 0  # the item that the next piece starts in, and the element
         self._working: threading.Thread | None = None
+        self._streams = Streams()
+        self._beside: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
 
     def open(self, recorder: Recorder | None = None) -> None:
@@ -85,7 +90,7 @@ class GradientStream:
         """
         self._open, self._place, self._recorder = True, (0, 0), recorder
         for item in self._items:
-            item.ready, item.whole, item.gradient = False, None, None
+            item.ready, item.sent, item.whole, item.gradient = False, False, None, None
 
     @property
     def opened(self) -> bool:
@@ -104,15 +109,29 @@ class GradientStream:
             self._reduce(task.size)
 
     def begin(self, tasks: Sequence[Task]) -> None:
-        """Reduces pieces beside what the caller does; `wait` sees to the end of it."""
+        """Reduces pieces beside what the caller does; `wait` sees to the end of it.
+
+        On a CPU a thread does it. On CUDA a stream does, and all of it is issued here: of several communicators NCCL
+        asks for one order on all ranks, which two threads would not keep (`fusedmoe/runtime/nccl.md`).
+        """
         self.wait()
         if not self._open or not tasks:
             return
-        self._working = threading.Thread(target=self._work, args=(tasks,), name="fusedmoe gradients", daemon=True)
-        self._working.start()
+        streams = self._streams.on(device_of(self._topology.world))
+        if streams is None:
+            self._working = threading.Thread(target=self._work, args=(tasks,), name="fusedmoe gradients", daemon=True)
+            self._working.start()
+            return
+        self._beside = streams["inter"]
+        self._beside.wait_stream(streams["compute"])
+        with torch.cuda.stream(self._beside):
+            self._pieces(tasks)
 
     def wait(self) -> None:
-        """Until what was begun is done. Raises what went wrong there."""
+        """Until what was begun is done (on CUDA the current stream waits). Raises what went wrong there."""
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+            self._beside = None
         if self._working is not None:
             self._working.join()
             self._working = None
@@ -134,18 +153,25 @@ class GradientStream:
         self._open = False
         for one in self._items:
             one.gradient = None
-        return {id(done.replica.parameter) for done in self._items[:item] if done.whole}
+        done = [one for one in self._items[:item] if one.whole is not None]
+        if not done:
+            return set()
+        whole = torch.stack([one.whole for one in done if one.whole is not None]).tolist()
+        return {id(one.replica.parameter) for one, all_have in zip(done, whole, strict=True) if all_have}
 
     def _note(self, parameter: Tensor) -> None:
         self._by_parameter[id(parameter)].ready = True
 
     def _work(self, tasks: Sequence[Task]) -> None:
         try:
-            for kind, chunk, layer, phase, size in tasks:
-                with span(self._recorder, kind, kind=kind, resource="inter", chunk=chunk, layer=layer, phase=phase):
-                    self.reduce(Task(kind, chunk, layer, phase, size))
+            self._pieces(tasks)
         except BaseException as error:
             self._error = error
+
+    def _pieces(self, tasks: Sequence[Task]) -> None:
+        for kind, chunk, layer, phase, size in tasks:
+            with span(self._recorder, kind, kind=kind, resource="inter", chunk=chunk, layer=layer, phase=phase):
+                self.reduce(Task(kind, chunk, layer, phase, size))
 
     @torch.no_grad()
     def _reduce(self, size: int) -> None:
@@ -176,16 +202,20 @@ class GradientStream:
         begun = [item for item, start, _ in parts if start == 0]
         buffer = torch.zeros(sum(sizes) + len(begun), dtype=first.dtype, device=device_of(group))
         *places, flags = buffer.split([*sizes, len(begun)])
+        for item, flag in zip(begun, flags, strict=True):
+            item.sent = item.ready  # looked at once: autograd may go on beside this
+            if item.sent:
+                flag.fill_(1.0)
         for (item, start, end), place in zip(parts, places, strict=True):
-            if item.whole if start else item.ready:
+            if item.sent:
                 place.copy_(_flat(item)[start:end])
-        flags.copy_(torch.tensor([float(item.ready) for item in begun]))
         all_reduce(group, buffer, operation="gradient all-reduce")
-        for item, count in zip(begun, flags.tolist(), strict=True):
-            item.whole = count == group.size
+        for item, flag in zip(begun, flags, strict=True):
+            item.whole = flag == group.size
         for (item, start, end), place in zip(parts, places, strict=True):
-            if item.whole:
-                _flat(item)[start:end] = place / item.divisor
+            if item.sent and item.whole is not None:
+                own = _flat(item)[start:end]
+                own.copy_(torch.where(item.whole, place / item.divisor, own))
 
 
 def _kind(item: _Item) -> tuple[tuple[int, ...], torch.dtype, int]:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedmoe.comm.collectives import (
@@ -93,3 +96,65 @@ def ragged(rank: int, world: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_travel_ragged_and_empty(cluster: Cluster, world: int, dtype: torch.dtype) -> None:
     cluster.run(world, ragged, dtype)
+
+
+def apart_and_together(rank: int, world: int) -> list[float]:
+    """Ranks 0 and 1 have made more groups than the others, in PyTorch's way and in ours."""
+    dist.new_group([0, 1])
+    if rank < 2:
+        pair = dist.new_group([0, 1], use_local_synchronization=True)
+        Topology.from_group(pair, timeout_s=15)
+    topology = Topology.from_sizes(ep=2, esp=2, timeout_s=15)
+    groups = [topology.beside(topology.ep), topology.beside(topology.ep), topology.subgroup("all", (0, 1, 2, 3))]
+    return [all_reduce(group, torch.tensor(10.0**rank)).item() for group in groups]
+
+
+def test_groups_of_ranks_that_have_made_others_before(cluster: Cluster) -> None:
+    found = cluster.run(4, apart_and_together, timeout_s=60)
+    assert [of[0] for of in found] == [101.0, 1010.0] * 2
+    assert all(of[1] == of[0] and of[2] == 1111.0 for of in found)
+
+
+def in_its_order(rank: int, world: int) -> tuple[tuple[int, ...], list[float]]:
+    """Experts on ranks in another order than that of their numbers."""
+    experts = torch.tensor([[2], [0], [1]])
+    ep = Topology.from_group(dist.group.WORLD, experts, timeout_s=15).ep
+    return ep.ranks, all_gather_rows(ep, torch.tensor([[float(rank)]]), [1] * world)[:, 0].tolist()
+
+
+def test_a_group_keeps_its_order(cluster: Cluster) -> None:
+    assert cluster.run(3, in_its_order) == [((2, 0, 1), [2.0, 0.0, 1.0])] * 3
+
+
+def bound(rank: int, world: int) -> list[str]:
+    """What groups of some ranks are split from, where the default group is bound to a device."""
+    default, asked = dist.group.WORLD, []
+    default.bound_device_id = torch.device("cpu", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_get_split_source", lambda group: asked.append(str(group)))
+        assert Topology.from_group(default, timeout_s=15).ep.handle != default
+    assert default.bound_device_id == torch.device("cpu", 0)
+    default.bound_device_id = None
+    return asked
+
+
+def test_some_ranks_split_nothing(cluster: Cluster) -> None:
+    """NCCL would wait for all ranks."""
+    assert cluster.run(2, bound) == [[], []]
+
+
+def test_nccl_is_told_to_launch_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for backend, wanted in (("gloo", None), ("nccl", "1")):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        monkeypatch.setattr(dist, "get_rank", lambda: 1 / 0)  # goes no further than that
+        with pytest.raises(ZeroDivisionError):
+            Topology.from_sizes()
+        assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == wanted
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    with pytest.raises(ZeroDivisionError):
+        Topology.from_sizes()
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"

@@ -12,6 +12,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import broadcast_parameters, buckets, clip_grad_norm, sync_gradients
 from tests.cluster import Cluster
+from tests.training.host_reads import HostReads, on_a_made_up_gpu
 from tests.training.toy import ONE, Sizes, Toy, part, sharding, whole
 
 WORLDS = [
@@ -174,6 +175,53 @@ def test_clipping_in_low_precision_without_gradients_and_with_infinite_ones() ->
     torch.testing.assert_close(clip_grad_norm(model, alone, float("inf")), exact, rtol=2e-4, atol=0)
     model.weight.grad[0, 0] = float("inf")
     assert torch.isinf(clip_grad_norm(model, alone, 1.0))
+
+
+@pytest.mark.parametrize("sizes", [Sizes(2, ep=2), Sizes(4, ep=2, mp=2)], ids=str)
+def test_the_host_reads_little(cluster: Cluster, sizes: Sizes) -> None:
+    for synced, clipped in cluster.run(sizes.world, _reads, sizes):
+        assert synced == 1 and clipped == 0
+
+
+def _reads(rank: int, world: int, sizes: Sizes) -> tuple[int, int]:
+    """Calls that wait for the device in a sync and in a clip."""
+    topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
+    _give_gradients(model, sizes, rank)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        tolist = torch.Tensor.tolist
+        read: list[int] = []
+        patch.setattr(torch.Tensor, "tolist", lambda self: (read.append(self.numel()), tolist(self))[1])
+        for step in (lambda: sync_gradients(model, topology), lambda: clip_grad_norm(model, topology, 1.0)):
+            read.clear()
+            with HostReads() as reads:
+                step()
+            found.append(len(read) + reads.count)
+    return found[0], found[1]
+
+
+def test_clipping_on_one_gpu_reads_nothing() -> None:
+    with on_a_made_up_gpu() as reads:
+        model = nn.ParameterList(torch.empty(size, device="cuda") for size in (30, 20, 7))
+        for parameter in model:
+            parameter.grad = torch.empty_like(parameter)
+        norm = clip_grad_norm(model, Topology(), 1.0)
+        assert norm.is_cuda and norm.dtype == torch.float64
+        assert reads.count == 0
+        norm.cpu()
+        assert reads.count == 1  # it does count
+
+
+def test_clipping_scales_half_precision_by_a_whole_scale() -> None:
+    """The scale has float32's digits, and scalars are scaled too."""
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(50).bfloat16()), nn.Parameter(torch.zeros(()).half())
+    model.a.grad, model.b.grad = torch.randn(50).bfloat16(), torch.randn(()).half()
+    a, b = model.a.grad.float(), model.b.grad.float()
+    norm = clip_grad_norm(model, Topology(), 0.37)
+    scale = (0.37 / (norm + 1e-6)).float()
+    assert torch.equal(model.a.grad, (a * scale).bfloat16()) and torch.equal(model.b.grad, (b * scale).half())
+    assert not torch.equal(model.a.grad, (a * scale.bfloat16()).bfloat16())
 
 
 def _broadcast(rank: int, world: int, sizes: Sizes) -> dict[str, bool]:

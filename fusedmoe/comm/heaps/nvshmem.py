@@ -26,14 +26,12 @@ class NvshmemHeap(Heap):
         if any(self._gather(not first.table.all())):
             self.network = Network(first.pe_W, first.own.view(torch.int64), nvshmem_bitcode())
 
-    def close(self) -> None:
-        if not self.abandoned:
-            self._job.close()  # where the ranks meet
-        super().abandon()
-
     def abandon(self) -> None:
         super().abandon()
         self._job.abandon()
+
+    def _free(self) -> None:
+        self._job.close()
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
         memory = self._job.allocate(size)

@@ -28,6 +28,9 @@ class ShmHeap(Heap):
 
     def abandon(self) -> None:
         super().abandon()
+        self._free()
+
+    def _free(self) -> None:
         self._views = []
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:

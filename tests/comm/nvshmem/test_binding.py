@@ -64,6 +64,8 @@ class Fake:
         return ctypes.addressof(room)
 
     def peer(self, address: int, pe: int) -> int:
+        if "peer" in self.fails:
+            raise nvshmem._Failed(self.fails["peer"])
         return address if pe == self.pe else 0
 
 
@@ -133,7 +135,8 @@ def test_arguments_that_cannot_work(fake: Fake) -> None:
         job.allocate(0)
     memory = job.allocate(32)
     signal = memory.own[:8].view(torch.int64)
-    for dest, source in ((memory.own[8:], memory.own[:8]), (memory.own[8:32:2], torch.zeros(12, dtype=torch.uint8))):
+    nothing, every_other = memory.own[:0], torch.zeros(12, dtype=torch.uint8)
+    for dest, source in ((memory.own[8:], memory.own[:8]), (memory.own[8:32:2], every_other), (nothing, nothing)):
         with pytest.raises(ConfigError, match="contiguous and of the same size"):
             job.put_signal(dest, source, signal, 1, 0)
     assert "put_signal" not in fake.calls
@@ -250,6 +253,41 @@ def test_all_end_with_the_rank_that_failed(cluster: Cluster, name: str, operatio
     for rank, said in enumerate(cluster.run(2, fail_on_rank_1, name)):
         blame = "ended because rank 1 failed in"
         assert said == f"rank {rank}: {operation} over the ep group [0, 1] {blame} {operation}: it says no"
+
+
+def fails_alone(rank: int, world: int, name: str) -> str:
+    """One rank's own call fails, which waits for nobody; the board is out of sight, as in a collective of NCCL."""
+    ep = Topology.from_sizes(ep=world, timeout_s=30).ep
+    fails = rank == (0 if name == "unique_id" else 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(ep.board), "read", lambda self, wait_s=0.0: None)
+        owned = {"owner": 2, "pe": rank, "pes": 2} if name == "adopt" else {}
+        install(patch, Fake(fails={name: "it says no"} if fails else {}, **owned))
+        start = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            Nvshmem(ep, CPU).allocate(8)
+        assert time.monotonic() - start < 10
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["unique_id", "adopt", "peer"])
+def test_all_learn_what_failed_on_one(cluster: Cluster, name: str) -> None:
+    operation = "allocating symmetric memory" if name == "peer" else "opening NVSHMEM"
+    culprit = 0 if name == "unique_id" else 1
+    for rank, said in enumerate(cluster.run(2, fails_alone, name)):
+        ended = f"ended because rank {culprit} failed in {operation}: it says no"
+        assert said == f"rank {rank}: {operation} over the ep group [0, 1] {ended}"
+
+
+def test_other_threads_use_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own current GPU is the first one."""
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for device in (None, torch.device("cuda"), torch.device("cuda", 3)):
+        install(monkeypatch, Fake())
+        monkeypatch.setattr(nvshmem, "make_current", used.append)
+        Nvshmem(Group("ep"), device)
+    assert used == [torch.device("cuda", 3)] * 3
 
 
 def refuses(*arguments: Any) -> None:

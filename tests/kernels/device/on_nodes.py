@@ -47,7 +47,7 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
         results = windows.results
         for number in (1, 2):
             epoch = windows.begin(results)
-            with windows.watch.over("combine", windows.name_credit):
+            with windows.watch.over():
                 every = torch.arange(world, dtype=torch.int32)
                 awaits.await_signals(results.credits, every, windows.results_behind(epoch) - sooner, windows.bounds)
             if rank == 0 and number == 1:
@@ -60,7 +60,7 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
             puts.return_rows(torch.full((rows, 4), float(number)), last, put)
             if number == 2:
                 early = heap.wire.let_go()
-            with windows.watch.over("combine", windows.name_result):
+            with windows.watch.over():
                 index = windows.awaited_results(1, epoch)
                 awaits.await_signals(results.signals, index, epoch, windows.bounds, windows.network)
             slot = results.slot(epoch)

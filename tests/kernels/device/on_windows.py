@@ -207,7 +207,7 @@ class Exchanges:
         windows = self.windows
         epoch = windows.begin(windows.tokens)
         x = torch.full((windows.room.tokens, windows.room.width), float(number * self.world + self.rank))
-        with windows.watch.over("dispatch", windows.name_credit):
+        with windows.watch.over():
             puts.put_rows(x, self.source_WC, self.used_W, windows.tokens, epoch, windows.bounds)
         return epoch
 
@@ -215,7 +215,7 @@ class Exchanges:
         """Of each rank the different numbers that are there."""
         windows, slot = self.windows, self.windows.tokens.slot(epoch)
         index = self.index + slot * windows.tokens.signals[0].numel()
-        with windows.watch.over("dispatch", partial(windows.name_token, chunk=0)):
+        with windows.watch.over():
             awaits.await_signals(windows.tokens.signals, index, epoch, windows.bounds, windows.network)
         rows = windows.tokens.rows[slot, :, : windows.room.tokens]
         found = [of.unique().tolist() for of in rows]

@@ -85,7 +85,8 @@ def test_a_rank_fails(cluster: Cluster, how: str) -> None:
     kind, message, _ = outcomes[0].error
     assert kind == "RankError"
     assert re.search(r"waiting for .* of rank 1, expected signal \d+, seen \d+", message), message
-    assert re.search(r"chunk \d", message) or "credit" in message
+    parts = r"tile \d+ of the tokens|part \d+ of the letter|chunk \d+ of the results|the credit"
+    assert re.search(f"waiting for ({parts}) of rank 1", message), message
     assert {"killed": "its process ended", "raises": "no more", "never": "within 4 s"}[how] in message
     assert nothing_in_shared_memory() == []
 

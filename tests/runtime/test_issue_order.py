@@ -1,0 +1,154 @@
+"""All ranks issue their collectives in one order, over all communicators at once (`fusedmoe/runtime/nccl.md`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import fusedmoe
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.schedule import Schedule
+from fusedmoe.models.transformer import Transformer
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
+from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
+from fusedmoe.training.stream import GradientStream
+from tests.cluster import Cluster
+from tests.layers.test_pipeline import L, M, make_blocks
+from tests.layers.test_pipeline_plans import COSTS as BLOCK_COSTS
+from tests.layers.test_pipeline_plans import workload
+from tests.runtime.issue_order import Issue, check, made_up_streams, recorded
+from tests.training.test_overlap import CONFIG, COSTS, WORK
+
+TOKENS = [11, 0, 23, 1]
+
+
+def layers_in_a_step(topology: Topology, policy: str) -> None:
+    """A model whose layers follow the plan of a step, with gradient pieces on the way and beside."""
+    torch.manual_seed(3)
+    model = Transformer(CONFIG, topology, dtype=torch.float64)
+    _, stream = plan_step(model, topology, policy, COSTS, WORK, limit=4)
+    for seed in (1, 2):
+        tokens = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(seed + topology.dp.index))
+        stream.open()
+        loss = model(tokens, tokens)
+        (loss.nats + 0.1 * loss.aux).backward()
+        sync_gradients(model, topology, stream=stream)
+        clip_grad_norm(model, topology, 1.0)
+
+
+def blocks_in_micro_batches(topology: Topology, policy: str) -> None:
+    """Of ranks with different numbers of samples, one without any."""
+    blocks = fusedmoe.pipeline(make_blocks("topk", 2, 1.0, topology))
+    _, stream = plan_step(blocks, topology, policy, BLOCK_COSTS, workload(topology, 2), limit=4)
+    for _ in range(2):
+        stream.open()
+        z = blocks(torch.randn(3 - topology.rank % 4, L, M, dtype=torch.float64).requires_grad_())
+        (z.sum() + sum(layer.aux_loss for layer in blocks.experts)).backward()
+        sync_gradients(blocks, topology, stream=stream)
+
+
+def layers_with_schedules(topology: Topology, policy: str) -> None:
+    torch.manual_seed(7)
+    layers = [
+        fusedmoe.MoELayer(
+            M,
+            fusedmoe.gates.TopK(8, 2, 1.25),
+            fusedmoe.experts.SwiGLU(8),
+            topology=topology,
+            dtype=torch.float64,
+            schedule=Schedule(policy, degrees),
+            dispatch="2dh" if number else "direct",
+        )
+        for number, degrees in enumerate([(3, 2), (1, 4)])
+    ]
+    x = torch.randn(TOKENS[topology.rank], M, dtype=torch.float64).requires_grad_()
+    (layers[1](layers[0](x)).sum() + layers[0].aux_loss).backward()
+    sync_gradients(nn.ModuleList(layers), topology)
+
+
+Step = Callable[[Topology, str], None]
+STEPS: dict[str, tuple[Step, list[str]]] = {
+    "layers": (layers_in_a_step, [*POLICIES]),
+    "blocks": (blocks_in_micro_batches, [*{**POLICIES, **WHOLE_POLICIES}]),
+    "schedules": (layers_with_schedules, [*POLICIES]),
+}
+
+
+def issued(rank: int, world: int, what: str, ep: int, esp: int, streams: bool) -> dict[str, list[Issue]]:
+    step, policies = STEPS[what]
+    mp = 2 if what == "layers" and world == 4 else 1
+    topology = Topology.from_sizes(ep, esp, mp, ranks_per_node=2, timeout_s=30)
+    found = {}
+    for policy in policies:
+        with recorded() as issues, made_up_streams() if streams else nullcontext():
+            step(topology, policy)
+        found[policy] = issues
+    return found
+
+
+def compare(found_W: list[dict[str, list[Issue]]], streams: bool) -> None:
+    for policy, issues in found_W[0].items():
+        assert len({issue.group for issue in issues}) > 1 and len(issues) > 20, policy
+        check([found[policy] for found in found_W], streams)
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
+@pytest.mark.parametrize("what", STEPS)
+def test_two_ranks(cluster: Cluster, what: str, streams: bool) -> None:
+    compare(cluster.run(2, issued, what, 2, 1, streams), streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
+@pytest.mark.parametrize(("ep", "esp"), [(2, 2), (4, 1), (2, 1), (1, 4)])
+@pytest.mark.parametrize("what", STEPS)
+def test_four_ranks(cluster: Cluster, what: str, ep: int, esp: int, streams: bool) -> None:
+    compare(cluster.run(4, issued, what, ep, esp, streams), streams)
+
+
+def test_another_order_on_one_rank_is_found(cluster: Cluster) -> None:
+    """Any two neighbours of different communicators, changed over on one rank only."""
+    found_W = [found["fsmoe"] for found in cluster.run(2, issued, "blocks", 2, 1, True)]
+    check(found_W, one_thread=True)
+    ours, theirs = found_W
+    pairs = [i for i in range(len(theirs) - 1) if theirs[i].group != theirs[i + 1].group]
+    assert len(pairs) > 4
+    for i in pairs:
+        swapped = [*theirs[:i], theirs[i + 1], theirs[i], *theirs[i + 2 :]]
+        with pytest.raises(AssertionError, match="in different orders"):
+            check([ours, swapped], one_thread=True)
+    with pytest.raises(AssertionError, match="number"):
+        check([ours, [theirs[0]._replace(operation="broadcast"), *theirs[1:]]], one_thread=True)
+    with pytest.raises(AssertionError, match="ranks issued"):
+        check([ours, theirs[:-1]], one_thread=True)
+    with pytest.raises(AssertionError, match="rank 1 issues collectives from"):
+        check([ours, [theirs[0]._replace(thread="another"), *theirs[1:]]], one_thread=True)
+
+
+def pieces_beside(rank: int, world: int) -> list[Issue]:
+    """Gradient pieces begun beside something else, and a collective of the caller's meanwhile."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    model = nn.ModuleList(block.experts for block in make_blocks("topk", 2, None, topology))
+    stream = GradientStream(model, topology)
+    with recorded() as issues, made_up_streams():
+        stream.open()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        stream.begin([Task("gradient-all-reduce", 0, 0, "backward", 10**6)])
+        topology.agree({}, "test")
+        stream.wait()
+        stream.close()
+    return issues
+
+
+def test_pieces_beside_are_issued_before_what_follows(cluster: Cluster) -> None:
+    issues_W = cluster.run(2, pieces_beside)
+    check(issues_W, one_thread=True)
+    operations = [issue.operation for issue in issues_W[0]]
+    assert operations[0].startswith("all-reduce") and not operations[-1].startswith("all-reduce")
