@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -27,11 +27,19 @@ from fusedmoe.schedule.critical import Stretch, at_work, critical_path, stretche
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES, Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
+
+
+class Planned(NamedTuple):
+    """A plan of a step, and what a step costs by which it was made."""
+
+    plan: Plan
+    costs: StackCosts
 
 
 @dataclass(frozen=True)
@@ -62,20 +70,10 @@ class Report:
         Raises:
             ConfigError: the policy splits what cannot be split, or costs lack what the layout needs.
         """
-        policy, refusal = policy_of(settings), unsplit(settings)
-        followed = follows_plan(settings, sizes.ep, sizes.esp)
-        step = step_costs(settings, launch, sizes, costs, whole=refusal is None)
-        if followed:
-            whole = {} if refusal is not None else WHOLE_POLICIES
-            plans = {name: layered.plan(step) for name, layered in POLICIES.items() if name not in whole}
-            plans |= cached_plans(whole, Topology(), step, samples=cuttable(settings, sizes.mp), again=again)
-        else:
-            policy = "sequential"
-            plans = {policy: POLICIES[policy].plan(step)}
-        kinds = runnable_kinds(Here(sizes.ep, sizes.esp), "step" if refusal is not None else "blocks")
-        for name, one in plans.items():
-            require_runnable(one, kinds, f"the plan by {name}")
-        plan = plans[policy]
+        refusal, followed = unsplit(settings), follows_plan(settings, sizes.ep, sizes.esp)
+        policy = policy_of(settings) if followed else "sequential"
+        plans = plans_of(settings, launch, sizes, costs, again=again)
+        plan, step = plans[policy]
         timeline = simulate(plan, step)
         return cls(
             settings,
@@ -86,8 +84,8 @@ class Report:
             plan,
             timeline,
             stretches(plan, timeline),
-            {name: makespan(one, step) for name, one in plans.items()},
-            bound_s(step),
+            {name: makespan(*planned) for name, planned in plans.items()},
+            min(bound_s(planned.costs) for planned in plans.values()),
             refusal,
             followed,
             Copies.of(settings, sizes, costs, plan, step, timeline),
@@ -234,6 +232,26 @@ class Report:
             table.add_row(name, _ms(seconds), f"{over:.1%}", f"{faster:.2f} ×", style=style)
         table.add_row("bound", _ms(self.bound_s), "", f"{self.step_s['sequential'] / self.bound_s:.2f} ×")
         return table
+
+
+def plans_of(
+    settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
+) -> dict[str, Planned]:
+    """The plans of a step by every policy that training could follow, as it would make them (`Trainer.follow`): those
+    of whole models for layers that are split, the others for layers that are not."""
+    layered = step_costs(settings, launch, sizes, costs)
+    if not follows_plan(settings, sizes.ep, sizes.esp):
+        return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
+    whole = {} if unsplit(settings) is not None else WHOLE_POLICIES
+    found = {name: Planned(how.plan(layered), layered) for name, how in POLICIES.items() if name not in whole}
+    if whole:
+        split = step_costs(settings, launch, sizes, costs, whole=True)
+        made = cached_plans(whole, Topology(), split, samples=cuttable(settings, sizes.mp), again=again)
+        found |= {name: Planned(plan, split) for name, plan in made.items()}
+    for name, planned in found.items():
+        kinds = runnable_kinds(Here(sizes.ep, sizes.esp), "blocks" if name in whole else "step")
+        require_runnable(planned.plan, kinds, f"the plan by {name}")
+    return found
 
 
 def _named(seconds: dict[str, float]) -> dict[str, float]:

@@ -68,7 +68,7 @@ def test_micro_batches_go_through_it():
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("inter: DEC0", ["f0.DEC0 (dispatch-expert-combine) is on inter, but computes and sends at once", "compute and"]),
+        ("inter: DEC0", ["f0.DEC0 (dispatch-expert-combine) is on inter, but computes and sends at once", "compute"]),
         ("compute: DEC0", ["f0.DEC0", "is on compute, but computes and sends at once; put it on compute and inter"]),
         ("compute: AGERS0\ninter: AGERS0", ["f0.AGERS0", "on compute and inter, but", "put it on compute and intra"]),
         ("compute: DEC0\nintra: DEC0\ninter: DEC0", ["f0.DEC0", "on compute and intra and inter", "compute and inter"]),
