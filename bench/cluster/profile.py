@@ -28,8 +28,8 @@ from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.profile import contention_of, line_through
 from fusedmoe.runtime.profile import profile as measure
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.stack_costs import LayerCosts, MicroBatches, StackCosts

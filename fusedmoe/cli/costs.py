@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from fusedmoe.cli.layout import Launch, Sizes
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import along, step_workload
+from fusedmoe.cli.trainer import along, make_model, step_workload
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.stage import must_wait
 from fusedmoe.models.parts import make_gate, make_order
+from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.task import FUSED
+from fusedmoe.training.stream import streamed_bytes
 
 
 def file_to_write(text: str) -> Path:
@@ -50,7 +54,7 @@ def read_costs(path: Path) -> CostModel:
 def step_costs(
     settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False
 ) -> StackCosts:
-    """What the model's layers with experts cost in a step, without making the model.
+    """What the model's layers with experts cost in a step, as training has it (`Trainer.follow`), without the ranks.
 
     `whole`: micro-batches can go through all of a layer.
 
@@ -59,10 +63,12 @@ def step_costs(
     """
     workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
     model = settings.model
-    layers = model.layers // model.moe_every
-    if layers < 1:
+    if model.layers < model.moe_every:
         raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
-    reduced = workload.gradient_bytes() if launch.ranks > sizes.mp else 0
-    waits = must_wait(make_gate(model), make_order(model), along(settings, sizes.mp) == "positions")
-    parts = (*workload.volumes(), *FUSED)
-    return workload.step_costs(costs, [reduced] * layers, parts, whole=whole, waits=waits)
+    cut = along(settings, sizes.mp)
+    made = make_model(settings, model, Topology(), torch.device("meta"))
+    dense = made.in_micro_batches(cut).dense_parameters if whole else None
+    reduced = streamed_bytes(made, launch.ranks, sizes.mp, dense)
+    kinds = runnable_kinds(Here(sizes.ep, sizes.esp), "blocks" if whole else "step")
+    waits = whole and must_wait(make_gate(model), make_order(model), cut == "positions")
+    return workload.step_costs(costs, reduced, kinds, whole=whole, waits=waits)

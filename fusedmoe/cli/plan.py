@@ -36,8 +36,8 @@ Only what is on the critical path makes a step longer. A layer's pass is bound b
 most of the path while it lasts: computation, the links between nodes (dispatch, combine,
 gradient all-reduce) or the links inside a node (all-gather, reduce-scatter).
 
-Where the costs know fused operations (kernels that send and receive rows while they compute), each
-layer's pass has one of them instead of collectives if it is shorter so; which, is said in words.
+What is printed is what fusedmoe train plans from the same costs, and nothing that it could not run:
+operations that send and receive rows while they compute are for layers by themselves.
 
 With --placement fssdp, how many experts may travel for each layer while the links between nodes have
 nothing else to do (Hecate's overlap degree); the picture then has their sparse collectives, SAG and SRS.

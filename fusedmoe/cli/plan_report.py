@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -17,20 +17,29 @@ from fusedmoe.cli.flags import describe
 from fusedmoe.cli.layout import Launch, Sizes
 from fusedmoe.cli.plan_copies import Copies
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import cuttable, policy_of, unsplit
+from fusedmoe.cli.trainer import cuttable, follows_plan, policy_of, unsplit
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.plan_cache import cached_plans
+from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import CostModel, Overlap
+from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.critical import Stretch, at_work, critical_path, stretches
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task, resources_of
+from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES, Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
+
+
+class Planned(NamedTuple):
+    """A plan of a step, and what a step costs by which it was made."""
+
+    plan: Plan
+    costs: StackCosts
 
 
 @dataclass(frozen=True)
@@ -44,30 +53,28 @@ class Report:
     policy: str
     plan: Plan
     timeline: Timeline
-    overlaps: Mapping[Task, Overlap]  # of the plan's fused operations
     passes: Sequence[Stretch]
     step_s: dict[str, float]  # by policy
     bound_s: float
     refusal: str | None  # why layers are not split
-    with_fused: bool  # whether there are fused operations to choose from
+    followed: bool  # whether training follows the plan
     copies: Copies | None  # of experts, under a placement
 
     @classmethod
     def of(
         cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
     ) -> Report:
-        """Plans by every policy; the chosen one is the settings'.
+        """Plans by every policy that training could follow; the chosen one is the settings'. Where it follows none,
+        things happen one after the other.
 
         Raises:
             ConfigError: the policy splits what cannot be split, or costs lack what the layout needs.
         """
-        policy, refusal = policy_of(settings), unsplit(settings)
-        step = step_costs(settings, launch, sizes, costs, whole=refusal is None)
-        whole = {} if refusal is not None else WHOLE_POLICIES
-        plans = {name: layered.plan(step) for name, layered in POLICIES.items() if name not in whole}
-        plans |= cached_plans(whole, Topology(), step, samples=cuttable(settings, sizes.mp), again=again)
-        plan = plans[policy]
-        timeline, overlaps = simulate(plan, step), step.overlaps(plan)
+        refusal, followed = unsplit(settings), follows_plan(settings, sizes.ep, sizes.esp)
+        policy = policy_of(settings) if followed else "sequential"
+        plans = plans_of(settings, launch, sizes, costs, again=again)
+        plan, step = plans[policy]
+        timeline = simulate(plan, step)
         return cls(
             settings,
             launch,
@@ -76,12 +83,11 @@ class Report:
             policy,
             plan,
             timeline,
-            overlaps,
-            stretches(plan, timeline, overlaps),
-            {name: makespan(one, step) for name, one in plans.items()},
-            bound_s(step),
+            stretches(plan, timeline),
+            {name: makespan(*planned) for name, planned in plans.items()},
+            min(bound_s(planned.costs) for planned in plans.values()),
             refusal,
-            any(layer.fused for layer in step.layers),
+            followed,
             Copies.of(settings, sizes, costs, plan, step, timeline),
         )
 
@@ -114,28 +120,19 @@ class Report:
         parts = Counter(task.layer for task in self.plan.compute if task.kind == "attention" and task.phase == phase)
         return [parts[layer] for layer in sorted({one.layer for one in self.passes})]
 
-    def fused(self, layer: int, phase: str) -> str | None:
-        """The fused operation of a layer's pass; None: it has collectives."""
-        of = (layer, phase)
-        return next((task.kind for task in self.plan.fused if (task.layer, task.phase) == of), None)
-
     def path_s(self) -> dict[str, float]:
-        """Seconds of the critical path by kind of task, the longest first."""
+        """Seconds of the critical path by kind of task, the longest first; without what takes no time."""
         path = Timeline(0, critical_path(self.plan, self.timeline), "predicted").totals_s()
-        return dict(sorted(path.items(), key=lambda item: -item[1]))
+        return dict(sorted(((kind, seconds) for kind, seconds in path.items() if seconds), key=lambda item: -item[1]))
 
     def path_by_resource_s(self) -> dict[str, float]:
         """The same by what is at work (`critical.at_work`)."""
-        found = at_work(critical_path(self.plan, self.timeline), self.overlaps)
+        found = at_work(critical_path(self.plan, self.timeline))
         return {name: sum(end_s - start_s for start_s, end_s in found[name]) for name in RESOURCES}
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds that each resource is occupied in a step."""
-        found = dict.fromkeys(RESOURCES, 0.0)
-        for span in self.timeline.spans:
-            for resource in resources_of(span.kind):
-                found[resource] += span.duration_s
-        return found
+        """Seconds that each resource is in use, in the step as it is drawn."""
+        return {name: self.drawn.busy_s(name) for name in RESOURCES}
 
     def as_dict(self) -> dict[str, Any]:
         """In plain types, times in seconds."""
@@ -143,7 +140,6 @@ class Report:
         for one in self.passes:
             layers.setdefault(one.layer, {"layer": one.layer})[one.phase] = {
                 "chunks": one.degree,
-                "fused": self.fused(one.layer, one.phase),
                 "seconds": one.seconds,
                 "bound_by": one.bound_by,
                 "critical_path_s": one.waits_s,
@@ -160,6 +156,7 @@ class Report:
             "gap_to_bound": self.step_s[self.policy] / self.bound_s - 1,
             "micro_batches": {phase: self.micro_batches(phase) for phase in PHASES},
             "not_split": self.refusal,
+            "followed": self.followed,
             "piece_bytes": self.piece_bytes,
             "weight_gradients_apart": self.weights_apart,
             "critical_path_s": self.path_s(),
@@ -183,18 +180,18 @@ class Report:
         console.print(f"costs: {self.machine or 'of an unnamed machine'}", markup=False)
         console.print(self._passes())
         console.print(self._splitting(), soft_wrap=True)
-        if self.with_fused:
-            console.print(self._roads(), soft_wrap=True)
+        if not self.followed:
+            console.print("no rows travel: training takes one thing after the other, whatever --schedule says")
         if self.copies is not None:
             console.print(self.copies.words(self.step_s[self.policy]), soft_wrap=True)
         if self.rest_s > 0:
             console.print(f"after the last pass: {_ms(self.rest_s)} of gradients that nothing hides")
-        for what, shares in (
-            ("critical path", self.path_s()),
-            ("on the path", {RESOURCES[name]: seconds for name, seconds in self.path_by_resource_s().items()}),
-            ("at work", {RESOURCES[name]: seconds for name, seconds in self.busy_s().items()}),
+        for what, shares, end_s in (
+            ("critical path", self.path_s(), self.timeline.end_s),
+            ("on the path", _named(self.path_by_resource_s()), self.timeline.end_s),
+            ("in use", _named(self.busy_s()), self.drawn.end_s),
         ):
-            parts = [f"{name} {seconds / self.timeline.end_s:.0%}" for name, seconds in shares.items() if seconds > 0]
+            parts = [f"{name} {seconds / end_s:.0%}" for name, seconds in shares.items() if seconds > 0]
             console.print(f"{what}: {', '.join(parts)}")
         console.print(self._policies())
 
@@ -207,12 +204,6 @@ class Report:
         pieces = "no gradients to reduce" if size is None else f"gradients in pieces of up to {size / 2**20:.3g} MiB"
         apart = "tasks of their own" if self.weights_apart else "part of the backward pass"
         return f"micro-batches: {'; '.join(words)}; {pieces}; weight gradients are {apart}"
-
-    def _roads(self) -> str:
-        """In words: which fused operations there are instead of collectives."""
-        layers = sorted({one.layer for one in self.passes})
-        words = [f"{phase} {_alike([self.fused(layer, phase) or 'none' for layer in layers])}" for phase in PHASES]
-        return f"fused operations: {'; '.join(words)}"
 
     def _passes(self) -> Table:
         table = Table(title=f"{self.policy}: {_ms(self.step_s[self.policy])} a step", title_justify="left")
@@ -229,7 +220,7 @@ class Report:
 
     def _row(self, one: Stretch) -> tuple[object, ...]:
         """Passes that are the same in this follow each other in one row."""
-        return one.phase, self.fused(one.layer, one.phase), one.degree, one.bound_by, _ms(one.seconds)
+        return one.phase, one.degree, one.bound_by, _ms(one.seconds)
 
     def _policies(self) -> Table:
         table = Table(title="what every policy would take", title_justify="left")
@@ -241,6 +232,31 @@ class Report:
             table.add_row(name, _ms(seconds), f"{over:.1%}", f"{faster:.2f} ×", style=style)
         table.add_row("bound", _ms(self.bound_s), "", f"{self.step_s['sequential'] / self.bound_s:.2f} ×")
         return table
+
+
+def plans_of(
+    settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
+) -> dict[str, Planned]:
+    """The plans of a step by every policy that training could follow, as it would make them (`Trainer.follow`): those
+    of whole models for layers that are split, the others for layers that are not."""
+    layered = step_costs(settings, launch, sizes, costs)
+    if not follows_plan(settings, sizes.ep, sizes.esp):
+        return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
+    whole = {} if unsplit(settings) is not None else WHOLE_POLICIES
+    found = {name: Planned(how.plan(layered), layered) for name, how in POLICIES.items() if name not in whole}
+    if whole:
+        split = step_costs(settings, launch, sizes, costs, whole=True)
+        made = cached_plans(whole, Topology(), split, samples=cuttable(settings, sizes.mp), again=again)
+        found |= {name: Planned(plan, split) for name, plan in made.items()}
+    for name, planned in found.items():
+        kinds = runnable_kinds(Here(sizes.ep, sizes.esp), "blocks" if name in whole else "step")
+        require_runnable(planned.plan, kinds, f"the plan by {name}")
+    return found
+
+
+def _named(seconds: dict[str, float]) -> dict[str, float]:
+    """By resource in words."""
+    return {RESOURCES[name]: found for name, found in seconds.items()}
 
 
 def _alike(values: Sequence[object]) -> str:

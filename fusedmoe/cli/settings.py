@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.schedule import SCHEDULES as LAYER_SCHEDULES
 from fusedmoe.models.config import ModelConfig
+from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.training.sharded import POLICIES as PLACEMENT_POLICIES
 
@@ -21,8 +21,8 @@ DEVICES = ("auto", "cpu", "cuda")
 #: What `--placement` may be: experts that stay, or a policy of `ShardedExperts` that moves and copies them.
 PLACEMENTS = ("ep", "fssdp", *(policy for policy in PLACEMENT_POLICIES if policy not in ("ep", "hecate")))
 
-#: What `--schedule` may be: of layers, and of whole models.
-SCHEDULES = (*LAYER_SCHEDULES, *(name for name in WHOLE_POLICIES if name not in LAYER_SCHEDULES))
+#: What `--schedule` may be: nothing in chunks, the best of all policies, or one of layers or of whole models.
+SCHEDULES = ("off", "auto", *POLICIES, *(name for name in WHOLE_POLICIES if name not in POLICIES))
 
 _CHOICES = (
     ("dtype", DTYPES),

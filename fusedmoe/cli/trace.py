@@ -15,7 +15,7 @@ from fusedmoe.cli.flags import add_flags, changes_of, describe
 from fusedmoe.cli.layout import Launch, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.stop import StopRequest
-from fusedmoe.cli.trainer import Trainer, compute_dtype
+from fusedmoe.cli.trainer import Trainer, compute_dtype, follows_plan
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.profile_cache import cached_profile
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
             corpus = random_corpus(64 * settings.model.seq_len)
             trainer = Trainer(settings, topology, device, corpus, StopRequest())
             planned: tuple[Plan, StackCosts]
-            if settings.schedule != "off" and sizes.ep * sizes.esp > 1:
+            if follows_plan(settings, sizes.ep, sizes.esp):
                 planned = trainer.follow(costs)
             else:
                 step = step_costs(settings, launch, sizes, costs)

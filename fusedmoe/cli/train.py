@@ -20,7 +20,7 @@ from fusedmoe.cli.progress import Display, make_display
 from fusedmoe.cli.rundir import RunDir
 from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.stop import StopRequest
-from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype
+from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_plan
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
@@ -164,7 +164,7 @@ class Job:
         else:
             made = self._on_rank_0(lambda: RunDir.make(run_dir))
             self.folder = RunDir(Path(made.path))
-        if settings.schedule != "off" and topology.ep.size * topology.esp.size > 1:
+        if follows_plan(settings, topology.ep.size, topology.esp.size):
             self._follow(trainer)
         if topology.rank == 0:
             self._open(trainer, corpus, done)

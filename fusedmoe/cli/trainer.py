@@ -24,6 +24,7 @@ from fusedmoe.models.parts import make_gate, make_order
 from fusedmoe.models.transformer import Loss, Transformer
 from fusedmoe.models.workload import block_workload
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
@@ -100,8 +101,8 @@ class Trainer:
         workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
         if policy not in WHOLE_POLICIES or unsplit(settings) is not None:
             plan, self._stream = plan_step(self.model, topology, policy, costs, workload)
-            parts = next(self.model.moe_layers()).parts
-            step_costs = workload.step_costs(costs, self._stream.layer_bytes, parts)
+            kinds = runnable_kinds(Here(topology.ep.size, topology.esp.size), "step")
+            step_costs = workload.step_costs(costs, self._stream.layer_bytes, kinds)
             if self.placed is not None:
                 layers = len(self._stream.layer_bytes)
                 hidden_L = hidden_s(simulate(plan, step_costs), layers, again=settings.rematerialise)
@@ -247,6 +248,11 @@ def policy_of(settings: Settings) -> str:
     if policy in WHOLE_POLICIES and policy not in POLICIES and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
     return policy
+
+
+def follows_plan(settings: Settings, ep: int, esp: int) -> bool:
+    """Whether steps follow a plan: where no rows travel they are as without a schedule."""
+    return settings.schedule != "off" and ep * esp > 1
 
 
 def along(settings: Settings, mp: int) -> Along:

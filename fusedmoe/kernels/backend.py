@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torch import Tensor
 
 # Kernels take it as a constexpr: the interpreter knows bf16 as storage only, and no inline assembly.
@@ -17,3 +18,8 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 def uses_triton(tensor: Tensor) -> bool:
     """True where the tensor's operations run as Triton kernels."""
     return tensor.is_cuda or INTERPRET
+
+
+def triton_serves(device: torch.device) -> bool:
+    """True where tensors' operations on this device run as Triton kernels."""
+    return device.type == "cuda" or INTERPRET

@@ -34,6 +34,7 @@ from fusedmoe.layers.planner import Followed, Planner
 from fusedmoe.layers.refusals import Refusals, no_routing, require_kind
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.runnable import require_runnable
 from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.task import Task
 
@@ -363,14 +364,15 @@ class MoELayer(nn.Module):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The kinds of tasks that plans of this layer have."""
+        """The kinds of tasks that plans of this layer have, by collectives."""
         return self._planner.kinds
 
     def _way(self, x_SM: Tensor, routing: Routing | SoftRouting) -> Way | None:
         """How kernels send and receive by themselves; None where collectives do. The first call is collective."""
-        if self.hooks or isinstance(self.order, Einsum) or not isinstance(routing, Routing):
+        if not self._planner.asks_for_puts:
             return None
-        return self._planner.way(x_SM, self.gate.k, self.experts) if self._planner.asks_for_puts else None
+        direct = isinstance(routing, Routing) and not self.hooks and not isinstance(self.order, Einsum)
+        return self._planner.way(x_SM, self.gate.k, self.experts, direct)
 
     def _replicated(self, module: nn.Module, *inputs: Any) -> Any:
         """Calls a module whose parameters are replicated.
@@ -388,7 +390,15 @@ class MoELayer(nn.Module):
 
         Args:
             gradients: reduces the gradient pieces that the backward plan has, and those `beside` what follows it.
+        Raises:
+            ConfigError: plans with other tasks than this layer can run, or without some of its parts.
         """
+        for phase, plan in (("forward", plans.forward), ("backward", plans.backward)):
+            own = f"MoELayer.follow: the {phase} plan"
+            require_runnable(plan, (*self.parts, *(["gradient-all-reduce"] if gradients is not None else [])), own)
+            lacks = [kind for kind in self.parts if kind not in {task.kind for task in plan}]
+            if lacks:
+                raise ConfigError(f"{own} has no {lacks[0]}, which every chunk of this layer goes through; add it")
         self._planner.told = Followed(plans, gradients, beside)
 
     def update_gate(self) -> None:

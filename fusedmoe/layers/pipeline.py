@@ -22,15 +22,14 @@ from fusedmoe.layers.orders import Einsum, Order
 from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.layers.stage import BlockStage
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE, ROADS, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.task import ROADS, Task
 from fusedmoe.schedule.workload import Workload
 
 Along = Literal["samples", "positions"]
-
-_KINDS = {"attention", "order", *PIPELINE, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce"}
 
 
 class Parts(NamedTuple):
@@ -151,8 +150,10 @@ class PipelinedBlocks(nn.Module):
 
     def _check(self, phase: str, plans: Plans, gradients: Gradients | None) -> None:
         plan = plans.forward if phase == "forward" else plans.backward
+        here = Here(self.topology.ep.size, self.topology.esp.size)
+        require_runnable(plan, runnable_kinds(here, "blocks"), f"pipeline: the {phase} plan")
         for task in plan:
-            if task.kind not in _KINDS or task.phase != phase or (task.layer or 0) >= len(self._stages):
+            if task.phase != phase or (task.layer or 0) >= len(self._stages):
                 raise ConfigError(f"pipeline: {task} is not of the {phase} pass of {len(self._stages)} blocks")
             if task.kind == "gradient-all-reduce" and gradients is None:
                 raise ConfigError("pipeline: the plan reduces gradients, so follow() needs what reduces them")

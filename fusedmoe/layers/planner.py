@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.chunk_experts import FusedChunks
 from fusedmoe.autograd.pipeline import GradientPieces, Plans
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.by_puts import Way, choose_way, fused_kind
+from fusedmoe.layers.by_puts import Way, choose_way, has_heap
 from fusedmoe.layers.experts import Experts
-from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, require_same_plans
+from fusedmoe.runtime.runnable import Here, runnable_kinds
+from fusedmoe.schedule.task import FUSED, Task
 from fusedmoe.schedule.workload import Workload
 
 
@@ -54,7 +56,7 @@ class Planner:
         self.schedule = schedule
         self.told: Followed | None = None
         self.made: dict[Workload | None, Plans] = {}
-        self._ways: dict[torch.dtype, Way] = {}
+        self._ways: dict[tuple[torch.dtype, torch.device], Way | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"told": None}
@@ -65,8 +67,8 @@ class Planner:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of tasks that plans have. Dispatch without peers is one too: hooks may act there."""
-        return PIPELINE if self._topology.esp.size > 1 else ("dispatch", "expert", "combine")
+        """The kinds of tasks that plans by collectives have."""
+        return runnable_kinds(Here(self._topology.ep.size, self._topology.esp.size), "itself")
 
     def followed(self, x_SM: Tensor, rows: int, experts: Experts, any_degree: bool) -> Followed:
         """What was told, or the schedule's plans, by collectives, for so many rows of the rank that sends the most."""
@@ -79,26 +81,40 @@ class Planner:
 
     @property
     def asks_for_puts(self) -> bool:
-        return self.told is None and self.schedule is not None and self.schedule.policy == "fused"
+        return self.told is None and self.schedule is not None and self.schedule.policy == FUSED_POLICY
 
-    def way(self, x_SM: Tensor, k: int, experts: Experts) -> Way | None:
-        """How kernels send and receive by themselves; None where collectives do. The first call is collective.
+    def way(self, x_SM: Tensor, k: int, experts: Experts, direct: bool) -> Way | None:
+        """How kernels send and receive by themselves; None where collectives do. The first call in a dtype and on a
+        device is collective.
 
         Args:
-            k: experts of a token.
+            k: experts of a token.   direct: as `Here.direct`.
         """
-        kind = fused_kind(self._topology, x_SM, experts.in_chunks(x_SM))
+        at = x_SM.dtype, x_SM.device
+        if at not in self._ways:
+            self._ways[at] = self._choose_way(x_SM, k, experts, direct)
+        return self._ways[at]
+
+    def _choose_way(self, x_SM: Tensor, k: int, experts: Experts, direct: bool) -> Way | None:
+        topology = self._topology
+        here = Here(
+            topology.ep.size,
+            topology.esp.size,
+            isinstance(experts.in_chunks(x_SM), FusedChunks),
+            direct,
+            x_SM.dtype,
+            x_SM.device,
+            lambda: has_heap(topology, x_SM.device),
+        )
+        kinds = runnable_kinds(here, "itself")
+        kind = next((kind for kind in kinds if kind in FUSED), None)
         if kind is None:
             return None
-        if x_SM.dtype not in self._ways:
 
-            def plans_for(tokens: int) -> Plans:
-                workload = self._workload(x_SM, tokens * k, experts)
-                return self._plans(x_SM, workload, any_degree=False, kinds=(*self.kinds, kind))
+        def plans_for(tokens: int) -> Plans:
+            return self._plans(x_SM, self._workload(x_SM, tokens * k, experts), any_degree=False, kinds=kinds)
 
-            self._ways[x_SM.dtype] = choose_way(self._topology, kind, x_SM, plans_for)
-        way = self._ways[x_SM.dtype]
-        return None if way.kind is None else way
+        return choose_way(topology, kind, x_SM, plans_for)
 
     def _workload(self, x_SM: Tensor, rows: int, experts: Experts) -> Workload | None:
         """What a schedule must know; None where it has nothing to choose."""

@@ -16,13 +16,23 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime.profile_cache import cached_profile
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.degree import MAX_DEGREE
-from fusedmoe.schedule.layer import pass_by_degree, pass_of
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.fused import fused_s
+from fusedmoe.schedule.layer import fused_pass, pass_by_degree, pass_of
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES, any_order
+from fusedmoe.schedule.simulate import ROUNDING, makespan
+from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import Workload
 
+#: The policy of a layer whose kernels send and receive by themselves, where they can and it is shorter. It is for
+#: layers by themselves: plans of steps have none of its tasks.
+FUSED_POLICY = "fused"
+
+_POLICIES = {**{name: policy.plan for name, policy in POLICIES.items()}, FUSED_POLICY: any_order}
+
 #: What a layer takes for `schedule` by name: nothing in chunks, the best of all policies, or one of them.
-SCHEDULES = ("off", "auto", *POLICIES)
+SCHEDULES = ("off", "auto", *_POLICIES)
 
 # The policy of "auto".
 _AUTO = "joint"
@@ -33,14 +43,15 @@ class Schedule:
     """How a layer overlaps what it sends with what it computes. Results do not depend on it.
 
     Attributes:
-        policy: a name of `fusedmoe.schedule.policies.POLICIES`.
+        policy: a name of `fusedmoe.schedule.policies.POLICIES`, or "fused": kernels that send and receive by
+            themselves, where they can and it is shorter, and else the best order of each pass.
         degrees: chunks forward and backward; None has the policy choose them by `costs`.
         costs: what collectives and products take on this machine, the same on every rank; None: measured when first
             needed, once for each machine (`fusedmoe.runtime.profile_cache`).
         limit: the largest degree that may be chosen.
 
     Raises:
-        ConfigError: an unknown policy, or a degree below 1.
+        ConfigError: an unknown policy, a degree below 1, or "fused" with other chunks backward than forward.
     """
 
     policy: str = "fsmoe"
@@ -49,10 +60,12 @@ class Schedule:
     limit: int = MAX_DEGREE
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"unknown policy {self.policy!r}; choose {', '.join(POLICIES)}{_elsewhere(self.policy)}")
+        if self.policy not in _POLICIES:
+            raise ConfigError(f"unknown policy {self.policy!r}; choose {', '.join(_POLICIES)}{_elsewhere(self.policy)}")
         if self.degrees is not None:
             require_degrees(self.degrees)
+            if self.policy == FUSED_POLICY and len(set(self.degrees)) > 1:
+                raise ConfigError(f"fused operations have as many chunks backward as forward, not {self.degrees}")
 
     @classmethod
     def named(cls, name: str) -> Schedule | None:
@@ -76,16 +89,23 @@ class Schedule:
         """The plans of a layer with such parts; the same for the same arguments, so on every rank.
 
         Args:
-            kinds: what the layer has, of `fusedmoe.schedule.task.PIPELINE`, and what it can run of `FUSED` there.
+            kinds: those that the layer can run (`fusedmoe.runtime.runnable`).
             workload: of the layer on one rank; None where degrees are given.
             costs: where the schedule has none.
             any_degree: the backward pass may have other chunks than the forward pass; else a choice is the forward's.
         """
+        kind = next((kind for kind in FUSED if kind in kinds), None) if self.policy == FUSED_POLICY else None
         if self.degrees is not None:
-            return Plans(*map(partial(pass_by_degree, self.policy, kinds), self.degrees, PHASES))
+            made = partial(pass_by_degree, self.policy, kinds) if kind is None else partial(fused_pass, kind)
+            return Plans(*map(made, self.degrees, PHASES))
         costs = self.costs or costs
         assert costs is not None and workload is not None
-        plan = POLICIES[self.policy].plan(workload.step_costs(costs, [0], kinds), self.limit)
+        step_costs = workload.step_costs(costs, [0], kinds)
+        plan: Plan = _POLICIES[self.policy](step_costs, self.limit)
+        if kind is not None and (fused := fused_s(kind, workload, costs)) is not None:
+            dense_s = sum(step_costs.layers[0].dense_total_s(phase) for phase in PHASES)
+            if (dense_s + sum(fused.values())) * (1 + ROUNDING) < makespan(plan, step_costs):
+                return Plans(*(fused_pass(kind, 1, phase) for phase in PHASES))
         forward = pass_of(plan, 0, "forward")
         if any_degree:
             return Plans(forward, pass_of(plan, 0, "backward"))

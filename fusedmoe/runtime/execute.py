@@ -9,9 +9,6 @@ On a CPU, computation runs on the calling thread and each kind of link on a thre
 without holding the interpreter. On CUDA, every resource is a stream and every dependency an event: the host issues the
 tasks in the plan's `sequence` and waits for nothing, so that a CUDA graph can capture the whole. One thread issues them
 in an order that all ranks share, which is what NCCL asks for where several communicators are in use (`nccl.md`).
-
-A fused operation runs where computation does, on the calling thread or the stream of compute, after what is ahead of
-it on its links, too; what is behind it there waits for it.
 """
 
 from __future__ import annotations
@@ -23,8 +20,9 @@ from contextlib import nullcontext
 import torch
 
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.runnable import require_runnable
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task import FUSED, Task, resources_of
 from fusedmoe.schedule.timeline import RESOURCES
 
 Bodies = Mapping[str, Callable[[Task], None]]
@@ -46,8 +44,11 @@ def execute(
             rank is still waiting in. All waits are those of the bodies; nothing here waits longer than these.
         streams: one for each resource, on CUDA.
     Raises:
+        ConfigError: a task of a kind without a body, or a fused operation: kernels run these, not a plan's tasks.
+            Nothing has run then.
         what a body raised; of several the first.
     """
+    require_runnable(plan, [kind for kind in bodies if kind not in FUSED], "execute: the plan")
     run = _Run(plan, bodies, recorder)
     with torch.no_grad():
         if streams is not None:
@@ -73,14 +74,11 @@ class _Run:
 
     def body(self, task: Task) -> None:
         kind, chunk, layer, phase, _ = task
-        on, *also = self._plan.resources[task]
-        where = span(
-            self._recorder, kind, kind=kind, resource=on, chunk=chunk, layer=layer, phase=phase, also=tuple(also)
-        )
-        with where:
+        (on,) = resources_of(kind)  # where it works, also where another link's thread or stream runs it
+        with span(self._recorder, kind, kind=kind, resource=on, chunk=chunk, layer=layer, phase=phase):
             self._bodies[kind](task)
 
-    def home(self, task: Task) -> str:
+    def on(self, task: Task) -> str:
         """The resource whose thread or stream runs a task."""
         return self._plan.resources[task][0]
 
@@ -88,7 +86,7 @@ class _Run:
         """For each task what its thread or stream does not run before it in any case."""
         sequence = self._plan.sequence
         return {
-            task: [sequence[one] for one in before if self.home(sequence[one]) != self.home(task)]
+            task: [sequence[one] for one in before if self.on(sequence[one]) != self.on(task)]
             for task, before in zip(sequence, self._plan.before, strict=True)
         }
 
@@ -110,8 +108,6 @@ class _Run:
         def work(resource: str) -> None:
             try:
                 for task in self._plan.on(resource):
-                    if self.home(task) != resource:
-                        continue
                     for earlier in waits[task]:
                         done[earlier].wait()
                     if errors:
@@ -128,7 +124,7 @@ class _Run:
         links = [
             threading.Thread(target=link, args=(resource,), name=f"fusedmoe {resource}", daemon=True)
             for resource in RESOURCES[1:]
-            if any(self.home(task) == resource for task in self._plan.on(resource))
+            if self._plan.on(resource)
         ]
         for thread in links:
             thread.start()
@@ -147,14 +143,13 @@ class _Run:
         caller = torch.cuda.current_stream()
         begun = torch.cuda.Event()
         begun.record(caller)
-        homes = {self.home(task) for task in self._plan}
-        used = [stream for resource, stream in streams.items() if resource in homes]
+        used = [stream for resource, stream in streams.items() if self._plan.on(resource)]
         for stream in used:
             stream.wait_event(begun)
         done: dict[Task, torch.cuda.Event] = {}
         waits = self.waits()
         for task in self._plan.sequence:
-            stream = streams[self.home(task)]
+            stream = streams[self.on(task)]
             for earlier in waits[task]:
                 stream.wait_event(done[earlier])
             with torch.cuda.stream(stream) if stream != caller else nullcontext():

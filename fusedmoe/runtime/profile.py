@@ -152,7 +152,7 @@ def line_names(topology: Topology) -> tuple[str, ...]:
         "all-to-all/ep": topology.ep.size,
         "all-gather/esp": topology.esp.size,
         "reduce-scatter/esp": topology.esp.size,
-        "all-reduce/dp": topology.dp.size,
+        "all-reduce/dp": topology.size,  # with one replica, of the norms and gates that all of its ranks have
     }
     return (*(name for name, size in sizes.items() if size > 1), "gemm", "copy")
 
@@ -246,7 +246,8 @@ class _Profiler:
 
     def _collectives(self) -> dict[str, _Work]:
         topology, buffer = self._topology, self._buffer
-        ep, esp, dp = topology.ep, topology.esp, topology.dp
+        ep, esp = topology.ep, topology.esp
+        dp = topology.world if topology.dp.size == 1 < topology.size else topology.dp
 
         def all_to_all(size: int) -> None:
             each = [size // ep.size] * ep.size

@@ -45,11 +45,8 @@ def stripes_of(kind: str) -> list[Stripe]:
     """What a bar is painted with, one over the other: its ground, and a fused operation's bands."""
     if kind not in FUSED:
         return [Stripe(0.0, 1.0, COLOURS[kind])]
-    parts = FUSED[kind]
-    place = parts.index("expert")
-    above = [Stripe(_BAND * n, _BAND * (n + 1), COLOURS[part]) for n, part in enumerate(parts[:place])]
-    below = [Stripe(1 - _BAND * (n + 1), 1 - _BAND * n, COLOURS[part]) for n, part in enumerate(parts[:place:-1])]
-    return [Stripe(0.0, 1.0, COLOURS["expert"]), *above, *below]
+    there, expert, back = (COLOURS[part] for part in FUSED[kind])
+    return [Stripe(0.0, 1.0, expert), Stripe(0.0, _BAND, there), Stripe(1 - _BAND, 1.0, back)]
 
 
 def free_of(bands: Sequence[Stripe]) -> tuple[float, float]:

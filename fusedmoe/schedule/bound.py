@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from fusedmoe.schedule.chunks import work_s
 from fusedmoe.schedule.degree import MAX_DEGREE
-from fusedmoe.schedule.passes import chunk_times, fused_bound_s, links_bound_s, pass_bound_s
-from fusedmoe.schedule.roads import is_fused, kind_times, work_s
+from fusedmoe.schedule.passes import chunk_times, links_bound_s, pass_bound_s
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
-from fusedmoe.schedule.timeline import PHASES, RESOURCES
+from fusedmoe.schedule.timeline import PHASES
 
 
 def bound_s(costs: StackCosts, limit: int = MAX_DEGREE) -> float:
-    """Seconds that no plan of a step beats, with up to `limit` equal chunks, on any road and in any order of the tasks.
+    """Seconds that no plan of a step beats, with up to `limit` equal chunks, in any order of the tasks.
 
     Where layers can be split (`LayerCosts.micro`), no resource takes less than its work in the fewest pieces.
     Otherwise:
@@ -32,7 +32,7 @@ def bound_s(costs: StackCosts, limit: int = MAX_DEGREE) -> float:
         reduced = costs.all_reduce.seconds(gradient) if gradient else 0.0
         best = max(best, head - after + links_bound_s(inter + reduced, intra, costs.contention))
         after += _pass_s(layer, "backward", costs, limit)
-        work = _least_s(layer, "backward")
+        work = work_s(layer.chunks["backward"])
         inter, intra = inter + work["inter"], intra + work["intra"]
     return best + (costs.optimizer_s or 0.0)
 
@@ -41,7 +41,7 @@ def _resource_bound_s(costs: StackCosts) -> float:
     compute, inter, intra = (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), 0.0, 0.0
     for layer in costs.layers:
         for phase in PHASES:
-            work = _least_s(layer, phase)
+            work = work_s(layer.chunks[phase])
             compute += work["compute"] + layer.dense_total_s(phase)
             inter, intra = inter + work["inter"], intra + work["intra"]
     total = sum(costs.gradient_bytes)
@@ -50,17 +50,6 @@ def _resource_bound_s(costs: StackCosts) -> float:
 
 
 def _pass_s(layer: LayerCosts, phase: str, costs: StackCosts, limit: int) -> float:
-    passes = (
-        fused_bound_s(r, kind_times(road, r))
-        if is_fused(road)
-        else pass_bound_s(r, chunk_times(road, r), contention=costs.contention)
-        for road in layer.roads(phase)
-        for r in range(1, limit + 1)
-    )
+    chunks = layer.chunks[phase]
+    passes = (pass_bound_s(r, chunk_times(chunks, r), contention=costs.contention) for r in range(1, limit + 1))
     return min(passes) + layer.dense_total_s(phase)
-
-
-def _least_s(layer: LayerCosts, phase: str) -> dict[str, float]:
-    """What each resource has to do on the road where it has least to do, in one chunk: the fewest starts."""
-    works = [work_s(road) for road in layer.roads(phase)]
-    return {resource: min(work[resource] for work in works) for resource in RESOURCES}

@@ -74,35 +74,23 @@ def circle(orders: Orders, dependencies: Mapping[Task, Sequence[Task]], stuck: s
 
 
 def _check_places(task: Task, found: Sequence[str]) -> None:
-    """A fused operation is on compute, and on as many links as it uses; a single queue may stand for one, not for both:
-    they disturb each other."""
+    """A fused operation is on compute and on its link."""
     usual = resources_of(task.kind)
-    where = f"plan: {name(task)} ({task.kind}) is on {' and '.join(found)}"
-    if "compute" not in found:
-        raise ConfigError(f"{where}, but computes as well; put it on compute, too")
-    if len(found) < len(usual):
-        missing = next(resource for resource in usual if resource not in found)
-        raise ConfigError(
-            f"{where}, but sends {'inside the node' if missing == 'intra' else 'between nodes'} as well; "
-            f"put it on {missing}, too"
-        )
-    if len(found) > len(usual):
-        raise ConfigError(f"{where}, but uses one link; take one of them away")
+    if set(found) != set(usual):
+        where = f"plan: {name(task)} ({task.kind}) is on {' and '.join(found)}"
+        raise ConfigError(f"{where}, but computes and sends at once; put it on {' and '.join(usual)}")
 
 
 def _check_chunks(place: tuple[str | None, int | None], of: Mapping[str, set[int | None]]) -> None:
     """The pipeline of one layer and phase has chunks 0, 1, … r − 1 of each of its parts, and each part once."""
     phase, layer = place
-    for kind in [kind for kind in of if kind in FUSED]:
-        first, last = (PIPELINE.index(FUSED[kind][end]) for end in (0, -1))
-        inside = PIPELINE[first : last + 1]
-        for other in of:
-            if other != kind and not {other, *FUSED.get(other, ())}.isdisjoint(inside):
-                fused, one = (name(Task(k, min(of[k], key=str), layer, phase)) for k in (kind, other))
-                raise ConfigError(
-                    f"plan: {one} ({other}) is where {fused} ({kind}) goes from {FUSED[kind][0]} to {FUSED[kind][-1]}; "
-                    "take one of them away: all chunks of a layer's pass take one road"
-                )
+    fused = next((kind for kind in of if kind in FUSED), None)
+    other = next((kind for kind in of if kind != fused), None)
+    if fused is not None and other is not None:
+        whole, one = (name(Task(kind, min(of[kind], key=str), layer, phase)) for kind in (fused, other))
+        raise ConfigError(
+            f"plan: {one} ({other}) is beside {whole} ({fused}), which does all of a chunk's way; take one of them away"
+        )
     degree = max(map(len, of.values()))
     for kind, found in of.items():
         missing = next((chunk for chunk in range(degree) if chunk not in found), None)

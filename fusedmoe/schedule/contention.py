@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-
-from fusedmoe.schedule.cost import LinkUse, Overlap
-from fusedmoe.schedule.timeline import RESOURCES
-
-#: Of a fused operation by link, a number as in `contended`.
-LinkUses = Mapping[int, LinkUse]
-
-
-def link_uses(links: Iterable[str], seconds: float, overlap: Overlap | None) -> dict[int, LinkUse]:
-    """How a fused operation of so many seconds uses the links that it is on.
-
-    Where its costs do not say, from its start to its end. A single queue stands for the one link that it uses.
-    """
-    uses = {link: LinkUse(seconds) for link in links}
-    if overlap is not None:
-        uses = {link: overlap.links.get(link) or next(iter(overlap.links.values())) for link in uses}
-    return {RESOURCES.index(link): use for link, use in uses.items()}
+from collections.abc import Sequence
 
 
 def contended(
-    before: Sequence[Sequence[int]],
-    on: Sequence[int],
-    durations: Sequence[float],
-    contention: float,
-    fused: Mapping[int, LinkUses],
+    before: Sequence[Sequence[int]], on: Sequence[int], durations: Sequence[float], contention: float
 ) -> tuple[list[float], list[float]]:
     """Starts and ends, event by event: between two events nothing starts or ends, so all speeds are constant.
 
@@ -38,7 +17,6 @@ def contended(
     Args:
         before: of each task what it waits for, the ones before it on its resources included.
         on: 0 for compute, 1 for intra, 2 for inter.
-        fused: by place, of each task on compute that uses links as well.
     """
     count = len(durations)
     followers: list[list[int]] = [[] for _ in range(count)]
@@ -47,11 +25,10 @@ def contended(
         for one in found:
             followers[one].append(place)
     starts, ends = [0.0] * count, [0.0] * count
-    running = [-1, -1, -1]  # the place of each resource's task, or −1; of a fused operation's on a link while rows are
+    running = [-1, -1, -1]  # the place of each resource's task, or −1
     end = [math.inf] * 3
     left, since = [0.0] * 3, [0.0] * 3
     speed = 1.0  # of both links
-    late = 0.0  # of the fused operation that runs: for rows that have left their link
     now = 0.0
     ready = [place for place in range(count) if not waits[place]]
     while True:
@@ -60,11 +37,6 @@ def contended(
             running[resource], starts[place] = place, now
             left[resource], since[resource] = durations[place], now
             end[resource] = now + (durations[place] if resource == 0 else durations[place] / speed)
-            if fused and place in fused:
-                late = 0.0
-                for link, use in fused[place].items():
-                    running[link], left[link], since[link] = place, use.work_s, now
-                    end[link] = now + use.work_s / speed
         wanted = contention if running[1] >= 0 and running[2] >= 0 else 1.0
         if wanted != speed:
             for link in (1, 2):
@@ -72,27 +44,12 @@ def contended(
                     left[link] = max(0.0, left[link] - (now - since[link]) * speed)
                     since[link], end[link] = now, now + left[link] / wanted
             speed = wanted
-        if fused and running[0] in fused:
-            place = running[0]
-            later = late
-            for link, use in fused[place].items():
-                if running[link] == place:
-                    later = max(later, end[link] - (starts[place] + use.work_s) - use.slack_s)
-            end[0] = starts[place] + durations[place] + later
         resource = end.index(min(end))
         place = running[resource]
         if place < 0:
             return starts, ends
         now, ready = end[resource], []
         running[resource], end[resource] = -1, math.inf
-        if fused and place in fused:
-            if resource:  # its rows have left a link; it goes on
-                use = fused[place][resource]
-                late = max(late, now - (starts[place] + use.work_s) - use.slack_s)
-                continue
-            for link in fused[place]:
-                if running[link] == place:  # at the same time, but for rounding
-                    running[link], end[link] = -1, math.inf
         ends[place] = now
         for one in followers[place]:
             waits[one] -= 1

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,27 +29,6 @@ _FORMAT = "fusedmoe-costs"
 _VERSION = 1
 
 
-class LinkUse(NamedTuple):
-    """How a task that computes as well uses a link.
-
-    `work_s`: how long its rows are on the link. `slack_s`: what this may take longer before the task does, because it
-    computes meanwhile.
-    """
-
-    work_s: float
-    slack_s: float = 0.0
-
-
-class Overlap(NamedTuple):
-    """What a task that computes and sends at the same time spends its seconds on.
-
-    `links`: by link. `compute_s`: what it would take if its rows travelled in no time.
-    """
-
-    links: Mapping[str, LinkUse]
-    compute_s: float
-
-
 class Costs(Protocol):
     """What a simulation has to know beside the plan."""
 
@@ -60,9 +39,6 @@ class Costs(Protocol):
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
         """The duration of each task of the plan when it has its resources for itself."""
 
-    def overlaps(self, plan: Plan) -> Mapping[Task, Overlap]:
-        """Of the plan's fused operations. One that is missing uses its links from its start to its end."""
-
 
 @dataclass(frozen=True)
 class Durations:
@@ -70,13 +46,9 @@ class Durations:
 
     given: Mapping[Task, float]
     contention: float = 1.0
-    given_overlaps: Mapping[Task, Overlap] = field(default_factory=dict)
 
     def seconds(self, plan: Plan) -> Mapping[Task, float]:
         return self.given
-
-    def overlaps(self, plan: Plan) -> Mapping[Task, Overlap]:
-        return self.given_overlaps
 
 
 @dataclass(frozen=True)
@@ -150,9 +122,9 @@ class CostModel:
 
     `contention`: when a collective inside the node and one between nodes run at the same time, each goes on at this
     share of its own speed. `machine` says what was measured, for whoever reads it. `fused`: None for a machine without
-    fused operations, or where nothing is known of them: then no plan by cost has any. `tiled`: experts' gradients are
-    computed tile by tile, in the cache, as on a CPU. Activations that wait for weight gradients of their own are then
-    written and read for these alone; where it is not so, both ways of computing them do it.
+    fused operations, or where nothing is known of them: then no layer chooses them by cost. `tiled`: experts' gradients
+    are computed tile by tile, in the cache, as on a CPU. Activations that wait for weight gradients of their own are
+    then written and read for these alone; where it is not so, both ways of computing them do it.
 
     Raises `ConfigError` for an unknown line and a contention outside (0, 1].
     """

@@ -6,12 +6,11 @@ have started earlier, so only what is on it can make the step shorter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fusedmoe.schedule.cost import Overlap
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import FUSED, WEIGHT_GRADIENTS, Task, resources_of
+from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task, resources_of
 from fusedmoe.schedule.timeline import PHASES, RESOURCES, Span, Timeline
 
 # What nothing in the passes that follow waits for.
@@ -67,9 +66,9 @@ def critical_path(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
     return tuple(reversed(path))
 
 
-def stretches(plan: Plan, timeline: Timeline, overlaps: Mapping[Task, Overlap] | None = None) -> list[Stretch]:
-    """The passes of all layers, in order of time. `overlaps`: of the plan's fused operations, by its costs."""
-    path = at_work(critical_path(plan, timeline), overlaps)
+def stretches(plan: Plan, timeline: Timeline) -> list[Stretch]:
+    """The passes of all layers, in order of time."""
+    path = at_work(critical_path(plan, timeline))
     reduces = [(span.start_s, span.end_s) for span in timeline.spans if span.kind == "gradient-all-reduce"]
     own: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
@@ -86,24 +85,12 @@ def stretches(plan: Plan, timeline: Timeline, overlaps: Mapping[Task, Overlap] |
     return found
 
 
-def at_work(
-    path: Iterable[Span], overlaps: Mapping[Task, Overlap] | None = None
-) -> dict[str, list[tuple[float, float]]]:
+def at_work(path: Iterable[Span]) -> dict[str, list[tuple[float, float]]]:
     """When what is at work along a path: by "compute", "intra" and "inter", as the kinds of tasks have it, also where a
-    plan has one queue for both links.
-
-    Of a fused operation what it would take if rows travelled in no time is computation, and what it takes longer its
-    busiest link; where its overlap is not known, all is computation.
-    """
+    plan has one queue for both links. A fused operation counts as computation."""
     found: dict[str, list[tuple[float, float]]] = {resource: [] for resource in RESOURCES}
     for span in path:
-        first, end_s = resources_of(span.kind)[0], span.end_s
-        overlap = (overlaps or {}).get(Task(*_name(span))) if span.kind in FUSED else None
-        if overlap is not None:
-            end_s = min(end_s, span.start_s + overlap.compute_s)
-            link = max(overlap.links, key=lambda link: overlap.links[link].work_s)
-            found[link].append((end_s, span.end_s))
-        found[first].append((span.start_s, end_s))
+        found[resources_of(span.kind)[0]].append((span.start_s, span.end_s))
     return found
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.fused import TiledChunks
 from fusedmoe.schedule.orders import Order, one_queue, three_queues
-from fusedmoe.schedule.passes import chunk_times, fused_bound_s, one_queue_s, pass_bound_s, three_queues_s
+from fusedmoe.schedule.passes import chunk_times, one_queue_s, pass_bound_s, three_queues_s
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.roads import Road, is_fused, kind_times
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.task import Task
 
@@ -29,15 +28,15 @@ class Choice(NamedTuple):
 
 
 def choose_degree(
-    chunks: Road,
+    chunks: Mapping[str, Chunks],
     gar: float = 0.0,
     *,
     order: Order = three_queues,
     contention: float = 1.0,
     limit: int = MAX_DEGREE,
 ) -> Choice:
-    """The degree from 1 to `limit` with the shortest pass (F12); of several the smallest. `chunks`: of the kinds that
-    the pass has, as `orders` take them.
+    """The degree from 1 to `limit` with the shortest pass (F12); of several the smallest. `chunks`: of the parts that
+    the layer has.
 
     By the closed form where there is one, for every degree. Otherwise by simulation, in the order of what a degree
     takes at least, up to the first where this is longer than the best one found: no later one can win.
@@ -47,15 +46,12 @@ def choose_degree(
     if limit < 1:
         raise ConfigError(f"choose_degree: the limit must be at least 1, not {limit}")
     degrees = range(1, limit + 1)
-    if is_fused(chunks):
-        least = [Choice(r, fused_bound_s(r, kind_times(chunks, r), gar)) for r in degrees]
-    elif order is one_queue or (order is three_queues and contention == 1.0):
+    if order is one_queue or (order is three_queues and contention == 1.0):
         closed = one_queue_s if order is one_queue else three_queues_s
         return _smallest_of_best([Choice(r, closed(r, chunk_times(chunks, r), gar)) for r in degrees])
-    else:
-        least = [Choice(r, pass_bound_s(r, chunk_times(chunks, r), gar, contention)) for r in degrees]
-        if order is three_queues:  # contention makes no pass shorter
-            least = [Choice(r, max(seconds, three_queues_s(r, chunk_times(chunks, r), gar))) for r, seconds in least]
+    least = [Choice(r, pass_bound_s(r, chunk_times(chunks, r), gar, contention)) for r in degrees]
+    if order is three_queues:  # contention makes no pass shorter
+        least = [Choice(r, max(seconds, three_queues_s(r, chunk_times(chunks, r), gar))) for r, seconds in least]
     found: list[Choice] = []
     best_s = math.inf
     for degree, seconds in sorted(least, key=lambda choice: choice.seconds):
@@ -72,7 +68,7 @@ def _smallest_of_best(choices: Sequence[Choice]) -> Choice:
 
 
 def pass_s(
-    chunks: Road,
+    chunks: Mapping[str, Chunks],
     degree: int,
     gar: float = 0.0,
     *,
@@ -80,15 +76,13 @@ def pass_s(
     contention: float = 1.0,
 ) -> float:
     """Seconds of one layer's pass with this degree."""
-    if not is_fused(chunks) and order is one_queue:
+    if order is one_queue:
         return one_queue_s(degree, chunk_times(chunks, degree), gar)
-    if not is_fused(chunks) and order is three_queues and contention == 1.0:
+    if order is three_queues and contention == 1.0:
         return three_queues_s(degree, chunk_times(chunks, degree), gar)
     plan = _pass_plan(order, tuple(chunks), degree, gar > 0)
-    of = kind_times(chunks, degree) | {"gradient-all-reduce": gar}
-    overlaps = {kind: part.overlap(degree) for kind, part in chunks.items() if isinstance(part, TiledChunks)}
-    given = {task: overlaps[task.kind] for task in plan.fused}
-    return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention, given))
+    of = {kind: part.seconds(degree) for kind, part in chunks.items()} | {"gradient-all-reduce": gar}
+    return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention))
 
 
 @lru_cache(maxsize=1024)

@@ -4,9 +4,10 @@
 
 Colour is the kind of task. Kinds that share a row differ in lightness as well as in hue, so that they can be
 told apart with any colour vision; the legend gives the short names that narrow bars carry. A shaded ground
-marks the backward pass. A fused operation stands in the rows of all that it occupies, as an expert with bands: above
-what it receives, below what it sends. At the right, each row says for how much of the time its resource was in use; at
-the left, each rank says how much communication was exposed, that is, had no computation beside it.
+marks the backward pass. A task stands in the row of what it occupies, whichever queue it waited in: an all-gather
+in that of the links inside a node. A fused operation stands in both of its rows, as an expert with bands: above
+what it receives, below what it sends. At the right, each row says for how much of the time its resource was in use;
+at the left, each rank says how much communication was exposed, that is, had no computation beside it.
 
 matplotlib is imported where it draws, not with this module, and through its object interface: no window, no
 global state, any thread.

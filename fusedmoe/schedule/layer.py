@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from fusedmoe.schedule.orders import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import FUSED, PIPELINE, Task, road_with
+from fusedmoe.schedule.task import PIPELINE, Task, resources_of
 from fusedmoe.schedule.timeline import RESOURCES
 
 #: Policies whose links inside the node and between nodes work at the same time; the others have one queue.
@@ -57,16 +57,17 @@ def beside(plan: Plan, layer: int) -> tuple[Task, ...]:
 def pass_by_degree(policy: str, kinds: Collection[str], degree: int, phase: str) -> Plan:
     """One layer's pass with that many chunks, in the order that a policy has for chunks.
 
-    `kinds`: the parts that the layer has, and the fused operations that it can run. By the policy `fused` it takes the
-    road with the one of them that does most.
+    `kinds`: those of the layer, of which its parts count.
     """
     order = three_queues if policy in THREE_QUEUES else one_queue
-    road = tuple(kind for kind in PIPELINE if kind in kinds)
-    if policy == "fused":
-        roads = [road_with(kind, kinds) for kind in FUSED if kind in kinds]
-        road = min((found for found in roads if found is not None), key=len, default=road)
-    return Plan.of(order(road, degree, phase))
+    return Plan.of(order(kinds, degree, phase))
+
+
+def fused_pass(kind: str, degree: int, phase: str) -> Plan:
+    """One layer's pass by a fused operation in that many chunks."""
+    chunks = [Task(kind, chunk, 0, phase) for chunk in range(degree)]
+    return Plan.of(dict.fromkeys(resources_of(kind), chunks))
 
 
 def _is_chunk(task: Task, layer: int, phase: str) -> bool:
-    return (task.layer, task.phase) == (layer, phase) and (task.kind in PIPELINE or task.kind in FUSED)
+    return (task.layer, task.phase) == (layer, phase) and task.kind in PIPELINE

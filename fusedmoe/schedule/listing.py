@@ -4,8 +4,7 @@
 
 Whenever a resource is free, the one of its ready tasks starts that has the longest way to the end, counting every task
 on it; gradient all-reduces only where nothing else is ready (the pool of FlowMoE §3.3). A task that has started ends:
-nothing is interrupted. What comes out is a plan like any other, in which these orders are fixed. A fused operation
-starts when all of its resources are free, and nothing else that is ready there has a longer way.
+nothing is interrupted. What comes out is a plan like any other, in which these orders are fixed.
 
 The schedule is then improved by going through it backwards and forwards again: from the end every task is put as late
 as it can be, which tells which ones had time; from the start, those that had none go first (Li and Willis, "An
@@ -19,10 +18,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 
-from fusedmoe.schedule.contention import contended, link_uses
-from fusedmoe.schedule.cost import Overlap
+from fusedmoe.schedule.contention import contended
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import FUSED, LINKS, Task, resources_of, standard_dependencies
+from fusedmoe.schedule.task import LINKS, Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
 
 _GRADIENT = "gradient-all-reduce"
@@ -44,23 +42,16 @@ def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float], resources: M
 class ListSchedule:
     """What `list_plan` finds, before it is a plan: how long it takes is known at a fraction of the cost.
 
-    Tasks go by number here: places in a list are quicker than keys. `overlaps`: of fused operations, for contention.
+    Tasks go by number here: places in a list are quicker than keys.
     """
 
     def __init__(
-        self,
-        tasks: Iterable[Task],
-        seconds: Mapping[Task, float],
-        resources: Mapping[str, str] = LINKS,
-        overlaps: Mapping[Task, Overlap] | None = None,
+        self, tasks: Iterable[Task], seconds: Mapping[Task, float], resources: Mapping[str, str] = LINKS
     ) -> None:
-        self._tasks, self._overlaps = list(tasks), overlaps or {}
+        self._tasks = list(tasks)
         self._seconds = [seconds[task] for task in self._tasks]
         on = {kind: RESOURCES.index(resources.get(kind, "compute")) for kind in {task.kind for task in self._tasks}}
         self._on = [on[task.kind] for task in self._tasks]
-        # Of fused operations, which are on compute, the links by their places.
-        links = {kind: tuple(map(RESOURCES.index, resources_of(kind)[1:])) for kind in on.keys() & FUSED.keys()}
-        self._links = {place: links[task.kind] for place, task in enumerate(self._tasks) if task.kind in links}
         number = {task: place for place, task in enumerate(self._tasks)}
         before = standard_dependencies(self._tasks)
         self._before = [[number[one] for one in before[task]] for task in self._tasks]
@@ -77,17 +68,13 @@ class ListSchedule:
     def makespan_s(self, contention: float = 1.0) -> float:
         """The `makespan` of the plan, with links that disturb each other so much."""
         both = {RESOURCES.index(link) for link in ("intra", "inter")}
-        if contention == 1.0 or not both <= set(self._on).union(*self._links.values()):
+        if contention == 1.0 or not both <= set(self._on):
             return self._end_s
         before = [list(found) for found in self._before]
         for order in self._orders():
             for one, other in zip(order, order[1:], strict=False):
                 before[other].append(one)
-        uses = {}
-        for place, links in self._links.items():
-            overlap = self._overlaps.get(self._tasks[place])
-            uses[place] = link_uses([RESOURCES[link] for link in links], self._seconds[place], overlap)
-        return max(contended(before, self._on, self._seconds, contention, uses)[1])
+        return max(contended(before, self._on, self._seconds, contention)[1])
 
     def plan(self) -> Plan:
         """The orders in which the tasks start."""
@@ -103,8 +90,7 @@ class ListSchedule:
         keys = list(zip(self._starts, (seconds > 0 for seconds in self._seconds), depth, strict=True))
         orders: list[list[int]] = [[] for _ in RESOURCES]
         for place in sorted(range(len(keys)), key=keys.__getitem__):
-            for resource in (self._on[place], *self._links.get(place, ())):
-                orders[resource].append(place)
+            orders[self._on[place]].append(place)
         return orders
 
     def _topological(self) -> list[int]:
@@ -149,7 +135,7 @@ class ListSchedule:
         """Starts of all tasks, and the end. Of ready tasks the one with the least priority goes first, then the first
         given. Backwards, tasks wait for what follows them, and times count from the end."""
         before, followers = (self._followers, self._before) if backwards else (self._before, self._followers)
-        on, links, seconds = self._on, self._links, self._seconds
+        on, seconds = self._on, self._seconds
         by_rank = sorted(range(len(priority)), key=priority.__getitem__)
         rank = [0] * len(by_rank)
         for number, place in enumerate(by_rank):
@@ -166,14 +152,7 @@ class ListSchedule:
         while True:
             for resource, heap in enumerate(ready):
                 if heap and end[resource] == math.inf:
-                    if links and resource == 0:
-                        place = self._next(ready, end, by_rank)
-                        if place < 0:
-                            continue
-                        for link in links.get(place, ()):
-                            running[link], end[link] = place, now + seconds[place]
-                    else:
-                        place = by_rank[heappop(heap)]
+                    place = by_rank[heappop(heap)]
                     running[resource], starts[place] = place, now
                     end[resource] = now + seconds[place]
             soonest = min(end)
@@ -183,25 +162,7 @@ class ListSchedule:
             for resource, ends in enumerate(end):
                 if ends == now:
                     end[resource] = math.inf
-                    if resource and running[resource] in links:
-                        continue  # compute has told
                     for one in followers[running[resource]]:
                         waits[one] -= 1
                         if not waits[one]:
                             heappush(ready[on[one]], rank[one])
-
-    def _next(self, ready: Sequence[list[int]], end: Sequence[float], by_rank: Sequence[int]) -> int:
-        """Takes the first task for compute that can start, or −1: a fused operation can when its links are free, and
-        what else is ready there comes later."""
-        aside: list[int] = []
-        place = -1
-        while ready[0] and place < 0:
-            number = heappop(ready[0])
-            links = self._links.get(by_rank[number], ())
-            if all(end[link] == math.inf and not (ready[link] and ready[link][0] < number) for link in links):
-                place = by_rank[number]
-            else:
-                aside.append(number)
-        for number in aside:
-            heappush(ready[0], number)
-        return place

@@ -7,16 +7,13 @@ Each function gives the order of every resource for one layer and pass, as `Plan
     one_queue       inter D0 AG0 D1 AG1 AR0 RS0 C0 RS1 C1              (one queue for all communication: Tutel, PipeMoE)
 
 `pieces` are the gradient all-reduces that run in the middle, when the last chunk is on its way to the experts.
-
-A fused operation stands where each of its parts would, once on every resource: `compute AGE0 AGE1, intra AGE0 AGE1
-RS0 RS1` in three queues.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from fusedmoe.schedule.task import FUSED, PIPELINE, Task, resources_of
+from fusedmoe.schedule.task import PIPELINE, Task
 
 Orders = dict[str, list[Task]]
 Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
@@ -27,11 +24,10 @@ def three_queues(
 ) -> Orders:
     """Links inside the node and between nodes work at the same time.
 
-    `kinds`: those that a chunk goes through: the parts that the layer has, of `task.PIPELINE`, or a fused operation and
-    the parts that it does not do.
+    `kinds`: those that a chunk goes through: the parts that the layer has, of `task.PIPELINE`.
     """
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
-    return {"compute": experts, "intra": _once(gathered + reduced), "inter": _once([*there, *pieces, *back])}
+    return {"compute": experts, "intra": gathered + reduced, "inter": [*there, *pieces, *back]}
 
 
 def alternating(
@@ -43,33 +39,20 @@ def alternating(
     """
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
     intra = [*gathered[:1], *_in_turn(gathered[1:], reduced[:-1]), *reduced[-1:]]
-    return {"compute": experts, "intra": _once(intra), "inter": _once([*there, *pieces, *back])}
+    return {"compute": experts, "intra": intra, "inter": [*there, *pieces, *back]}
 
 
 def one_queue(
     kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, pieces: Iterable[Task] = ()
 ) -> Orders:
-    """No two collectives at the same time; a chunk is gathered as soon as it has arrived.
-
-    A fused operation that uses both links is on both.
-    """
+    """No two collectives at the same time; a chunk is gathered as soon as it has arrived."""
     there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
-    return {
-        "compute": experts,
-        "intra": [task for task in experts if len(resources_of(task.kind)) > 2],
-        "inter": _once([*_in_turn(there, gathered), *pieces, *_in_turn(reduced, back)]),
-    }
+    return {"compute": experts, "inter": [*_in_turn(there, gathered), *pieces, *_in_turn(reduced, back)]}
 
 
 def _chunks(kinds: Collection[str], degree: int, phase: str, layer: int) -> list[list[Task]]:
-    """The tasks that do each part."""
-    doing = {part: kind for kind in kinds for part in FUSED.get(kind, (kind,))}
-    chunks = range(degree)
-    return [[Task(doing[part], chunk, layer, phase) for chunk in chunks] if part in doing else [] for part in PIPELINE]
-
-
-def _once(tasks: list[Task]) -> list[Task]:
-    return list(dict.fromkeys(tasks))
+    """The tasks of each part."""
+    return [[Task(part, chunk, layer, phase) for chunk in range(degree) if part in kinds] for part in PIPELINE]
 
 
 def _in_turn(first: list[Task], second: list[Task]) -> list[Task]:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.degree import MAX_DEGREE, Choice
-from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.passes import ChunkTimes
 from fusedmoe.schedule.task import PIPELINE
 

@@ -7,15 +7,15 @@ neither runs after everything, where nothing hides it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
 from fusedmoe.schedule.orders import Order
-from fusedmoe.schedule.roads import Road
 from fusedmoe.schedule.stack_costs import StackCosts
 
 
@@ -35,7 +35,7 @@ class Way(NamedTuple):
     free_s: float
 
     @classmethod
-    def of(cls, chunks: Road, order: Order, degree: int, contention: float) -> Way:
+    def of(cls, chunks: Mapping[str, Chunks], order: Order, degree: int, contention: float) -> Way:
         """Exact without contention. With it all-reduces slow down what they hide behind, so that a pass can take a
         little longer than its way says."""
         free_s = pass_s(chunks, degree, order=order, contention=contention)
@@ -49,7 +49,7 @@ class Way(NamedTuple):
         return self.free_s - self.busy_s
 
 
-def ways(chunks: Road, order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
+def ways(chunks: Mapping[str, Chunks], order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
     """The degrees of a backward pass that can be best for some g: the first one for g = 0, each further one slower and
     less busy."""
     best = choose_degree(chunks, order=order, contention=contention, limit=limit)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fusedmoe.schedule.roads import Road
-from fusedmoe.schedule.task import PIPELINE, resources_of
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.chunks import Chunks
+from fusedmoe.schedule.task import PIPELINE
 
 
 class ChunkTimes(NamedTuple):
@@ -24,8 +23,8 @@ class ChunkTimes(NamedTuple):
     combine: float = 0.0
 
 
-def chunk_times(chunks: Road, degree: int) -> ChunkTimes:
-    """The times of one of `degree` chunks of a layer's pass by collectives (F9)."""
+def chunk_times(chunks: Mapping[str, Chunks], degree: int) -> ChunkTimes:
+    """The times of one of `degree` chunks of a layer's pass (F9)."""
     return ChunkTimes(*(chunks[kind].seconds(degree) if kind in chunks else 0.0 for kind in PIPELINE))
 
 
@@ -62,16 +61,6 @@ def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float 
         d + ag + r * x + rs + c,
         d + links_bound_s((r - 1) * (d + c) + gar, r * (ag + rs), contention) + c,
     )
-
-
-def fused_bound_s(r: int, seconds: Mapping[str, float], gar: float = 0.0) -> float:
-    """Seconds that no order beats of a pass with a fused operation: what the busiest resource has to do, and the way of
-    one chunk. `seconds`: by kind, of one of r chunks."""
-    busy = dict.fromkeys(RESOURCES, 0.0) | {"inter": gar}
-    for kind, took in seconds.items():
-        for resource in resources_of(kind):
-            busy[resource] += r * took
-    return max(*busy.values(), sum(seconds.values()))
 
 
 def links_bound_s(inter: float, intra: float, contention: float) -> float:

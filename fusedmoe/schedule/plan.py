@@ -10,12 +10,11 @@ A resource runs one task at a time, in its order; a task starts when the one bef
 waits for have ended. Every rank computes the same plan from the same numbers, so every rank issues its collectives in
 the same order, and no race decides it.
 
-A fused operation computes and sends at once: it stands on compute and on its links, and starts when it has come to the
-front on all of them.
+A fused operation computes and sends at once: it stands on compute and on its link, and starts when it has come to the
+front on both.
 
-    compute: AGE0 AGE1
-    intra: AGE0 AGE1 RS0 RS1
-    inter: D0 D1 C0 C1
+    compute: DEC0 DEC1
+    inter: DEC0 DEC1
 
 Which resource a task is on, the plan says: a policy that has a single queue for communication puts all-gathers on
 `inter`. What a task waits for follows from its kind, chunk, layer and phase (`task.standard_dependencies`); where it
@@ -45,7 +44,7 @@ class Plan:
     Two plans are equal when they have the same orders and the same dependencies.
 
     Raises `ConfigError`, naming the task and the cure: a task of an unknown kind or on a resource that cannot run it,
-    a fused operation that is not on all of its resources, a task that occurs twice, chunks that do not fit together, a
+    a fused operation that is not on both of its resources, a task that occurs twice, chunks that do not fit together, a
     dependency on a task that the plan lacks, and tasks that wait for each other in a circle, the orders included: such
     a plan would never end.
     """
@@ -81,7 +80,7 @@ class Plan:
         """All tasks, resource by resource; one that is on several of them comes once, with compute."""
         yield from self.compute
         for order in (self.intra, self.inter):
-            yield from (task for task in order if task.kind not in FUSED) if self.fused else order
+            yield from (task for task in order if task.kind not in FUSED)
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -92,13 +91,8 @@ class Plan:
         return order
 
     @cached_property
-    def fused(self) -> tuple[Task, ...]:
-        """The fused operations, in order."""
-        return tuple(task for task in self.compute if task.kind in FUSED)
-
-    @cached_property
     def resources(self) -> dict[Task, tuple[str, ...]]:
-        """The resources that each task is on: one, and of a fused operation compute and its links."""
+        """The resources that each task is on: one, and of a fused operation compute and its link."""
         found: dict[Task, tuple[str, ...]] = {}
         for resource in RESOURCES:
             for task in self.on(resource):

@@ -8,16 +8,16 @@ which run at the same time, in how many chunks, and in where the gradients are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
 from fusedmoe.schedule.fill import fill_idle
 from fusedmoe.schedule.orders import Order, alternating, one_queue, three_queues
 from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
 from fusedmoe.schedule.passes import chunk_times, one_queue_s
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.roads import Road, is_fused
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.step import Pass, step_plan
@@ -74,29 +74,23 @@ def fsmoe(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
     return _fsmoe(costs, [three_queues], limit)
 
 
-def fused(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
-    """As FSMoE, with any order, and fused operations where these are shorter, for each layer and pass."""
-    plain = _fsmoe(costs, _ORDERS, limit)
-    if not any(layer.fused for layer in costs.layers):
-        return plain
-    return best_of([plain, _own_degrees(costs, _ORDERS, limit, fused=True)], costs)
+def any_order(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+    """As FSMoE, with the best of all orders for each layer and pass."""
+    return _fsmoe(costs, _ORDERS, limit)
 
 
 def joint(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
     """The best in simulation of all other policies, and of all orders, degrees and partitions together."""
-    return best_of([policy.plan(costs, limit) for name, policy in POLICIES.items() if name != "joint"], costs)
+    plans = [policy.plan(costs, limit) for name, policy in POLICIES.items() if name != "joint"]
+    return best_of([*plans, any_order(costs, limit)], costs)
 
 
 def best_of(plans: Sequence[Plan], costs: StackCosts) -> Plan:
-    """The shortest in simulation; of those that are equally short the one with the fewest passes that have fused
-    operations, and then the fewest tasks: what costs do not know of, each task has some of."""
+    """The shortest in simulation; of those that are equally short the one with the fewest tasks: what costs do not know
+    of, each task has some of."""
     seconds = [makespan(plan, costs) for plan in plans]
     enough = min(seconds) * (1 + ROUNDING)
-    return min((plan for plan, took in zip(plans, seconds, strict=True) if took <= enough), key=_means)
-
-
-def _means(plan: Plan) -> tuple[int, int]:
-    return len({(task.phase, task.layer) for task in plan.fused}), len(plan)
+    return min((plan for plan, took in zip(plans, seconds, strict=True) if took <= enough), key=len)
 
 
 @dataclass(frozen=True)
@@ -112,7 +106,7 @@ def _described(*functions: Callable[..., Plan]) -> dict[str, Policy]:
 
 
 #: Every policy by its name.
-POLICIES = _described(sequential, tutel, pipemoe, tutel_improved, lina, fsmoe_no_iio, fsmoe, fused, joint)
+POLICIES = _described(sequential, tutel, pipemoe, tutel_improved, lina, fsmoe_no_iio, fsmoe, joint)
 
 
 def _both_passes_s(layer: LayerCosts, degree: int) -> float:
@@ -175,18 +169,13 @@ def _one_degree(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
     return step_plan(costs, forward, backward, partition)
 
 
-def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int, *, fused: bool = False) -> Plan:
-    """For each pass its own. `fused`: with any of the layers' fused operations, too."""
+def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
+    """For each pass its own."""
     known: dict[int, tuple[Pass, list[Way]]] = {}  # layers are often one object many times
-    roads = {
-        (id(layer), phase): layer.roads(phase) if fused else [layer.chunks[phase]]
-        for layer in costs.layers
-        for phase in PHASES
-    }
     for layer in costs.layers:
         if id(layer) not in known:
-            there, back = (roads[id(layer), phase] for phase in PHASES)
-            found = [way for road in back for order in orders for way in ways(road, order, costs.contention, limit)]
+            there, back = (layer.chunks[phase] for phase in PHASES)
+            found = [way for order in orders for way in ways(back, order, costs.contention, limit)]
             known[id(layer)] = (_best(there, 0.0, orders, costs, limit), _useful(found))
     forward = [known[id(layer)][0] for layer in costs.layers]
     partition = search(costs, [known[id(layer)][1] for layer in costs.layers])
@@ -195,22 +184,20 @@ def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int, *, fuse
     for layer, middle in zip(costs.layers, partition.middle, strict=True):
         if (id(layer), middle) not in chosen:
             gar = piece_s(costs.all_reduce, middle)
-            chosen[id(layer), middle] = _best(roads[id(layer), "backward"], gar, orders, costs, limit)
+            chosen[id(layer), middle] = _best(layer.chunks["backward"], gar, orders, costs, limit)
         backward.append(chosen[id(layer), middle])
     return step_plan(costs, forward, backward, partition)
 
 
-def _best(roads: Sequence[Road], gar: float, orders: Sequence[Order], costs: StackCosts, limit: int) -> Pass:
-    """The shortest pass with all-reduces of `gar` seconds. `roads`: by collectives first; others have to be shorter."""
-    best: tuple[float, Pass] | None = None
-    for road in roads:
-        for order in orders:
-            choice = choose_degree(road, gar, order=order, contention=costs.contention, limit=limit)
-            seconds = choice.seconds * (1 + ROUNDING) if is_fused(road) else choice.seconds
-            if best is None or seconds < best[0]:
-                best = seconds, Pass(order, choice.degree, tuple(road) if is_fused(road) else None)
-    assert best is not None
-    return best[1]
+def _best(
+    chunks: Mapping[str, Chunks], gar: float, orders: Sequence[Order], costs: StackCosts, limit: int
+) -> Pass:
+    """The shortest pass with all-reduces of `gar` seconds; of equally short ones the first order's."""
+    found = [
+        (order, choose_degree(chunks, gar, order=order, contention=costs.contention, limit=limit)) for order in orders
+    ]
+    order, choice = min(found, key=lambda one: one[1].seconds)
+    return Pass(order, choice.degree)
 
 
 def _useful(found: Sequence[Way]) -> list[Way]:

@@ -6,21 +6,19 @@ Three resources, each one task at a time in the plan's order; a task starts as s
 resource and all that it waits for have ended. While a task on `intra` and one on `inter` run at the same time, both go
 on at the contention's share of their speed; computation is not slowed down.
 
-A fused operation starts as soon as it is the next one on all of its resources, and holds them until it ends. Its rows
-are on its links from its start on, for as long as its costs say (`cost.Overlap`), and so long it is there a task like
-any other. Where contention keeps them longer, the operation takes longer, but for what its computation hides of that.
+A fused operation starts as soon as it is the next one on both of its resources, and holds them until it ends. It does
+all of a layer's road, over one kind of links: nothing is on the other kind that could disturb it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.contention import LinkUses, contended, link_uses
+from fusedmoe.schedule.contention import contended
 from fusedmoe.schedule.cost import Costs, check_contention
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import FUSED, Task
+from fusedmoe.schedule.task import resources_of
 from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import Span, Timeline
 
@@ -29,15 +27,16 @@ ROUNDING = 1e-9
 
 
 def simulate(plan: Plan, costs: Costs, rank: int = 0) -> Timeline:
-    """The predicted timeline of a plan; it starts at 0.
+    """The predicted timeline of a plan; it starts at 0. A task is where its kind works: an all-gather on the links
+    inside a node, also where the plan has one queue for all links.
 
     Raises `ConfigError`, naming the task, for a task without a duration or with one that is negative or not finite.
     """
     starts, ends = _times(plan, costs)
-    places = map(plan.resources.__getitem__, plan.sequence)
+    occupied = (resources_of(task.kind) for task in plan.sequence)
     spans = tuple(
         Span(kind, kind, on[0], start, end, chunk, layer, phase, on[1:])
-        for (kind, chunk, layer, phase, _), on, start, end in zip(plan.sequence, places, starts, ends, strict=True)
+        for (kind, chunk, layer, phase, _), on, start, end in zip(plan.sequence, occupied, starts, ends, strict=True)
     )
     return Timeline(rank, spans, "predicted")
 
@@ -61,7 +60,7 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     if contention < 1 and plan.intra and plan.inter:
         which, resources = {"compute": 0, "intra": 1, "inter": 2}, plan.resources
         on = [which[resources[task][0]] for task in plan.sequence]
-        return contended(plan.before, on, durations, contention, _link_uses(plan, costs, seconds))
+        return contended(plan.before, on, durations, contention)
     starts: list[float] = []
     ends: list[float] = []
     for duration, before in zip(durations, plan.before, strict=True):
@@ -69,13 +68,3 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
         starts.append(start)
         ends.append(start + duration)
     return starts, ends
-
-
-def _link_uses(plan: Plan, costs: Costs, seconds: Mapping[Task, float]) -> dict[int, LinkUses]:
-    """Of the fused operations by their place in the sequence."""
-    overlaps = costs.overlaps(plan) if plan.fused else {}
-    return {
-        place: link_uses(plan.resources[task][1:], seconds[task], overlaps.get(task))
-        for place, task in (enumerate(plan.sequence) if plan.fused else ())
-        if task.kind in FUSED
-    }

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, Durations
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import FUSED, PIPELINE, Task, weight_gradient
-from fusedmoe.schedule.timeline import Span, Timeline
+from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.timeline import Timeline
 
 GATHER, REDUCE = "sparse-all-gather", "sparse-reduce-scatter"
 
@@ -33,7 +33,7 @@ def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
     Raises:
         ConfigError: the layer sends nothing between nodes in this pass.
     """
-    rows = [span for span in timeline.on("inter") if _carries_rows(span)]
+    rows = [span for span in timeline.on("inter") if span.kind in PIPELINE]
     own = [span.start_s for span in rows if (span.layer, span.phase) == (layer, phase)]
     if not own:
         raise ConfigError(f"timeline: layer {layer} has no dispatch between nodes in its {phase} pass")
@@ -44,7 +44,7 @@ def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
 
 def idle_after(timeline: Timeline) -> float:
     """The same from the last combine of all to the optimizer; without one, to the end of the timeline."""
-    since_s = max((span.end_s for span in timeline.on("inter") if _carries_rows(span)), default=timeline.start_s)
+    since_s = max((span.end_s for span in timeline.on("inter") if span.kind in PIPELINE), default=timeline.start_s)
     ends_s = min((span.start_s for span in timeline.spans if span.kind == "optimizer"), default=timeline.end_s)
     return _idle_s(timeline, since_s, max(since_s, ends_s))
 
@@ -88,13 +88,13 @@ def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: 
             own = [
                 place
                 for place, one in enumerate(inter)
-                if (one.layer, one.phase) == task[2:4] and (one.kind in PIPELINE or one.kind in FUSED)
+                if (one.layer, one.phase) == task[2:4] and one.kind in PIPELINE
             ]
             if not own:
                 raise ConfigError(f"plan: layer {layer} has no dispatch between nodes in its {task.phase} pass")
             inter.insert(own[-1] + 1 if task is reduce else _ahead(inter, own[0]), task)
     found = Plan(plan.compute, plan.intra, tuple(inter), after)
-    return found, Durations({**costs.seconds(plan), **sparse}, costs.contention, costs.overlaps(plan))
+    return found, Durations({**costs.seconds(plan), **sparse}, costs.contention)
 
 
 def _ahead(inter: Sequence[Task], first: int) -> int:
@@ -107,18 +107,9 @@ def _ahead(inter: Sequence[Task], first: int) -> int:
 
 def _gradients(plan: Plan, layer: int) -> tuple[Task, ...]:
     """What computes the gradients of a layer's experts: weight gradients where they are tasks of their own."""
-    experts = [task for task in plan.compute if (task.layer, task.phase) == (layer, "backward") and _computes(task)]
-    names = {weight_gradient(task.kind) for task in experts}
-    apart = [task for task in plan.compute if (task.layer, task.phase) == (layer, "backward") and task.kind in names]
-    return tuple(apart or experts)
-
-
-def _computes(task: Task) -> bool:
-    return task.kind == "expert" or task.kind in FUSED
-
-
-def _carries_rows(span: Span) -> bool:
-    return span.kind in PIPELINE or span.kind in FUSED
+    own = [task for task in plan.compute if (task.layer, task.phase) == (layer, "backward")]
+    apart = [task for task in own if task.kind == WEIGHT_GRADIENTS["expert"]]
+    return tuple(apart or [task for task in own if task.kind == "expert"])
 
 
 def _idle_s(timeline: Timeline, since_s: float, until_s: float) -> float:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Line, Overlap, check_contention
-from fusedmoe.schedule.fused import Chunks, TiledChunks
+from fusedmoe.schedule.chunks import Chunks
+from fusedmoe.schedule.cost import Line, check_contention
 from fusedmoe.schedule.gradient import gradient_ranges
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.roads import Road
-from fusedmoe.schedule.task import FUSED, PIPELINE, WEIGHT_GRADIENTS, Task, road_with, weight_gradient
+from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
 from fusedmoe.schedule.text import name
 
 # What weight gradients are cut off from.
@@ -40,47 +39,21 @@ class MicroBatches:
 class LayerCosts:
     """What one layer costs: its parts in chunks and in one piece, by phase and kind, and its dense gradient.
 
-    A plan for the layer has the parts that are here. `micro`: None where dense parts cannot be split. `fused`: the
-    fused operations that may do some of the parts instead, by phase and kind. `regroup_s`: what the experts' backward
-    pass takes longer where it has other chunks than the forward pass, whose rows it then copies.
+    A plan for the layer has the parts that are here. `micro`: None where dense parts cannot be split. `regroup_s`: what
+    the experts' backward pass takes longer where it has other chunks than the forward pass, whose rows it then copies.
     """
 
     chunks: Mapping[str, Mapping[str, Chunks]]
     dense_s: Mapping[str, Mapping[str, float]]
     gradient_bytes: int = 0
     micro: MicroBatches | None = None
-    fused: Mapping[str, Mapping[str, TiledChunks]] = field(default_factory=dict)
     regroup_s: float = 0.0
 
-    def with_parts(self, kinds: Iterable[str]) -> LayerCosts:
-        """The same with these parts of the pipeline, those that were not in it take no time; and with those of its
-        fused operations that are named too, and do neighbouring parts."""
-        named = list(kinds)
-        parts, free = [kind for kind in named if kind not in FUSED], Chunks(0.0, 0.0)
+    def with_parts(self, kinds: Collection[str]) -> LayerCosts:
+        """The same with these parts of the pipeline; those that were not in it take no time."""
+        parts, free = [kind for kind in PIPELINE if kind in kinds], Chunks(0.0, 0.0)
         chunks = {phase: {kind: of.get(kind, free) for kind in parts} for phase, of in self.chunks.items()}
-        fused = {
-            phase: {kind: part for kind, part in of.items() if kind in named and road_with(kind, parts)}
-            for phase, of in self.fused.items()
-        }
-        return replace(self, chunks=chunks, fused=fused)
-
-    def road(self, phase: str, fused: str | None = None) -> Road:
-        """What a chunk goes through: the layer's parts, with some of them done by a fused operation.
-
-        Raises `ConfigError` for one that is not in the costs.
-        """
-        parts = self.chunks[phase]
-        if fused is None:
-            return parts
-        part = self.fused.get(phase, {}).get(fused)
-        kinds = road_with(fused, parts)
-        if part is None or kinds is None:
-            raise ConfigError(f"costs: nothing is known of a fused {fused}; the layer cannot have one")
-        return {kind: part if kind == fused else parts[kind] for kind in kinds}
-
-    def roads(self, phase: str) -> list[Road]:
-        """All of them: by collectives alone first, then with each fused operation."""
-        return [self.road(phase), *(self.road(phase, kind) for kind in self.fused.get(phase, ()))]
+        return replace(self, chunks=chunks)
 
     def dense_total_s(self, phase: str) -> float:
         """Seconds of all parts of a pass that are in one piece."""
@@ -134,16 +107,6 @@ class StackCosts:
             result[task] = known[kind, layer, phase]
         return result
 
-    def overlaps(self, plan: Plan) -> dict[Task, Overlap]:
-        """What the plan's fused operations spend their seconds on. Raises `ConfigError` as `seconds` does."""
-        counts = Counter((task.kind, task.layer, task.phase) for task in plan)
-        result: dict[Task, Overlap] = {}
-        for task in plan.fused:
-            kind, _, layer, phase, _ = task
-            without = (weight_gradient(kind) or "", layer, phase) in counts
-            result[task] = self.task_overlap(task, counts[kind, layer, phase], without)
-        return result
-
     def task_s(self, task: Task, count: int = 1, without_weights: bool = False) -> float:
         """The duration of a task, apart from gradient-all-reduces.
 
@@ -161,30 +124,15 @@ class StackCosts:
             part = _part(self.layers[layer], phase, kind, without_weights)
             found = None if part is None else part.seconds(count)
         if found is None:
-            raise _unknown(task)
+            raise ConfigError(
+                f"costs: nothing is known of {name(task)} ({task.kind}); the plan is not for these layers"
+            )
         return found
 
-    def task_overlap(self, task: Task, count: int = 1, without_weights: bool = False) -> Overlap:
-        """What a fused operation spends its seconds on; as `task_s`."""
-        kind, _, layer, phase, _ = task
-        if layer is None or layer >= len(self.layers) or phase is None:
-            raise _unknown(task)
-        part = _part(self.layers[layer], phase, kind, without_weights)
-        if not isinstance(part, TiledChunks):
-            raise _unknown(task)
-        return part.overlap(count)
 
-
-def _unknown(task: Task) -> ConfigError:
-    return ConfigError(f"costs: nothing is known of {name(task)} ({task.kind}); the plan is not for these layers")
-
-
-def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> Chunks | TiledChunks | None:
+def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> Chunks | None:
     """What chunks of a kind take; None: the layer has none of it."""
     micro = layer.micro
-    if kind in FUSED:
-        fused = layer.fused.get(phase, {}).get(kind)
-        return replace(fused, weights=Chunks(0.0, 0.0)) if fused is not None and without_weights else fused
     if kind in PIPELINE:
         part = layer.chunks[phase].get(kind)
     elif micro is None:

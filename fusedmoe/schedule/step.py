@@ -15,11 +15,10 @@ from fusedmoe.schedule.timeline import RESOURCES
 
 
 class Pass(NamedTuple):
-    """How one layer's chunks go through one pass. `road`: the kinds on their way, where a fused operation is one."""
+    """How one layer's chunks go through one pass."""
 
     order: Order
     degree: int
-    road: tuple[str, ...] | None = None
 
 
 def step_plan(
@@ -70,6 +69,6 @@ def _add_pass(
     road = ROADS[phase]
     first, last = road.index(PIPELINE[0]), road.index(PIPELINE[-1])
     orders["compute"] += [Task(kind, None, layer, phase) for kind in road[:first] if kind in dense]
-    for resource, tasks in how.order(how.road or chunks, how.degree, phase, layer, pieces).items():
+    for resource, tasks in how.order(chunks, how.degree, phase, layer, pieces).items():
         orders[resource] += tasks
     orders["compute"] += [Task(kind, None, layer, phase) for kind in road[last + 1 :] if kind in dense]

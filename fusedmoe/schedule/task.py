@@ -9,31 +9,22 @@ gradients of rows back.
 
 What stands in brackets goes in chunks; any part may be missing (without expert sharding there is no all-gather).
 
-Neighbouring parts may be one task: a fused operation, whose kernels send and receive rows while they compute. It is
-named after its parts, `dispatch-expert` say, and occupies the processor and its links together, from its start to its
-end. All chunks of a layer's pass take the same road.
+All that stands there may be one task: a fused operation, whose kernels send and receive rows while they compute. It is
+named after its parts, and occupies the processor and its link together, from its start to its end. All chunks of a
+layer's pass take the same road.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 #: The parts of a layer that a plan pipelines, in the order in which a chunk goes through them.
 PIPELINE = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
 
 
-def _fused(road: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """All runs of neighbouring parts of a road that have the expert and something beside it."""
-    expert = road.index("expert")
-    for first in range(expert, -1, -1):
-        for last in range(expert + (first == expert), len(road)):
-            yield road[first : last + 1]
-
-
-#: The fused operations, each with the parts that it does, of layers without expert sharding and with it:
-#: expert-combine, dispatch-expert, dispatch-expert-combine; expert-reduce-scatter, …, all-gather-expert, …
-FUSED = {"-".join(parts): parts for road in (PIPELINE[::2], PIPELINE) for parts in _fused(road)}
+#: The fused operations, each with the parts that it does: all of a layer whose experts are split over one axis.
+FUSED = {"-".join(parts): parts for parts in (PIPELINE[::2], PIPELINE[1:-1])}
 
 _CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
 
@@ -57,10 +48,9 @@ LINKS = {
     "sparse-reduce-scatter": "inter",
 }
 
-_OCCUPIED = {
-    kind: ("compute", *(link for link in ("intra", "inter") if link in {LINKS.get(part) for part in parts}))
-    for kind, parts in FUSED.items()
-} | {kind: (link,) for kind, link in LINKS.items()}
+_OCCUPIED = {kind: ("compute", LINKS[parts[0]]) for kind, parts in FUSED.items()} | {
+    kind: (link,) for kind, link in LINKS.items()
+}
 
 _WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
 
@@ -86,27 +76,13 @@ class Task(NamedTuple):
 
 
 def resources_of(kind: str) -> tuple[str, ...]:
-    """What a task of this kind occupies: the links that it uses, and "compute" ahead of them if it computes."""
+    """What a task of this kind occupies: "compute" or a link, and of a fused operation both."""
     return _OCCUPIED.get(kind, ("compute",))
 
 
 def weight_gradient(kind: str) -> str | None:
     """What the weight gradients of a kind are called where they are tasks of their own; None: it has none."""
-    return WEIGHT_GRADIENTS.get("expert" if kind in FUSED else kind)
-
-
-def road_with(kind: str, parts: Collection[str]) -> tuple[str, ...] | None:
-    """The kinds that a chunk goes through in a layer of these parts where a fused operation does its own ones.
-
-    None where the layer lacks some of them, or has another one between them.
-    """
-    own = FUSED[kind]
-    first, last = PIPELINE.index(own[0]), PIPELINE.index(own[-1])
-    road = [part for part in PIPELINE if part in parts]
-    if tuple(part for part in PIPELINE[first : last + 1] if part in parts) != own:
-        return None
-    place = road.index(own[0])
-    return (*road[:place], kind, *road[place + len(own) :])
+    return WEIGHT_GRADIENTS.get(kind)
 
 
 def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
@@ -117,8 +93,8 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     * Layers follow each other, forward from 0, then the loss, then backward from the last. A layer starts when the
       one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i.
     * Chunks of one layer's attention run in order, in both passes: chunk i waits for chunk i − 1, too.
-    * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), alone or in a fused
-      operation, and an attention-weight-gradient for the attention.
+    * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), and an
+      attention-weight-gradient for the attention.
     * A gradient-all-reduce waits for the gate, the attention and its weight gradients of its layer's backward pass,
       where the plan has them.
     * An optimizer waits for all of the backward pass; one with a layer only for this layer's.

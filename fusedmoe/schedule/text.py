@@ -6,7 +6,7 @@
     after AR0: E0                           only for a task that does not wait for what the rules say
 
 A word is the symbol of a kind (`timeline.SYMBOLS`) and a chunk; in parentheses the bytes of a gradient-all-reduce.
-A fused operation has the symbols of its parts, `DE0`, and stands on the lines of all that it occupies.
+A fused operation has the symbols of its parts, `DEC0`, and stands on the lines of all that it occupies.
 Words with a prefix belong to other layers and passes: `f3.D0` to layer 3 forward, `b3.D0` backward, `f.L` to no layer,
 `.Opt` to neither. Words without one belong to layer 0 forward, or to what `layer:` and `phase:` lines ahead of the
 orders say: a plan of one layer and pass is written so. # starts a comment.

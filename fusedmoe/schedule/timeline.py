@@ -58,8 +58,8 @@ PHASES = ("forward", "backward")
 
 _PARTS = {"dispatch": "D", "all-gather": "AG", "expert": "E", "reduce-scatter": "RS", "combine": "C"}
 
-#: Short names of the kinds, as in the text form of a schedule: ``D0`` is the dispatch of chunk 0, ``DE0`` a fused
-#: operation that is its expert as well.
+#: Short names of the kinds, as in the text form of a schedule: ``D0`` is the dispatch of chunk 0, ``DEC0`` a fused
+#: operation that is its expert and its combine as well.
 SYMBOLS = {
     "gate": "G",
     "order": "O",

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import Overlap
+from fusedmoe.schedule.chunks import work_s
 from fusedmoe.schedule.fill import gradient_pieces
 from fusedmoe.schedule.listing import ListSchedule, list_plan
 from fusedmoe.schedule.passes import links_bound_s
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.roads import work_s
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
-from fusedmoe.schedule.task import FUSED, ROADS, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.task import ROADS, WEIGHT_GRADIENTS, Task, weight_gradient
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
 
 
@@ -26,22 +25,13 @@ class Split(NamedTuple):
     """How a step is split.
 
     `forward`, `backward`: micro-batches of both passes. `piece_bytes`: of a gradient all-reduce (S_p); None: a layer's
-    in one piece. `weights`: weight gradients are tasks of their own. `fused`: (layer, phase, kind) of passes that have
-    a fused operation, each pass at most once.
+    in one piece. `weights`: weight gradients are tasks of their own.
     """
 
     forward: int
     backward: int
     piece_bytes: int | None = None
     weights: bool = False
-    fused: tuple[tuple[int, str, str], ...] = ()
-
-    def with_fused(self, layers: Iterable[int], phase: str, kind: str | None) -> Split:
-        """The same with another fused operation in one pass of these layers; None: with none."""
-        layers = set(layers)
-        kept = [one for one in self.fused if one[1] != phase or one[0] not in layers]
-        new = [(layer, phase, kind) for layer in layers if kind is not None]
-        return self._replace(fused=tuple(sorted(kept + new)))
 
     @classmethod
     def of(cls, plan: Plan) -> Split:
@@ -50,8 +40,7 @@ class Split(NamedTuple):
         forward, backward = (max(degree for (phase, _), degree in degrees if phase == one) for one in PHASES)
         piece_bytes = max((task.size or 0 for task in plan.inter if task.kind == "gradient-all-reduce"), default=None)
         weights = any(task.kind in WEIGHT_GRADIENTS.values() for task in plan.compute)
-        fused = {(task.layer or 0, task.phase or "", task.kind) for task in plan.fused}
-        return cls(forward, backward, piece_bytes, weights, tuple(sorted(fused)))
+        return cls(forward, backward, piece_bytes, weights)
 
 
 def micro_schedule(costs: StackCosts, split: Split) -> ListSchedule:
@@ -61,7 +50,7 @@ def micro_schedule(costs: StackCosts, split: Split) -> ListSchedule:
         ConfigError: layers that cannot be split (`LayerCosts.micro`).
     """
     tasks = list(_step_tasks(costs, split))
-    return ListSchedule(tasks, task_seconds(costs, tasks, split), overlaps=_task_overlaps(costs, tasks, split))
+    return ListSchedule(tasks, task_seconds(costs, tasks, split))
 
 
 def exposed_plan(costs: StackCosts, split: Split) -> Plan:
@@ -82,14 +71,12 @@ def exposed_plan(costs: StackCosts, split: Split) -> Plan:
 def split_bound_s(costs: StackCosts, split: Split) -> float:
     """Seconds that no order of a step that is split so beats: the busiest resource's tasks."""
     on = dict.fromkeys(RESOURCES, 0.0)
-    known: dict[tuple[int, str | None, str], dict[str, float]] = {}  # layers are often one object many times
-    fused = {(layer, phase): kind for layer, phase, kind in split.fused}
-    for number, layer in enumerate(costs.layers):
+    known: dict[tuple[int, str], dict[str, float]] = {}  # layers are often one object many times
+    for layer in costs.layers:
         for phase, degree in (("forward", split.forward), ("backward", split.backward)):
-            kind = fused.get((number, phase))
-            if (id(layer), kind, phase) not in known:
-                known[id(layer), kind, phase] = _pass_s(layer, phase, degree, kind)
-            for resource, seconds in known[id(layer), kind, phase].items():
+            if (id(layer), phase) not in known:
+                known[id(layer), phase] = _pass_s(layer, phase, degree)
+            for resource, seconds in known[id(layer), phase].items():
                 on[resource] += seconds
     pieces = gradient_pieces(costs.gradient_bytes, split.piece_bytes)
     on["inter"] += sum(costs.all_reduce.seconds(piece.size or 0) for piece in pieces)
@@ -97,11 +84,11 @@ def split_bound_s(costs: StackCosts, split: Split) -> float:
     return max(compute, links_bound_s(on["inter"], on["intra"], costs.contention))
 
 
-def _pass_s(layer: LayerCosts, phase: str, degree: int, fused: str | None) -> dict[str, float]:
+def _pass_s(layer: LayerCosts, phase: str, degree: int) -> dict[str, float]:
     """Seconds of one layer's tasks by resource. Weight gradients take as long by themselves."""
     if layer.micro is None:
         raise ConfigError("micro-batches: a layer cannot be split; nothing is known of its dense part in pieces")
-    return work_s({**layer.micro.dense[phase], **layer.road(phase, fused)}, degree)
+    return work_s({**layer.micro.dense[phase], **layer.chunks[phase]}, degree)
 
 
 def forward_plan(costs: StackCosts, layers: Iterable[int], degree: int) -> Plan:
@@ -110,19 +97,15 @@ def forward_plan(costs: StackCosts, layers: Iterable[int], degree: int) -> Plan:
     return list_plan(tasks, task_seconds(costs, tasks, Split(degree, 1)))
 
 
-def pass_tasks(costs: StackCosts, layer: int, phase: str, degree: int, fused: str | None = None) -> Iterator[Task]:
-    """All parts of one layer's pass in so many micro-batches, in the order in which rows go through them.
-
-    `fused`: the fused operation that does some of them.
-    """
+def pass_tasks(costs: StackCosts, layer: int, phase: str, degree: int) -> Iterator[Task]:
+    """All parts of one layer's pass in so many micro-batches, in the order in which rows go through them."""
     of = costs.layers[layer]
     if of.micro is None:
         raise ConfigError(f"micro-batches: layer {layer} cannot be split; nothing is known of its dense part in pieces")
-    road = of.road(phase, fused)
     for kind in ROADS[phase]:
         if kind == "order" and phase == "forward" and of.micro.waits:
             yield Task(kind, None, layer, phase)
-        elif kind in road or kind in of.micro.dense[phase]:
+        elif kind in of.chunks[phase] or kind in of.micro.dense[phase]:
             for chunk in range(degree):
                 yield Task(kind, chunk, layer, phase)
 
@@ -153,28 +136,17 @@ def task_seconds(costs: StackCosts, tasks: Iterable[Task], split: Split) -> dict
     return seconds
 
 
-def _task_overlaps(costs: StackCosts, tasks: Iterable[Task], split: Split) -> dict[Task, Overlap]:
-    """Of the fused operations."""
-    degrees = {"forward": split.forward, "backward": split.backward}
-    return {
-        task: costs.task_overlap(task, degrees[task.phase], split.weights and task.phase == "backward")
-        for task in (tasks if split.fused else ())
-        if task.kind in FUSED and task.phase is not None
-    }
-
-
 def _step_tasks(costs: StackCosts, split: Split) -> Iterator[Task]:
     layers = range(len(costs.layers))
-    fused = {(layer, phase): kind for layer, phase, kind in split.fused}
     for layer in layers:
-        yield from pass_tasks(costs, layer, "forward", split.forward, fused.get((layer, "forward")))
+        yield from pass_tasks(costs, layer, "forward", split.forward)
     if costs.loss_s is not None:
         yield from (Task("loss", chunk, None, None) for chunk in range(split.forward))
     pieces: dict[int, list[Task]] = {}
     for piece in gradient_pieces(costs.gradient_bytes, split.piece_bytes):
         pieces.setdefault(piece.layer or 0, []).append(piece)
     for layer in reversed(layers):
-        tasks = pass_tasks(costs, layer, "backward", split.backward, fused.get((layer, "backward")))
+        tasks = pass_tasks(costs, layer, "backward", split.backward)
         yield from with_weights(tasks) if split.weights else tasks
         yield from pieces.get(layer, ())
     if costs.optimizer_s is not None:

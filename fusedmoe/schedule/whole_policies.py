@@ -6,7 +6,7 @@ They need layers that micro-batches can go through (`LayerCosts.micro`); otherwi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import product
@@ -14,10 +14,9 @@ from itertools import product
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, best_of
+from fusedmoe.schedule.policies import POLICIES, any_order, best_of
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
 
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -36,7 +35,7 @@ def lancet(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = Non
 
 
 def joint(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """The best in simulation of all policies, degrees, gradient pieces, weight gradients and fused operations."""
+    """The best in simulation of all policies, degrees, gradient pieces and weight gradients."""
     return WholeModel(costs, limit, samples).joint
 
 
@@ -76,7 +75,7 @@ class WholeModel:
         # Splits that FlowMoE tries, those that `joint` adds in two rounds, the ablation's, and policies.
         degrees, pieces = len(self._degrees), len(_PIECES)
         self._total = (degrees + pieces) + degrees + 2 * (2 * degrees * pieces + degrees) + (degrees + 1)
-        self._total += len(POLICIES) + 2 + 2 * sum(1 for _ in self._with_fused(Split(1, 1)))
+        self._total += len(POLICIES) + 2
         self._done = 0
 
     def plan(self, name: str) -> Plan:
@@ -112,8 +111,8 @@ class WholeModel:
                 for backward, size, alone in product(self._degrees, sizes, weights)
             )
             search.try_all(search.best._replace(forward=degree) for degree in self._degrees)
-            search.try_all(self._with_fused(search.best))
         plans = [self.plan(name) for name in POLICIES if name != "joint"]
+        plans.append(any_order(self._costs, self._limit))
         plans += [*self.ablation.values(), self.lancet, search.plan()]
         self._done = self._total
         self._step()
@@ -140,24 +139,6 @@ class WholeModel:
         search.try_all(Split(degree, degree, search.piece(4)) for degree in self._degrees)
         search.try_all(search.best._replace(piece_bytes=search.piece(pieces)) for pieces in _PIECES)
         return search
-
-    def _with_fused(self, split: Split) -> Iterator[Split]:
-        """With each fused operation, and none, in one pass of all layers and in any degree; or of layers that are
-        alike, in the split's degree."""
-        layers = self._costs.layers
-        alike: dict[int, list[int]] = {}
-        for number, layer in enumerate(layers):
-            alike.setdefault(id(layer), []).append(number)
-        for phase in PHASES:
-            kinds = {kind: None for layer in layers for kind in layer.fused.get(phase, ())}
-            for kind in (*kinds, None) if kinds else ():
-                having = [one for one, layer in enumerate(layers) if kind is None or kind in layer.fused.get(phase, ())]
-                for degree in self._degrees:
-                    there, back = (degree if one == phase else getattr(split, one) for one in PHASES)
-                    yield split.with_fused(having, phase, kind)._replace(forward=there, backward=back)
-                for numbers in alike.values() if len(alike) > 1 else ():
-                    if set(numbers) <= set(having):
-                        yield split.with_fused(numbers, phase, kind)
 
     def _step(self) -> None:
         self._done += 1

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.fused import Chunks, TiledChunks, tiled_parts
 from fusedmoe.schedule.stack_costs import LayerCosts, MicroBatches, StackCosts
 from fusedmoe.schedule.task import PIPELINE
 from fusedmoe.schedule.timeline import PHASES
 
 #: Matrix products of an expert's forward pass, by its network.
-_GEMMS = {"ffn": 2, "swiglu": 3}
+GEMMS = {"ffn": 2, "swiglu": 3}
 
 #: The line of the cost model that each part of a layer is on.
 _LINES = {
@@ -52,8 +52,8 @@ class Workload:
         for what, value in vars(self).items():
             if what != "expert" and value is not None and not value > 0:
                 raise ConfigError(f"workload: {what} must be positive, not {value!r}")
-        if self.expert not in _GEMMS:
-            raise ConfigError(f"workload: expert {self.expert!r} is not one of {', '.join(_GEMMS)}")
+        if self.expert not in GEMMS:
+            raise ConfigError(f"workload: expert {self.expert!r} is not one of {', '.join(GEMMS)}")
 
     @property
     def tokens(self) -> int:
@@ -72,7 +72,7 @@ class Workload:
         reduce-scatter without expert sharding.
         """
         gathered = self.rows * self.model_dim * self.itemsize
-        flop = 2 * _GEMMS[self.expert] * self.rows * self.model_dim * self.hidden / self.esp
+        flop = 2 * GEMMS[self.expert] * self.rows * self.model_dim * self.hidden / self.esp
         found = {"expert": flop}
         if self.ep > 1:
             found |= dict.fromkeys(("dispatch", "combine"), gathered / self.esp)
@@ -82,12 +82,12 @@ class Workload:
 
     def kept(self) -> float:
         """Elements that the experts' forward pass keeps: rows and pre-activations."""
-        return self.rows * (self.model_dim + (_GEMMS[self.expert] - 1) * self.hidden / self.esp)
+        return self.rows * (self.model_dim + (GEMMS[self.expert] - 1) * self.hidden / self.esp)
 
     def kept_for_weights(self) -> float:
         """Elements that are kept between the gradients of rows and those of the experts' weights: activations, and the
         gradients of pre-activations."""
-        return self.rows * _GEMMS[self.expert] * self.hidden / self.esp
+        return self.rows * GEMMS[self.expert] * self.hidden / self.esp
 
     def projection_flop(self) -> float:
         """Of attention's four projections, forward."""
@@ -108,12 +108,11 @@ class Workload:
         around the experts (F7): with them the coefficients of the paper's Fig. 5 give the times of its Table 2.
 
         In micro-batches each part of it starts anew for every one. Of the backward pass, one product of two of the
-        experts and of attention's projections is a weight gradient. Fused operations are there where the machine has
-        them (`cost.FusedCosts`). Where it is known what copies take, copies between the chunks of one pass and those of
-        the other cost something, and so does what weight gradients of their own must keep (`CostModel.tiled`).
+        experts and of attention's projections is a weight gradient. Where it is known what copies take, copies between
+        the chunks of one pass and those of the other cost something, and so does what weight gradients of their own
+        must keep (`CostModel.tiled`).
         """
         chunks: dict[str, dict[str, Chunks]] = {}
-        fused: dict[str, dict[str, TiledChunks]] = {}
         dense_s: dict[str, dict[str, float]] = {}
         gemm = model.line("gemm")
         attention = Chunks(_ATTENTION_GEMMS * gemm.alpha_s, gemm.beta_s * self.attention_flop())
@@ -130,27 +129,23 @@ class Workload:
             for kind, volume in self.volumes().items():
                 line = model.line(_LINES[kind])
                 times = twice if kind == "expert" else 1
-                starts = _GEMMS[self.expert] if kind == "expert" else 1
+                starts = GEMMS[self.expert] if kind == "expert" else 1
                 chunks[phase][kind] = Chunks(times * starts * line.alpha_s, times * line.beta_s * volume)
             dense[phase] = {"attention": attention * twice + shared}
             dense_s[phase] = {kind: part.seconds(1) for kind, part in dense[phase].items()}
         projections = Chunks(_PROJECTIONS * gemm.alpha_s, gemm.beta_s * self.projection_flop())
         weights = {"expert": chunks["backward"]["expert"] * 0.5, "attention": projections}
-        if model.fused is not None:
-            for phase, apart in zip(PHASES, (Chunks(0.0, 0.0), weights["expert"]), strict=True):
-                products = _GEMMS[self.expert]
-                fused[phase] = tiled_parts(chunks[phase], phase, products, apart, self.rows, model.fused)
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.kept_for_weights() * self.itemsize) if model.tiled else 0.0
         micro = MicroBatches(dense, weights, apart_s=apart_s)
         regroup_s = copy.seconds(self.kept() * self.itemsize)
-        return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, fused, regroup_s)
+        return LayerCosts(chunks, dense_s, self.gradient_bytes(), micro, regroup_s)
 
     def step_costs(
         self,
         model: CostModel,
         gradient_bytes: Sequence[int],
-        parts: Iterable[str],
+        parts: Collection[str],
         *,
         whole: bool = False,
         waits: bool = False,
@@ -159,7 +154,7 @@ class Workload:
 
         Args:
             gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
-            parts: of the layers' pipelines, and the fused operations that they can run (`LayerCosts.with_parts`).
+            parts: of the layers' pipelines (`LayerCosts.with_parts`).
             whole: micro-batches can go through all of a layer; otherwise nothing but its pipeline is in chunks.
             waits: all of them are routed before the first is sent (`MicroBatches.waits`).
         """

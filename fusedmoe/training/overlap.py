@@ -11,6 +11,7 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.layers.schedule import measured_costs
 from fusedmoe.runtime.plan_cache import cached_plans
+from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.layer import beside, half, pass_of
@@ -79,8 +80,9 @@ def plan_step(
     if not layers:
         raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
     stream = GradientStream(model, topology, mp_loss=mp_loss)
-    step_costs = workload.step_costs(costs, stream.layer_bytes, layers[0].parts)
-    plan = POLICIES[policy].plan(step_costs, limit)
+    kinds = runnable_kinds(Here(layers[0].topology.ep.size, layers[0].topology.esp.size), "step")
+    plan = POLICIES[policy].plan(workload.step_costs(costs, stream.layer_bytes, kinds), limit)
+    require_runnable(plan, kinds, f"plan_step: the plan by {policy}")
     topology.agree({"plan": plan.fingerprint}, "plan of the training step")
     for number, layer in enumerate(layers):
         plans = Plans(pass_of(plan, number, "forward"), pass_of(plan, number, "backward"))
@@ -112,4 +114,5 @@ def blocks_costs(blocks: PipelinedBlocks, costs: CostModel, workload: Workload, 
     """What a step of these blocks costs by their account of a machine."""
     layer = blocks.experts[0]
     assert isinstance(layer, MoELayer)
-    return workload.step_costs(costs, stream.layer_bytes, layer.parts, whole=True, waits=any(blocks.waits))
+    kinds = runnable_kinds(Here(layer.topology.ep.size, layer.topology.esp.size), "blocks")
+    return workload.step_costs(costs, stream.layer_bytes, kinds, whole=True, waits=any(blocks.waits))

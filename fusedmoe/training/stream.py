@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.task import Task
@@ -237,24 +239,52 @@ def _flat(item: _Item) -> Tensor:
     return local_part(parameter.grad).view(-1)
 
 
+def streamed_bytes(
+    model: nn.Module, ranks: int, mp: int, dense: Sequence[Sequence[nn.Parameter]] | None = None
+) -> list[int]:
+    """`GradientStream.layer_bytes` of a rank of a larger world, of a model that was made in a world of one.
+
+    Args:
+        ranks, mp: of that world.
+        dense: as for `GradientStream`.
+    """
+    shardings, names = parameter_shardings(model), {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def own_bytes(parameter: nn.Parameter) -> int:
+        split = "mp" in shardings.get(names[id(parameter)], {})
+        if (ranks // mp if split else ranks) == 1:
+            return 0
+        shape = list(parameter.shape)
+        if split:
+            dim = shardings[names[id(parameter)]]["mp"]
+            shape[dim] = -(-shape[dim] // mp)
+        return math.prod(shape) * torch.promote_types(parameter.dtype, torch.float32).itemsize
+
+    return [sum(map(own_bytes, of)) for of in (_before_experts(model) if dense is None else dense)]
+
+
 def _dense_parts(
     model: nn.Module, topology: Topology, dense: Sequence[Sequence[nn.Parameter]] | None
 ) -> list[list[Replica]]:
     """For each MoE layer, in order, the replicated parameters that come before its experts, or those that are given."""
-    if dense is not None:
-        own = [{id(parameter) for parameter in of} for of in dense]
-        streamed = [replica for replica in replicas(model, topology) if _streams(replica)]
-        return [[replica for replica in streamed if id(replica.parameter) in of] for of in own]
+    own = [{id(parameter) for parameter in of} for of in (_before_experts(model) if dense is None else dense)]
+    streamed = [replica for replica in replicas(model, topology) if _streams(replica)]
+    return [[replica for replica in streamed if id(replica.parameter) in of] for of in own]
+
+
+def _before_experts(model: nn.Module) -> list[list[nn.Parameter]]:
+    """For each MoE layer, in order, the parameters that come before its experts and after those of the one before.
+
+    A shared expert, and all else that comes after the experts of a layer, counts to the next one.
+    """
     experts = {id(p): n for n, layer in enumerate(moe_layers(model)) for p in layer.experts.parameters()}
-    found: list[list[Replica]] = [[] for _ in set(experts.values())]
+    found: list[list[nn.Parameter]] = [[] for _ in set(experts.values())]
     layer = 0
-    for replica in replicas(model, topology):
-        if id(replica.parameter) in experts:
-            layer = experts[id(replica.parameter)] + 1
-            continue
-        # A shared expert, and all else that comes after the experts of a layer, counts to the next one.
-        if layer < len(found) and _streams(replica):
-            found[layer].append(replica)
+    for parameter in model.parameters():
+        if id(parameter) in experts:
+            layer = experts[id(parameter)] + 1
+        elif layer < len(found):
+            found[layer].append(parameter)
     return found
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from fusedmoe.cli.layout import Launch, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.stop import StopRequest
-from fusedmoe.cli.trainer import Trainer, unsplit
+from fusedmoe.cli.trainer import Trainer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profile import Profile
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.timeline import PHASES, RESOURCES
+from fusedmoe.schedule.timeline import RESOURCES
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
@@ -79,37 +77,8 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "48 ranks (6 × 8): ep 6, esp 8, mp 8, dp 6" in out and TESTBEDS["A"].costs.machine in out
     assert "bound by" in out and "critical path: gradient-all-reduce" in out and "over the bound" in out
     assert all(name in out for name in (*POLICIES, *WHOLE_POLICIES))
-    assert "micro-batches: forward 1; backward 1; gradients in pieces of up to" in out and "at work: " in out
+    assert "micro-batches: forward 1; backward 1; gradients in pieces of up to" in out and "in use: " in out
     assert "0–2" in out  # layers alike are one row
-
-
-def test_fused_operations_are_chosen_where_costs_know_them(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CACHE, str(tmp_path))
-    costs = json.loads(TESTBEDS["B"].costs.to_json())
-    layout = ["--ranks", "32", "--ranks-per-node", "4", "--costs", str(tmp_path / "costs.json")]
-    found = {}
-    for what, fused in (("none", {}), ("some", {"fused": {"tile_rows": 128, "signal_s": {"intra": 5e-6}}})):
-        (tmp_path / "costs.json").write_text(json.dumps(costs | fused))
-        found[what] = planned(capsys, *MODEL, *layout, "--schedule", "fused")
-        assert main(["plan", *MODEL, *layout, "--schedule", "fused"]) == 0
-        assert ("fused operations: forward" in capsys.readouterr().out) == bool(fused)
-    kinds = {layer[phase]["fused"] for layer in found["none"]["layers"] for phase in ("forward", "backward")}
-    assert kinds == {None}
-    data = found["some"]
-    plan = Plan.parse(data["plan"])
-    kinds = {layer[phase]["fused"] for layer in data["layers"] for phase in ("forward", "backward")}
-    assert kinds & FUSED.keys() and not any("dispatch" in (kind or "") for kind in kinds)  # inside the node only
-    assert {task.kind for task in plan.fused} == kinds - {None}
-    assert data["step_s"] < found["none"]["step_s"] and data["policies_s"]["joint"] <= data["step_s"]
-    assert sum(data["critical_path_by_resource_s"].values()) == pytest.approx(data["step_s"])
-    for layer in data["layers"]:
-        for phase in ("forward", "backward"):
-            assert sum(layer[phase]["critical_path_s"].values()) == pytest.approx(layer[phase]["seconds"])
-    assert main(["plan", *MODEL, *layout, "--schedule", "fused"]) == 0
-    words = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fused operations"))
-    assert all((layer[phase]["fused"] or "none") in words for layer in data["layers"] for phase in PHASES)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -215,11 +184,9 @@ def costs_of_training(rank: int, world: int) -> None:
         topology = make_topology(sizes, 60.0)
         trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**10), StopRequest())
         _, trained = trainer.follow(costs)
-        planned = step_costs(settings, launch, sizes, costs, whole=unsplit(settings) is None)
-        # Planned gradients are those of attention and gate, trained ones all there are.
-        for one, other in zip(planned.layers, trained.layers, strict=True):
-            assert one == replace(other, gradient_bytes=one.gradient_bytes), changes
-            assert (other.micro and other.micro.waits) == waits, changes
+        planned = step_costs(settings, launch, sizes, costs, whole=waits is not None)
+        assert planned == trained and all(trained.gradient_bytes), changes
+        assert all((layer.micro and layer.micro.waits) == waits for layer in trained.layers), changes
 
 
 def test_costs_are_those_by_which_training_plans(cluster: Cluster) -> None:
@@ -229,7 +196,10 @@ def test_costs_are_those_by_which_training_plans(cluster: Cluster) -> None:
 def test_other_ranks_of_a_testbed(capsys: pytest.CaptureFixture[str]) -> None:
     data = planned(capsys, *MODEL, "--testbed", "B", "--ranks", "4")  # one node
     assert data["layout"] == {"ranks": 4, "ranks_per_node": 4, "ep": 1, "esp": 4, "mp": 4, "dp": 1}
-    assert data["exposed_gradients_s"] == 0 and "gradient-all-reduce" not in data["critical_path_s"]
+    # One replica, whose ranks all have norms and gates: that is all there is to reduce.
+    reduced = {task.size for task in Plan.parse(data["plan"]) if task.kind == "gradient-all-reduce"}
+    model = data["model"]
+    assert max(size or 0 for size in reduced) <= 4 * 3 * model["model_dim"] * (2 + model["experts"])
 
 
 def test_this_machine(cluster: Cluster, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fusedmoe
+from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers import planner as planner_module
@@ -20,7 +21,7 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.profile import Profile
 from fusedmoe.runtime.profile_cache import cached_profile
-from fusedmoe.schedule.cost import CostModel, FusedCosts, Line
+from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
@@ -345,31 +346,15 @@ def test_experts_that_do_not_say_what_they_compute_are_refused(cluster: Cluster)
         assert name == "ConfigError" and "Custom does not say how much it computes" in message and "degrees=" in message
 
 
-@pytest.mark.parametrize("policy", ["fused", "joint"])
-def test_only_what_a_layer_can_run_is_fused(policy: str) -> None:
-    """Costs may know fused operations; plans have those that are among the layer's kinds, if they are shorter."""
-    lines = {"all-to-all/ep": Line(3e-2, 1e-9), "gemm": Line(1e-6, 1e-12)}
-    costs = CostModel(lines, fused=FusedCosts(128, {"inter": 1e-6}))
-    workload, parts = Workload(1, 4096, 1024, 4096, 8, ep=8), ("dispatch", "expert", "combine")
-    schedule = Schedule(policy, costs=costs)
-    for kinds, fused in ((parts, set()), ((*parts, "expert-combine"), {"expert-combine"})):
-        plans = schedule.plans(kinds, workload)
-        for plan in (plans.forward, plans.backward):
-            assert {task.kind for task in plan.fused} == fused
-            assert plan == Plan.parse(str(plan))
-    by_hand = Schedule(policy, degrees=(2, 3)).plans((*parts, "expert-combine"), None)
-    assert bool(by_hand.backward.fused) == (policy == "fused") and set(by_hand.backward.degrees.values()) == {3}
-
-
 def test_refusals() -> None:
     for name, match in (
-        ("fast", "unknown schedule 'fast'; choose off, auto, sequential, .*joint$"),
+        ("fast", "unknown schedule 'fast'; choose off, auto, sequential, .*joint, fused$"),
         ("flowmoe", "flowmoe plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"),
     ):
         with pytest.raises(ConfigError, match=match):
             MoELayer(M, GATES["topk"](), SwiGLU(8), schedule=name)
     for name, match in (
-        ("fast", "unknown policy 'fast'; choose sequential, .*joint$"),
+        ("fast", "unknown policy 'fast'; choose sequential, .*joint, fused$"),
         ("auto", "unknown policy 'auto'; choose sequential, .* by name"),
     ):
         with pytest.raises(ConfigError, match=match):
@@ -378,6 +363,31 @@ def test_refusals() -> None:
     for degrees in ((0, 1), 2, (2, 2, 2)):
         with pytest.raises(ConfigError, match=f"each at least 1.* not {re.escape(repr(degrees))}"):
             Schedule("fsmoe", degrees)
+    with pytest.raises(ConfigError, match=r"fused operations have as many chunks backward as forward, not \(2, 3\)"):
+        Schedule("fused", (2, 3))
+
+
+FOLLOWED = ("compute: E0 E1\ninter: D0 D1 C0 C1", "phase: backward\ncompute: E0\ninter: D0 C0")
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (("compute: DEC0\ninter: DEC0", FOLLOWED[1]), r"forward plan has f0\.DEC0 .*cannot run here; what can: dis"),
+        ((FOLLOWED[0], FOLLOWED[1] + " AR0(4)"), r"backward plan has b0\.AR0 \(gradient-all-reduce\), which cannot"),
+        ((FOLLOWED[0] + "\nintra: AG0 AG1", FOLLOWED[1]), r"f0\.AG0 \(all-gather\), which cannot run here"),
+        ((FOLLOWED[0], "phase: backward\ncompute: E0\ninter: D0"), "backward plan has no combine, which every chunk"),
+    ],
+)
+def test_plans_by_hand_have_what_the_layer_can_run(texts: tuple[str, str], says: str) -> None:
+    layer = build("topk", "sparse", "swiglu", Topology(), torch.float64, hooks=[fusedmoe.Hooks()])
+    right = step(layer, 0, torch.float64)
+    with pytest.raises(ConfigError, match=says):
+        layer.follow(Plans(*map(Plan.parse, texts)))
+    layer.zero_grad()
+    layer.follow(Plans(*map(Plan.parse, FOLLOWED)))
+    for name, found in step(layer, 0, torch.float64).items():
+        torch.testing.assert_close(found, right[name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("schedule", ["off", "auto", "fsmoe", Schedule("fsmoe", (4, 2))], ids=str)

@@ -2,19 +2,27 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fusedmoe.errors import ConfigError
+from fusedmoe.runtime import execute as module
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.layer import fused_pass
 from fusedmoe.schedule.orders import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.task import FUSED, PIPELINE, Task, resources_of
+from tests.schedule.plans import random_costs, random_plan
+from tests.schedule.test_contention import any_plan
 
 ORDERS = {"three queues": three_queues, "one queue": one_queue}
 
@@ -134,5 +142,137 @@ def test_measured() -> None:
     }
 
 
+def test_a_task_is_measured_where_its_kind_works() -> None:
+    """An all-gather on the links inside a node, also where one queue has all links."""
+    plan, recorder = Plan.of(one_queue(PIPELINE, 2)), Recorder()
+    execute(plan, dict.fromkeys(PIPELINE, lambda task: None), stop=pytest.fail, recorder=recorder)
+    assert not plan.intra and {s.kind: s.resources for s in recorder.timeline().spans} == {
+        kind: resources_of(kind) for kind in PIPELINE
+    }
+
+
 def test_no_tasks() -> None:
     execute(Plan(), {}, stop=pytest.fail)
+
+
+def test_what_has_no_body_is_refused_before_anything_runs() -> None:
+    ran: list[Task] = []
+    with pytest.raises(ConfigError, match=r"f0\.AG0 \(all-gather\), which cannot run here; what can: dispatch, expert"):
+        bodies = dict.fromkeys(("dispatch", "expert", "reduce-scatter", "combine"), ran.append)
+        execute(Plan.of(three_queues(PIPELINE, 2)), bodies, stop=pytest.fail)
+    for kind in FUSED:  # of which no plan's tasks are run
+        with pytest.raises(ConfigError, match=rf"\({kind}\), which cannot run here; what can: expert"):
+            execute(fused_pass(kind, 2, "forward"), {kind: ran.append, "expert": ran.append}, stop=pytest.fail)
+    assert not ran
+
+
+def ahead(plan: Plan, task: Task) -> set[Task]:
+    """All that has to have ended when a task starts."""
+    orders = [plan.on(resource) for resource in plan.resources[task]]
+    return {*plan.dependencies[task], *(one for order in orders for one in order[: order.index(task)])}
+
+
+class Watch:
+    """Bodies that tell when they begin and end, and dawdle a little, so that threads really meet."""
+
+    def __init__(self, plan: Plan, rng: random.Random) -> None:
+        self.plan, self._rng, self._lock = plan, rng, threading.Lock()
+        self.ended: list[Task] = []
+        self.threads: dict[Task, str] = {}
+        self.violations: list[tuple[Task, set[Task]]] = []
+
+    def __call__(self, task: Task) -> None:
+        with self._lock:
+            missing = ahead(self.plan, task) - set(self.ended)
+            if missing:
+                self.violations.append((task, missing))
+            self.threads[task] = threading.current_thread().name
+            pause_s = self._rng.choice([0.0, 0.0, 2e-4])
+        time.sleep(pause_s)
+        with self._lock:
+            self.ended.append(task)
+
+
+def watch(plan: Plan, rng: random.Random) -> Watch:
+    found = Watch(plan, rng)
+    execute(plan, dict.fromkeys({task.kind for task in plan}, found), stop=pytest.fail)
+    assert len(found.ended) == len(plan) and set(found.ended) == set(plan)
+    assert not found.violations
+    here = threading.current_thread().name
+    assert all(found.threads[task] == here for task in plan.compute)
+    return found
+
+
+def test_any_plan_runs_in_order() -> None:
+    rng = random.Random()
+    for _ in range(60):
+        watch(any_plan(rng, fused=False), rng)
+    for _ in range(10):
+        watch(random_plan(rng, random_costs(rng)), rng)
+
+
+# Streams: without a GPU by what each of them has been told to wait for.
+
+
+class Stream:
+    """What has to be over before whatever is put on it next; events that it records pass that on."""
+
+    def __init__(self) -> None:
+        self.over: set[Task] = set()
+        self.tasks: list[Task] = []
+
+    def wait_event(self, event: Event) -> None:
+        assert event.over is not None, "waits for an event that nobody has recorded"
+        self.over |= event.over
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.over |= stream.over
+
+
+class Event:
+    over: set[Task] | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.over = set(stream.over)
+
+
+def on_streams(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[str, Stream]:
+    """Runs a plan on such streams, and checks for each task that all ahead of it is over where it runs."""
+    streams = {resource: Stream() for resource in ("compute", "intra", "inter")}
+    now = [streams["compute"]]
+
+    @contextmanager
+    def current(stream: Stream):  # type: ignore[no-untyped-def]
+        now.append(stream)
+        yield
+        now.pop()
+
+    def body(task: Task) -> None:
+        assert ahead(plan, task) <= now[-1].over, (task, ahead(plan, task) - now[-1].over)
+        now[-1].over.add(task)
+        now[-1].tasks.append(task)
+
+    cuda = SimpleNamespace(current_stream=lambda: streams["compute"], Event=Event, stream=current)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.torch, "cuda", cuda)
+        bodies = dict.fromkeys({task.kind for task in plan}, body)
+        execute(plan, bodies, stop=pytest.fail, streams=streams)  # type: ignore[arg-type]
+    assert streams["compute"].over == set(plan)  # whoever goes on there finds all done
+    return streams
+
+
+def test_streams_wait_for_all_that_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random()
+    plans = [any_plan(rng, fused=False) for _ in range(100)]
+    plans += [random_plan(rng, random_costs(rng)) for _ in range(15)]
+    for plan in plans:
+        streams = on_streams(monkeypatch, plan)
+        for resource, stream in streams.items():
+            assert stream.tasks == list(plan.on(resource))
+
+
+def test_an_order_that_no_event_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above finds a stream that does not wait for what another one runs ahead of it."""
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+    with pytest.raises(AssertionError, match=r"kind='all-gather', .*\{Task\(kind='dispatch'"):
+        on_streams(monkeypatch, Plan.of(three_queues(PIPELINE, 2)))

@@ -179,8 +179,8 @@ def test_contention_is_measured(monkeypatch: pytest.MonkeyPatch, shared: bool) -
 # Ranks
 
 
-def measured(rank: int, world: int, ep: int, esp: int) -> tuple[Profile, tuple[str, ...], bool]:
-    topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
+def measured(rank: int, world: int, ep: int, esp: int, mp: int) -> tuple[Profile, tuple[str, ...], bool]:
+    topology = Topology.from_sizes(ep, esp, mp, ranks_per_node=2)
     before = torch.random.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
         found = profile(topology, CPU, dtype=torch.float64, budget_s=1.0)
@@ -188,16 +188,19 @@ def measured(rank: int, world: int, ep: int, esp: int) -> tuple[Profile, tuple[s
 
 
 @pytest.mark.parametrize(
-    ("world", "ep", "esp", "names"),
+    ("world", "ep", "esp", "mp", "names"),
     [
-        (1, 1, 1, LINES[4:]),
-        (2, 1, 2, (*LINES[1:3], *LINES[3:])),
-        (4, 2, 2, LINES),
-        (4, 2, 1, (LINES[0], *LINES[3:])),
+        (1, 1, 1, 1, LINES[4:]),
+        (2, 1, 2, 1, (*LINES[1:3], *LINES[3:])),
+        (2, 1, 2, 2, (*LINES[1:3], *LINES[3:])),  # one replica, whose ranks all have norms and gates
+        (4, 2, 2, 1, LINES),
+        (4, 2, 1, 1, (LINES[0], *LINES[3:])),
     ],
 )
-def test_all_ranks_find_the_same(cluster: Cluster, world: int, ep: int, esp: int, names: tuple[str, ...]) -> None:
-    every = cluster.run(world, measured, ep, esp)
+def test_all_ranks_find_the_same(
+    cluster: Cluster, world: int, ep: int, esp: int, mp: int, names: tuple[str, ...]
+) -> None:
+    every = cluster.run(world, measured, ep, esp, mp)
     found, known, untouched = every[0]
     assert all(one == every[0] for one in every) and untouched
     assert tuple(found.costs.lines) == tuple(found.points) == known == names

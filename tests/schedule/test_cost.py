@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import LINES, CostModel, Line, fit
-from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.gradient import ALIGNMENT, Stream, gradient_ranges
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
-from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.grid import workloads
 from fusedmoe.schedule.orders import alternating, one_queue, three_queues
 from fusedmoe.schedule.paper import paper_cases, paper_degree

@@ -1,4 +1,4 @@
-"""Spans that occupy several resources: sums, files, traces, pictures, and what a step waits for."""
+"""Spans that occupy several resources: sums, files, traces and pictures."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.bars import COLOURS, free_of, stripes_of
-from fusedmoe.schedule.cost import Durations, LinkUse, Overlap
-from fusedmoe.schedule.critical import at_work, critical_path, stretches
 from fusedmoe.schedule.draw import figure
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.task import FUSED, LINKS, Task, resources_of
+from fusedmoe.schedule.task import FUSED, resources_of
 from fusedmoe.schedule.timeline import KINDS, RESOURCES, Span, Timeline
 from fusedmoe.schedule.trace import trace
-from tests.schedule.plans import random_costs, random_plan, with_fused
 from tests.schedule.test_draw import rgb
 from tests.schedule.test_trace import check_format
+
+FUSED_SPANS = tuple(
+    Span(kind, kind, "compute", 0.5 * layer, 0.5 * layer + 0.5, 0, layer, "forward", resources_of(kind)[1:])
+    for layer, kind in enumerate(FUSED)
+)
 
 
 def random_spans(rng: random.Random) -> tuple[Span, ...]:
@@ -71,14 +70,10 @@ def test_bad_further_resources_in_a_file_are_refused(also):
 
 
 def test_a_trace_has_it_on_every_thread():
-    rng = random.Random()
-    costs = with_fused(rng, random_costs(rng))
-    plan = random_plan(rng, costs)
-    timeline = simulate(plan, costs)
-    names, events = check_format(trace(timeline))
+    names, events = check_format(trace(Timeline(0, FUSED_SPANS)))
     labels = {e["tid"]: e["args"]["name"] for e in names if e["name"] == "thread_name"}
     found = Counter((event["args"]["kind"], labels[event["tid"]]) for event in events)
-    assert found == Counter((span.kind, resource) for span in timeline.spans for resource in span.resources)
+    assert found == Counter((span.kind, resource) for span in FUSED_SPANS for resource in span.resources)
 
 
 def test_bands_tell_the_kinds_apart():
@@ -98,19 +93,15 @@ def test_bands_tell_the_kinds_apart():
 
 
 def test_a_picture_shows_it_in_each_of_its_rows():
-    spans = (
-        Span("dispatch-expert", "dispatch-expert", "compute", 0.0, 0.5, 0, 0, "forward", ("inter",)),
-        Span("all-gather-expert", "all-gather-expert", "compute", 0.5, 1.0, 0, 1, "forward", ("intra",)),
-    )
-    picture = figure(Timeline(0, spans))
+    picture = figure(Timeline(0, FUSED_SPANS))
     picture.canvas.draw()
     image = np.asarray(picture.canvas.buffer_rgba())[..., :3]
     chart = picture.axes[1]
     texts = [text.get_text() for axes in picture.axes for text in axes.texts]
-    assert "DE  dispatch-expert" in texts and "AGE  all-gather-expert" in texts and "0.000 ms exposed" in texts
-    assert sum(text.startswith("dispatch-expert 0") for text in texts) == 2  # one in each row
+    assert "DEC  dispatch-expert-combine" in texts and "0.000 ms exposed" in texts
+    assert sum(text.startswith("dispatch-expert-combine 0") for text in texts) == 2  # one in each row
     rows = {"compute": 0.2, "intra": 0.59, "inter": 0.98}  # inches: the tops
-    for span in spans:
+    for span in FUSED_SPANS:
         for resource in RESOURCES:
             column, _ = chart.transData.transform(((span.start_s + 0.02) * 1e3, 0))
             found = []
@@ -119,66 +110,3 @@ def test_a_picture_shows_it_in_each_of_its_rows():
                 found.append(tuple(image[image.shape[0] - 1 - round(y), round(column)]))
             band = tuple(rgb(COLOURS[FUSED[span.kind][0]]))
             assert (found == [band, tuple(rgb(COLOURS["expert"]))]) == (resource in span.resources), (span, resource)
-
-
-SHARDED = "compute: AGE0 AGE1\nintra: AGE0 AGE1 RS0 RS1\ninter: D0 D1 C0 C1"
-
-
-@pytest.mark.parametrize("link_s", [1.0, 9.0])
-def test_what_a_pass_waits_for(link_s):
-    """Of a fused operation what it would take without its rows is computation; what it takes longer, its link."""
-    plan = Plan.parse(SHARDED)
-    seconds = {task: 0.5 if task.kind in LINKS else max(3.0, link_s) for task in plan}
-    overlap = Overlap({"intra": LinkUse(link_s, max(0.0, 3.0 - link_s))}, 3.0)
-    costs = Durations(seconds, 1.0, dict.fromkeys(plan.fused, overlap))
-    timeline = simulate(plan, costs)
-    (found,) = stretches(plan, timeline, costs.overlaps(plan))
-    waits = found.waits_s
-    assert sum(waits.values()) == pytest.approx(found.seconds) and found.degree == 2
-    assert waits["compute"] == 6.0 and waits["inter"] == 1.0
-    # Two reduce-scatters follow; one of them is on the path with the last combine, or both.
-    assert waits["intra"] == pytest.approx(2 * (max(3.0, link_s) - 3.0) + 1.0)
-    assert found.bound_by == ("intra" if link_s > 3 else "compute")
-    (blind,) = stretches(plan, timeline)  # nothing known: it computes
-    assert blind.waits_s["compute"] == 2 * max(3.0, link_s)
-
-
-@pytest.mark.parametrize("contention", [1.0, 0.6])
-def test_the_path_has_no_gap_and_explains_the_whole_step(contention):
-    rng = random.Random()
-    for _ in range(20):
-        costs = with_fused(rng, random_costs(rng, contention))
-        plan = rng.choice([random_plan(rng, costs), POLICIES["fused"].plan(costs)])
-        timeline, overlaps = simulate(plan, costs), costs.overlaps(plan)
-        path = critical_path(plan, timeline)
-        assert path[0].start_s == 0 and path[-1].end_s == timeline.end_s
-        for one, following in zip(path, path[1:], strict=False):
-            assert one.end_s == pytest.approx(following.start_s, abs=1e-12)
-        times = at_work(path, overlaps)
-        whole_s = sum(end - start for found in times.values() for start, end in found)
-        assert whole_s == pytest.approx(timeline.end_s)
-        assert all(end >= start for found in times.values() for start, end in found)
-        for stretch in stretches(plan, timeline, overlaps):
-            assert sum(stretch.waits_s.values()) == pytest.approx(stretch.seconds)
-
-
-def test_only_what_is_on_the_path_makes_the_step_shorter():
-    rng = random.Random()
-    for _ in range(20):
-        costs = with_fused(rng, random_costs(rng, 1.0))
-        plan = random_plan(rng, costs)
-        seconds = {task: rng.uniform(0.5, 2) for task in plan}
-        path = critical_path(plan, simulate(plan, Durations(seconds)))
-        names = {(span.kind, span.chunk, span.layer, span.phase) for span in path}
-        elsewhere = {task: s * (1 if task[:4] in names else 0.5) for task, s in seconds.items()}
-        assert makespan(plan, Durations(elsewhere)) == pytest.approx(makespan(plan, Durations(seconds)))
-
-
-def test_a_predicted_timeline_has_each_task_once_on_all_it_occupies():
-    plan = Plan.parse(SHARDED)
-    timeline = simulate(plan, Durations(dict.fromkeys(plan, 1.0)))
-    assert len(timeline.spans) == len(plan) == 8
-    for span in timeline.spans:
-        assert span.resources == resources_of(span.kind) == plan.resources[Task(span.kind, span.chunk)]
-    assert timeline.busy_s("intra") == 4 and timeline.busy_s("compute") == 2
-    assert timeline.totals_s()["all-gather-expert"] == 2.0

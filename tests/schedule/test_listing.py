@@ -7,28 +7,25 @@ from collections.abc import Sequence
 
 import pytest
 
-from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.listing import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE, Task, road_with, weight_gradient
+from fusedmoe.schedule.task import LINKS, PIPELINE, Task, weight_gradient
 from fusedmoe.schedule.timeline import RESOURCES
 
 GRADIENT = "gradient-all-reduce"
 
 
-def random_tasks(rng: random.Random, fused: float = 0.0) -> list[Task]:
-    """A step of a few layers, in micro-batches or not, some parts missing, gradients in pieces; `fused`: how often
-    passes have fused operations."""
+def random_tasks(rng: random.Random) -> list[Task]:
+    """A step of a few layers, in micro-batches or not, some parts missing, gradients in pieces."""
     layers, degree = rng.randint(1, 3), rng.randint(1, 3)
     parts = [kind for kind in PIPELINE if rng.random() < 0.8]
-    roads = [parts, *(road for road in (road_with(kind, parts) for kind in FUSED) if road is not None)]
     whole = rng.random() < 0.3
     tasks = []
     for phase in ("forward", "backward"):
         for layer in range(layers) if phase == "forward" else reversed(range(layers)):
-            for kind in ("attention", *(rng.choice(roads) if rng.random() < fused else parts)):
+            for kind in ("attention", *parts):
                 chunks = [None] if whole and kind == "attention" else range(degree)
                 tasks += [Task(kind, chunk, layer, phase) for chunk in chunks]
                 if phase == "backward" and weight_gradient(kind) == "weight-gradient" and rng.random() < 0.5:
@@ -43,11 +40,10 @@ def random_seconds(rng: random.Random, tasks: list[Task]) -> dict[Task, float]:
     return {task: rng.choice([0.0, 1.0, rng.random(), 10 ** rng.uniform(-3, 1)]) for task in tasks}
 
 
-@pytest.mark.parametrize("fused", [0.0, 0.7])
-def test_every_task_is_there_once_and_nobody_waits_without_need(fused):
+def test_every_task_is_there_once_and_nobody_waits_without_need():
     rng = random.Random()
     for _ in range(150):
-        tasks = random_tasks(rng, fused)
+        tasks = random_tasks(rng)
         seconds = random_seconds(rng, tasks)
         plan = list_plan(tasks, seconds)
         assert sorted(map(str, plan)) == sorted(map(str, tasks))
@@ -87,39 +83,6 @@ def test_it_is_as_good_as_any_order_of_a_small_step():
             best = min(best, makespan(plan, Durations(seconds)))
         over_best.append(makespan(list_plan(tasks, seconds), Durations(seconds)) / best)
     require_good(over_best)
-
-
-def test_fused_operations_are_as_good_as_any_order_of_a_small_step():
-    """Two chunks of one, and a gradient of the layer before, by brute force over both orders that it stands in."""
-    rng, over_best = random.Random(), []
-    for _ in range(12):
-        links = [Task(kind, chunk) for kind in ("dispatch", "combine") for chunk in (0, 1)]
-        fused = [Task("all-gather-expert-reduce-scatter", chunk) for chunk in (0, 1)]
-        attention = Task("attention", None, 1)
-        links.append(Task(GRADIENT, 0, 1, "backward", 256))
-        seconds = {task: rng.random() for task in (*links, *fused, attention)}
-        best = float("inf")
-        for inter, turn, place in itertools.product(itertools.permutations(links), (1, -1), range(3)):
-            compute = list(fused[::turn])
-            compute.insert(place, attention)
-            try:
-                plan = Plan.of({"compute": compute, "intra": fused[::turn], "inter": inter})
-            except ConfigError:
-                continue
-            best = min(best, makespan(plan, Durations(seconds)))
-        over_best.append(makespan(list_plan(seconds, seconds), Durations(seconds)) / best)
-    require_good(over_best)
-
-
-@pytest.mark.parametrize(("combine_s", "first"), [(5.0, "reduce-scatter"), (0.0, "all-gather-expert")])
-def test_a_fused_operation_starts_when_nothing_on_its_link_is_more_urgent(combine_s, first):
-    """On the reduce-scatter hangs a combine, a long one or none; what else is left for compute waits for nothing."""
-    fused, other = Task("all-gather-expert", 0, 3, None), Task("gate", None, 4, None)
-    took = {fused: 2.0, Task("reduce-scatter", 0): 1.0, Task("combine", 0): combine_s, other: 0.5}
-    plan = list_plan(took, took)
-    assert plan.intra[0].kind == first
-    assert plan.compute == ((other, fused) if first == "reduce-scatter" else (fused, other))
-    assert makespan(plan, Durations(took)) == (6.0 if first == "reduce-scatter" else 3.0)
 
 
 def test_what_most_hangs_on_goes_first():

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.degree import choose_degree
-from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.partition import Partition, Way, fill_free, piece_s, search, spread_rest, ways
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts

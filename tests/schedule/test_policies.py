@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.gradient import gradient_ranges
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LINA_BYTES, POLICIES, TUTEL_DEGREES

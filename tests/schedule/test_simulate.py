@@ -13,25 +13,31 @@ from fusedmoe.schedule.orders import one_queue, three_queues
 from fusedmoe.schedule.passes import ChunkTimes, one_queue_s, pass_bound_s, three_queues_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.task import PIPELINE, Task, resources_of
 from fusedmoe.schedule.text import name
+from fusedmoe.schedule.timeline import RESOURCES
 from tests.schedule.plans import ORDERS, random_costs, random_plan
 
 PARTS = {"all": PIPELINE, "no shards": ("dispatch", "expert", "combine"), "one node": PIPELINE[1:4]}
 
 
 def by_definition(plan: Plan, seconds, contention) -> dict[Task, tuple[Fraction, Fraction]]:
-    """The simulator's definition, in exact numbers: step from event to event, look at every task each time."""
+    """The simulator's definition, in exact numbers: step from event to event, look at every task each time.
+
+    A task runs when it is at the head of all of its resources; by the first of them it is computation or on a link.
+    """
     share = Fraction(contention)
     left = {task: Fraction(seconds[task]) for task in plan}
     started: dict[Task, Fraction] = {}
     ended: dict[Task, Fraction] = {}
     now = Fraction(0)
     while len(ended) < len(plan):
+        heads = {r: next((task for task in plan.on(r) if task not in ended), None) for r in RESOURCES}
         running = {}
-        for resource in ("compute", "intra", "inter"):
-            head = next((task for task in plan.on(resource) if task not in ended), None)
-            if head is not None and all(one in ended for one in plan.dependencies[head]):
+        for resource, head in heads.items():
+            on = plan.resources.get(head, ())
+            first = on[:1] == (resource,) and all(heads[other] == head for other in on)
+            if head is not None and first and all(one in ended for one in plan.dependencies[head]):
                 running[resource] = head
                 started.setdefault(head, now)
         both = "intra" in running and "inter" in running
@@ -63,7 +69,7 @@ def test_simulation_equals_its_definition(seed, contention):
     found = {(s.kind, s.chunk, s.layer, s.phase): s for s in timeline.spans}
     for task, (start, end) in expected.items():
         span = found[task[:4]]
-        assert span.resources == plan.resources[task]
+        assert span.resources == resources_of(task.kind)
         assert span.start_s == pytest.approx(float(start), rel=1e-9, abs=1e-12)
         assert span.end_s == pytest.approx(float(end), rel=1e-9, abs=1e-12)
     assert makespan(plan, Durations(seconds, contention)) == timeline.end_s
@@ -206,8 +212,7 @@ def test_spans_keep_the_plan_s_order():
     rng = random.Random()
     plan = random_plan(rng, random_costs(rng))
     timeline = simulate(plan, Durations({task: 0.1 + rng.random() for task in plan}, 0.6))
-    for resource in timeline.resources:
-        spans = timeline.on(resource)
-        words = [name(task) for task in plan.on(resource)]
-        assert [name(Task(s.kind, s.chunk, s.layer, s.phase)) for s in spans] == words
-        assert all(a.end_s <= b.start_s + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+    spans = {name(Task(s.kind, s.chunk, s.layer, s.phase)): s for s in timeline.spans}
+    for resource in RESOURCES:
+        own = [spans[name(task)] for task in plan.on(resource)]
+        assert all(one.end_s <= following.start_s for one, following in zip(own, own[1:], strict=False))

@@ -4,8 +4,8 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.materialise import overlap_degree
+from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Durations, Line
-from fusedmoe.schedule.fused import Chunks
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate

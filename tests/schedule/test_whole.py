@@ -142,6 +142,13 @@ def test_policies_asked_for_together_are_those_asked_for_one_by_one():
     assert len({total for _, total in told}) == 1 and told[-1][0] == told[-1][1]
 
 
+def test_progress_is_told_to_the_end():
+    told: list[tuple[int, int]] = []
+    WholeModel(random_stack(random.Random(), 2), 4, None, lambda *of: told.append(of)).plan("joint")
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert len({total for _, total in told}) == 1 and told[-1][0] == told[-1][1]
+
+
 @pytest.mark.parametrize(("samples", "allowed"), [(1, {1}), (4, {1, 2, 4}), (5, {1, 5}), (6, {1, 2, 3, 6})])
 def test_micro_batches_have_equally_many_samples(samples, allowed):
     layer = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=1).layer_costs(TESTBEDS["B"].costs)

@@ -21,8 +21,8 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
+from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.runtime.streams import Streams
-from fusedmoe.schedule.task import PIPELINE
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.tutel.impls.choice import Choice
 from fusedmoe.tutel.impls.scale import scaled
@@ -188,7 +188,7 @@ class Road:
             else:
                 schedule = Schedule("tutel", degrees=(degree, degree))
             assert schedule is not None
-            kinds = PIPELINE if topology.esp.size > 1 else ("dispatch", "expert", "combine")
+            kinds = runnable_kinds(Here(topology.ep.size, topology.esp.size), "itself")
             plans = schedule.plans(kinds, workload, costs, any_degree=any_degree)
             require_same_plans(topology, plans)
             self._plans[key] = plans

@@ -1,0 +1,79 @@
+"""schedule="fused": between collectives and kernels that send by themselves a layer chooses by cost, among what it can
+run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fusedmoe.layers.schedule import SCHEDULES, Schedule
+from fusedmoe.schedule.cost import CostModel, FusedCosts, Line
+from fusedmoe.schedule.fused import fused_s
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import any_order
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.task import FUSED, PIPELINE
+from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.workload import Workload
+
+OVER_EXPERTS = (Workload(1, 4096, 1024, 4096, 8, ep=8), PIPELINE[::2], "dispatch-expert-combine")
+OVER_SHARDS = (Workload(1, 4096, 1024, 4096, 8, esp=4), PIPELINE, "all-gather-expert-reduce-scatter")
+
+
+def costs_of(link: Line, gemm: Line, signal_s: float, tile_rows: int = 128) -> CostModel:
+    lines = dict.fromkeys(("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp"), link)
+    return CostModel({**lines, "gemm": gemm}, fused=FusedCosts(tile_rows, {"intra": signal_s, "inter": signal_s}))
+
+
+@pytest.mark.parametrize("where", [OVER_EXPERTS, OVER_SHARDS], ids=["experts", "shards"])
+@pytest.mark.parametrize(
+    ("what", "costs", "chosen"),
+    [
+        # Links take longer: two chunks already hide the experts, and only starts are to be saved.
+        ("link-bound, starts are cheap", costs_of(Line(0.0, 1e-9), Line(0.0, 1e-12), 1e-2), False),
+        ("link-bound, starts are dear", costs_of(Line(3e-2, 1e-9), Line(1e-6, 1e-12), 1e-6), True),
+        ("link-bound, signals are dear, too", costs_of(Line(3e-2, 1e-9), Line(1e-6, 1e-12), 9e-2), False),
+        # Experts take longer: of chunks the first and the last are bare, of tiles as well, but these are smaller.
+        ("compute-bound, starts are dear", costs_of(Line(3e-3, 1e-10), Line(1e-6, 1e-11), 1e-6), True),
+        ("compute-bound, tiles are large", costs_of(Line(1e-6, 1e-10), Line(1e-9, 1e-11), 1e-6, 4096), False),
+        ("nothing costs anything", costs_of(Line(0.0, 0.0), Line(0.0, 0.0), 0.0), False),
+    ],
+)
+def test_the_choice_flips_where_it_should(
+    what: str, costs: CostModel, chosen: bool, where: tuple[Workload, tuple[str, ...], str]
+) -> None:
+    workload, parts, kind = where
+    plans = Schedule("fused", costs=costs).plans((*parts, kind), workload)
+    for plan in (plans.forward, plans.backward):
+        assert {task.kind for task in plan} == ({kind} if chosen else set(parts)), what
+        assert plan == Plan.parse(str(plan))
+    assert not chosen or len(plans.forward) == len(plans.backward) == 1  # more chunks only add starts and tiles
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("off", "auto")])
+def test_plans_have_only_what_the_layer_can_run(schedule: str) -> None:
+    """Whatever the costs say, by hand as well; and "fused" where it can by what is shorter."""
+    rng, seen = random.Random(), set()
+    for _ in range(20):
+        workload, parts, kind = rng.choice([OVER_EXPERTS, OVER_SHARDS])
+        link = Line(10 ** rng.uniform(-6, -2), 10 ** rng.uniform(-11, -9))
+        gemm = Line(1e-6, 10 ** rng.uniform(-13, -11))
+        costs = costs_of(link, gemm, 10 ** rng.uniform(-6, -2))
+        by_costs, by_hand = Schedule(schedule, costs=costs, limit=4), Schedule(schedule, degrees=(3, 3))
+        for kinds in (parts, (*parts, kind)):
+            for how in (by_costs, by_hand):
+                plans = how.plans(kinds, workload)
+                found = {task.kind for plan in (plans.forward, plans.backward) for task in plan}
+                assert found in (set(parts), {kind}) and found <= set(kinds)
+                assert FUSED.keys().isdisjoint(found) or schedule == "fused"
+                seen |= found & FUSED.keys()
+        if schedule == "fused":
+            stack = workload.step_costs(costs, [0], parts)
+            alone = fused_s(kind, workload, costs)
+            assert alone is not None
+            rest_s = sum(stack.layers[0].dense_total_s(phase) for phase in PHASES)
+            shorter = sum(alone.values()) + rest_s < makespan(any_order(stack, 4), stack)
+            took = by_costs.plans((*parts, kind), workload)
+            assert ({task.kind for task in took.forward} == {kind}) == shorter
+    assert bool(seen) == (schedule == "fused")
