@@ -211,8 +211,8 @@ class ShardedExperts:
         other = next((load_LE.shape for load_LE in history if shape and load_LE.shape != shape), None)
         if other is not None:
             raise ConfigError(
-                f"ShardedExperts: this state is of {other[0]} layers with {other[1]} experts each, and the model has "
-                f"{len(self._layers)} with {self._layers[0].placement.experts}. Load what was saved beside this model."
+                f"ShardedExperts: this state has loads of {list(other)} layers and experts, and the model has "
+                f"{list(shape or ())}. Load what was saved beside this model."
             )
         self.iteration = iteration
         if not self._layers:
