@@ -1,0 +1,91 @@
+"""The benchmarks of kernels and passes, in processes that are watched; where one hangs or dies another goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.gpu.part import SILENCE_S, Outcome, Place
+from bench.gpu.results import document, save
+from bench.gpu.shapes import SHAPES
+from bench.gpu.spool import Spool
+
+SUITES = {"kernels": "bench/bench_gpu_kernels.py", "passes": "bench/bench_gpu_passes.py"}
+# A process is not started with less, and has this much less time than is left, for starting and the last ceilings.
+_LEAST_S, _ASIDE_S = 20.0, 12.0
+
+
+def measure(place: Place, suite: str, silence_s: float = SILENCE_S) -> Outcome:
+    """Runs a suite, again where a process hung or died, without what hung; results are kept after every shape."""
+    spool_file = rows_file(place)
+    tried, seen = 0, -1
+    # Whoever begins nothing new will not the next time either.
+    while place.left > _LEAST_S and tried != seen:
+        seen = tried
+        begun = len(Spool(spool_file).records)
+        command = ["-m", "pytest", SUITES[suite], *_OPTIONS, "--spool", str(spool_file)]
+        command += ["--seconds", str(place.left - _ASIDE_S)]
+        ended = place.run(command, silence_s=silence_s, sign=_keeper(place, spool_file))
+        spool = Spool(spool_file)
+        for work in [work for work in spool.unfinished() if work in spool.records[begun:]]:
+            word = f"did not come back: {ended.why or f'its process ended with {ended.code}'}"
+            place.log.say(f"{place.who}: {work['name']} at {work['shape']} {word}")
+            spool.add("skipped", **{key: work[key] for key in ("suite", "shape", "name")}, word=word)
+        keep(place)
+        tried = len(spool.of("begin"))
+        if not any(spool.is_open(suite, shape.name) for shape in SHAPES):
+            break
+    return _judge(Spool(spool_file), suite)
+
+
+def rows_file(place: Place) -> Path:
+    """Rows as they come: what is left where everything is killed. They go on where they are."""
+    return place.out / "gpu-rows.jsonl"
+
+
+def keep(place: Place) -> Path | None:
+    """Writes the results so far, always under the name of their beginning; None where there are none yet."""
+    spool = Spool(rows_file(place))
+    if not spool.of("row") or not spool.of("ceilings"):
+        return None
+    checks = [{"name": name, "result": found.result, "word": found.word} for name, found in place.done.items()]
+    found = document(spool, checks, SHAPES)
+    return save({**found, **({"rehearsal": True} if place.rehearsal else {})}, place.out)
+
+
+def _keeper(place: Place, spool_file: Path) -> Callable[[], int]:
+    """The size of the spool, a sign of life; results are written where another shape is done."""
+    kept = [len(Spool(spool_file).of("done"))]
+
+    def sign() -> int:
+        size = spool_file.stat().st_size if spool_file.exists() else 0
+        if size != sizes[0]:
+            sizes[0] = size
+            done = len(Spool(spool_file).of("done"))
+            if done > kept[0]:
+                kept[0] = done
+                keep(place)
+        return size
+
+    sizes = [-1]
+    return sign
+
+
+def _judge(spool: Spool, suite: str) -> Outcome:
+    done = [shape.name for shape in SHAPES if spool.is_done(suite, shape.name)]
+    failed = {record["shape"]: record["word"] for record in spool.of("failed") if record["suite"] == suite}
+    failed |= {
+        shape.name: "its process ended twice" for shape in SHAPES if spool.stops(suite, shape.name) > 1
+    }
+    wrong = [f"{record['name']} at {record['shape']}" for record in spool.of("wrong") if record["suite"] == suite]
+    missing = [shape.name for shape in SHAPES if shape.name not in done and shape.name not in failed]
+    words = [f"{len(done)} of {len(SHAPES)} shapes"]
+    words += [f"failed: {', '.join(failed)}"] * bool(failed) + [f"wrong: {', '.join(wrong)}"] * bool(wrong)
+    words += [f"not measured: {', '.join(missing)}"] * bool(missing)
+    result = "failed" if failed or wrong else "unfinished" if missing else "passed"
+    return Outcome(result, "; ".join(words), json.dumps(failed, indent=1) if failed else "")
+
+
+# pytest-timeout is off: the time is watched here.
+_OPTIONS = ("-q", "-s", "--no-header", "-p", "no:cacheprovider", "--timeout", "0", "--benchmark-quiet")
