@@ -42,11 +42,12 @@ _SECONDS = 1.0
 
 def untuned(capability: Capability | None) -> Choose:
     """The choice by the table alone; capability None: of the interpreter."""
-    known = partial(_candidates, capability)
+    known = partial(by_table, capability)
     return lambda key, launch: by_shape(known(key), key.rows, key.depth)[0]
 
 
-def _candidates(capability: Capability | None, key: Key) -> Sequence[Candidate]:
+def by_table(capability: Capability | None, key: Key) -> Sequence[Candidate]:
+    """The configurations that the table has for a key."""
     variant = key.variant
     return candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even)
 
@@ -205,7 +206,7 @@ def tuner(device: torch.device) -> Tuner:
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
     folder = default_folder()
     return Tuner(
-        partial(_candidates, capability),
+        partial(by_table, capability),
         lambda variant, config: check(variant, config, device),
         partial(_measure, device),
         Record(None if folder is None else folder / f"grouped-{name}-{_sources()}.json"),
