@@ -61,27 +61,35 @@ class Place:
     """What a part works with.
 
     Attributes:
-        out: the folder for results; scratch: one that is gone afterwards.
+        stem: path that the names of all files with results begin with; scratch: a folder that is gone afterwards.
         cores: processes that may compute at once.
         rehearsal: no GPU is there: the same code at tiny sizes on the CPU, with times that are none.
+        environment: variables of all processes.
+        done: how earlier parts went, by name.
         who: the part. deadline: of it, by `time.monotonic()`.
     """
 
-    out: Path
+    stem: Path
     scratch: Path
     log: Log
     cores: int
     rehearsal: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    done: dict[str, Outcome] = field(default_factory=dict)
     who: str = ""
     deadline: float = float("inf")
+
+    def file(self, ending: str) -> Path:
+        """One for results."""
+        return self.stem.with_name(self.stem.name + ending)
 
     @property
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def during(self, who: str, seconds: float) -> Place:
-        return replace(self, who=who, deadline=min(self.deadline, time.monotonic() + seconds))
+    def of(self, who: str, deadline: float) -> Place:
+        """The same for one part."""
+        return replace(self, who=who, deadline=deadline)
 
     def run(
         self,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.gpu.part import SILENCE_S, Outcome, Place
 from bench.gpu.results import document, save
-from bench.gpu.shapes import SHAPES
+from bench.gpu.rehearsal import pretending, shapes_of
+from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
 
 SUITES = {"kernels": "bench/bench_gpu_kernels.py", "passes": "bench/bench_gpu_passes.py"}
@@ -26,7 +27,7 @@ def measure(place: Place, suite: str, silence_s: float = SILENCE_S) -> Outcome:
         begun = len(Spool(spool_file).records)
         command = ["-m", "pytest", SUITES[suite], *_OPTIONS, "--spool", str(spool_file)]
         command += ["--seconds", str(place.left - _ASIDE_S)]
-        ended = place.run(command, silence_s=silence_s, sign=_keeper(place, spool_file))
+        ended = place.run(command, pretending(place, suite), silence_s=silence_s, sign=_keeper(place, spool_file))
         spool = Spool(spool_file)
         for work in [work for work in spool.unfinished() if work in spool.records[begun:]]:
             word = f"did not come back: {ended.why or f'its process ended with {ended.code}'}"
@@ -34,14 +35,14 @@ def measure(place: Place, suite: str, silence_s: float = SILENCE_S) -> Outcome:
             spool.add("skipped", **{key: work[key] for key in ("suite", "shape", "name")}, word=word)
         keep(place)
         tried = len(spool.of("begin"))
-        if not any(spool.is_open(suite, shape.name) for shape in SHAPES):
+        if not any(spool.is_open(suite, shape.name) for shape in shapes_of(place)):
             break
-    return _judge(Spool(spool_file), suite)
+    return _judge(Spool(spool_file), suite, shapes_of(place))
 
 
 def rows_file(place: Place) -> Path:
     """Rows as they come: what is left where everything is killed. They go on where they are."""
-    return place.out / "gpu-rows.jsonl"
+    return place.file(".rows.jsonl")
 
 
 def keep(place: Place) -> Path | None:
@@ -50,8 +51,8 @@ def keep(place: Place) -> Path | None:
     if not spool.of("row") or not spool.of("ceilings"):
         return None
     checks = [{"name": name, "result": found.result, "word": found.word} for name, found in place.done.items()]
-    found = document(spool, checks, SHAPES)
-    return save({**found, **({"rehearsal": True} if place.rehearsal else {})}, place.out)
+    found = document(spool, checks, shapes_of(place))
+    return save(found | ({"rehearsal": True} if place.rehearsal else {}), place.stem.parent)
 
 
 def _keeper(place: Place, spool_file: Path) -> Callable[[], int]:
@@ -72,15 +73,15 @@ def _keeper(place: Place, spool_file: Path) -> Callable[[], int]:
     return sign
 
 
-def _judge(spool: Spool, suite: str) -> Outcome:
-    done = [shape.name for shape in SHAPES if spool.is_done(suite, shape.name)]
+def _judge(spool: Spool, suite: str, shapes: Sequence[Shape]) -> Outcome:
+    done = [shape.name for shape in shapes if spool.is_done(suite, shape.name)]
     failed = {record["shape"]: record["word"] for record in spool.of("failed") if record["suite"] == suite}
     failed |= {
-        shape.name: "its process ended twice" for shape in SHAPES if spool.stops(suite, shape.name) > 1
+        shape.name: "its process ended twice" for shape in shapes if spool.stops(suite, shape.name) > 1
     }
     wrong = [f"{record['name']} at {record['shape']}" for record in spool.of("wrong") if record["suite"] == suite]
-    missing = [shape.name for shape in SHAPES if shape.name not in done and shape.name not in failed]
-    words = [f"{len(done)} of {len(SHAPES)} shapes"]
+    missing = [shape.name for shape in shapes if shape.name not in done and shape.name not in failed]
+    words = [f"{len(done)} of {len(shapes)} shapes"]
     words += [f"failed: {', '.join(failed)}"] * bool(failed) + [f"wrong: {', '.join(wrong)}"] * bool(wrong)
     words += [f"not measured: {', '.join(missing)}"] * bool(missing)
     result = "failed" if failed or wrong else "unfinished" if missing else "passed"

@@ -24,7 +24,7 @@ from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.gather_sum import take_slots
 from fusedmoe.kernels.order import define_layout
 from fusedmoe.kernels.weights import Weights
-from tests.bench.fakes import TINY
+from bench.gpu.rehearsal import TINY
 
 CPU = torch.device("cpu")
 

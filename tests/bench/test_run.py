@@ -14,7 +14,7 @@ from bench.gpu.results import document
 from bench.gpu.run import Run
 from bench.gpu.spool import Spool
 from bench.gpu.spread import PARTS
-from tests.bench.fakes import TINY
+from bench.gpu.rehearsal import TINY
 
 
 def test_spool(tmp_path: Path) -> None:
