@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ class Place:
         rehearsal: no GPU is there: the same code at tiny sizes on the CPU, with times that are none.
         environment: variables of all processes.
         done: how earlier parts went, by name.
+        stop: set where the run is ended: all processes are.
         who: the part. deadline: of it, by `time.monotonic()`.
     """
 
@@ -76,6 +78,7 @@ class Place:
     rehearsal: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     done: dict[str, Outcome] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
     who: str = ""
     deadline: float = float("inf")
 
@@ -115,7 +118,8 @@ class Place:
         who = f"{self.who} {who}".rstrip()
         self.log.note(f"$ {' '.join(arguments)}", who)
         process = Process(arguments, {**self.environment, **(environment or {})})
-        ended = watch(process, max(1.0, self.left), silence_s, lambda text: self.log.note(text, who), sign)
+        hear = partial(self.log.note, who=who)
+        ended = watch(process, max(1.0, self.left), silence_s, hear, sign, self.stop.is_set)
         how = f"ended: {ended.why}" if ended.code is None else f"exit status {ended.code}"
         self.log.note(f"{how}, {ended.seconds:.1f} s", who)
         return ended

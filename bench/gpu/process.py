@@ -77,8 +77,10 @@ def watch(
     silence_s: float | None = None,
     hear: Callable[[str], object] = lambda text: None,
     sign: Callable[[], object] = lambda: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Ended:
-    """Waits for the end of a process, which is ended after `seconds`, or `silence_s` after its last sign of life.
+    """Waits for the end of a process, which is ended after `seconds`, once `stop()`, or `silence_s` after its last sign
+    of life.
 
     A sign is output, which `hear` is told as it comes, or that `sign()` is another than before.
     """
@@ -96,6 +98,8 @@ def watch(
                 return process.ended(kill=True, why=f"its time was up, {seconds:.0f} s")
             if silence_s is not None and time.monotonic() - last > silence_s:
                 return process.ended(kill=True, why=f"no sign of life for {silence_s:.0f} s")
+            if stop():
+                return process.ended(kill=True, why="the run was ended")
             time.sleep(0.1)
     except BaseException:
         process.ended(kill=True)
