@@ -14,6 +14,8 @@ _TEST_S = 90
 _SILENCE_S = _TEST_S + 15.0
 # Processes that one share of the tests may use up; beyond that something else is wrong.
 _TRIES = 6
+# Exit statuses of pytest: a file cannot be imported, an option is wrong.
+_UNUSABLE = (2, 4)
 # The last one: when the time was up, which is not its fault.
 _RESULTS = ("passed", "skipped", "failed", "did not end", "was running")
 
@@ -42,6 +44,8 @@ def _share(place: Place, paths: Sequence[str], index: int, count: int, most: int
             result = "did not end" if place.left > 0 else "was running"
             spool.add("end", name=work["name"], result=result, text=f"{how}\n{ended.output[-4000:]}")
         collected = spool.of("collected")
+        if ended.code in _UNUSABLE:
+            break
         if place.left < 1 or (collected and len(spool.of("begin")) >= collected[0]["count"]):
             return spool.records
         if len(spool.of("begin")) == begun:  # it does not get as far as a test

@@ -17,7 +17,8 @@ _PATIENCE_S = 10.0
 
 
 class Ended(NamedTuple):
-    """`code`: the exit status, None if it was ended here, and `why` it was; `output`: what it wrote to both streams."""
+    """`code`: the exit status, None if it was ended here, and `why` it was; `output`: what it wrote (to both streams),
+    if it was kept."""
 
     code: int | None
     output: str
@@ -28,7 +29,10 @@ class Ended(NamedTuple):
 class Process:
     """A process in the repository's root, in a group of its own, so that none of its children outlives it."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, show: bool = False
+    ) -> None:
+        """`show`: its output goes where ours goes, and is not kept."""
         self._start = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `ended`
         self._heard = 0
@@ -37,8 +41,8 @@ class Process:
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
+            stdout=None if show else self._output,
+            stderr=None if show else subprocess.STDOUT,
             process_group=0,
         )
 

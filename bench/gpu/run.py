@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     signal.signal(signal.SIGTERM, _end)
-    name = options.step or ("rehearsal" if options.rehearse else "all")
+    name = options.step or ("everything" if options.rehearse else "all")
     plan = PLANS[name] if name in PLANS else every_part()
     plan = plan if options.minutes is None else plan._replace(minutes=options.minutes)
     with tempfile.TemporaryDirectory() as scratch:
