@@ -1,7 +1,7 @@
 """Everything that the benchmark will launch at the eight shapes, compiled in parallel before anything is timed.
 
-`python -m bench.gpu.precompile --target 90`: a line as each kernel is done, which is a sign of life, and at the end what
-the first shape and all shapes take. Kernels lie in Triton's cache afterwards, where the launches look for them.
+`python -m bench.gpu.precompile --target 90`: a line as each kernel is done, which is a sign of life. Kernels lie in
+Triton's cache afterwards, where the launches look for them.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def estimate(wanted: Mapping[str, Sequence[Launch]], done: Sequence[Compiled], w
         return [took.get(launch, usual.get(launch.kernel, every)) for launch in several]
 
     first, *_ = wanted.values()
+    everything = [launch for several in wanted.values() for launch in several]
     return {
         "measured": len(took),
         "mean_s": round(every, 2),
         "workers": workers,
         "first_shape_s": round(makespan_s(seconds_of(first), workers), 1),
         "first_shape_on_one_core_s": round(sum(seconds_of(first)), 1),
-        "all_shapes_s": round(makespan_s(seconds_of(one for several in wanted.values() for one in several), workers), 1),
+        "all_shapes_s": round(makespan_s(seconds_of(everything), workers), 1),
     }
 
 
@@ -90,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = launches(options.target or _target())
     kernels = [launch for several in wanted.values() for launch in several]
     counts = {name: len(several) for name, several in wanted.items()}
-    print(f"{len(kernels)} kernels, new at each shape: {counts}; {time.monotonic() - start:.1f} s to find them", flush=True)
+    found_s = time.monotonic() - start
+    print(f"{len(kernels)} kernels, new at each shape: {counts}; {found_s:.1f} s to find them", flush=True)
     if options.seconds is not None:  # of each kernel some, so that little time tells of all
         kernels = _spread(kernels)
     done: list[Compiled] = []

@@ -1,4 +1,4 @@
-"""`make bench-gpu`: the parts of a plan within its time. None stops another, and what is known is written as it comes."""
+"""`make bench-gpu`: the parts of a plan within its time. None stops another; what is known is written as it comes."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ class Run:
 def _compiling(found: Mapping[str, Any]) -> str:
     per_shape = ", ".join(f"{name} {count}" for name, count in found["by_shape"].items())
     return (
-        f"compile: {found['kernels']} kernels ({per_shape}); {found['measured']} measured, {found['mean_s']} s each; on "
-        f"{found['workers']} processes the first shape takes {found['first_shape_s']} s (on one "
+        f"compile: {found['kernels']} kernels ({per_shape}); {found['measured']} measured, {found['mean_s']} s each; "
+        f"on {found['workers']} processes the first shape takes {found['first_shape_s']} s (on one "
         f"{found['first_shape_on_one_core_s']} s), all shapes {found['all_shapes_s']} s"
     )
 
@@ -191,7 +191,8 @@ def _end(signum: int, frame: FrameType | None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     names = list(dict.fromkeys(part.name for plan in PLANS.values() for together in plan.rounds for part in together))
-    steps = "; ".join(f"{name}: {plan.about}, {plan.minutes:g} minutes" for name, plan in PLANS.items() if name != "all")
+    steps = [name for name in PLANS if name != "all"]
+    told = "; ".join(f"{name}: {PLANS[name].about}, {PLANS[name].minutes:g} minutes" for name in steps)
     parser = argparse.ArgumentParser(
         prog="make bench-gpu ARGS=…",
         description="Checks the kernels on this machine's GPU, then measures them and whole passes at eight shapes "
@@ -199,9 +200,9 @@ def _parser() -> argparse.ArgumentParser:
         "compiled before, in parallel. A part that fails, hangs or dies is named and stops no other. Writes results, "
         "a summary (.json, .txt) and a log under --out as they come.",
         epilog="Nothing else should run on the GPU meanwhile. The largest shapes take about 60 GB of it, by estimate. "
-        f"Steps for a GPU that is new: {steps}.",
+        f"Steps for a GPU that is new: {told}.",
     )
-    parser.add_argument("--step", choices=[name for name in PLANS if name != "all"], help="one step alone, see below")
+    parser.add_argument("--step", choices=steps, help="one step alone, see below")
     parser.add_argument("--minutes", type=float, help="for everything (default 8.5, or the step's); the parts share it")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: bench/results)")
     parser.add_argument("--skip", nargs="+", default=[], metavar="PART", choices=names, help=f"any of {names}")

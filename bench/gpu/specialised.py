@@ -1,7 +1,7 @@
 """Products with specialised warps, which may stall or take the GPU from their process: checked and timed at last.
 
-`python -m bench.gpu.specialised --spool FILE`, a process of its own: first whether they are right, then, shape by shape,
-beside the form that has been chosen without them. One that fails is named "not used", and nothing else is lost.
+`python -m bench.gpu.specialised --spool FILE`, a process of its own: first whether they are right, then, shape by
+shape, beside the form that has been chosen without them. One that fails is named "not used", and nothing else is lost.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from bench.gpu.case import Case
 from bench.gpu.clock import Clock, Step, Times
 from bench.gpu.kernels import PASSES, kernel_costs, pass_costs
@@ -68,7 +66,8 @@ def ready_layers(case: Case, makers: Mapping[str, Maker], right: Reference, spoo
                     raise
                 if name in OURS and not isinstance(error, Unavailable):
                     spool.add("wrong", suite="passes", shape=case.shape.name, name=name)
-                word = str(error) if isinstance(error, Unavailable | WrongResult) else f"{type(error).__name__}: {error}"
+                known = isinstance(error, Unavailable | WrongResult)
+                word = str(error) if known else f"{type(error).__name__}: {error}"
                 spool.add("skipped", suite="passes", shape=case.shape.name, name=name, word=word.splitlines()[0])
                 if not gpu_works():
                     spool.add("lost", suite="passes", shape=case.shape.name, name=name)

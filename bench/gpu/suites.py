@@ -7,34 +7,38 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.gpu.part import SILENCE_S, Outcome, Place
-from bench.gpu.results import document, save
 from bench.gpu.rehearsal import pretending, shapes_of
+from bench.gpu.results import document, save
 from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
 
 SUITES = {"kernels": "bench/bench_gpu_kernels.py", "passes": "bench/bench_gpu_passes.py"}
 # A process is not started with less, and has this much less time than is left, for starting and the last ceilings.
 _LEAST_S, _ASIDE_S = 20.0, 12.0
+# So many in turn that begin nothing: the next one will not, either.
+_IDLE = 2
 
 
-def measure(place: Place, suite: str, silence_s: float = SILENCE_S) -> Outcome:
+def measure(place: Place, suite: str) -> Outcome:
     """Runs a suite, again where a process hung or died, without what hung; results are kept after every shape."""
     spool_file = rows_file(place)
-    tried, seen = 0, -1
-    # Whoever begins nothing new will not the next time either.
-    while place.left > _LEAST_S and tried != seen:
-        seen = tried
+    idle = 0
+    while place.left > _LEAST_S and idle < _IDLE:
         begun = len(Spool(spool_file).records)
         command = ["-m", "pytest", SUITES[suite], *_OPTIONS, "--spool", str(spool_file)]
         command += ["--seconds", str(place.left - _ASIDE_S)]
-        ended = place.run(command, pretending(place, suite), silence_s=silence_s, sign=_keeper(place, spool_file))
+        ended = place.run(command, pretending(place, suite), silence_s=SILENCE_S, sign=_keeper(place, spool_file))
         spool = Spool(spool_file)
-        for work in [work for work in spool.unfinished() if work in spool.records[begun:]]:
+        new = spool.records[begun:]
+        if ended.code not in (0, 1):
+            how = ended.why or f"ended with {ended.code}"
+            place.log.say(f"{place.who}: a process was lost, {how}; what is left goes on in another")
+        for work in [work for work in spool.unfinished() if work in new]:
             word = f"did not come back: {ended.why or f'its process ended with {ended.code}'}"
             place.log.say(f"{place.who}: {work['name']} at {work['shape']} {word}")
             spool.add("skipped", **{key: work[key] for key in ("suite", "shape", "name")}, word=word)
         keep(place)
-        tried = len(spool.of("begin"))
+        idle = 0 if any(record["event"] == "begin" for record in new) else idle + 1
         if not any(spool.is_open(suite, shape.name) for shape in shapes_of(place)):
             break
     return _judge(Spool(spool_file), suite, shapes_of(place))

@@ -1,10 +1,10 @@
-"""A pytest plugin: the pretended GPU, on which a peer hangs or a shape fails, as the environment asks for."""
+"""A pytest plugin: the pretended GPU, on which a peer or a shape costs the process, or a shape fails, as asked for."""
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -16,10 +16,10 @@ from bench.gpu.peers import PEERS, torch_grouped
 from bench.gpu.rehearsal import TINY
 
 
-def _sleep(case: Case) -> Layer:
-    """A peer that hangs at the second shape."""
+def _deadly(case: Case) -> Layer:
+    """A peer that ends its process at the second shape."""
     if case.shape == TINY[1]:
-        time.sleep(600)
+        os._exit(9)
     return replace(torch_grouped.make(case), name="liger_kernel")
 
 
@@ -29,19 +29,19 @@ def _fail(case: Case, dtype: torch.dtype) -> reference.Reference:
     return _make_reference(case, dtype)
 
 
-def _hang(case: Case, dtype: torch.dtype) -> reference.Reference:
-    """The first shape hangs for as long as the file of that name is not there."""
-    marker = os.environ["FAKE_HANG"]
-    if case.shape == TINY[0] and not os.path.exists(marker):
-        open(marker, "w").close()
-        time.sleep(600)
+def _die_once(case: Case, dtype: torch.dtype) -> reference.Reference:
+    """The first shape ends its process for as long as the file of that name is not there."""
+    marker = Path(os.environ["FAKE_DEATH"])
+    if case.shape == TINY[0] and not marker.exists():
+        marker.touch()
+        os._exit(9)
     return _make_reference(case, dtype)
 
 
 _make_reference = reference.make_reference
 if "FAKE_FAILURE" in os.environ:
     reference.make_reference = _fail
-if "FAKE_HANG" in os.environ:
-    reference.make_reference = _hang
-if "FAKE_SLEEPER" in os.environ:
-    PEERS["liger_kernel"] = _sleep
+if "FAKE_DEATH" in os.environ:
+    reference.make_reference = _die_once
+if "FAKE_PEER" in os.environ:
+    PEERS["liger_kernel"] = _deadly

@@ -17,12 +17,12 @@ from bench.gpu.limits import Ceilings, limit_s
 from bench.gpu.ours import NAME, fusedmoe_layer
 from bench.gpu.peers import torch_grouped
 from bench.gpu.reference import make_reference
+from bench.gpu.rehearsal import TINY, FakeClock
 from bench.gpu.results import RESULTS, document, save
 from bench.gpu.shapes import SHAPES
 from bench.gpu.spool import Spool
 from bench.gpu.suite import measure_kernels, measure_passes, pass_steps, ready_layers
 from bench.published import PUBLISHED
-from bench.gpu.rehearsal import TINY, FakeClock
 
 CPU = torch.device("cpu")
 CHECKS = [{"name": "tests", "result": "passed", "word": "12 passed", "seconds": 1.0}]
