@@ -35,9 +35,9 @@ def _share(place: Place, paths: Sequence[str], index: int, count: int, most: int
     options += ["-p", "no:cacheprovider", "--timeout", str(_TEST_S), "--timeout-method", "thread"]
     for _ in range(_TRIES):
         begun = len(Spool(notes).of("begin"))
-        ended = place.run(
-            ["-m", "pytest", *paths, *options], who=str(index), silence_s=_SILENCE_S, sign=lambda: _size(notes)
-        )
+        command = ["-m", "pytest", *paths, *options]
+        one_core = {"OMP_NUM_THREADS": "1"}
+        ended = place.run(command, one_core, who=str(index), silence_s=_SILENCE_S, sign=lambda: _size(notes))
         spool = Spool(notes)
         for work in spool.unfinished():
             how = ended.why or f"its process ended with {ended.code}"

@@ -54,6 +54,7 @@ class Run:
     def __init__(self, name: str, plan: Plan, out: Path, scratch: Path, rehearsal: bool = False) -> None:
         if rehearsal and out.resolve() == RESULTS.resolve():
             raise ValueError(f"no GPU is measured: what a rehearsal finds does not belong in {RESULTS}")
+        out = out.resolve()  # the processes are elsewhere
         out.mkdir(parents=True, exist_ok=True)
         when = datetime.now(UTC)
         stem = out / f"{'rehearsal' if rehearsal else 'gpu'}-{name}_{when:%Y%m%dT%H%M%S}"

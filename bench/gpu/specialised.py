@@ -44,7 +44,8 @@ def compare(place: Place) -> Outcome:
         return Outcome("skipped", "this GPU has none")
     unused = {record["word"] for record in found if record["word"].startswith("not used")}
     if unused or ended.code != 0:
-        return Outcome("not used", "; ".join(sorted(unused)) or "its process did not begin", ended.output[-8000:])
+        word = "; ".join(sorted(unused)) or f"its process ended with {ended.code}"
+        return Outcome("not used", word, ended.output[-8000:])
     faster = sum(record["measured_ms"] < record["beside_ms"] for record in found if "measured_ms" in record)
     return Outcome("passed", f"right; faster in {faster} of {len(found)} cases")
 
@@ -68,10 +69,14 @@ def run(spool: Spool, device: torch.device, shapes: tuple[Shape, ...], clock: Cl
     for shape in shapes:
         for kernel in ("down", "dinput"):
             with spool.work(SUITE, shape.name, kernel):
-                for record in _compare(shape, kernel, device, clock, faults):
+                try:
+                    records = [*_compare(shape, kernel, device, clock, faults)]
+                except Exception as error:
+                    records = [{"word": f"not used: {type(error).__name__}: {error}"[:500]}]
+                for record in records:
                     spool.add("specialised", shape=shape.name, kernel=kernel, **record)
-                    if not gpu_works():
-                        raise SystemExit(LOST)
+                if not gpu_works():
+                    raise SystemExit(LOST)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -104,10 +109,7 @@ def _compare(
     for config in configs:
         name = f"{variant}, {config}"
         if name not in faults:
-            try:
-                faults[name] = check(variant, config, device, *(() if on_gpu else ((0, 1, 37), (64, 80))))
-            except Exception as error:
-                faults[name] = f"{type(error).__name__}: {error}"[:500]
+            faults[name] = check(variant, config, device, *(() if on_gpu else ((0, 1, 37), (64, 80))))
         if fault := faults[name]:
             yield {"config": str(config), "word": f"not used: {fault}"}
             continue

@@ -17,8 +17,10 @@ from bench.gpu import precompile, specialised, suites, training
 from bench.gpu.kernels import KERNELS, PASSES
 from bench.gpu.part import Log, Outcome, Part, Place
 from bench.gpu.process import ROOT, Ended
+from bench.gpu.rehearsal import TINY, FakeClock
 from bench.gpu.results import RESULTS
 from bench.gpu.run import Run, main
+from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
 from bench.gpu.spread import PARTS
 from bench.gpu.steps import PLANS, Plan, every_part, seconds
@@ -271,7 +273,47 @@ def test_a_form_that_costs_its_process_is_not_used(monkeypatch: pytest.MonkeyPat
     assert [record["word"] for record in Spool(suites.rows_file(place)).of("specialised")] == ["right", outcome.word]
 
 
+def test_a_form_that_fails_at_the_sizes_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are tried all the same, and the process goes on as long as it has its GPU."""
+
+    def compare(shape: Shape, kernel: str, *others: object) -> list[dict[str, object]]:
+        if kernel == "down":
+            raise RuntimeError("misaligned address")
+        return [{"word": "right", "measured_ms": 2.0, "beside_ms": 1.0}]
+
+    monkeypatch.setattr(specialised, "_compare", compare)
+    spool = Spool()
+    specialised.run(spool, torch.device("cpu"), TINY, FakeClock())
+    words = [(record["shape"], record["kernel"], record["word"]) for record in spool.of("specialised")]
+    bad = "not used: RuntimeError: misaligned address"
+    assert words == [(name, *rest) for name in ("tiny", "odd") for rest in (("down", bad), ("dinput", "right"))]
+    monkeypatch.setattr(specialised, "gpu_works", lambda: False)
+    with pytest.raises(SystemExit):
+        specialised.run(spool, torch.device("cpu"), TINY, FakeClock())
+    assert spool.of("specialised")[-1]["word"] == bad
+
+
 # --- Compiling, and rehearsals ---
+
+
+KERNELS_OF_TWO = (("up", "1"), ("up", "2"), ("down", ""), ("order", ""))
+
+
+def test_the_estimate() -> None:
+    """Of kernels that were compiled, their seconds; of others, those of their name, or of all. What failed or lay
+    there already tells nothing."""
+    standin = pytest.importorskip("bench.aot.standin")
+    from bench.aot.compiling import Compiled
+
+    up, up2, down, order = (standin.Launch("m", name, 90, data) for name, data in KERNELS_OF_TWO)
+    wanted = {"first": [up, up2, order], "second": [down]}
+    done = [Compiled(up, 4.0, False), Compiled(down, 2.0, False)]
+    done += [Compiled(order, 0.1, True), Compiled(up2, 9.0, False, "bad")]
+    found = precompile.estimate(wanted, done, 2)
+    assert (found["measured"], found["mean_s"]) == (2, 3.0)
+    assert found["first_shape_on_one_core_s"] == 4 + 4 + 3
+    assert found["first_shape_s"] == found["all_shapes_s"] == 7
+    assert precompile.estimate(wanted, [], 2) == {"measured": 0}
 
 
 def test_time_on_many_workers() -> None:
