@@ -150,6 +150,11 @@ def last_line(output: str) -> str:
     return lines[-1].strip("= ") if lines else "it wrote nothing"
 
 
+def size(file: Path) -> int:
+    """That a file grows is a sign of life of whoever writes it."""
+    return file.stat().st_size if file.exists() else 0
+
+
 def write_json(path: Path, found: object) -> None:
     """Whole or not at all: whoever is killed while writing leaves what was there."""
     part = path.with_name(f".{path.name}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from bench.gpu.part import Outcome, Place
+from bench.gpu.part import Outcome, Place, size
 from bench.gpu.spool import Record, Spool
 
 # A test compiles, on its own core, up to some dozens of kernels.
@@ -37,7 +36,7 @@ def _share(place: Place, paths: Sequence[str], index: int, count: int, most: int
         begun = len(Spool(notes).of("begin"))
         command = ["-m", "pytest", *paths, *options]
         one_core = {"OMP_NUM_THREADS": "1"}
-        ended = place.run(command, one_core, who=str(index), silence_s=_SILENCE_S, sign=lambda: _size(notes))
+        ended = place.run(command, one_core, who=str(index), silence_s=_SILENCE_S, sign=lambda: size(notes))
         spool = Spool(notes)
         for work in spool.unfinished():
             how = ended.why or f"its process ended with {ended.code}"
@@ -81,7 +80,3 @@ def judge(shares: Sequence[Sequence[Record]]) -> Outcome:
     else:
         result = "unfinished" if missing or None in counts or ended["was running"] else "passed"
     return Outcome(result, word, "\n\n".join(texts), found)
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0

@@ -22,6 +22,7 @@ from bench.gpu.results import RESULTS
 from bench.gpu.steps import PLANS, Plan, every_part, seconds
 from bench.gpu.suites import rows_file
 
+_REHEARSED = 3
 # These are no reason to mend anything.
 _FINE = ("passed", "skipped", "alarm", "not used", "left out")
 
@@ -60,7 +61,9 @@ class Run:
         stem = out / f"{'rehearsal' if rehearsal else 'gpu'}-{name}_{when:%Y%m%dT%H%M%S}"
         log = Log(stem.with_name(f"{stem.name}.log"))
         self.place = Place(stem, scratch, log, os.cpu_count() or 1, rehearsal, _environment(scratch, rehearsal))
-        self.plan, self._name, self._when = plan, name, when
+        # A rehearsal has the time of the plan and more: its machine has fewer cores, and no hurry.
+        self.plan = plan._replace(minutes=_REHEARSED * plan.minutes) if rehearsal else plan
+        self._name, self._when = name, when
         self._took: dict[str, float] = {}
 
     def do(self, skip: Sequence[str] = ()) -> int:

@@ -15,7 +15,7 @@ import torch
 from bench.gpu.case import make_case
 from bench.gpu.clock import Clock, CudaClock, Step
 from bench.gpu.notes import LOST, gpu_works
-from bench.gpu.part import SILENCE_S, Outcome, Place
+from bench.gpu.part import SILENCE_S, Outcome, Place, size
 from bench.gpu.rehearsal import FakeClock
 from bench.gpu.shapes import SHAPES, Shape
 from bench.gpu.spool import Spool
@@ -33,7 +33,7 @@ def compare(place: Place) -> Outcome:
     environment = {"TRITON_INTERPRET": "1"} if place.rehearsal else {}
     command = ["-m", "bench.gpu.specialised", "--spool", str(file)]
     before = len(Spool(file).records)
-    ended = place.run(command, environment, silence_s=SILENCE_S, sign=lambda: _size(file))
+    ended = place.run(command, environment, silence_s=SILENCE_S, sign=lambda: size(file))
     spool = Spool(file)
     for work in [work for work in spool.unfinished() if work in spool.records[before:]]:
         word = f"not used: {ended.why or f'its process ended with {ended.code}'}"
@@ -126,9 +126,6 @@ def _compare(
         beside_ms, ms = times["chosen"].median_ms, times["specialised"].median_ms
         yield {"config": str(config), "word": "right", "measured_ms": ms, "beside_ms": beside_ms}
 
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
 
 
 if __name__ == "__main__":

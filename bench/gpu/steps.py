@@ -44,7 +44,7 @@ def versions(place: Place) -> Outcome:
 def compile_all(place: Place, workers: int | None = None) -> Outcome:
     """`workers`: not more than so many, where others work beside; else one a core."""
     if place.rehearsal:
-        return precompile(place, 90, place.cores, min(REHEARSED_S, place.left - 15))
+        return precompile(place, 90, place.cores, REHEARSED_S)
     return precompile(place, None, min(workers or WORKERS, place.cores))
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.gpu.part import SILENCE_S, Outcome, Place
+from bench.gpu.part import SILENCE_S, Outcome, Place, size
 from bench.gpu.rehearsal import pretending, shapes_of
 from bench.gpu.results import document, save
 from bench.gpu.shapes import Shape
@@ -61,19 +61,17 @@ def keep(place: Place) -> Path | None:
 
 def _keeper(place: Place, spool_file: Path) -> Callable[[], int]:
     """The size of the spool, a sign of life; results are written where another shape is done."""
-    kept = [len(Spool(spool_file).of("done"))]
+    seen, kept = -1, len(Spool(spool_file).of("done"))
 
     def sign() -> int:
-        size = spool_file.stat().st_size if spool_file.exists() else 0
-        if size != sizes[0]:
-            sizes[0] = size
-            done = len(Spool(spool_file).of("done"))
-            if done > kept[0]:
-                kept[0] = done
+        nonlocal seen, kept
+        if (now := size(spool_file)) != seen:
+            seen = now
+            if (done := len(Spool(spool_file).of("done"))) > kept:
+                kept = done
                 keep(place)
-        return size
+        return seen
 
-    sizes = [-1]
     return sign
 
 

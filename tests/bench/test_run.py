@@ -342,7 +342,7 @@ def test_a_short_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_whole_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The code of every part; and how long it takes to compile for the first shape, from what was measured."""
     pytest.importorskip("triton")
