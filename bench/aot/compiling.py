@@ -91,7 +91,8 @@ def compile_all(
             for task in as_completed(tasks):
                 yield task.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            # To wait here, too: leaving the block would else take the order to cancel back.
+            pool.shutdown(cancel_futures=True)
 
 
 def processes(workers: int | None = None) -> ProcessPoolExecutor:

@@ -127,6 +127,5 @@ def _compare(
         yield {"config": str(config), "word": "right", "measured_ms": ms, "beside_ms": beside_ms}
 
 
-
 if __name__ == "__main__":
     main()
