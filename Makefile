@@ -44,8 +44,9 @@ help:
 	@echo '  make lint     ruff, mypy, and the floors of the design (import-linter)'
 	@echo '  make nvshmem  the optional NVSHMEM transport: its package, and a library from csrc/nvshmem (no GPU needed)'
 	@echo '  make bench    the benchmarks'
-	@echo '  make bench-gpu     one GPU in ten minutes: correctness, then each kernel and pass against its limit'
-	@echo '                     make bench-gpu PYTHON=python3    make bench-gpu ARGS=--help'
+	@echo '  make bench-gpu     one GPU in nine minutes: correctness, then each kernel and pass against its limit'
+	@echo '                     make bench-gpu PYTHON=python3    ARGS="--step 1" (to 4: a GPU that is new)    ARGS=--help'
+	@echo '                     make bench-gpu ARGS=--rehearse   all of it without a GPU'
 	@echo '  make bench-cluster two nodes of two namespaces, a slow link between them: every schedule, beside its prediction'
 	@echo '                     make bench-cluster ARGS="--settings blocks"    (whole models)    ARGS=--show    ARGS=--help'
 	@echo '  make bench-report  the newest of its results as tables and a picture    make bench-report ARGS=--help'
@@ -102,7 +103,7 @@ nvshmem: $(READY)
 bench: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m pytest --timeout 1800 bench $(ARGS)
 
-# Tests first: where the kernels are wrong it stops. One file of results under bench/results/, and a report.
+# Tests first: where the kernels are wrong nothing is timed. Results under bench/results/ as they come, and a report.
 bench-gpu: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m bench.gpu $(ARGS)
 

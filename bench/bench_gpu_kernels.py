@@ -26,7 +26,7 @@ def measured(request: pytest.FixtureRequest, gpu: Session) -> Iterator[Measured]
         seconds = gpu.seconds_for("kernels", shape)
     except NotNow as why:
         pytest.skip(str(why))
-    with nothing_kept(), gpu.spool.work("kernels", shape.name, "kernels"):
+    with nothing_kept(), gpu.piece("kernels", shape):
         found = measure(gpu, shape, seconds)
     yield found
     found.clear()

@@ -11,12 +11,12 @@ from bench.gpu.case import make_case
 from bench.gpu.clock import Step
 from bench.gpu.device import has_gpu
 from bench.gpu.kernels import PASSES
-from bench.gpu.ours import OURS
+from bench.gpu.ours import NAME, OURS
 from bench.gpu.peers import PEERS
 from bench.gpu.reference import make_reference
 from bench.gpu.session import NotNow, Session, free_memory, nothing_kept, waiting
 from bench.gpu.shapes import SHAPES, Shape
-from bench.gpu.suite import ContextLost, Row, measure_passes, pass_steps, ready_layers
+from bench.gpu.suite import Row, measure_passes, pass_steps, ready_layers
 
 pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
 
@@ -30,7 +30,7 @@ def measured(request: pytest.FixtureRequest, gpu: Session) -> Iterator[Measured]
         seconds = gpu.seconds_for("passes", shape)
     except NotNow as why:
         pytest.skip(str(why))
-    with nothing_kept():
+    with nothing_kept(), gpu.piece("passes", shape):
         found = measure(gpu, shape, seconds)
     yield found
     found.clear()
@@ -38,16 +38,14 @@ def measured(request: pytest.FixtureRequest, gpu: Session) -> Iterator[Measured]
 
 
 def measure(gpu: Session, shape: Shape, seconds: float) -> Measured:
-    # A peer that has hung, or was too slow to start, is not tried again; nor are peers where the timing never ended.
-    hung = {work["name"] for work in gpu.spool.unfinished()}
+    # Whoever has hung, or was too slow to start, is not tried again; nor are peers where the timing never ended.
+    out = gpu.spool.left_out()
     timing_hung = any(work["name"] == "timing" and work["shape"] == shape.name for work in gpu.spool.unfinished())
-    peers = {} if timing_hung else {name: make for name, make in PEERS.items() if name not in hung}
+    makers = {**OURS, **({} if timing_hung else PEERS)}
     case = make_case(shape, gpu.device)
-    try:
-        right = make_reference(case, torch.float32)
-        ready = ready_layers(case, {**OURS, **peers}, right, gpu.spool)
-    except ContextLost as error:
-        pytest.exit(str(error), returncode=3)
+    right = make_reference(case, torch.float32)
+    wanted = {name: make for name, make in makers.items() if name == NAME or name not in out}
+    ready = ready_layers(case, wanted, right, gpu.spool)
     del right
     free_memory()
     steps = [step for layer, _ in ready for step in pass_steps(layer, case)]

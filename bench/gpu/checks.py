@@ -1,95 +1,97 @@
-"""Correctness, before anything is timed: the kernels' tests, and the kernels under compute-sanitizer.
-
-All of them run side by side: they wait for compilers much more than for the GPU.
-"""
+"""Correctness: the kernels' tests, and the kernels under compute-sanitizer."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import sys
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from bench.gpu.exercise import PASSED
-from bench.gpu.process import Ended, Process
+from bench.gpu.part import Outcome, Place, last_line
+from bench.gpu.pool import run_tests
+from bench.gpu.process import Ended
 
-CHECKS = ("tests", "memcheck", "racecheck")
-# Processes that share the GPU for the tests; each holds a context of half a gigabyte.
-_WORKERS = 8
-
-
-class Outcome(NamedTuple):
-    """`result`: passed, skipped (could not be done here), unfinished (ran out of time) or failed."""
-
-    result: str
-    word: str
+_TESTS = "tests/kernels/device"
+#: The tests that have a process of their own.
+SPECIALISED = f"{_TESTS}/test_specialised.py"
+_FALSE_ALARM = "known false alarm: lanes of a reduction that write the same place, Triton issue 7264"
 
 
-class Check(NamedTuple):
-    """`start` gives a process, or the word why it cannot be started; `judge` says how it went."""
-
-    start: Callable[[], Process | str]
-    judge: Callable[[Ended], Outcome]
-
-
-def start_tests() -> Process | str:
-    spread = ["-n", str(_WORKERS)] if find_spec("xdist") else []
-    return Process([sys.executable, "-m", "pytest", "tests/kernels", "-p", "no:cacheprovider", *spread])
+def exercise(place: Place) -> Outcome:
+    """Every kernel once, in its default configuration, beside its definition in float64."""
+    ended = place.run(["-m", "bench.gpu.exercise"], {"FUSEDMOE_AUTOTUNE": "0", "TRITON_INTERPRET": "0"}, silence_s=90.0)
+    result = "unfinished" if ended.code is None else "passed" if PASSED in ended.output else "failed"
+    word = last_line(ended.output) + (f"; {ended.why}" if ended.why else "")
+    return Outcome(result, word, "" if result == "passed" else ended.output[-8000:])
 
 
-def judge_tests(ended: Ended) -> Outcome:
-    last = _last_line(ended.output)
-    if ended.code is None:
-        failing = re.findall(r"^(?:FAILED|ERROR).*|^[.sxX]*[FE]", ended.output, re.MULTILINE)
-        return Outcome("failed", "stopped; some had failed") if failing else Outcome("unfinished", "none had failed")
-    return Outcome("passed" if ended.code == 0 else "failed", last)
+def tests(place: Place, count: int) -> Outcome:
+    """Those of kernels that run on a GPU, in so many processes that share it."""
+    return run_tests(place, [_TESTS, f"--ignore={SPECIALISED}"], count, most=1 if place.rehearsal else None)
 
 
-def start_sanitizer(tool: str) -> Process | str:
+def specialised_tests(place: Place) -> Outcome:
+    """A failure means that the form is not used, and nothing more."""
+    outcome = run_tests(place, [SPECIALISED], 1, most=1 if place.rehearsal else None)
+    return outcome._replace(result="not used") if outcome.result == "failed" else outcome
+
+
+def sanitizer(place: Place, tool: str) -> Outcome:
     """The exercise under one of compute-sanitizer's tools. Torch's own kernels (C++ names) are not watched."""
     program = find_sanitizer()
     if program is None:
-        return "there is no compute-sanitizer here"
+        return Outcome("skipped", "there is no compute-sanitizer here")
     options = ["--tool", tool, "--target-processes", "application-only", "--report-api-errors", "no"]
     # Torch's allocator would lend out parts of one large allocation, inside of which nothing is out of bounds.
-    return Process(
+    ended = place.run_program(
         [program, *options, "--kernel-name-exclude", "kns=_ZN", sys.executable, "-m", "bench.gpu.exercise"],
-        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FUSEDMOE_AUTOTUNE": "0"},
     )
+    outcome = judge_sanitizer(ended)
+    if tool == "racecheck" and outcome.result == "failed" and "RACECHECK SUMMARY" in ended.output:
+        return outcome._replace(result="alarm", word=f"{outcome.word} ({_FALSE_ALARM})")
+    return outcome
 
 
 def judge_sanitizer(ended: Ended) -> Outcome:
     """Errors of the tool's summary count, warnings are only named."""
+    end = ended.output[-8000:]
     if ended.code is None:
         wrong = re.search(r"^=+ (Error: |Invalid ).*", ended.output, re.MULTILINE)
-        return Outcome("failed", wrong[0].strip("= ")) if wrong else Outcome("unfinished", "no error so far")
+        return Outcome("failed", wrong[0].strip("= "), end) if wrong else Outcome("unfinished", "no error so far")
     if re.search(r"[Dd]evice not supported|before first instrumented API call", ended.output):
         return Outcome("skipped", "compute-sanitizer cannot watch this GPU here")
     summary = re.search(r"(ERROR|RACECHECK) SUMMARY: (.*)", ended.output)
     if summary is None or PASSED not in ended.output:
-        return Outcome("failed", _last_line(ended.output))
+        return Outcome("failed", last_line(ended.output), end)
     errors = re.search(r"(\d+) errors?\b", summary[2])
     if errors is None or int(errors[1]) > 0:
-        return Outcome("failed", summary[2])
+        return Outcome("failed", summary[2], end)
     return Outcome("passed", summary[2])
 
 
 def find_sanitizer() -> str | None:
-    beside_compiler = Path("/usr/local/cuda/bin/compute-sanitizer")
-    return shutil.which("compute-sanitizer") or (str(beside_compiler) if beside_compiler.exists() else None)
+    return _find("compute-sanitizer")
 
 
-def checks() -> dict[str, Check]:
-    return {
-        "tests": Check(start_tests, judge_tests),
-        "memcheck": Check(lambda: start_sanitizer("memcheck"), judge_sanitizer),
-        "racecheck": Check(lambda: start_sanitizer("racecheck"), judge_sanitizer),
-    }
+def profile(place: Place) -> Outcome:
+    """Two kernels at one shape under Nsight Compute; the figures are in the log."""
+    program = _find("ncu")
+    if program is None:
+        return Outcome("skipped", "there is no ncu here")
+    words, shape = [], "odd" if place.rehearsal else "30B-H1024"
+    for kernel, name in (("up", "up_kernel"), ("dW1", "dweight_kernel")):
+        options = ["--clock-control", "none", "--set", "detailed", "--kernel-name", name, "--launch-count", "1"]
+        once = [sys.executable, "-m", "bench.gpu.once", kernel, shape]
+        ended = place.run_program([program, *options, *once], {"FUSEDMOE_AUTOTUNE": "0"}, who=kernel)
+        found = re.findall(r"^\s+(Duration|Memory Throughput|Compute \(SM\) Throughput)\s+(.*)", ended.output, re.M)
+        if ended.code or not found:
+            return Outcome("skipped", f"{kernel}: {ended.why or last_line(ended.output)}", ended.output[-4000:])
+        words.append(f"{kernel}: " + ", ".join(" ".join([label, *value.split()]) for label, value in found))
+    return Outcome("passed", "; ".join(words))
 
 
-def _last_line(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.strip()]
-    return lines[-1].strip("= ") if lines else "it wrote nothing"
+def _find(name: str) -> str | None:
+    beside_compiler = Path("/usr/local/cuda/bin") / name
+    return shutil.which(name) or (str(beside_compiler) if beside_compiler.exists() else None)

@@ -60,7 +60,9 @@ class CudaClock:
     time between the events is the GPU's and not the launches'; waits of a step for the device count.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tell: Callable[[str], object] = lambda step: None) -> None:
+        """`tell`: is told of each step before it runs for the first time, when it may compile and tune for long."""
+        self._tell = tell
         self._unrelated = torch.zeros(_FLUSH_BYTES // 4, device=device)
         self._sum = torch.zeros((), device=device)
         self._flush()
@@ -73,6 +75,7 @@ class CudaClock:
 
     def measure(self, steps: Sequence[Step], seconds: float) -> dict[str, Times]:
         for step in steps:  # compiles
+            self._tell(step.name)
             step.run(step.before())
         flushes = {step.name: self._lead(step) for step in steps}
         torch.cuda.synchronize()

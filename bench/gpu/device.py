@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -108,3 +109,8 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    place = torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+    print(json.dumps({**environment(place), **state(place)}))

@@ -9,11 +9,10 @@ from torch import Tensor
 from bench.gpu.case import Case
 from bench.gpu.device import package_version
 from bench.gpu.layer import Layer, leaf
+from bench.gpu.spool import NAME
 from bench.gpu.spread import variants
 from fusedmoe import ops
 from fusedmoe.autograd.order import take_slots
-
-NAME = "fusedmoe"
 
 
 def fusedmoe_layer(case: Case) -> Layer:

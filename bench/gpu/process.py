@@ -1,4 +1,4 @@
-"""Other processes: started, watched, ended with all they have started."""
+"""Other processes: started, listened to, ended with all they have started."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+# A process that not even SIGKILL ends is left behind: its GPU call never returns.
+_PATIENCE_S = 10.0
 
 
 class Ended(NamedTuple):
-    """`code`: the exit status, None if it was ended here; `output`: what it wrote (to both streams), if it was kept."""
+    """`code`: the exit status, None if it was ended here, and `why` it was; `output`: what it wrote (to both streams),
+    if it was kept."""
 
     code: int | None
     output: str
     seconds: float
+    why: str = ""
 
 
 class Process:
-    """A Python process in the repository's root; in a session of its own, so that none of its children outlives it."""
+    """A process in the repository's root, in a group of its own, so that none of its children outlives it."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, show: bool = False
@@ -31,6 +35,7 @@ class Process:
         """`show`: its output goes where ours goes, and is not kept."""
         self._start = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `ended`
+        self._heard = 0
         self._process = subprocess.Popen(
             arguments,
             cwd=ROOT,
@@ -38,43 +43,68 @@ class Process:
             stdin=subprocess.DEVNULL,
             stdout=None if show else self._output,
             stderr=None if show else subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
 
     @property
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def ended(self, kill: bool = False) -> Ended:
+    def news(self) -> str:
+        """What it has written since it was asked last."""
+        # The process writes through the same open file: its position is not to be moved.
+        new = os.pread(self._output.fileno(), 2**24, self._heard)
+        self._heard += len(new)
+        return new.decode(errors="replace")
+
+    def ended(self, kill: bool = False, why: str = "") -> Ended:
         """Waits for the end, or ends it: politely, and after ten seconds not so."""
         if kill:
-            for how, patience_s in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
+            for how in (signal.SIGTERM, signal.SIGKILL):
                 try:
                     os.killpg(self._process.pid, how)
-                    self._process.wait(patience_s)
+                    self._process.wait(_PATIENCE_S)
                     break
                 except ProcessLookupError:
                     break
                 except subprocess.TimeoutExpired:
                     continue
-        code = self._process.wait()
-        self._output.seek(0)
-        output = self._output.read().decode(errors="replace")
+        code = None if kill else self._process.wait()
+        output = os.pread(self._output.fileno(), 2**27, 0).decode(errors="replace")
         self._output.close()
-        return Ended(None if kill else code, output, time.monotonic() - self._start)
+        return Ended(code, output, time.monotonic() - self._start, why)
 
 
-def run_together(
-    processes: Mapping[str, Process], seconds: float, tell: Callable[[str, Ended], None]
-) -> dict[str, Ended]:
-    """Waits for all of them, `seconds` at most; tells of each as soon as it has ended."""
-    deadline = time.monotonic() + seconds
-    ended: dict[str, Ended] = {}
-    while len(ended) < len(processes):
-        late = time.monotonic() > deadline
-        for name, process in processes.items():
-            if name not in ended and (late or not process.running):
-                ended[name] = process.ended(kill=process.running)
-                tell(name, ended[name])
-        time.sleep(0.1)
-    return ended
+def watch(
+    process: Process,
+    seconds: float,
+    silence_s: float | None = None,
+    hear: Callable[[str], object] = lambda text: None,
+    sign: Callable[[], object] = lambda: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Ended:
+    """Waits for the end of a process, which is ended after `seconds`, once `stop()`, or `silence_s` after its last sign
+    of life.
+
+    A sign is output, which `hear` is told as it comes, or that `sign()` is another than before.
+    """
+    deadline, last, before = time.monotonic() + seconds, time.monotonic(), sign()
+    try:
+        while True:
+            running, news, now = process.running, process.news(), sign()
+            if news:
+                hear(news)
+            if news or now != before:
+                last, before = time.monotonic(), now
+            if not running:
+                return process.ended()
+            if time.monotonic() > deadline:
+                return process.ended(kill=True, why=f"its time was up, {seconds:.0f} s")
+            if silence_s is not None and time.monotonic() - last > silence_s:
+                return process.ended(kill=True, why=f"no sign of life for {silence_s:.0f} s")
+            if stop():
+                return process.ended(kill=True, why="the run was ended")
+            time.sleep(0.1)
+    except BaseException:
+        process.ended(kill=True)
+        raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.limits import Ceilings, highest, limit_s
+from bench.gpu.part import write_json
 from bench.gpu.shapes import SHAPES, Shape
 from bench.gpu.spool import Record, Spool
 from bench.gpu.suite import Row
@@ -26,17 +26,19 @@ def document(spool: Spool, checks: Sequence[Record], shapes: Sequence[Shape] = S
     Every row has limit_ms, measured_ms (a median), fraction = limit / measured, and TFLOP/s of the useful FLOP. The
     limit is by the highest of all measured ceilings; `ceilings` shows how they held.
     """
+    environment = spool.of("environment")[0]
     measured = [_without(record, "event") for record in spool.of("ceilings")]
     limit = highest(Ceilings(record["flops_per_s"], record["bytes_per_s"]) for record in measured)
     return {
         "schema": SCHEMA,
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        **_without(spool.of("environment")[0], "event", "time"),
+        "when": datetime.fromtimestamp(environment["time"], UTC).isoformat(timespec="seconds"),
+        **_without(environment, "event", "time"),
         "checks": list(checks),
         "ceilings": measured,
         "limit": limit._asdict(),
         "shapes": [asdict(shape) for shape in shapes],
         "rows": [complete(_without(row, "event", "time"), limit) for row in spool.of("row")],
+        "specialised": [_without(record, "event", "time") for record in spool.of("specialised")],
         "skipped": [_without(record, "event", "time") for record in spool.of("skipped")],
     }
 
@@ -52,7 +54,7 @@ def complete(row: Row, ceilings: Ceilings) -> Row:
 
 
 def save(found: dict[str, Any], folder: Path) -> Path:
-    """Writes the results under a name of their GPU and time.
+    """Writes the results under a name of their GPU and of the time when it was begun, over what was there.
 
     Raises:
         ValueError: results of no GPU, meant for the folder of real ones.
@@ -63,7 +65,7 @@ def save(found: dict[str, Any], folder: Path) -> Path:
     when = re.sub(r"[^0-9T]", "", found["when"].split("+")[0])
     path = folder / f"gpu_{name}_{when}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(path, found)
     return path
 
 

@@ -1,172 +1,219 @@
-"""`make bench-gpu`: correctness, then kernels and passes against their limits, one file of results, a report."""
+"""`make bench-gpu`: the parts of a plan within its time. None stops another; what is known is written as it comes."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from bench.gpu.checks import CHECKS, Check, checks
 from bench.gpu.device import has_gpu
-from bench.gpu.process import Ended, Process, run_together
-from bench.gpu.results import RESULTS, document, save
-from bench.gpu.shapes import SHAPES
-from bench.gpu.spool import Spool
+from bench.gpu.part import Log, Outcome, Part, Place, write_json
+from bench.gpu.results import RESULTS
+from bench.gpu.steps import PLANS, Plan, every_part, seconds
+from bench.gpu.suites import rows_file
 
-SUITES = {"kernels": "bench/bench_gpu_kernels.py", "passes": "bench/bench_gpu_passes.py"}
-# Parts of the time: the checks get this much at the most, the kernels this much of the rest; what they leave goes on.
-_CHECKS, _KERNELS = 0.42, 0.42
-# For starting, for the ceilings at the end, for the report.
-_ASIDE_S = 25.0
-_TRIES = 4
+_REHEARSED = 3
+# These are no reason to mend anything.
+_FINE = ("passed", "skipped", "alarm", "not used", "left out")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    if not has_gpu():
-        print("bench-gpu measures a GPU, and PyTorch finds none here. make bench works without one.", file=sys.stderr)
+    if not options.rehearse and not has_gpu():
+        print(
+            "bench-gpu measures a GPU, and PyTorch finds none here. make bench works without one, and "
+            "make bench-gpu ARGS=--rehearse tries everything but the GPU.",
+            file=sys.stderr,
+        )
         return 1
-    return Run(60 * options.minutes).do(options.skip)
+    signal.signal(signal.SIGTERM, _end)
+    name = options.step or ("everything" if options.rehearse else "all")
+    plan = PLANS[name] if name in PLANS else every_part()
+    plan = plan if options.minutes is None else plan._replace(minutes=options.minutes)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = options.out or (Path(scratch) / "results" if options.rehearse else RESULTS)
+        return Run(name, plan, out, Path(scratch), options.rehearse).do(options.skip)
 
 
 class Run:
-    """One run in the time given. Says what it does, with the seconds since its start."""
+    """One run of a plan.
 
-    def __init__(self, seconds: float) -> None:
-        self._start = time.monotonic()
-        self._seconds = seconds
+    Attributes:
+        place: what its parts work with.
+    """
 
-    @property
-    def left(self) -> float:
-        return self._seconds - (time.monotonic() - self._start)
+    def __init__(self, name: str, plan: Plan, out: Path, scratch: Path, rehearsal: bool = False) -> None:
+        if rehearsal and out.resolve() == RESULTS.resolve():
+            raise ValueError(f"no GPU is measured: what a rehearsal finds does not belong in {RESULTS}")
+        out = out.resolve()  # the processes are elsewhere
+        out.mkdir(parents=True, exist_ok=True)
+        when = datetime.now(UTC)
+        stem = out / f"{'rehearsal' if rehearsal else 'gpu'}-{name}_{when:%Y%m%dT%H%M%S}"
+        log = Log(stem.with_name(f"{stem.name}.log"))
+        self.place = Place(stem, scratch, log, os.cpu_count() or 1, rehearsal, _environment(scratch, rehearsal))
+        # A rehearsal has the time of the plan and more: its machine has fewer cores, and no hurry.
+        self.plan = plan._replace(minutes=_REHEARSED * plan.minutes) if rehearsal else plan
+        self._name, self._when = name, when
+        self._took: dict[str, float] = {}
 
-    def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._start:4.0f} s] {text}", flush=True)
-
-    def do(self, skip: Sequence[str]) -> int:
-        found = self.check({name: check for name, check in checks().items() if name not in skip})
-        if any(check["result"] == "failed" for check in found):
-            self.say("STOPPED: the kernels are wrong, so their speed means nothing. Nothing was written.")
-            return 1
-        with tempfile.TemporaryDirectory() as folder:
-            spool_file, failed = Path(folder) / "spool", []
-            for suite in SUITES:
-                if suite not in skip:
-                    last = suite == "passes" or "passes" in skip
-                    seconds = (self.left - _ASIDE_S) * (1 if last else _KERNELS)
-                    failed += [] if self.measure(suite, spool_file, seconds, max(60.0, seconds / 3)) else [suite]
-            spool = Spool(spool_file)
-        if not spool.of("row"):
-            self.say("FAILED: nothing could be measured; see above.")
-            return 1
-        results = {**document(spool, found), "seconds": round(self._seconds - self.left)}
-        path = save(results, RESULTS)
-        self.report(results, path)
-        if failed:
-            self.say(f"FAILED in part: {', '.join(failed)}; see above. What was measured is in {path}")
-        return 1 if failed else 0
-
-    def check(self, wanted: dict[str, Check]) -> list[dict[str, Any]]:
-        """Each check's name, result, word and seconds."""
-        found: list[dict[str, Any]] = []
-
-        def tell(name: str, result: str, word: str, seconds: float = 0.0, output: str = "") -> None:
-            found.append({"name": name, "result": result, "word": word, "seconds": round(seconds, 1)})
-            if result == "failed":
-                print(output[-8000:], flush=True)
-            self.say(f"{name}: {result.upper() if result == 'failed' else result} ({word})")
-            if result == "failed" and name == "racecheck":
-                print("  Known false alarm: lanes of a reduction that write the same place (Triton issue 7264).")
-                print("  If it is one: make bench-gpu ARGS='--skip racecheck'")
-
-        started = {name: check.start() for name, check in wanted.items()}
-        processes = {name: process for name, process in started.items() if isinstance(process, Process)}
-        for name, process in started.items():
-            if isinstance(process, str):
-                tell(name, "skipped", process)
-        for name in CHECKS:
-            if name not in wanted:
-                tell(name, "skipped", "as asked for")
-        self.say(f"correctness: {', '.join(processes)}, side by side")
-
-        def judge(name: str, ended: Ended) -> None:
-            result, word = wanted[name].judge(ended)
-            tell(name, result, word, ended.seconds, ended.output)
-
-        run_together(processes, _CHECKS * self._seconds, judge)
-        return found
-
-    def measure(self, suite: str, spool_file: Path, seconds: float, patience_s: float) -> bool:
-        """Runs a suite, again where a process hung or died, without what hung. True if all of it went well.
-
-        `patience_s`: what one piece of work, a peer's check or a shape's timing, may take.
-        """
-        deadline = time.monotonic() + seconds
-        for _ in range(_TRIES):
-            left = deadline - time.monotonic()
-            if left < 20:
-                self.say(f"{suite}: no time left")
-                return False
-            self.say(f"{suite}: {left:.0f} s for it")
-            process = Process(_pytest(SUITES[suite], spool_file, left), show=True)
-            ended = self._watch(process, spool_file, deadline, patience_s)
-            if ended.code in (0, 1):
-                return ended.code == 0
-            missing = [shape.name for shape in SHAPES if not Spool(spool_file).is_done(suite, shape.name)]
-            how = "was ended" if ended.code is None else f"died with {ended.code}"
-            self.say(f"{suite}: its process {how}; not measured: {', '.join(missing) or 'nothing'}")
-            if not missing:
-                return True
-        return False
-
-    def _watch(self, process: Process, spool_file: Path, deadline: float, patience_s: float) -> Ended:
-        """Waits for the process; ends it when the time is up, or one piece of work has taken too long."""
-        started = time.time()
-        while process.running:
-            time.sleep(0.5)
-            at_work = [work for work in Spool(spool_file).unfinished() if work["time"] >= started]
-            if at_work and time.time() - at_work[-1]["time"] > patience_s:
-                suite, shape, name = (at_work[-1][key] for key in ("suite", "shape", "name"))
-                word = f"did not come back in {patience_s:.0f} s"
-                self.say(f"{name} at {shape} {word}")
-                Spool(spool_file).add("skipped", suite=suite, shape=shape, name=name, word=word)
-                return process.ended(kill=True)
-            if time.monotonic() > deadline + _ASIDE_S / 2:
-                return process.ended(kill=True)
-        return process.ended()
-
-    def report(self, results: dict[str, Any], path: Path) -> None:
-        from bench.report import picture, table
-
-        print(table(results))
-        self.say(f"results: {path}")
+    def do(self, skip: Sequence[str] = ()) -> int:
+        """The rounds one after the other; 0 where nothing failed and nothing was left undone."""
+        place, factor = self.place, 60 * self.plan.minutes / max(1.0, seconds(self.plan.rounds))
+        place.log.say(f"{self._name}: {self.plan.about}, {self.plan.minutes:g} minutes; all of it in {place.stem}.*")
+        start, budget = time.monotonic(), 0.0
+        for part in (part for together in self.plan.rounds for part in together if part.name in skip):
+            place.done[part.name] = Outcome("left out", "as asked for")
         try:
-            self.say(f"picture: {picture(results, path.with_suffix('.png'))}")
-        except ImportError as error:
-            self.say(f"no picture: {error}")
+            for together in self.plan.rounds:
+                budget += seconds([together])
+                self._round([part for part in together if part.name not in skip], start + factor * budget)
+        finally:
+            self._write()
+        place.log.say("")
+        print(self._text())
+        return 0 if all(found.result in _FINE for found in place.done.values()) else 1
+
+    def _round(self, together: Sequence[Part], deadline: float) -> None:
+        ready = []
+        for part in together:
+            blocked = [need for need in part.needs if self._result(need) == "failed"]
+            if blocked:
+                self._note(part, Outcome("not run", f"after {', '.join(blocked)} failed it would say nothing"), 0.0)
+            else:
+                ready.append(part)
+        if not ready:
+            return
+        left = deadline - time.monotonic()
+        self.place.log.say(f"{', '.join(part.name for part in ready)}: {left:.0f} s for it")
+        with ThreadPoolExecutor(len(ready)) as threads:
+            tasks = [threads.submit(self._do, part, deadline) for part in ready]
+            try:
+                for task in as_completed(tasks):
+                    self._note(*task.result())
+            except BaseException:
+                self.place.stop.set()  # processes are ended; then the threads are done, too
+                raise
+
+    def _do(self, part: Part, deadline: float) -> tuple[Part, Outcome, float]:
+        start = time.monotonic()
+        try:
+            outcome = part.do(self.place.of(part.name, deadline))
+        except Exception as error:
+            outcome = Outcome("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+        return part, outcome, time.monotonic() - start
+
+    def _note(self, part: Part, outcome: Outcome, took: float) -> None:
+        self.place.done[part.name], self._took[part.name] = outcome, took
+        word = outcome.result if outcome.result in _FINE else outcome.result.upper()
+        self.place.log.say(f"{part.name}: {word} ({outcome.word}), {took:.0f} s")
+        if outcome.output:
+            self.place.log.note(outcome.output, part.name)
+            if outcome.result == "failed":
+                print(outcome.output[-3000:], flush=True)
+        self._write()
+
+    def _result(self, name: str) -> str:
+        return self.place.done[name].result if name in self.place.done else "not run"
+
+    def _write(self) -> None:
+        """The summary so far, as JSON and as text."""
+        write_json(self.place.file(".json"), self.summary())
+        self.place.file(".txt").write_text(self._text() + "\n")
+
+    def summary(self) -> dict[str, Any]:
+        """What passed, failed (with output) and was not run."""
+        return {
+            "name": self._name,
+            "when": self._when.isoformat(timespec="seconds"),
+            "rehearsal": self.place.rehearsal,
+            "minutes": self.plan.minutes,
+            "seconds": round(self.place.log.seconds, 1),
+            "parts": [self._told(part) for together in self.plan.rounds for part in together],
+        }
+
+    def _told(self, part: Part) -> Mapping[str, Any]:
+        found = self.place.done.get(part.name, Outcome("not run", ""))
+        return {
+            "name": part.name,
+            "about": part.about,
+            "result": found.result,
+            "word": found.word,
+            "seconds": round(self._took.get(part.name, 0.0), 1),
+            "budget_s": part.seconds,
+            "output": found.output,
+            "found": dict(found.found),
+        }
+
+    def _text(self) -> str:
+        told = self.summary()
+        lines = [f"{'rehearsal of ' * self.place.rehearsal}{self._name}, {told['when']}, {told['seconds']:.0f} s"]
+        if self.place.rehearsal:
+            lines.append("Nothing here was measured on a GPU; seconds are this machine's at tiny sizes.")
+        lines += [f"{'part':18} {'budget':>7} {'took':>7}  result"]
+        for part in told["parts"]:
+            word = f"{part['result']}: {part['word']}" if part["word"] else part["result"]
+            lines.append(f"{part['name']:18} {part['budget_s']:5.0f} s {part['seconds']:5.0f} s  {word}")
+        compiled = self.place.done.get("compile", Outcome("", "")).found
+        if compiled.get("measured"):
+            lines.append(_compiling(compiled))
+        lines.append(f"files: {self.place.stem}.json .txt .log; rows as they come: {rows_file(self.place)}")
+        lines.append(f"tables: {self.place.stem.parent}/gpu_NAME_TIME.json .md .png")
+        return "\n".join(lines)
 
 
-def _pytest(file: str, spool_file: Path, seconds: float) -> list[str]:
-    """Some of the seconds go into starting. pytest-timeout is off: the time is watched here."""
-    quiet = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "--timeout", "0", "--benchmark-quiet"]
-    spool = ["--spool", str(spool_file), "--seconds", str(seconds - 12)]
-    return [sys.executable, "-m", "pytest", file, *quiet, *spool]
+def _compiling(found: Mapping[str, Any]) -> str:
+    per_shape = ", ".join(f"{name} {count}" for name, count in found["by_shape"].items())
+    return (
+        f"compile: {found['kernels']} kernels ({per_shape}); {found['measured']} measured, {found['mean_s']} s each; "
+        f"on {found['workers']} processes the first shape takes {found['first_shape_s']} s (on one "
+        f"{found['first_shape_on_one_core_s']} s), all shapes {found['all_shapes_s']} s"
+    )
+
+
+def _environment(scratch: Path, rehearsal: bool) -> dict[str, str]:
+    """Of a rehearsal's processes: no GPU, no kernel that was compiled before, and nothing written down for later."""
+    if not rehearsal:
+        return {}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**hidden, "TRITON_CACHE_DIR": str(scratch / "triton"), "FUSEDMOE_CACHE": str(scratch / "cache")}
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """As `timeout` asks for: processes are ended, and what is known is written."""
+    raise SystemExit(128 + signum)
 
 
 def _parser() -> argparse.ArgumentParser:
+    names = list(dict.fromkeys(part.name for plan in PLANS.values() for together in plan.rounds for part in together))
+    steps = [name for name in PLANS if name != "all"]
+    told = "; ".join(f"{name}: {PLANS[name].about}, {PLANS[name].minutes:g} minutes" for name in steps)
     parser = argparse.ArgumentParser(
         prog="make bench-gpu ARGS=…",
         description="Checks the kernels on this machine's GPU, then measures them and whole passes at eight shapes "
-        "against the least time their FLOP and bytes take, beside other libraries that are installed. Writes "
-        "bench/results/gpu_NAME_TIME.json and a picture beside it, and prints the report.",
-        epilog="Nothing else should run on the GPU meanwhile. The largest shapes take about 60 GB of it, by estimate.",
+        "against the least time their FLOP and bytes take, beside other libraries that are installed. Everything is "
+        "compiled before, in parallel. A part that fails, hangs or dies is named and stops no other. Writes results, "
+        "a summary (.json, .txt) and a log under --out as they come.",
+        epilog="Nothing else should run on the GPU meanwhile. The largest shapes take about 60 GB of it, by estimate. "
+        f"Steps for a GPU that is new: {told}.",
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="for everything (default 10); the parts share it")
+    parser.add_argument("--step", choices=steps, help="one step alone, see below")
+    parser.add_argument("--minutes", type=float, help="for everything (default 8.5, or the step's); the parts share it")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: bench/results)")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="PART", choices=names, help=f"any of {names}")
     parser.add_argument(
-        "--skip", nargs="+", default=[], metavar="PART", choices=[*CHECKS, *SUITES], help=f"any of {[*CHECKS, *SUITES]}"
+        "--rehearse",
+        action="store_true",
+        help="without a GPU: the code of every part (or of a --step) at tiny sizes, with times that are none, and "
+        "what would be compiled and how long that takes; nothing goes to bench/results",
     )
     return parser

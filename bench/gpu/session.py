@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench.gpu.clock import Clock, CudaClock
 from bench.gpu.device import environment, state_under_load
 from bench.gpu.limits import Ceilings, measure_ceilings
-from bench.gpu.ours import NAME
+from bench.gpu.notes import LOST, gpu_works
 from bench.gpu.results import complete
 from bench.gpu.shapes import SHAPES, Shape
 from bench.gpu.spool import Spool
@@ -48,18 +49,35 @@ class Session:
         """The time that this shape may be measured for; as much again is for compiling and checking.
 
         Raises:
-            NotNow: it has been measured already, no time is left, or it has hung before.
+            NotNow: it has been measured already, no time is left, or it has hung before and others have not had
+                their turn.
         """
-        if self.spool.is_done(suite, shape.name):
-            raise NotNow("measured already")
-        hung = [work for work in self.spool.unfinished() if (work["suite"], work["shape"]) == (suite, shape.name)]
-        if any(work["name"] in (suite, NAME) for work in hung):
-            raise NotNow("the process ended here before")
+        if not self.spool.is_open(suite, shape.name):
+            raise NotNow("measured already, or given up")
+        others = (other.name for other in SHAPES if other != shape)
+        if self.spool.stops(suite, shape.name) and any(self.spool.is_fresh(suite, other) for other in others):
+            raise NotNow("the process ended here before: once more when the others are done")
         left = self._deadline - time.monotonic()
         if left < _LEAST_S:
             self.spool.add("skipped", suite=suite, shape=shape.name, name="*", word="no time left")
             raise NotNow("no time left")
         return 0.5 * left / (len(SHAPES) - SHAPES.index(shape))
+
+    @contextmanager
+    def piece(self, suite: str, shape: Shape) -> Iterator[None]:
+        """Around all that is done with a shape. Where it fails, that is noted; where it has cost the GPU, the process
+        ends, and the piece is never noted as ended (nor where it hangs): another process goes on."""
+        piece = {"suite": suite, "shape": shape.name, "name": suite}
+        self.spool.add("begin", **piece)
+        try:
+            yield
+        except Exception as error:
+            if not gpu_works():
+                pytest.exit(f"{shape.name}: {error}; the GPU takes no more work from this process", returncode=LOST)
+            self.spool.add("failed", **piece, word=f"{type(error).__name__}: {error}"[:500])
+            self.spool.add("end", **piece)
+            raise
+        self.spool.add("end", **piece)
 
     def add(self, suite: str, shape: Shape, rows: list[Row]) -> list[Row]:
         """Notes and shows rows; gives them with limits by the ceilings at the start."""
@@ -79,8 +97,12 @@ class Session:
 
 def open_session(spool_file: Path | None, seconds: float) -> Session:
     """On the current GPU; `spool_file` takes what is found, and tells what has been found before."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    return Session(device, CudaClock(device), Spool(spool_file), seconds)
+    from fusedmoe.kernels.grouped.tuning import tuner
+
+    device, spool = torch.device("cuda", torch.cuda.current_device()), Spool(spool_file)
+    # Programs with specialised warps may stall: they are tried at last, in a process of their own (`specialised.py`).
+    tuner(device).leave_out(lambda config: config.specialised)
+    return Session(device, CudaClock(device, lambda step: spool.add("sign", name=step)), spool, seconds)
 
 
 def waiting(function: Callable[..., object]) -> Callable[..., None]:

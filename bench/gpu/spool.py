@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+#: This library's layer; whatever else takes part can be left out.
+NAME = "fusedmoe"
 
 
 class Spool:
     """Records in order, each with its event and time; those already in the file are there from the start.
 
-    Events: "environment", "ceilings", "row", "skipped", "done" (a suite with a shape), "begin" and "end" of work.
+    Events: "environment", "ceilings", "row", "skipped", "done" and "failed" (a suite with a shape), "begin" and "end"
+    of work, "lost" (a variant has cost the process its GPU), "wrong" (a variant of ours is), "sign" (of life). All of
+    a suite's work with a shape has the suite's name.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -50,9 +54,32 @@ class Spool:
         begun = self.of("begin")
         return [record for record in begun if _work(record) not in ended]
 
+    def left_out(self) -> set[str]:
+        """Variants that have hung, or have cost a process its GPU."""
+        return {work["name"] for work in [*self.unfinished(), *self.of("lost")] if work["name"] != work["suite"]}
+
+    def stops(self, suite: str, shape: str) -> int:
+        """How often a process has ended at this shape by what the next one cannot leave out."""
+        here = [work["name"] for work in self.unfinished() if (work["suite"], work["shape"]) == (suite, shape)]
+        lost = [work["name"] for work in self.of("lost") if (work["suite"], work["shape"]) == (suite, shape)]
+        avoided = {*here, *lost} - {suite, NAME}
+        return max(0, here.count(suite) - len(avoided))
+
     def is_done(self, suite: str, shape: str) -> bool:
-        return any((record["suite"], record["shape"]) == (suite, shape) for record in self.of("done"))
+        return self._has("done", suite, shape)
+
+    def is_open(self, suite: str, shape: str) -> bool:
+        """Neither done nor failed; one at which a process has ended is tried once more."""
+        closed = any(self._has(event, suite, shape) for event in ("done", "failed"))
+        return not closed and self.stops(suite, shape) < 2
+
+    def is_fresh(self, suite: str, shape: str) -> bool:
+        """Not done, and no process has ended at it."""
+        return self.is_open(suite, shape) and not self.stops(suite, shape)
+
+    def _has(self, event: str, suite: str, shape: str) -> bool:
+        return any((record["suite"], record["shape"]) == (suite, shape) for record in self.of(event))
 
 
-def _work(record: Record) -> tuple[str, str, str]:
-    return record["suite"], record["shape"], record["name"]
+def _work(record: Record) -> tuple[str | None, str | None, str]:
+    return record.get("suite"), record.get("shape"), record["name"]

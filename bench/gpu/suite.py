@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from bench.gpu.case import Case
 from bench.gpu.clock import Clock, Step, Times
 from bench.gpu.kernels import PASSES, kernel_costs, pass_costs
 from bench.gpu.layer import Layer, Unavailable
 from bench.gpu.memory import saved_bytes
+from bench.gpu.notes import gpu_works
 from bench.gpu.ours import NAME, OURS
 from bench.gpu.reference import Reference, find_errors, wrong
 from bench.gpu.shapes import Shape
@@ -28,7 +27,7 @@ Maker = Callable[[Case], Layer]
 
 
 class WrongResult(Exception):
-    """A result of this library that is off by more than rounding: its speed means nothing."""
+    """A result that is off by more than rounding: its speed means nothing."""
 
 
 class ContextLost(Exception):
@@ -48,7 +47,7 @@ def ready_layers(case: Case, makers: Mapping[str, Maker], right: Reference, spoo
     """The variants that compute what they should, each with what its rows say of it; the others are skipped.
 
     Raises:
-        WrongResult: this library is wrong.
+        WrongResult: this library's layer is wrong.
         ContextLost: a variant has broken the process's connection to the GPU.
     """
     ready = []
@@ -58,16 +57,21 @@ def ready_layers(case: Case, makers: Mapping[str, Maker], right: Reference, spoo
                 layer = make(case)
                 errors = find_errors(layer, case, right)
                 if faults := wrong(errors):
-                    raise (WrongResult if name in OURS else Unavailable)("wrong result: " + ", ".join(faults))
+                    raise WrongResult("wrong result: " + ", ".join(faults))
                 found = {"version": layer.version, "errors": errors, "saved_bytes": saved_bytes(layer)}
                 use = measure_use(partial(_both, layer, case), case.x_SM.device, _ENERGY_S)
                 ready.append((layer, found | {"peak_bytes": use.peak_bytes, "energy_j": use.energy_j}))
             except Exception as error:
-                if name == NAME or isinstance(error, WrongResult):
+                if name == NAME:
                     raise
-                word = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
+                if name in OURS and not isinstance(error, Unavailable):
+                    spool.add("wrong", suite="passes", shape=case.shape.name, name=name)
+                known = isinstance(error, Unavailable | WrongResult)
+                word = str(error) if known else f"{type(error).__name__}: {error}"
                 spool.add("skipped", suite="passes", shape=case.shape.name, name=name, word=word.splitlines()[0])
-                _ask_device(case, name)
+                if not gpu_works():
+                    spool.add("lost", suite="passes", shape=case.shape.name, name=name)
+                    raise ContextLost(f"after {name}: {word}") from error
     return ready
 
 
@@ -111,11 +115,3 @@ def _row(shape: Shape, kind: str, name: str, variant: str, parts: list[Cost], fl
         "runs": times.runs,
     }
 
-
-def _ask_device(case: Case, name: str) -> None:
-    if not case.x_SM.is_cuda:
-        return
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        raise ContextLost(f"after {name}: {error}") from error

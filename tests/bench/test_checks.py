@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from bench.gpu.checks import Check, Outcome, judge_sanitizer, judge_tests, start_sanitizer
+from bench.gpu import checks
+from bench.gpu.checks import judge_sanitizer, sanitizer
 from bench.gpu.exercise import PASSED
-from bench.gpu.process import ROOT, Ended, Process, run_together
-from bench.gpu.run import Run
+from bench.gpu.part import Log, Place
+from bench.gpu.process import ROOT, Ended, Process, watch
 
 WATCHED = f"========= COMPUTE-SANITIZER\nexercise: gate\n{PASSED}\n"
 
@@ -39,34 +42,37 @@ def test_sanitizer(code: int | None, output: str, result: str) -> None:
     assert judge_sanitizer(Ended(code, output, 1.0)).result == result
 
 
-@pytest.mark.parametrize(
-    ("code", "output", "outcome"),
-    [
-        (0, "....\n==== 300 passed, 2 skipped in 9.9s ====\n", Outcome("passed", "300 passed, 2 skipped in 9.9s")),
-        (1, "..F.\nFAILED tests/x.py::y\n==== 1 failed ====\n", Outcome("failed", "1 failed")),
-        (None, "bringing up nodes...\n......", Outcome("unfinished", "none had failed")),
-        (None, "....F..", Outcome("failed", "stopped; some had failed")),
-        (5, "no tests ran in 0.01s\n", Outcome("failed", "no tests ran in 0.01s")),
-    ],
-)
-def test_tests(code: int | None, output: str, outcome: Outcome) -> None:
-    assert judge_tests(Ended(code, output, 1.0)) == outcome
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "gpu", tmp_path, Log(), 2, who="part", deadline=time.monotonic() + 60)
 
 
-def test_processes_that_end_and_one_that_does_not(tmp_path: Path) -> None:
-    child = tmp_path / "child"
+def test_a_process_that_ends_and_one_that_does_not(tmp_path: Path) -> None:
+    quick = Process([sys.executable, "-c", "import os; print(os.environ['WORD'])"], {"WORD": "hello"})
+    assert watch(quick, 30)[:2] == (0, "hello\n")
+    child, heard = tmp_path / "child", []
     sleeper = f"import subprocess; p = subprocess.Popen(['sleep', '300']); open({str(child)!r}, 'w').write(str(p.pid))"
-    processes = {
-        "quick": Process([sys.executable, "-c", "import os; print(os.environ['WORD'])"], {"WORD": "hello"}),
-        "slow": Process([sys.executable, "-c", f"{sleeper}; print('begun'); p.wait()"]),
-    }
-    told: list[str] = []
-    ended = run_together(processes, 3.0, lambda name, ended: told.append(name))
-    assert told == ["quick", "slow"]
-    assert (ended["quick"].code, ended["quick"].output) == (0, "hello\n")
-    assert (ended["slow"].code, ended["slow"].output) == (None, "begun\n")
-    assert 3 <= ended["slow"].seconds < 30
+    slow = Process([sys.executable, "-c", f"{sleeper}; print('begun'); p.wait()"])
+    ended = watch(slow, 3.0, hear=heard.append)
+    assert (ended.code, ended.output, "".join(heard)) == (None, "begun\n", "begun\n")
+    assert 3 <= ended.seconds < 30 and "time was up" in ended.why
     assert not is_running(int(child.read_text()))
+
+
+def test_silence_counts_from_the_last_sign_of_life() -> None:
+    """Longer in all than it may be silent: lines keep it alive, or whatever else is a sign; then it falls silent."""
+    talker = "import time\nfor i in range(8): print(i); time.sleep(0.5)\ntime.sleep(300)"
+    ended = watch(Process([sys.executable, "-c", talker]), 60, silence_s=2.0)
+    assert ended.code is None and ended.output.split() == [*"01234567"] and "no sign of life for 2 s" in ended.why
+    silent = Process([sys.executable, "-c", "import time; time.sleep(4)"])
+    assert watch(silent, 60, silence_s=1.0, sign=time.monotonic).code == 0
+
+
+def test_one_that_is_stopped_with_the_run() -> None:
+    stop = threading.Event()
+    threading.Timer(1.0, stop.set).start()
+    ended = watch(Process(["sleep", "300"]), 60, stop=stop.is_set)
+    assert ended.code is None and ended.seconds < 30
 
 
 def is_running(pid: int) -> bool:
@@ -78,20 +84,44 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def test_the_sanitizer_watches_the_exercise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By a program of its name that shows what it is given, then does what it is told to."""
-    monkeypatch.setattr("bench.gpu.checks.find_sanitizer", lambda: None)
-    assert isinstance(start_sanitizer("memcheck"), str)
-    program = tmp_path / "compute-sanitizer"
-    program.write_text('#!/bin/sh\necho "$@" "caching=$PYTORCH_NO_CUDA_MEMORY_CACHING"\nshift 8\nexec "$@"\n')
+def stub(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, script: str) -> None:
+    """A program of this name, the only one that is found."""
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    monkeypatch.setattr("bench.gpu.checks.find_sanitizer", lambda: str(program))
-    process = start_sanitizer("racecheck")
-    assert isinstance(process, Process)
-    ended = process.ended()
-    first, *_, last = ended.output.splitlines()
-    assert first.startswith("--tool racecheck ") and first.endswith(" -m bench.gpu.exercise caching=1")
-    assert (ended.code, last) == (0, PASSED)
+    monkeypatch.setattr(checks, "_find", lambda wanted: str(program) if wanted == name else None)
+
+
+def test_the_sanitizer_watches_the_exercise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
+    """By a program of its name that shows what it is given, then does what it is told to."""
+    monkeypatch.setattr(checks, "_find", lambda name: None)
+    assert sanitizer(place, "memcheck").result == "skipped"
+    given = 'echo "$@" "caching=$PYTORCH_NO_CUDA_MEMORY_CACHING"; shift 8; "$@" && echo "ERROR SUMMARY: $ERRORS errors"'
+    stub(monkeypatch, tmp_path, "compute-sanitizer", given)
+    monkeypatch.setenv("ERRORS", "3")
+    outcome = sanitizer(place, "memcheck")
+    first, *_ = outcome.output.splitlines()
+    assert first.startswith("--tool memcheck ") and first.endswith(" -m bench.gpu.exercise caching=1")
+    assert (outcome.result, outcome.word) == ("failed", "3 errors")
+
+
+def test_an_alarm_of_racecheck_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
+    summary = "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+    stub(monkeypatch, tmp_path, "compute-sanitizer", f'echo "{PASSED}"; echo "{summary}"')
+    outcome = sanitizer(place, "racecheck")
+    assert outcome.result == "alarm" and "1 error" in outcome.word and "issue 7264" in outcome.word
+    stub(monkeypatch, tmp_path, "compute-sanitizer", "echo experts: off by 1.0e+00; exit 1")
+    assert sanitizer(place, "racecheck").result == "failed"
+
+
+def test_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
+    seen = 'echo "    Duration    us   41.2"; echo "    Memory Throughput   %  63.1"'
+    stub(monkeypatch, tmp_path, "ncu", f'echo "$@"; {seen}')
+    outcome = checks.profile(place)
+    assert outcome.result == "passed"
+    assert outcome.word == "; ".join(f"{name}: Duration us 41.2, Memory Throughput % 63.1" for name in ("up", "dW1"))
+    stub(monkeypatch, tmp_path, "ncu", "echo no permission; exit 1")
+    assert checks.profile(place)[:2] == ("skipped", "up: no permission")
 
 
 def test_the_exercise_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,23 +141,8 @@ def test_the_exercise_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(fault.startswith("gather_sum: off by") for fault in exercise.main(torch.device("cpu")))
 
 
-@pytest.mark.parametrize("result", ["failed", "passed"])
-def test_a_failed_check_stops_the_run(
-    result: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = Check(lambda: Process([sys.executable, "-c", "print('one wrong')"]), lambda ended: Outcome(result, "a word"))
-    absent = Check(lambda: "not here", judge_sanitizer)
-    monkeypatch.setattr("bench.gpu.run.checks", lambda: {"tests": told, "memcheck": absent, "racecheck": told})
-    monkeypatch.setattr(Run, "measure", lambda *_: measured.append(True) or True)
-    measured: list[bool] = []
-    assert Run(600).do(["racecheck"]) == 1  # nothing measured is no success either
-    text = capsys.readouterr().out
-    assert ("STOPPED" in text) == (result == "failed") == ("one wrong" in text) == (measured == [])
-    assert "memcheck: skipped (not here)" in text and "racecheck: skipped (as asked for)" in text
-
-
-def test_without_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
-    """The command says what it needs, and the suites are skipped with a word."""
+def test_without_a_gpu() -> None:
+    """The command says what it needs."""
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-m", "bench.gpu"], cwd=ROOT, env=hidden, capture_output=True, text=True)
     assert done.returncode == 1 and "PyTorch finds none here" in done.stderr

@@ -6,9 +6,9 @@ import pytest
 
 from bench.gpu.kernels import KERNELS, PASSES, kernel_costs, pass_costs
 from bench.gpu.limits import Ceilings, highest, limit_s, measure_ceilings
+from bench.gpu.rehearsal import FakeClock
 from bench.gpu.shapes import SHAPES
 from fusedmoe.kernels.cost import Cost
-from tests.bench.fakes import FakeClock
 
 MIXTRAL = SHAPES[-1]
 H200 = Ceilings(790e12, 4.3e12)

@@ -18,13 +18,13 @@ from bench.gpu.memory import saved_bytes
 from bench.gpu.ours import NAME, fusedmoe_layer
 from bench.gpu.peers import PEERS, liger, scattermoe, sonicmoe, torch_grouped
 from bench.gpu.reference import find_errors, make_reference, wrong
+from bench.gpu.rehearsal import TINY
 from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.gather_sum import take_slots
 from fusedmoe.kernels.order import define_layout
 from fusedmoe.kernels.weights import Weights
-from tests.bench.fakes import TINY
 
 CPU = torch.device("cpu")
 

@@ -17,13 +17,9 @@ written without them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -35,14 +31,14 @@ from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any
 
+from bench.aot.machine_code import judge
+from bench.aot.standin import driving
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.aot import AotCase
 from tests.lifetime import end_with
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "bench" / "aot.json"
-# Shared memory of one block, bytes.
-SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
 # What the record has of a case and target.
 COLUMNS = ("registers", "stack", "shared")
 
@@ -149,54 +145,12 @@ def compile_case(task: tuple[str, str, int]) -> dict[str, Any]:
     try:
         source = triton.compiler.ASTSource(case.kernel, *case.specialise())
         options = {**case.options, "extern_libs": dict(case.libraries())}
-        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+        with driving(target):
+            case.kernel.create_binder()  # so that it compiles as it does for launches
+            compiled = case.kernel.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+        return judge(compiled, target, case.expect.get(target, ()))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[-2000:]}"}
-    cubin, expected = compiled.asm["cubin"], case.expect.get(target, ())
-    found = {**read_usage(cubin), "shared": compiled.metadata.shared}
-    # To take machine code apart takes as long as to make it: only where there is something to look for.
-    instructions = read_instructions(cubin) if expected else []
-    missing = [word for word in expected if word not in instructions]
-    if found["stack"] or {"LDL", "STL"} & {*instructions}:
-        found["error"] = f"spills: takes {found['stack']} bytes of stack"
-    elif found["shared"] > SHARED[target]:
-        found["error"] = f"takes {found['shared']} bytes of shared memory"
-    elif missing:
-        found["error"] = f"has no {', '.join(missing)}"
-    return found
-
-
-def read_usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack: what does not fit the registers is kept there."""
-    usage = dict(re.findall(r"\b(REG|STACK):(\d+)", _dump(cubin, "--dump-resource-usage")))
-    return {"registers": int(usage["REG"]), "stack": int(usage["STACK"])}
-
-
-def read_instructions(cubin: bytes) -> list[str]:
-    """The kinds of instructions that there are."""
-    from triton import knobs
-
-    cache = Path(knobs.cache.dir) / "fusedmoe-aot" / f"{hashlib.sha256(cubin).hexdigest()}.json"
-    if cache.exists():
-        return json.loads(cache.read_text())
-    text = _dump(cubin, "--dump-sass")
-    found = sorted({*re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", text, re.M)})
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all: a run may be interrupted.
-    part = cache.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(found))
-    part.replace(cache)
-    return found
-
-
-def _dump(cubin: bytes, what: str) -> str:
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = [knobs.nvidia.cuobjdump.path, what, file.name]
-        return subprocess.run(tool, check=True, capture_output=True, text=True).stdout
 
 
 def write(found: Found) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.group import Group
+from fusedmoe.comm.group import Group, Job
 from fusedmoe.comm.heap import Heap
 
 
@@ -18,8 +18,8 @@ class LocalHeap(Heap):
 
     backend = "local"
 
-    def __init__(self, index: int, size: int, device: torch.device, everything: list[Tensor]) -> None:
-        super().__init__(Group("virtual", tuple(range(size)), index), device)
+    def __init__(self, index: int, size: int, device: torch.device, everything: list[Tensor], job: Job) -> None:
+        super().__init__(Group("virtual", tuple(range(size)), index, job=job), device)
         self._everything, self._taken = everything, 0
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
@@ -33,7 +33,11 @@ class LocalHeap(Heap):
         return [thing] * self.group.size
 
 
-def local_heaps(size: int, device: torch.device) -> list[LocalHeap]:
-    """The heaps of so many virtual ranks."""
+def local_heaps(size: int, device: torch.device, timeout_s: float = 10.0) -> list[LocalHeap]:
+    """The heaps of so many virtual ranks.
+
+    `timeout_s`: how long a kernel waits for another virtual rank. Nobody is slow to start in one process: whoever does
+    not come soon never will, and a GPU can do nothing else meanwhile.
+    """
     everything: list[Tensor] = []
-    return [LocalHeap(index, size, device, everything) for index in range(size)]
+    return [LocalHeap(index, size, device, everything, Job(index, timeout_s)) for index in range(size)]

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedmoe.kernels import fence
 from fusedmoe.kernels.aot import MOST_REGISTERS, AotCase
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate.configs import GENERATIONS, Tile, fused_tile, rowwise_tile
@@ -87,7 +88,7 @@ def score_backward(logits, inside, grad, NORMALIZE: tl.constexpr, SIGMOID: tl.co
     return factor * grad
 
 
-@triton.jit(do_not_specialize=_UNSPECIAL)
+@fence.jit(do_not_specialize=_UNSPECIAL)
 def choose_kernel(
     x_ptr,
     w_ptr,

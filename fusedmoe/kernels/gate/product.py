@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedmoe.kernels import fence
 from fusedmoe.kernels.aot import AotCase
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate.configs import GENERATIONS, Capability, Tile, product_tile
@@ -89,7 +90,7 @@ def logits_tile(
     return acc
 
 
-@triton.jit(do_not_specialize=["S"])
+@fence.jit(do_not_specialize=["S"])
 def logits_kernel(
     x_ptr,
     w_ptr,
@@ -114,7 +115,7 @@ def logits_kernel(
     tl.store(out, acc, mask=(row < S)[:, None] & (e < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["S"])
+@fence.jit(do_not_specialize=["S"])
 def dx_kernel(
     dlogits_ptr,
     w_ptr,
@@ -146,7 +147,7 @@ def dx_kernel(
     tl.store(out, acc.to(dx_ptr.dtype.element_ty), mask=(row < S)[:, None] & (m < M)[None, :])
 
 
-@triton.jit(do_not_specialize=["S", "part_rows"])
+@fence.jit(do_not_specialize=["S", "part_rows"])
 def dw_kernel(
     dlogits_ptr,
     x_ptr,

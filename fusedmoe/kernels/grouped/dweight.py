@@ -7,14 +7,14 @@ A product of ragged depth. Either side's rows may be gathered. An expert without
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedmoe.kernels import fence
 from fusedmoe.kernels.grouped.device import mac, swizzle
 
 
-@triton.jit
+@fence.jit()
 def dweight_kernel(
     left_ptr,
     right_ptr,

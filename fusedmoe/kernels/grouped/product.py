@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedmoe.kernels import fence
 from fusedmoe.kernels.grouped.device import halves, mac, swizzle
 from fusedmoe.kernels.network import put_runs
 from fusedmoe.kernels.puts import signal_peers, signal_those_without
@@ -31,7 +32,7 @@ def _put(part, weight, target, inside, column, N, WEIGHTED: tl.constexpr):
     tl.store(target[:, None] + column[None, :], out, mask=inside[:, None] & (column < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns", "epoch"])
+@fence.jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns", "epoch"])
 def product_kernel(
     a,
     b,

@@ -42,11 +42,12 @@ _SECONDS = 1.0
 
 def untuned(capability: Capability | None) -> Choose:
     """The choice by the table alone; capability None: of the interpreter."""
-    known = partial(_candidates, capability)
+    known = partial(by_table, capability)
     return lambda key, launch: by_shape(known(key), key.rows, key.depth)[0]
 
 
-def _candidates(capability: Capability | None, key: Key) -> Sequence[Candidate]:
+def by_table(capability: Capability | None, key: Key) -> Sequence[Candidate]:
+    """The configurations that the table has for a key."""
     variant = key.variant
     return candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even)
 
@@ -70,11 +71,17 @@ class Tuner:
         self._chosen: dict[Key, Config] = {}
         self._lock = threading.Lock()
 
+    def leave_out(self, which: Callable[[Config], bool]) -> None:
+        """From now on chooses among the others only."""
+        known = self._candidates
+        self._candidates = lambda key: [candidate for candidate in known(key) if not which(candidate.config)]
+
     def choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
         """The configuration for a launch.
 
         Raises:
-            RuntimeError: every configuration gives wrong results, or one did not end.
+            RuntimeError: every configuration gives wrong results; or one has taken the GPU from this process, by a
+                launch that does not end or an illegal access. It is written down, so that the next process goes on.
         """
         if key in self._chosen:
             return self._chosen[key]
@@ -120,16 +127,31 @@ class Tuner:
                     raise self._all_wrong(key, configs)
                 seconds = {}
                 if len(right) > 1:
-                    for config in right:
-                        seconds[config] = self._measure(partial(launch, config), _SECONDS / len(right))
+                    seconds = self._times(key, right, launch)
             except torch.OutOfMemoryError:
                 # There is room for the launch alone. The choice is not written down: the next run may have more.
                 return self._untuned(key, configs)
-        chosen = min(right, key=lambda config: seconds.get(config, 0.0))
+        chosen = min(seconds or right, key=lambda config: seconds.get(config, 0.0))
         times = {str(config): round(1e6 * time, 1) for config, time in seconds.items()}
         self._record.choices[str(key)] = {"config": str(chosen), "microseconds": times}
         self._record.save()
         return chosen
+
+    def _times(
+        self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]
+    ) -> dict[Config, float]:
+        """Seconds of each configuration that runs at these sizes, too."""
+        seconds = {}
+        for config in configs:
+            try:
+                seconds[config] = self._measure(partial(launch, config), _SECONDS / len(configs))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self._leave_out(key, config, error)
+        if not seconds:
+            raise self._all_wrong(key, configs)
+        return seconds
 
     def _is_right(self, key: Key, config: Config) -> bool:
         fault = self._fault(key, config)
@@ -139,21 +161,42 @@ class Tuner:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                fault = f"{type(error).__name__}: {error}"[:1000]
-                self._write_down(key, config, fault)
-                if isinstance(error, TimeoutError):
-                    raise RuntimeError(
-                        f"{key.variant} in {config} {error}, and nothing else can run on this GPU. It is left out from "
-                        "now on: please start again."
-                    ) from error
+                self._leave_out(key, config, error)
+                return False
             self._write_down(key, config, fault)
             if fault:
-                warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
+                _warn(key, config, fault)
         return fault == ""
+
+    def _leave_out(self, key: Key, config: Config, error: Exception) -> None:
+        """Writes down what a configuration has raised; raises where nothing else can run after it."""
+        fault = f"{type(error).__name__}: {error}"[:1000]
+        self._write_down(key, config, fault)
+        if isinstance(error, TimeoutError) or _is_lost():
+            raise RuntimeError(
+                f"{key.variant} in {config} {error}, and nothing else can run on this GPU in this process. It is left "
+                "out from now on: please start again."
+            ) from error
+        _warn(key, config, fault)
 
     def _write_down(self, key: Key, config: Config, fault: str) -> None:
         self._record.faults[f"{key.variant}, {config}"] = fault
         self._record.save()
+
+
+def _warn(key: Key, config: Config, fault: str) -> None:
+    warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
+
+
+def _is_lost() -> bool:
+    """Whether this process has lost its GPU: after an illegal access it is told so by whatever it asks for."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 @cache
@@ -163,7 +206,7 @@ def tuner(device: torch.device) -> Tuner:
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
     folder = default_folder()
     return Tuner(
-        partial(_candidates, capability),
+        partial(by_table, capability),
         lambda variant, config: check(variant, config, device),
         partial(_measure, device),
         Record(None if folder is None else folder / f"grouped-{name}-{_sources()}.json"),

@@ -17,6 +17,7 @@ from fusedmoe.autograd.fused import Backward, Forward, make_route
 from fusedmoe.autograd.order import order
 from fusedmoe.comm.heaps.local import local_heaps
 from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.weights import Weights
 
@@ -91,3 +92,17 @@ def test_measured_parts_bring_rows_there_and_back(device: torch.device) -> None:
             found = step.run(step.before())
         # Rows that nobody changed come back once for each of a token's experts.
         torch.testing.assert_close(torch.cat(found), 3 * case.x_SM)
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_long(device: torch.device) -> None:
+    """Rank 1 sends nothing: the kernel of rank 0 that waits for it ends, and says whom it waited for."""
+    assert [heap.group.job.timeout_s for heap in local_heaps(2, device)] == [10.0, 10.0]
+    windows = [Windows(heap, Room(8, 1, 2, 16, torch.float32)) for heap in local_heaps(2, device, timeout_s=0.5)]
+    layout = order(torch.tensor([[0], [1]], device=device), 2)
+    route = make_route(torch.randn(2, 16, device=device), None, layout, windows[0])
+    with pytest.raises(RankError, match="rank 0: .* of rank 1, expected signal 1, seen 0; .* within 0 s"):
+        route.put_letters()
+        route.arrivals  # noqa: B018  waits for both letters
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            windows[0].watch.check("letters", windows[0].name_letter)

@@ -1,11 +1,12 @@
-"""A clock that needs no GPU, and small shapes."""
+"""What stands for a GPU and for published layers where there are none: in rehearsals and in tests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bench.gpu.clock import Step, Times
-from bench.gpu.shapes import Shape
+from bench.gpu.part import Place
+from bench.gpu.shapes import SHAPES, Shape
 
 TINY = (Shape("tiny", 24, 32, 16, 6, 2), Shape("odd", 13, 48, 40, 5, 3))
 
@@ -24,3 +25,14 @@ class FakeClock:
             ms = self.times_ms[place % len(self.times_ms)]
             times[step.name] = Times(ms, 0.9 * ms, 1.1 * ms, 7)
         return times
+
+
+def shapes_of(place: Place) -> Sequence[Shape]:
+    return TINY if place.rehearsal else SHAPES
+
+
+def pretending(place: Place, suite: str = "") -> Mapping[str, str]:
+    """What makes a process of a rehearsal take the CPU for a GPU. The products' kernels need Triton's interpreter."""
+    if not place.rehearsal:
+        return {}
+    return {"PYTEST_ADDOPTS": "-p bench.gpu.pretend", "TRITON_INTERPRET": "1" if suite == "kernels" else "0"}

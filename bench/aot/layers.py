@@ -1,0 +1,57 @@
+"""Layers of given sizes run through the library without values: what a benchmark of them launches.
+
+    with standin.recording(90) as launches:
+        run(SHAPES[0])
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bench.gpu.case import Case
+from bench.gpu.kernels import kernel_steps
+from bench.gpu.layer import Layer
+from bench.gpu.ours import fusedmoe_layer
+from bench.gpu.ranks import puts_layer
+from bench.gpu.shapes import Shape
+from bench.gpu.spread import COUNTS
+
+DEVICE = torch.device("meta")
+
+
+def empty_case(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """`make_case` without memory."""
+
+    def empty(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device=DEVICE)
+
+    S, M, H, E, K = shape.S, shape.M, shape.H, shape.E, shape.K
+    return Case(
+        shape,
+        x_SM=empty(S, M),
+        dy_SM=empty(S, M),
+        expert_SK=empty(S, K, dtype=torch.int64),
+        weight_SK=empty(S, K, dtype=torch.float32),
+        router_EM=empty(E, M),
+        w1=empty(E, 2, H, M),
+        w2=empty(E, M, H),
+    )
+
+
+def run(shape: Shape, dtype: torch.dtype = torch.bfloat16, counts: tuple[int, ...] = COUNTS) -> None:
+    """The kernels of a layer one by one, the layer's two passes, and those over virtual ranks by puts.
+
+    `counts`: numbers of virtual ranks, for a shape that is spread over some.
+    """
+    case = empty_case(shape, dtype)
+    for step in kernel_steps(case):
+        step.run(step.before())
+    layers = [fusedmoe_layer(case)]
+    if shape.spread:
+        layers += [puts_layer(case, count) for count in counts if shape.E % count == 0]
+    for layer in layers:
+        both_passes(layer, case)
+
+
+def both_passes(layer: Layer, case: Case) -> None:
+    layer.backward(layer.forward(), case.dy_SM)

@@ -1,0 +1,190 @@
+"""A stand-in for Triton's CUDA driver: launches are noted, not made.
+
+Tensors of device "meta", which have shapes and no memory, stand for those of a GPU. Inside `recording` they say that
+they are CUDA's, operators of the library run their real bodies on them instead of their fakes, and the tuner tries
+every candidate, as it does on a GPU where a shape is new: so the code that launches is the library's own, down to
+Triton's, which specialises arguments and would then compile.
+
+Values do not exist: what reads one on the host (`.item()`, `.tolist()`) raises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels import operators
+from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.grouped import launch as grouped
+from fusedmoe.kernels.grouped.checks import COUNTS
+from fusedmoe.kernels.grouped.record import Record
+from fusedmoe.kernels.grouped.tiles import make_tiles
+from fusedmoe.kernels.grouped.tuning import Tuner, by_table
+
+# Multiprocessors of what stands for each generation: A100, H200, B200.
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it would be compiled for a launch.
+
+    Attributes:
+        module, kernel: the function's.
+        target: 90 for sm_90.
+        data: JSON, what `JITFunction.preload` takes: signature, constants, attributes and options.
+        device: index of the GPU that was current.
+    """
+
+    module: str
+    kernel: str
+    target: int
+    data: str
+    device: int = field(default=0, compare=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """num_warps, num_stages, maxnreg, …, with the ones that are Triton's defaults."""
+        return json.loads(self.data)["options"]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of each parameter its value where that is a constant of the code, else its type; a type ends in ":16" where
+        pointer or number is known to be a multiple of 16."""
+        data = json.loads(self.data)
+        constants = {path[0]: value for path, value in zip(data["constant_keys"], data["constant_vals"], strict=True)}
+        aligned = {path[0] for path, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True) if value}
+        return {
+            name: constants[place] if place in constants else kind + ":16" * (place in aligned)
+            for place, (name, kind) in enumerate(data["signature"].items())
+        }
+
+    def __str__(self) -> str:
+        options = {name: self.options[name] for name in ("num_warps", "num_stages", "maxnreg")}
+        told = {**self.arguments, **{name: value for name, value in options.items() if value is not None}}
+        return f"{self.kernel} sm_{self.target} " + " ".join(f"{name}={value}" for name, value in told.items())
+
+
+class Driver:
+    """What Triton asks of a driver before anything is loaded.
+
+    `device`: a name, by which Triton remembers what it has compiled: what is taken down must never be found there.
+    """
+
+    def __init__(self, target: int, device: str) -> None:
+        self._target, self._device = GPUTarget("cuda", target, 32), f"{device} for sm_{target}"
+
+    def get_current_device(self) -> str:
+        return self._device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextmanager
+def driving(target: int, device: str = "compiler") -> Iterator[None]:
+    """Triton takes the stand-in for its driver."""
+    with patch.object(triton.runtime.driver, "_active", Driver(target, device)):
+        yield
+
+
+@contextmanager
+def recording(target: int) -> Iterator[list[Launch]]:
+    """Takes down what is launched on tensors of device "meta", each specialisation once, in order.
+
+    Raises:
+        ConfigError: under TRITON_INTERPRET=1, where nothing is compiled.
+    """
+    if INTERPRET:
+        raise ConfigError("under TRITON_INTERPRET=1 kernels are interpreted, none is compiled: start without it")
+    found: dict[Launch, None] = {}
+    launches: list[Launch] = []
+    current = [0]
+
+    def take_down(fn: Any, compile: dict[str, Any], **others: Any) -> bool:
+        launch = Launch(fn.module, fn.name, target, compile["specialization_data"], current[0])
+        if launch not in found:
+            found[launch] = None
+            launches.append(launch)
+        return True  # Triton compiles nothing then, and launches nothing
+
+    with ExitStack() as stack:
+        for place, name, value in _patches(target, current):
+            stack.enter_context(patch.object(place, name, value))
+        stack.enter_context(driving(target, "stand-in"))
+        stack.enter_context(patch.object(knobs.runtime, "jit_cache_hook", take_down))
+        stack.enter_context(_Bodies())
+        yield launches
+
+
+def _patches(target: int, current: list[int]) -> list[tuple[Any, str, Any]]:
+    """What must be different for tensors of device "meta" to pass for a GPU's."""
+    capability = divmod(target, 10)
+    properties = SimpleNamespace(
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=MULTIPROCESSORS[target],
+        L2_cache_size=2**25,
+        name=f"stand-in for sm_{target}",
+    )
+
+    class Device:
+        """`torch.cuda.device`"""
+
+        def __init__(self, device: torch.device | int) -> None:
+            self._index = device if isinstance(device, int) else device.index or 0
+
+        def __enter__(self) -> None:
+            self._before, current[0] = current[0], self._index
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = self._before
+
+    return [
+        (torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta")),
+        (torch.cuda, "device", Device),
+        (torch.cuda, "get_device_capability", lambda device=None: capability),
+        (torch.cuda, "get_device_properties", lambda device=None: properties),
+        (torch.cuda, "get_device_name", lambda device=None: properties.name),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (grouped, "tuner", lambda device: _tuner(capability, device)),
+    ]
+
+
+def _tuner(capability: tuple[int, int], device: torch.device) -> Tuner:
+    """Finds every candidate right, after the launches that its check would make and no other does, and runs it."""
+
+    def check(variant: object, config: Any) -> str:
+        make_tiles(torch.empty(len(COUNTS) + 1, dtype=torch.int32, device=device), sum(COUNTS), config.bm)
+        return ""
+
+    def measure(run: Callable[[], object], seconds: float) -> float:
+        run()
+        return 1.0
+
+    return Tuner(partial(by_table, capability), check, measure, Record(None), lambda: True)
+
+
+class _Bodies(TorchDispatchMode):
+    """Operators of the library run as they would on a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fusedmoe":
+            return getattr(operators, func._opname)._init_fn(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,174 @@
+"""What runs: the parts of a whole run, and of the four steps of half an hour with a GPU that nobody has used before.
+
+A plan is a list of rounds; the parts of a round run side by side. What a round leaves of its time, later ones may take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from bench.gpu import checks, specialised, suites, training
+from bench.gpu.part import Outcome, Part, Place, judge_exit
+from bench.gpu.precompile import WORKERS, precompile
+
+Rounds = Sequence[Sequence[Part]]
+# Of processes that compile beside others, and of tests: each of these holds a context of half a gigabyte of the GPU.
+_BESIDE, _TESTS = 8, 12
+#: How long a rehearsal compiles, to learn how long a kernel takes.
+REHEARSED_S = 45.0
+
+
+class Plan(NamedTuple):
+    """`minutes`: for everything. `about`: in a line."""
+
+    minutes: float
+    about: str
+    rounds: Rounds
+
+
+def versions(place: Place) -> Outcome:
+    """Also whether a process gets the GPU at all."""
+    outcome = judge_exit(place.run(["-m", "bench.gpu.device"], silence_s=60.0))
+    if outcome.result != "passed":
+        return outcome
+    found = json.loads(outcome.word)
+    if found["gpu"] is None and not place.rehearsal:
+        return Outcome("failed", "PyTorch finds no GPU here")
+    told = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
+    return Outcome("passed", f"{found['gpu']['name'] if found['gpu'] else 'no GPU'}; {told}", found=found)
+
+
+def compile_all(place: Place, workers: int | None = None) -> Outcome:
+    """`workers`: not more than so many, where others work beside; else one a core."""
+    if place.rehearsal:
+        return precompile(place, 90, place.cores, REHEARSED_S)
+    return precompile(place, None, min(workers or WORKERS, place.cores))
+
+
+def whole(place: Place, piece: str) -> Outcome:
+    return judge_exit(place.run(["-m", "bench.gpu.whole", piece], {"FUSEDMOE_AUTOTUNE": "0", "TRITON_INTERPRET": "0"}))
+
+
+def report(place: Place) -> Outcome:
+    """Tables and picture of what was measured, also in part."""
+    file = suites.keep(place)
+    if file is None:
+        return Outcome("failed", "nothing was measured")
+    ended = place.run(["-m", "bench.report", str(file)])
+    if ended.code == 0:
+        file.with_suffix(".md").write_text(ended.output)
+    outcome = judge_exit(ended)
+    return outcome._replace(word=str(file)) if outcome.result == "passed" else outcome
+
+
+def _tests(place: Place, count: int) -> Outcome:
+    return checks.tests(place, 1 if place.rehearsal else min(count, place.cores))
+
+
+def _part(name: str, seconds: float, about: str, do: Callable[..., Outcome], *needs: str, **arguments: object) -> Part:
+    return Part(name, seconds, partial(do, **arguments) if arguments else do, about, needs)
+
+
+_VERSIONS = _part("versions", 15, "the GPU, its driver and the software", versions)
+_SPECIALISED = _part(
+    "specialised", 35, "products with specialised warps, in a process of their own", specialised.compare
+)
+_REPORT = _part("report", 15, "tables and picture", report)
+
+
+def _suite(name: str, seconds: float, *needs: str) -> Part:
+    about = {"kernels": "every kernel against its limit", "passes": "the passes against theirs, beside other libraries"}
+    return _part(name, seconds, f"{about[name]}, at eight shapes", suites.measure, *needs, suite=name)
+
+
+def _sanitizers(seconds: float) -> Sequence[Part]:
+    return [
+        _part(tool, seconds, f"every kernel once under compute-sanitizer's {tool}", checks.sanitizer, tool=tool)
+        for tool in ("memcheck", "racecheck")
+    ]
+
+
+def _compile(seconds: float, workers: int | None = None) -> Part:
+    return _part("compile", seconds, "what all shapes launch, in parallel", compile_all, workers=workers)
+
+
+PLANS = {
+    "all": Plan(
+        8.5,
+        "correctness, then kernels and passes against their limits",
+        [
+            [_VERSIONS],
+            [_part("tests", 150, "the kernels' tests", _tests, count=_BESIDE), _compile(150, _BESIDE)],
+            [_suite("kernels", 90, "tests")],
+            [_suite("passes", 120, "tests")],
+            [_SPECIALISED],
+            [_REPORT],
+            _sanitizers(70),
+        ],
+    ),
+    "1": Plan(
+        6,
+        "correctness",
+        [
+            [_VERSIONS],
+            [_part("exercise", 100, "every kernel once beside float64", checks.exercise), _compile(100, 15)],
+            [_part("tests", 170, "the kernels' tests", _tests, count=_TESTS)],
+            [_part("specialised tests", 60, "those of specialised warps, by themselves", checks.specialised_tests)],
+        ],
+    ),
+    "2": Plan(
+        5,
+        "a whole layer and the main job",
+        [
+            [_VERSIONS],
+            [
+                _part("no wait", 90, "no host wait in a layer's step", whole, piece="waits"),
+                _part("graph", 90, "the step captured and replayed", whole, piece="graph"),
+                _part("torch.compile", 90, "the step compiled as one graph", whole, piece="compiled"),
+            ],
+            [
+                _part(f"train {dtype}", 110, f"{training.STEPS} steps in {dtype}, beside a CPU's first", do)
+                for dtype, do in (
+                    ("fp32", partial(training.train, dtype="fp32")),
+                    ("bf16", partial(training.train, dtype="bf16")),
+                )
+            ],
+            [_part("resume", 75, "half of the steps, and a job that goes on", training.resume, "train fp32")],
+        ],
+    ),
+    "3": Plan(
+        8.5,
+        "the benchmark, with other libraries that are installed",
+        [[_VERSIONS], [_compile(90)], [_suite("kernels", 145)], [_suite("passes", 195)], [_SPECIALISED], [_REPORT]],
+    ),
+    "4": Plan(
+        5,
+        "sanitizers and profiles",
+        [
+            [_VERSIONS],
+            [_part("exercise", 90, "every kernel once, which compiles them", checks.exercise)],
+            _sanitizers(115),
+            [_part("profile", 60, "two kernels under Nsight Compute", checks.profile)],
+        ],
+    ),
+}
+
+
+def seconds(rounds: Rounds) -> float:
+    """The time budget of all rounds."""
+    return sum(max((part.seconds for part in together), default=0.0) for together in rounds)
+
+
+def every_part() -> Plan:
+    """All parts of the steps, each once: for a rehearsal, whose time is their own."""
+    seen: set[str] = set()
+    rounds = []
+    for plan in (PLANS[step] for step in sorted(set(PLANS) - {"all"})):
+        for together in plan.rounds:
+            rounds.append([part for part in together if part.name not in seen])
+            seen |= {part.name for part in together}
+    rounds = [together for together in rounds if together]
+    return Plan(seconds(rounds) / 60, "every part of the four steps", rounds)

@@ -1,0 +1,134 @@
+"""The stand-in for Triton's driver: what it takes down is what a GPU's driver would be asked to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+
+from bench.aot import compiling, layers, standin
+from bench.gpu.shapes import Shape
+from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.grouped.configs import candidates
+from fusedmoe.kernels.rows.gather import gather_rows
+from fusedmoe.kernels.rows.sort import sort_slots
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
+
+SHAPE = Shape("large enough to be tuned", 8192, 512, 1024, 8, 2, spread=True)
+
+
+def some_launches() -> None:
+    """A few that compile quickly, one with constants of every kind."""
+    x_SM = torch.empty((100, 256), dtype=torch.bfloat16, device="meta")
+    gather_rows(x_SM, torch.empty(300, dtype=torch.int64, device="meta"))
+    gather_rows(x_SM[:, 1:], torch.empty(300, dtype=torch.int64, device="meta"))
+    sort_slots(torch.empty((100, 2), dtype=torch.int64, device="meta"), 8, None, None)
+
+
+@contextmanager
+def compiling_driver(target: int) -> Iterator[list[bool]]:
+    """Launches as Triton makes them, compiled where they are not in its cache, up to the driver's own calls.
+
+    Gives whether each that it asked for was there.
+    """
+    hits: list[bool] = []
+    driver: Any = standin.Driver(target, "a GPU")
+    driver.launcher_cls = lambda source, metadata: lambda *arguments: None
+    driver.utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 2**20},
+        load_binary=lambda *binary: (0, 0, 0, 0, 1024),
+    )
+    with ExitStack() as stack:
+        stack.enter_context(standin.recording(target))
+        stack.enter_context(patch.object(standin.triton.runtime.driver, "_active", driver))
+        stack.enter_context(patch.object(knobs.runtime, "jit_cache_hook", None))
+        listen = lambda cache_hit, **others: hits.append(cache_hit)  # noqa: E731
+        stack.enter_context(patch.object(knobs.compilation, "listener", listen))
+        yield hits
+
+
+@pytest.mark.parametrize("target", [80, 90])
+def test_launches_find_what_was_compiled(target: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with standin.recording(target) as launches:
+        some_launches()
+    assert len(launches) == 5 and len(set(launches)) == 5
+    done = [compiling.compile_one(launch, cubin_size) for launch in launches]
+    assert not [one.error for one in done if one.error]
+    assert not any(one.cached for one in done) and all(one.found > 1000 for one in done)
+    assert all(compiling.compile_one(launch).cached for launch in launches)
+    with compiling_driver(target) as hits:
+        some_launches()
+    assert hits == [True] * 5
+    with compiling_driver(target) as hits:
+        gather_rows(torch.empty((100, 512), dtype=torch.float16, device="meta"), torch.empty(3, device="meta").long())
+    assert hits == [False]
+
+
+def cubin_size(launch: standin.Launch, compiled: Any) -> int:
+    return len(compiled.asm["cubin"])
+
+
+def test_processes_compile_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with standin.recording(90) as launches:
+        some_launches()
+    broken = standin.Launch(launches[0].module, "nothing_kernel", 90, launches[0].data)
+    done = {one.launch: one for one in compiling.compile_all([*launches, broken], workers=1)}
+    assert set(done) == {*launches, broken}
+    assert {launch for launch, one in done.items() if one.error} == {broken} and "nothing_kernel" in done[broken].error
+    assert all(compiling.compile_one(launch).cached for launch in launches)
+
+
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> None:
+    with standin.recording(target) as launches:
+        layers.run(SHAPE, counts=(2,))
+    tiles = {"up": set(), "dhidden": set(), "product": set(), "dweight": set()}  # type: ignore[var-annotated]
+    for launch in launches:
+        assert launch.target == target
+        name = launch.kernel.removesuffix("_kernel").replace("specialised", "product")
+        if name in tiles:
+            values, options = launch.arguments, launch.options
+            bm, bn = (values.get(wide) or values[tall] for wide, tall in (("BM", "BP"), ("BN", "BQ")))
+            tiles[name].add((bm, bn, values["BK"], options["num_warps"], options["num_stages"]))
+    for name, operations in (("up", ["up"]), ("dhidden", ["dhidden"]), ("product", ["down", "dinput"])):
+        configs = [one.config for op in operations for one in candidates(op, torch.bfloat16, divmod(target, 10))]
+        assert {(c.bm, c.bn, c.bk, c.warps, c.stages) for c in configs} == tiles[name]
+    kernels = {launch.kernel.removesuffix("_kernel") for launch in launches}
+    assert kernels >= {"choose", "dlogits", "dx", "dw", "count", "scan", "place", "gather_rows", "sum_rows", "tiles"}
+    assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "await_letters", "await"}
+    assert ("specialised" in kernels) == (target == 90)
+    put = [launch for launch in launches if launch.kernel == "product_kernel" and launch.arguments["PUT"]]
+    awaited = [launch for launch in launches if launch.arguments.get("AWAITED")]
+    assert put and {launch.kernel for launch in awaited} == {"up_kernel", "dhidden_kernel"}
+
+
+def test_alignment_is_that_of_memory() -> None:
+    x_SM = torch.empty((101, 256), dtype=torch.bfloat16, device="meta")
+    source_N = torch.empty(301, dtype=torch.int64, device="meta")
+    with standin.recording(90) as launches:
+        gather_rows(x_SM, source_N)
+        gather_rows(x_SM[1:], source_N[1:])
+        gather_rows(x_SM[2:], source_N)
+    first, second = (launch.arguments for launch in launches)  # the third is the first once more
+    assert (first["x_ptr"], first["source_ptr"], first["M"]) == ("*bf16:16", "*i64:16", "i32:16")
+    assert (second["x_ptr"], second["source_ptr"]) == ("*bf16:16", "*i64")
+
+
+def test_nothing_stays_behind() -> None:
+    with pytest.raises(ValueError), standin.recording(90):
+        raise ValueError
+    assert not torch.empty(0, device="meta").is_cuda
+    assert knobs.runtime.jit_cache_hook is None and standin.triton.runtime.driver._active is None
