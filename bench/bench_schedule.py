@@ -30,11 +30,8 @@ def costs(layers: int = LAYERS, contention: float = 1.0) -> StackCosts:
     return StackCosts((layer,) * layers, model.line("all-reduce/dp"), contention)
 
 
-def thousand_tasks(fused: bool = False) -> Plan:
-    """With fused operations it takes 14 chunks to be as many."""
+def thousand_tasks() -> Plan:
     how = Pass(three_queues, DEGREE)
-    if fused:
-        how = Pass(three_queues, 14, ("dispatch", "all-gather-expert-reduce-scatter", "combine"))
     return step_plan(costs(), [how] * LAYERS, [how] * LAYERS)
 
 
@@ -48,12 +45,11 @@ def test_read_a_plan(benchmark) -> None:  # type: ignore[no-untyped-def]
     benchmark(Plan.parse, str(thousand_tasks()))
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("contention", [1.0, 0.75])
 @pytest.mark.parametrize("function", [simulate, makespan])
-def test_simulate(benchmark, function, contention: float, fused: bool) -> None:  # type: ignore[no-untyped-def]
+def test_simulate(benchmark, function, contention: float) -> None:  # type: ignore[no-untyped-def]
     """1,000 tasks in less than 5 ms."""
-    plan, rng = thousand_tasks(fused), random.Random(1)
+    plan, rng = thousand_tasks(), random.Random(1)
     durations = Durations({task: rng.random() for task in plan}, contention)
     benchmark(function, plan, durations)
     benchmark.extra_info["tasks"] = len(plan)

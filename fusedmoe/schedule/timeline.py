@@ -98,7 +98,7 @@ class Span(NamedTuple):
     chunk: int | None = None  # which of the pieces of a pipelined task
     layer: int | None = None
     phase: str | None = None  # "forward", "backward", or None outside both (the optimizer)
-    also: tuple[str, ...] = ()  # further resources that it occupies as long: of a fused operation, its links
+    also: tuple[str, ...] = ()  # further resources that it occupies as long: of a fused operation, its link
 
     @property
     def resources(self) -> tuple[str, ...]:
