@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint nvshmem bench bench-gpu bench-cluster bench-report clean
+.PHONY: help env train test lint nvshmem aot bench bench-gpu bench-cluster bench-report clean
 
 VENV := .venv
 ARGS ?=
@@ -43,6 +43,7 @@ help:
 	@echo '  make test     the tests, without the slow ones    make test ARGS="-k gates"    ARGS="-m slow"'
 	@echo '  make lint     ruff, mypy, and the floors of the design (import-linter)'
 	@echo '  make nvshmem  the optional NVSHMEM transport: its package, and a library from csrc/nvshmem (no GPU needed)'
+	@echo '  make aot      all that is launched, compiled and checked for GPUs that need not be there    make aot TRITON=3.6.0'
 	@echo '  make bench    the benchmarks'
 	@echo '  make bench-gpu     one GPU in nine minutes: correctness, then each kernel and pass against its limit'
 	@echo '                     make bench-gpu PYTHON=python3    ARGS="--step 1" (to 4: a GPU that is new)    ARGS=--help'
@@ -98,6 +99,21 @@ lint: $(READY)
 # Into .venv, and beside the module that loads it; it says what is missing.
 nvshmem: $(READY)
 	@exec env $(RUN_ENV) $(PY) csrc/nvshmem/build.py $(NVSHMEM_INSTALL) $(ARGS)
+
+# With another Triton than the environment's, which goes to a folder of its own.
+ifdef TRITON
+OTHER := build/triton-$(TRITON)
+AOT_ENV := PYTHONPATH="$(CURDIR)/$(OTHER):$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+else
+OTHER :=
+AOT_ENV := $(RUN_ENV)
+endif
+
+aot: $(READY) $(OTHER)
+	@exec env $(AOT_ENV) $(ONE_THREAD) $(PY) -m bench.aot $(ARGS)
+
+build/triton-%:
+	@$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --target $@.part triton==$* && mv $@.part $@
 
 # A benchmark sets its threads itself, and may take longer than a test.
 bench: $(READY)

@@ -42,9 +42,9 @@ def cluster(folder: str) -> None:
 
 
 def pool(folder: str) -> None:
-    from tests.kernels import aot  # brings torch along
+    from bench.aot import compiling  # brings torch along
 
-    with aot.processes() as processes:
+    with compiling.processes(2) as processes:
         list(processes.map(wait, [folder] * 2))
 
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
+from types import MappingProxyType
 from typing import Any
 
 from bench.aot.standin import Launch, driving
+
+#: Lines of source take a fifth of the time, and nobody who only looks at the code asks for them.
+WITHOUT_LINES = MappingProxyType({"TRITON_DISABLE_LINE_INFO": "1"})
 
 # Of a compiled kernel (`triton.compiler.CompiledKernel`) whatever is wanted; it must be possible to send it.
 Look = Callable[[Launch, Any], Any]
@@ -77,15 +81,20 @@ def build_launcher(compiled: Any) -> None:
 
 
 def compile_all(
-    launches: Iterable[Launch], workers: int | None = None, look: Look | None = None
+    launches: Iterable[Launch],
+    workers: int | None = None,
+    look: Look | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Compiled]:
     """As they are done.
 
     Args:
         workers: processes; one a core if not told.
         look: what to return of each, a function of a module.
+        environment: more variables for these processes. What is compiled with some of Triton's is found by launches
+            with the same only.
     """
-    with processes(workers) as pool:
+    with processes(workers, environment) as pool:
         tasks = [pool.submit(compile_one, launch, look) for launch in launches]
         try:
             for task in as_completed(tasks):
@@ -95,14 +104,16 @@ def compile_all(
             pool.shutdown(cancel_futures=True)
 
 
-def processes(workers: int | None = None) -> ProcessPoolExecutor:
+def processes(
+    workers: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
+) -> ProcessPoolExecutor:
     """For what compiles. They end with this one, and none of them interprets kernels."""
-    start = partial(ProcessPoolExecutor, mp_context=get_context("spawn"), initializer=_begin, initargs=(os.getpid(),))
-    return start(workers or os.cpu_count())
+    begin = partial(_begin, os.getpid(), {**environment, "TRITON_INTERPRET": "0"})
+    return ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn"), initializer=begin)
 
 
-def _begin(parent: int) -> None:
+def _begin(parent: int, environment: Mapping[str, str]) -> None:
     from tests.lifetime import end_with
 
     end_with(parent)
-    os.environ["TRITON_INTERPRET"] = "0"
+    os.environ |= environment

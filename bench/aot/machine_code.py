@@ -143,7 +143,7 @@ def _after(state: _State, word: str, rest: str) -> _State:
     if word.startswith(("cp.async.ca.", "cp.async.cg.")):
         return state._replace(under_way=True)
     if word.startswith("cp.async.wait_") and state.under_way:
-        return _State(word.startswith("cp.async.wait_group") and rest.strip() != "0", True)
+        return _State(word.startswith("cp.async.wait_group") and int(rest, 0) > 0, True)
     if word.startswith("fence.proxy.async"):
         return state._replace(unseen=False)
     return state

@@ -10,10 +10,11 @@ Values do not exist: what reads one on the host (`.item()`, `.tolist()`) raises.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -46,14 +47,12 @@ class Launch:
         module, kernel: the function's.
         target: 90 for sm_90.
         data: JSON, what `JITFunction.preload` takes: signature, constants, attributes and options.
-        device: index of the GPU that was current.
     """
 
     module: str
     kernel: str
     target: int
     data: str
-    device: int = field(default=0, compare=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -72,10 +71,22 @@ class Launch:
             for place, (name, kind) in enumerate(data["signature"].items())
         }
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """`arguments`, and the options that launchers give."""
+        options = {name: self.options[name] for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")}
+        libraries = sorted(name for name, _ in self.options["extern_libs"] if name != "libdevice")
+        return {**self.arguments, **options, "libraries": libraries}
+
+    @property
+    def title(self) -> str:
+        """Short, and of no other launch for any target: what is constant in the code, and a few digits for the rest."""
+        constants = " ".join(f"{name}={value}" for name, value in self.told.items() if name.isupper())
+        digits = hashlib.sha256(json.dumps(self.told, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.kernel} {constants} w{self.told['num_warps']} s{self.told['num_stages']} {digits}"
+
     def __str__(self) -> str:
-        options = {name: self.options[name] for name in ("num_warps", "num_stages", "maxnreg")}
-        told = {**self.arguments, **{name: value for name, value in options.items() if value is not None}}
-        return f"{self.kernel} sm_{self.target} " + " ".join(f"{name}={value}" for name, value in told.items())
+        return f"{self.title} @ sm_{self.target}"
 
 
 class Driver:
@@ -115,17 +126,16 @@ def recording(target: int) -> Iterator[list[Launch]]:
         raise ConfigError("under TRITON_INTERPRET=1 kernels are interpreted, none is compiled: start without it")
     found: dict[Launch, None] = {}
     launches: list[Launch] = []
-    current = [0]
 
     def take_down(fn: Any, compile: dict[str, Any], **others: Any) -> bool:
-        launch = Launch(fn.module, fn.name, target, compile["specialization_data"], current[0])
+        launch = Launch(fn.module, fn.name, target, compile["specialization_data"])
         if launch not in found:
             found[launch] = None
             launches.append(launch)
         return True  # Triton compiles nothing then, and launches nothing
 
     with ExitStack() as stack:
-        for place, name, value in _patches(target, current):
+        for place, name, value in _patches(target):
             stack.enter_context(patch.object(place, name, value))
         stack.enter_context(driving(target, "stand-in"))
         stack.enter_context(patch.object(knobs.runtime, "jit_cache_hook", take_down))
@@ -133,7 +143,25 @@ def recording(target: int) -> Iterator[list[Launch]]:
         yield launches
 
 
-def _patches(target: int, current: list[int]) -> list[tuple[Any, str, Any]]:
+_current = [0]  # the last is what is current, those before what will be again
+
+
+def current_device() -> int:
+    """The index of the one of the GPUs that is current."""
+    return _current[-1]
+
+
+@contextmanager
+def _device(device: torch.device | int) -> Iterator[None]:
+    """`torch.cuda.device`"""
+    _current.append(device if isinstance(device, int) else device.index or 0)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def _patches(target: int) -> list[tuple[Any, str, Any]]:
     """What must be different for tensors of device "meta" to pass for a GPU's."""
     capability = divmod(target, 10)
     properties = SimpleNamespace(
@@ -144,21 +172,9 @@ def _patches(target: int, current: list[int]) -> list[tuple[Any, str, Any]]:
         name=f"stand-in for sm_{target}",
     )
 
-    class Device:
-        """`torch.cuda.device`"""
-
-        def __init__(self, device: torch.device | int) -> None:
-            self._index = device if isinstance(device, int) else device.index or 0
-
-        def __enter__(self) -> None:
-            self._before, current[0] = current[0], self._index
-
-        def __exit__(self, *error: object) -> None:
-            current[0] = self._before
-
     return [
         (torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta")),
-        (torch.cuda, "device", Device),
+        (torch.cuda, "device", _device),
         (torch.cuda, "get_device_capability", lambda device=None: capability),
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_name", lambda device=None: properties.name),

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from fusedmoe.kernels.aot import AotCase
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.jit import jit
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.nvshmem import arrived
 from fusedmoe.kernels.places import Bounds, Network, Place, linked
 from fusedmoe.kernels.remote import wait
 
 
-@triton.jit(do_not_specialize=["slot", "epoch", "limit_ns"])
+@jit(do_not_specialize=["slot", "epoch", "limit_ns"])
 def await_letters_kernel(
     letters_ptr,
     signals_ptr,
@@ -56,7 +57,7 @@ def await_letters_kernel(
         arrived(signals_ptr + base, epoch)
 
 
-@triton.jit(do_not_specialize=["epoch", "limit_ns", "count"])
+@jit(do_not_specialize=["epoch", "limit_ns", "count"])
 def await_kernel(
     signals_ptr,
     index_ptr,

@@ -1,4 +1,4 @@
-"""`jit` for kernels with products: `triton.jit`, and from Hopper on a fence that Triton 3.6 leaves out.
+"""A fence that Triton 3.6 leaves out of code for Hopper and Blackwell.
 
 Tensor cores of Hopper and Blackwell read shared memory through another path (PTX: the async proxy) than threads and
 their asynchronous copies (`cp.async`) write it through. Between the two must stand `fence.proxy.async`, or what is
@@ -20,12 +20,9 @@ from typing import Any
 import triton
 from triton import JITFunction, knobs
 
-from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.backend import INTERPRET
-
-_VERSION = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
+VERSION = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
 #: Whether this Triton leaves the fence out.
-LEFT_OUT = _VERSION < (3, 7)
+LEFT_OUT = VERSION < (3, 7)
 
 _FENCE = "fence.proxy.async.shared::cta;"
 _WAIT = re.compile(r"^(\s*)(cp\.async\.wait_(?:group|all)\b[^;]*;)", re.M)
@@ -38,9 +35,10 @@ def with_fences(ptx: str) -> str:
     return _WAIT.sub(rf"\1\2\n\1{_FENCE}", ptx) if _PRODUCT.search(ptx) else ptx
 
 
-class _Fenced(JITFunction):
+class Fenced(JITFunction):
     """Compiles with the fences, and finds only what was compiled so in Triton's cache."""
 
+    compile: Any  # what Triton's own code calls
     _compiling = False
     _lock = RLock()  # Triton has one hook for all
 
@@ -69,16 +67,3 @@ class _Fenced(JITFunction):
                 return compile(*args, **keywords)
             finally:
                 self._compiling, knobs.runtime.add_stages_inspection_hook = False, before
-
-
-def jit(**options: Any) -> Callable[[Any], Any]:
-    """`triton.jit(**options)`.
-
-    Raises:
-        ConfigError: a Triton too old to be told of the fence.
-    """
-    if INTERPRET or not LEFT_OUT:
-        return triton.jit(**options)
-    if _VERSION < (3, 6):
-        raise ConfigError(f"these kernels need Triton 3.6 or newer, and this is {triton.__version__}: update it")
-    return lambda function: _Fenced(function, **options)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from fusedmoe.kernels.aot import AotCase
+from fusedmoe.kernels.jit import jit
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.nvshmem import fence, put_nbi
 from fusedmoe.kernels.nvshmem import signal as signal_pe
@@ -53,7 +54,7 @@ def put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, count, size, ROWS
         one = tl.min(tl.where(begins & (i > one), i, ROWS), 0)
 
 
-@triton.jit(do_not_specialize=["place", "epoch"])
+@jit(do_not_specialize=["place", "epoch"])
 def signal_far_kernel(signals_ptr, place, table_ptr, pe_ptr, spare_ptr, epoch):
     peer = tl.program_id(0)
     if tl.load(table_ptr + peer) == 0:

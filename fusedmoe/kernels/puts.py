@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.aot import MOST_REGISTERS, AotCase
 from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.jit import jit
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.network import put_runs, signal_far
 from fusedmoe.kernels.nvshmem import fence, put_signal_nbi
@@ -35,7 +36,7 @@ _WARPS = 8
 _UNSPECIAL = ["me", "slot", "epoch", "credit", "limit_ns"]
 
 
-@triton.jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_UNSPECIAL)
 def put_rows_kernel(
     x_ptr,
     source_ptr,
@@ -106,7 +107,7 @@ def put_rows_kernel(
         signal(at_peer(signals_ptr, signal_table_ptr, peer) + mark, epoch)
 
 
-@triton.jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_UNSPECIAL)
 def credit_kernel(credits_ptr, credit_table_ptr, pe_ptr, spare_ptr, me, epoch, NVSHMEM: tl.constexpr):
     peer = tl.program_id(0)
     if NVSHMEM:
@@ -144,7 +145,7 @@ def signal_those_without(wanted_ptr, signal_ptr, epoch, W):
             signal(tl.load(signal_ptr + p).to(tl.pointer_type(tl.int64)), epoch)
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@jit(do_not_specialize=["epoch"])
 def return_rows_kernel(
     x_ptr,
     rows_ptr,
@@ -180,7 +181,7 @@ def return_rows_kernel(
     signal_peers(peer, inside, 1, counter_ptr, wanted_ptr, signal_ptr, epoch, W)
 
 
-@triton.jit
+@jit
 def put_values_kernel(
     x_ptr, address_ptr, rows_ptr, target_ptr, peer_ptr, pe_ptr, BLOCK: tl.constexpr, NVSHMEM: tl.constexpr
 ):

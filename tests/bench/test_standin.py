@@ -127,6 +127,21 @@ def test_alignment_is_that_of_memory() -> None:
     assert (second["x_ptr"], second["source_ptr"]) == ("*bf16:16", "*i64")
 
 
+def test_launches_go_where_the_tensors_are() -> None:
+    """All of a layer's, though another GPU is current, which it is afterwards again. Here tensors are on the first."""
+    went: dict[str, int] = {}
+
+    def take_down(fn: Any, **others: Any) -> bool:
+        went[fn.name] = standin.current_device()
+        return True
+
+    with standin.recording(90), torch.cuda.device(1):
+        with patch.object(knobs.runtime, "jit_cache_hook", take_down):
+            layers.run(SHAPE, counts=(2,))
+        assert standin.current_device() == 1
+    assert len(went) > 15 and set(went.values()) == {0}, went
+
+
 def test_nothing_stays_behind() -> None:
     with pytest.raises(ValueError), standin.recording(90):
         raise ValueError

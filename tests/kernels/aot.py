@@ -18,24 +18,21 @@ written without them.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from importlib import import_module
-from multiprocessing import get_context
 from pathlib import Path
 from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any
 
+from bench.aot.compiling import WITHOUT_LINES, processes
 from bench.aot.machine_code import judge
 from bench.aot.standin import driving
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.aot import AotCase
-from tests.lifetime import end_with
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "bench" / "aot.json"
@@ -106,7 +103,7 @@ def check(
         if (case.quick or not quick) and (rare or not case.rare) and not absent(case)
     ]
     found, start = {}, time.monotonic()
-    with processes() as pool:
+    with processes(environment=WITHOUT_LINES) as pool:
         for (_, name, at), result in zip(tasks, pool.map(compile_case, tasks, chunksize=4), strict=True):
             found[name, at] = result
             if progress and len(found) % 100 == 0:
@@ -116,18 +113,6 @@ def check(
 
 def errors(found: Found) -> list[str]:
     return [f"{name} @ sm_{at}: {result['error']}" for (name, at), result in found.items() if "error" in result]
-
-
-def processes() -> ProcessPoolExecutor:
-    """One a core, for what compiles. They end with this one."""
-    spawn = get_context("spawn")
-    return ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=_prepare, initargs=(os.getpid(),))
-
-
-def _prepare(parent: int) -> None:
-    """A process that compiles must not have interpreted kernels. Lines of source would take a fifth of the time."""
-    end_with(parent)
-    os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
 
 
 @cache

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from bench.aot import machine_code
 from fusedmoe.kernels.aot import TARGETS
 from tests.kernels import aot
 
@@ -53,7 +54,7 @@ def test_the_record_has_every_case() -> None:
 def test_nothing_recorded_spills_or_is_too_large() -> None:
     for (name, at), found in aot.recorded()[1].items():
         assert found["stack"] == 0, (name, at)
-        assert 0 < found["registers"] <= 255 and 0 <= found["shared"] <= aot.SHARED[at], (name, at)
+        assert 0 < found["registers"] <= 255 and 0 <= found["shared"] <= machine_code.SHARED[at], (name, at)
 
 
 def test_every_kernel_has_cases() -> None:
@@ -61,7 +62,7 @@ def test_every_kernel_has_cases() -> None:
     written = {
         f"{file.relative_to(aot.ROOT).with_suffix('').as_posix().replace('/', '.')}.{name}"
         for file in (aot.ROOT / "fusedmoe").rglob("*.py")
-        for name in re.findall(r"^@triton\.jit.*\n(?:def (\w+_kernel)\()", file.read_text(), re.M)
+        for name in re.findall(r"^@(?:triton\.)?jit.*\n(?:def (\w+_kernel)\()", file.read_text(), re.M)
     }
     covered = {f"{case.kernel.__module__}.{case.kernel.__name__}" for _, case in aot.cases()}
     assert written == covered
@@ -87,6 +88,7 @@ def test_half_precision_products_must_have_the_instructions_of_hopper() -> None:
         ("read_instructions", ["HGMMA", "LDGSTS"], "has no UTMALDG"),
         ("read_instructions", ["HMMA", "LDGSTS", "UTMALDG"], "has no HGMMA"),
         ("SHARED", {90: 1000}, "bytes of shared memory"),
+        ("unfenced", ["wgmma.mma_async in $L1"], "has no fence.proxy.async between asynchronous copies and wgmma"),
     ],
 )
 def test_a_fault_is_an_error(function: str, wrong: object, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,5 +97,5 @@ def test_a_fault_is_an_error(function: str, wrong: object, text: str, monkeypatc
     task = ("fusedmoe.kernels.grouped.aot", case.name, 90)
     found = aot.compile_case(task)
     assert "error" not in found and 0 < found["registers"] <= 255 and found["shared"] > 1000
-    monkeypatch.setattr(aot, function, wrong if function == "SHARED" else lambda cubin: wrong)
+    monkeypatch.setattr(machine_code, function, wrong if function == "SHARED" else lambda code: wrong)
     assert text in aot.compile_case(task)["error"]

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels import fence
 from fusedmoe.kernels.aot import MOST_REGISTERS, AotCase
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate.configs import GENERATIONS, Tile, fused_tile, rowwise_tile
 from fusedmoe.kernels.gate.product import capability, logits, logits_tile, taken_apart
 from fusedmoe.kernels.gate.rule import MOST_CHOSEN, SCORES, GateChoice, GateRule
+from fusedmoe.kernels.jit import jit
 
 _SCORE_CODES = {name: code for code, name in enumerate(SCORES)}
 # What a sum is at least when it divides: float32's least normal number, as in the definition.
@@ -88,7 +88,7 @@ def score_backward(logits, inside, grad, NORMALIZE: tl.constexpr, SIGMOID: tl.co
     return factor * grad
 
 
-@fence.jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_UNSPECIAL)
 def choose_kernel(
     x_ptr,
     w_ptr,
@@ -194,7 +194,7 @@ def choose_kernel(
         tl.store(sums + programs.to(tl.int64) * E, tl.sum(counted.to(tl.float32), 0), mask=e < E)
 
 
-@triton.jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_UNSPECIAL)
 def dlogits_kernel(
     logits_ptr,
     expert_ptr,

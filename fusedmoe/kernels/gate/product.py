@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels import fence
 from fusedmoe.kernels.aot import AotCase
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.gate.configs import GENERATIONS, Capability, Tile, product_tile
+from fusedmoe.kernels.jit import jit
 
 # Programs that fill a GPU: the sum over tokens in dW is cut so that there are about as many. A constant, since the
 # result must not depend on the GPU.
@@ -90,7 +90,7 @@ def logits_tile(
     return acc
 
 
-@fence.jit(do_not_specialize=["S"])
+@jit(do_not_specialize=["S"])
 def logits_kernel(
     x_ptr,
     w_ptr,
@@ -115,7 +115,7 @@ def logits_kernel(
     tl.store(out, acc, mask=(row < S)[:, None] & (e < E)[None, :])
 
 
-@fence.jit(do_not_specialize=["S"])
+@jit(do_not_specialize=["S"])
 def dx_kernel(
     dlogits_ptr,
     w_ptr,
@@ -147,7 +147,7 @@ def dx_kernel(
     tl.store(out, acc.to(dx_ptr.dtype.element_ty), mask=(row < S)[:, None] & (m < M)[None, :])
 
 
-@fence.jit(do_not_specialize=["S", "part_rows"])
+@jit(do_not_specialize=["S", "part_rows"])
 def dw_kernel(
     dlogits_ptr,
     x_ptr,

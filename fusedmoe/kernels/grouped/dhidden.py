@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels import fence
 from fusedmoe.kernels.activation import define_activation
 from fusedmoe.kernels.grouped.device import act_both, halves, mac, swizzle
 from fusedmoe.kernels.grouped.product import define_product
+from fusedmoe.kernels.jit import jit
 from fusedmoe.kernels.nvshmem import arrived
 from fusedmoe.kernels.remote import wait
 
@@ -54,7 +54,7 @@ def _finish(
     return tl.sum(tl.where(mask, da * a, 0.0), axis=1)
 
 
-@fence.jit(do_not_specialize=["n_row_tiles", "rows", "epoch", "limit_ns"])
+@jit(do_not_specialize=["n_row_tiles", "rows", "epoch", "limit_ns"])
 def dhidden_kernel(
     dy_ptr,
     source_ptr,

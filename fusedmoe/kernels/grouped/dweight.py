@@ -10,11 +10,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels import fence
 from fusedmoe.kernels.grouped.device import mac, swizzle
+from fusedmoe.kernels.jit import jit
 
 
-@fence.jit()
+@jit
 def dweight_kernel(
     left_ptr,
     right_ptr,

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels import fence
 from fusedmoe.kernels.grouped.device import halves, mac, swizzle
+from fusedmoe.kernels.jit import jit
 from fusedmoe.kernels.network import put_runs
 from fusedmoe.kernels.puts import signal_peers, signal_those_without
 
@@ -32,7 +32,7 @@ def _put(part, weight, target, inside, column, N, WEIGHTED: tl.constexpr):
     tl.store(target[:, None] + column[None, :], out, mask=inside[:, None] & (column < N)[None, :])
 
 
-@fence.jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns", "epoch"])
+@jit(do_not_specialize=["n_row_tiles", "bias_start", "bias_columns", "epoch"])
 def product_kernel(
     a,
     b,

@@ -147,6 +147,8 @@ def product(
     a, b = solid(a), solid(b)
     depth, columns = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
     variant = plan.variant(operation, depth, columns, extra=bias is not None)
+    if put is None and a.shape[0] == 0:
+        return a.new_empty((0, columns))
 
     def launch(config: Config) -> Tensor:
         if put is not None and put.addresses.network is not None:
@@ -280,6 +282,8 @@ def dweight(plan: Plan, operation: str, left: Tensor, right: Tensor, gather: str
         gather = None
     left, right = solid(left), solid(right)
     p, q = left.shape[1], right.shape[1]
+    if layout.rows == 0:
+        return left.new_zeros((layout.experts, p, q))
     variant = plan.variant(operation, p, q, gather=gather is not None)
 
     def launch(config: Config) -> Tensor:
@@ -313,7 +317,9 @@ def solid(tensor: Tensor) -> Tensor:
 
 
 def _described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
-    """A descriptor for bulk copies."""
+    """A descriptor for bulk copies. There is none of no rows: it is of one then, which nobody reads."""
+    if tensor.shape[0] == 0:
+        tensor = tensor.new_empty((1, *tensor.shape[1:]))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box)
 
 

@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedmoe.kernels import fence
 from fusedmoe.kernels.grouped.device import mac, swizzle
+from fusedmoe.kernels.jit import jit
 
 
-@fence.jit(do_not_specialize=["rows", "E", "bias_start", "bias_columns"])
+@jit(do_not_specialize=["rows", "E", "bias_start", "bias_columns"])
 def specialised_kernel(
     a_ptr,
     b_ptr,

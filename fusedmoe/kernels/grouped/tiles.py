@@ -17,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.aot import AotCase
+from fusedmoe.kernels.jit import jit
 
 # Comparisons of a program: each of its tiles looks through the ends of all experts.
 _COMPARISONS = 8192
 
 
-@triton.jit(do_not_specialize=["n_tiles"])
+@jit(do_not_specialize=["n_tiles"])
 def tiles_kernel(offsets_ptr, tiles_ptr, used_ptr, n_tiles, E, BM: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr):
     e = tl.arange(0, EP)
     known = e < E

@@ -205,10 +205,19 @@ def tuner(device: torch.device) -> Tuner:
     capability = torch.cuda.get_device_capability(device)
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
     folder = default_folder()
+
+    def check_there(variant: Variant, config: Config) -> str:
+        with torch.cuda.device(device):  # whose events they are
+            return check(variant, config, device)
+
+    def measure_there(run: Callable[[], object], seconds: float) -> float:
+        with torch.cuda.device(device):
+            return _measure(device, run, seconds)
+
     return Tuner(
         partial(by_table, capability),
-        lambda variant, config: check(variant, config, device),
-        partial(_measure, device),
+        check_there,
+        measure_there,
         Record(None if folder is None else folder / f"grouped-{name}-{_sources()}.json"),
         lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),
     )

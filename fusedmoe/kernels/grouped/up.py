@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmoe.kernels import fence
 from fusedmoe.kernels.activation import define_activation
 from fusedmoe.kernels.grouped.device import act_forward, halves, mac, swizzle
+from fusedmoe.kernels.jit import jit
 from fusedmoe.kernels.nvshmem import arrived
 from fusedmoe.kernels.remote import wait
 
@@ -43,7 +43,7 @@ def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, inside, column, H, ACT: 
     tl.store(a_ptr + offset, act_forward(h, ACT).to(a_ptr.dtype.element_ty), mask=mask)
 
 
-@fence.jit(do_not_specialize=["n_row_tiles", "epoch", "limit_ns"])
+@jit(do_not_specialize=["n_row_tiles", "epoch", "limit_ns"])
 def up_kernel(
     x_ptr,
     source_ptr,

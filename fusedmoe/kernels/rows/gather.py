@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.aot import AotCase
+from fusedmoe.kernels.jit import jit
 
 # Columns of a program: four warps move 16 bytes a thread and row in half precision.
 _MOST_COLUMNS = 1024
 
 
-@triton.jit
+@jit
 def gather_rows_kernel(x_ptr, source_ptr, kept_ptr, rows_ptr, M, stride, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -23,7 +24,7 @@ def gather_rows_kernel(x_ptr, source_ptr, kept_ptr, rows_ptr, M, stride, BLOCK: 
     tl.store(rows_ptr + n * M + column, x, mask=column < M)
 
 
-@triton.jit
+@jit
 def sum_rows_kernel(
     rows_ptr,
     row_ptr,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.aot import AotCase
+from fusedmoe.kernels.jit import jit
 from fusedmoe.kernels.wire import E4M3_MAX, SCALE_BYTES, SCALE_MIN, fp8_dim
 
 # Columns that a program holds at a time; of wider rows it holds so many, again and again.
@@ -47,7 +48,7 @@ def _finite_magnitude(x):
     return tl.where(magnitude < float("inf"), magnitude, 0.0)
 
 
-@triton.jit
+@jit
 def pack_fp8_kernel(
     x_ptr,
     out_ptr,
@@ -80,7 +81,7 @@ def pack_fp8_kernel(
     tl.store(out_ptr + M + byte, ((scale.to(tl.int32, bitcast=True) >> (8 * byte)) & 0xFF).to(tl.uint8))
 
 
-@triton.jit
+@jit
 def unpack_fp8_kernel(packed_ptr, out_ptr, M, AS_BF16: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     packed_ptr += n * (M + 4)
@@ -97,7 +98,7 @@ def unpack_fp8_kernel(packed_ptr, out_ptr, M, AS_BF16: tl.constexpr, BLOCK: tl.c
     tl.store(out_ptr + n * M + column, value, mask=column < M)
 
 
-@triton.jit
+@jit
 def pack_bf16_kernel(x_ptr, out_ptr, M, stride, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.aot import AotCase
+from fusedmoe.kernels.jit import jit
 from fusedmoe.kernels.layout import Layout, row_bound
 
 # Positions of a block. A rank costs as many comparisons; half as many would double the table of counts.
@@ -40,7 +41,7 @@ def _token_and_slot(p, inside, order_ptr, tokens, K, ORDERED: tl.constexpr):
     return token, token * K + k
 
 
-@triton.jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_UNSPECIAL)
 def count_kernel(
     expert_ptr,
     order_ptr,
@@ -68,7 +69,7 @@ def count_kernel(
     tl.store(count_ptr + block.to(tl.int64) * E + e, count, mask=e < E)
 
 
-@triton.jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_UNSPECIAL)
 def scan_kernel(count_ptr, total_ptr, blocks, E, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr):
     """count[b, e] becomes the sum of count[b', e] over b' < b; total[e] is the sum over all b'."""
     e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
@@ -83,7 +84,7 @@ def scan_kernel(count_ptr, total_ptr, blocks, E, EXPERTS: tl.constexpr, BLOCKS: 
     tl.store(total_ptr + e, total, mask=e < E)
 
 
-@triton.jit(do_not_specialize=_UNSPECIAL)
+@jit(do_not_specialize=_UNSPECIAL)
 def place_kernel(
     key_ptr,
     before_ptr,

@@ -13,6 +13,7 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import experts_backward, experts_forward
 from fusedmoe.kernels.experts_plain import experts_backward as plain_backward
 from fusedmoe.kernels.experts_plain import experts_forward as plain_forward
+from fusedmoe.kernels.grouped import launch
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.order import build_layout, define_layout
 from fusedmoe.kernels.weights import Weights
@@ -114,6 +115,29 @@ def test_ugly_routings(expert_SK: Tensor, device: torch.device, no_sync: NoSync)
     x_SM = torch.randn(len(expert_SK), 64, device=device)[:, ::2]
     dy_SM = torch.randn(32, len(expert_SK), device=device).t()
     check(x_SM, dy_SM, expert_SK.to(device), None, weights, "swiglu", no_sync)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+@pytest.mark.parametrize("gathered", [True, False])
+def test_no_rows_of_some_tokens(
+    name: str, gathered: bool, device: torch.device, no_sync: NoSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every expert's capacity is 0, or what has come to this rank is nothing: zeros, and nothing else."""
+    empty = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *sizes, **how: empty(self, *sizes, **how).fill_(77))
+    for dim, hidden in ((64, 32), (36, 30)):  # with descriptors, which there are none of no rows, and without
+        weights = make_weights(7, dim, hidden, name, "full", device)
+        x_SM, dy_SM = torch.randn(9, dim, device=device), torch.randn(9, dim, device=device)
+        if gathered:
+            check(x_SM, dy_SM, choose(9, 2, 7, 0.0).to(device), 0, weights, name, no_sync)
+            continue
+        layout, activation = contiguous_layout(torch.zeros(7, device=device).long(), 0), ACTIVATIONS[name]
+        with no_sync():
+            y_SM, h = launch.experts_forward(x_SM[:0], layout, None, weights, activation)
+            grads = launch.experts_backward(dy_SM[:0], x_SM[:0], h, layout, None, weights, activation)
+        assert y_SM.shape == grads.x_SM.shape == (0, dim)
+        for gradient, of in ((grads.w1, weights.w1), (grads.w2, weights.w2), (grads.b1, weights.b1)):
+            assert gradient is not None and of is not None and gradient.shape == of.shape and not gradient.any()
 
 
 def test_rows_in_order_without_weights(device: torch.device) -> None:

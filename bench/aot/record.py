@@ -1,0 +1,74 @@
+"""bench/launches.json: what is launched, and what the code for it takes, by the Triton that has made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bench.aot import layers, standin
+from bench.aot.compiling import Compiled
+from bench.aot.expected import expected
+from bench.aot.machine_code import judge
+from bench.aot.standin import Launch
+from bench.gpu.shapes import SHAPES
+
+FILE = Path(__file__).parents[1] / "launches.json"
+COLUMNS = ("registers", "stack", "shared")
+
+# By launch (`Launch.title`), Triton's version and target ("sm_90") the numbers of `COLUMNS`.
+Record = dict[str, dict[str, dict[str, list[int]]]]
+
+
+@cache
+def launches(target: int) -> tuple[Launch, ...]:
+    """All that layers of the published shapes launch on GPUs of a generation."""
+    with standin.recording(target) as found:
+        for shape in SHAPES:
+            layers.run(shape)
+    return tuple(found)
+
+
+def look(launch: Launch, compiled: Any) -> dict[str, Any]:
+    """What compiling returns of each."""
+    return judge(compiled, launch.target, expected(launch))
+
+
+def faults(compiled: Iterable[Compiled]) -> list[str]:
+    wrong = ((done.launch, done.error or done.found.get("error", "")) for done in compiled)
+    return [f"{launch}: {error}" for launch, error in wrong if error]
+
+
+def numbers(done: Compiled) -> list[int]:
+    return [done.found[column] for column in COLUMNS]
+
+
+def read() -> Record:
+    return json.loads(FILE.read_text())["launches"] if FILE.exists() else {}
+
+
+def merged(record: Record, version: str, compiled: Iterable[Compiled]) -> Record:
+    """The record with all that is launched now, as compiled by one Triton; of others what they know of these."""
+    found: Record = {}
+    for done in compiled:
+        before = {other: known for other, known in record.get(done.launch.title, {}).items() if other != version}
+        entry = found.setdefault(done.launch.title, before)
+        entry.setdefault(version, {})[f"sm_{done.launch.target}"] = numbers(done)
+    return found
+
+
+def versions(record: Record) -> list[str]:
+    """The Tritons that it knows."""
+    return sorted({version for made in record.values() for version in made})
+
+
+def write(record: Record) -> None:
+    """One line a launch and version, so that two versions of the file can be compared."""
+    lines = []
+    for title in sorted(record):
+        made = sorted(record[title].items())
+        of_versions = (f"      {json.dumps(version)}: {json.dumps(at, sort_keys=True)}" for version, at in made)
+        lines.append(f"    {json.dumps(title)}: {{\n" + ",\n".join(of_versions) + "\n    }")
+    FILE.write_text(f'{{\n  "columns": {json.dumps(COLUMNS)},\n  "launches": {{\n' + ",\n".join(lines) + "\n  }\n}\n")

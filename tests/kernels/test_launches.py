@@ -1,0 +1,97 @@
+"""What the launchers really launch at the published shapes, compiled for GPUs that are not here; see bench/aot."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+
+from bench.aot import record
+from bench.aot.compiling import WITHOUT_LINES, compile_all
+from bench.aot.machine_code import SHARED
+from bench.aot.standin import Launch
+from fusedmoe.kernels.aot import TARGETS
+from fusedmoe.kernels.backend import INTERPRET
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
+
+SEED = random.randrange(2**32)  # tests name it
+SOME = random.Random(SEED)
+# Of one generation in short tests: to take its launches down takes seconds.
+TARGET = SOME.choice(TARGETS)
+HOW = "make aot writes bench/launches.json anew"
+
+
+def compile_and_compare(launches: list[Launch]) -> None:
+    done = list(compile_all(launches, look=record.look, environment=WITHOUT_LINES))
+    assert len(done) == len(launches) > 0 and not record.faults(done)
+    recorded, version = record.read(), triton.__version__
+    if version in record.versions(recorded):
+        for one in done:
+            known = recorded[one.launch.title][version][f"sm_{one.launch.target}"]
+            assert record.numbers(one) == known, f"{one.launch}: {HOW}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_launch_compiles(target: int) -> None:
+    """Every candidate of the tuner, and puts, too."""
+    compile_and_compare(list(record.launches(target)))
+
+
+def test_some_launches_compile() -> None:
+    """Of one generation, of products at least one."""
+    print(f"seed {SEED}")
+    launches = record.launches(TARGET)
+    products = [launch for launch in launches if "BK" in launch.told]
+    compile_and_compare([*SOME.sample(products, 2), *SOME.sample(launches, 2)])
+
+
+def test_the_record_has_every_launch() -> None:
+    """Of a generation; for each Triton that it knows, and that is both of those that the library runs on."""
+    print(f"seed {SEED}")
+    recorded = record.read()
+    assert {version.rpartition(".")[0] for version in record.versions(recorded)} == {"3.6", "3.7"}
+    launches = record.launches(TARGET)
+    titles = {launch.title for launch in launches}
+    assert len(titles) == len(launches)
+    for version in record.versions(recorded):
+        known = {title for title, made in recorded.items() if f"sm_{TARGET}" in made.get(version, {})}
+        assert titles == known, HOW
+
+
+def test_nothing_recorded_spills_or_is_too_large() -> None:
+    for title, made in record.read().items():
+        for targets in made.values():
+            for target, (registers, stack, shared) in targets.items():
+                assert stack == 0 and 0 < registers <= 255, title
+                assert 0 <= shared <= SHARED[int(target.removeprefix("sm_"))], title
+
+
+def test_another_tritons_numbers_stay_where_they_are_of_what_is_launched() -> None:
+    def done(title: str, target: int, registers: int) -> record.Compiled:
+        launch = Launch("module", title, target, DATA)
+        return record.Compiled(launch, 1.0, False, "", {"registers": registers, "stack": 0, "shared": 5})
+
+    old = record.merged({}, "3.6.0", [done("a", 80, 10), done("a", 90, 11), done("gone", 80, 12)])
+    new = record.merged(old, "3.7.1", [done("a", 80, 20), done("a", 90, 21), done("b", 90, 22)])
+    name = {title: Launch("module", title, 80, DATA).title for title in "ab"}
+    assert new == {
+        name["a"]: {
+            "3.6.0": {"sm_80": [10, 0, 5], "sm_90": [11, 0, 5]},
+            "3.7.1": {"sm_80": [20, 0, 5], "sm_90": [21, 0, 5]},
+        },
+        name["b"]: {"3.7.1": {"sm_90": [22, 0, 5]}},
+    }
+    assert record.versions(new) == ["3.6.0", "3.7.1"]
+
+
+DATA = (
+    '{"constant_keys": [], "constant_vals": [], "attrs_keys": [], "attrs_vals": [], "signature": {}, "options": '
+    '{"num_warps": 4, "num_stages": 3, "maxnreg": null, "enable_fp_fusion": true, "extern_libs": []}}'
+)
