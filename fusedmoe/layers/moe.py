@@ -371,7 +371,8 @@ class MoELayer(nn.Module):
         """How kernels send and receive by themselves; None where collectives do. The first call is collective."""
         if not self._planner.asks_for_puts:
             return None
-        direct = isinstance(routing, Routing) and not self.hooks and not isinstance(self.order, Einsum)
+        between = bool(self.hooks) or isinstance(self.order, Einsum) or self.placed is not None
+        direct = isinstance(routing, Routing) and not between
         return self._planner.way(x_SM, self.gate.k, self.experts, direct)
 
     def _replicated(self, module: nn.Module, *inputs: Any) -> Any:
