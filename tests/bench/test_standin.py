@@ -20,6 +20,7 @@ from bench.aot import compiling, layers, standin
 from bench.gpu.shapes import Shape
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.grouped.configs import candidates
+from fusedmoe.kernels.layout import offsets
 from fusedmoe.kernels.rows.gather import gather_rows
 from fusedmoe.kernels.rows.sort import sort_slots
 
@@ -31,8 +32,9 @@ SHAPE = Shape("large enough to be tuned", 8192, 512, 1024, 8, 2, spread=True)
 def some_launches() -> None:
     """A few that compile quickly, one with constants of every kind."""
     x_SM = torch.empty((100, 256), dtype=torch.bfloat16, device="meta")
-    gather_rows(x_SM, torch.empty(300, dtype=torch.int64, device="meta"))
-    gather_rows(x_SM[:, 1:], torch.empty(300, dtype=torch.int64, device="meta"))
+    source_N, offsets_E1 = torch.empty(300, dtype=torch.int64, device="meta"), offsets(torch.empty(4, device="meta"))
+    gather_rows(x_SM, source_N, offsets_E1)
+    gather_rows(x_SM[:, 1:], source_N, offsets_E1)
     sort_slots(torch.empty((100, 2), dtype=torch.int64, device="meta"), 8, None, None)
 
 
@@ -72,7 +74,8 @@ def test_launches_find_what_was_compiled(target: int, tmp_path: Path, monkeypatc
         some_launches()
     assert hits == [True] * 5
     with compiling_driver(target) as hits:
-        gather_rows(torch.empty((100, 512), dtype=torch.float16, device="meta"), torch.empty(3, device="meta").long())
+        x_SM = torch.empty((100, 512), dtype=torch.float16, device="meta")
+        gather_rows(x_SM, torch.empty(3, device="meta").long(), offsets(torch.empty(4, device="meta")))
     assert hits == [False]
 
 
@@ -118,10 +121,11 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
 def test_alignment_is_that_of_memory() -> None:
     x_SM = torch.empty((101, 256), dtype=torch.bfloat16, device="meta")
     source_N = torch.empty(301, dtype=torch.int64, device="meta")
+    offsets_E1 = offsets(torch.empty(4, device="meta"))
     with standin.recording(90) as launches:
-        gather_rows(x_SM, source_N)
-        gather_rows(x_SM[1:], source_N[1:])
-        gather_rows(x_SM[2:], source_N)
+        gather_rows(x_SM, source_N, offsets_E1)
+        gather_rows(x_SM[1:], source_N[1:], offsets_E1)
+        gather_rows(x_SM[2:], source_N, offsets_E1)
     first, second = (launch.arguments for launch in launches)  # the third is the first once more
     assert (first["x_ptr"], first["source_ptr"], first["M"]) == ("*bf16:16", "*i64:16", "i32:16")
     assert (second["x_ptr"], second["source_ptr"]) == ("*bf16:16", "*i64")
