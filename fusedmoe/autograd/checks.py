@@ -149,15 +149,14 @@ def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, e
     if activation not in ACTIVATIONS:
         refuse(operation, f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
     gated, dim = ACTIVATIONS[activation].gated, x_SM.shape[1]
-    named = {"w1": weights.w1, "w2": weights.w2, "b1": weights.b1, "b2": weights.b2}
-    for name, tensor in named.items():
+    for name, tensor in (("w1", weights.w1), ("w2", weights.w2), ("b1", weights.b1), ("b2", weights.b2)):
         if tensor is None and name in ("b1", "b2"):
             continue
         check_tensor(operation, name, tensor, x_SM)
         if tensor is not None and tensor.dtype != x_SM.dtype:
             cure = "convert one with .to(), or use autocast"
             refuse(operation, f"the rows are {x_SM.dtype} and the experts' {name} is {tensor.dtype}; {cure}")
-    w1, b2 = weights.w1, weights.b2
+    w1, w2, b1, b2 = weights.w1, weights.w2, weights.b1, weights.b2
     if w1.dim() != (4 if gated else 3) or (gated and w1.shape[1] != 2):
         form = "[e, 2, H, M], since it is gated" if gated else "[e, H, M], since it is not gated"
         refuse(operation, f"for {activation!r} w1 must be {form}; got {list(w1.shape)}")
@@ -165,13 +164,12 @@ def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, e
         refuse(operation, f"the weights are of {w1.shape[0]} experts, but the layout's rows of {experts}")
     if w1.shape[-1] != dim:
         refuse(operation, f"w1 is for rows of width {w1.shape[-1]}, but these are {dim} wide")
-    expected = {"w2": (experts, dim, w1.shape[-2]), "b1": w1.shape[:-1]}
-    for name, shape in expected.items():
-        tensor = named[name]
-        if tensor is not None and tensor.shape != shape:
-            refuse(operation, f"{name} must be {list(shape)}, to fit w1, got {list(tensor.shape)}")
+    if w2.dim() != 3 or w2.shape[0] != experts or w2.shape[2] != w1.shape[-2]:
+        refuse(operation, f"w2 must be [{experts}, M, {w1.shape[-2]}], to fit w1; got {list(w2.shape)}")
+    if b1 is not None and b1.shape != w1.shape[:-1]:
+        refuse(operation, f"b1 must be {list(w1.shape[:-1])}, to fit w1; got {list(b1.shape)}")
     if b2 is not None:
         check_count(operation, "b2_start", weights.b2_start, 0)
-        if b2.dim() != 2 or b2.shape[0] != experts or weights.b2_start + b2.shape[1] > dim:
-            form = f"[{experts}, m] for the m columns from {weights.b2_start} on, of {dim}"
+        if b2.dim() != 2 or b2.shape[0] != experts or weights.b2_start + b2.shape[1] > w2.shape[1]:
+            form = f"[{experts}, m] for the m columns from {weights.b2_start} on, of {w2.shape[1]}"
             refuse(operation, f"b2 must be {form}; got {list(b2.shape)}")

@@ -30,7 +30,7 @@ def experts(
         weights: parameters of the local experts, in x's dtype. Those that are not contiguous are copied first.
         activation: a name of `fusedmoe.kernels.activation.ACTIVATIONS`.
     Returns:
-        [S, M], x's dtype. Gradients of weight_N are zero in padding rows.
+        [S, M], as wide as w2 makes it, in x's dtype. Gradients of weight_N are zero in padding rows.
     Saves for backward:
         x_SM, weight_N and the pre-activation H: N·H elements, 2·N·H for a gated activation (plus the parameters, which
         exist anyway). The down projection's output is not saved: the router weight's gradient is ⟨dA', A⟩.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.checks import check_integers, check_results, check_rows, check_tensor, refuse, require_values
+from fusedmoe.autograd.checks import check_integers, check_rows, check_tensor, refuse, require_values
 from fusedmoe.autograd.exchange import all_gather, combine, dispatch, reduce_scatter
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.order import order
@@ -35,9 +35,9 @@ def through_experts(
     Args:
         rows_NM: [N, M] rows sorted by global expert, as `exchange` was told.
         weight_N: [N] router weights, or None for 1.
-        compute: the local experts.
+        compute: the local experts; their results may have another width.
     Returns:
-        [N, M] weighted results.
+        [N, M] weighted results, as wide as the experts make them.
     Raises:
         ConfigError, RankError: rows, weights or the experts' results that are not as many as the exchange has.
     """
@@ -55,7 +55,7 @@ def through_experts(
         layout = received_layout(exchange.counts_RE, exchange.rows)
         sorted_weight_R = None if weight_R is None else weight_R[layout.slot_N]
     out_RM = compute(rows_RM, layout, sorted_weight_R)
-    check_results("through_experts: compute", out_RM, rows_RM)
+    check_rows("through_experts", "the experts' result", out_RM, len(rows_RM))
     return combine(reduce_scatter(out_RM, exchange, recorder), exchange, hooks, recorder)
 
 

@@ -122,7 +122,7 @@ def define_experts(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: str
 ) -> Tensor:
     """What the operation computes, in plain differentiable torch, row by row."""
-    y_SM = [torch.zeros_like(x) for x in x_SM]
+    y_SM = [x_SM.new_zeros(weights.w2.shape[1]) for _ in x_SM]
     expert_N = [e for e, count in enumerate(layout.counts) for _ in range(count)]
     source_N = range(len(expert_N)) if layout.source_N is None else layout.source_N.tolist()
     for n, (e, s) in enumerate(zip(expert_N, source_N, strict=True)):
@@ -134,4 +134,4 @@ def define_experts(
             start = weights.b2_start
             y = y + torch.nn.functional.pad(weights.b2[e], (start, len(y) - start - weights.b2.shape[1]))
         y_SM[s] = y_SM[s] + (y if weight_N is None else y * weight_N[n])
-    return torch.stack(y_SM) if y_SM else x_SM.new_zeros(x_SM.shape)
+    return torch.stack(y_SM) if y_SM else x_SM.new_zeros(0, weights.w2.shape[1])

@@ -138,7 +138,7 @@ def _(
     row_SK: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    return x_SM.new_empty(x_SM.shape), x_SM.new_empty((slot_N.shape[0], *w1.shape[1:-1]))
+    return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), x_SM.new_empty((slot_N.shape[0], *w1.shape[1:-1]))
 
 
 @_operator("experts_backward")

@@ -13,7 +13,7 @@ class Weights:
 
     Attributes:
         w1: [e, 2, H, M] for a gated activation (first half g, second u), else [e, H, M].
-        w2: [e, M, H].
+        w2: [e, M, H]; its M may be another than w1's, and is the width of the results.
         b1: [e, 2, H] or [e, H], or None.
         b2: [e, m] or None; it is added to the m columns of the output from `b2_start` on (a shard of the experts
             owns a slice of the output bias, so that the sum over shards adds each column once).

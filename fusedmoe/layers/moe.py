@@ -265,7 +265,6 @@ class MoELayer(nn.Module):
                 weight_N = slot_weights(routing, layout)
             self._load.kept_E = layout.counts_E
             y_SM = self.experts(x_SM, layout, weight_N)
-            check_results(type(self.experts).__name__, y_SM, x_SM)
         elif self.placed is not None:
             y_SM = self._through_placed(self.placed, x_SM, routing, refusal)
         elif way := self._way(x_SM, routing):
@@ -290,6 +289,7 @@ class MoELayer(nn.Module):
             out_NM = self._compute(ordered, refusal)
             with span(recorder, "unorder", kind="unorder", phase="forward"):
                 y_SM = self.order.restore(out_NM, ordered)
+        check_results(type(self.experts).__name__, y_SM, x_SM)
         if self.shared is not None:
             self.shared.recorder = recorder
             every = contiguous_layout(torch.full((1,), len(x_SM), device=x_SM.device), len(x_SM))
@@ -303,9 +303,7 @@ class MoELayer(nn.Module):
         """The experts' results of rows sorted by expert."""
         if not self._travels:
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
-            out_NM = self.experts(ordered.rows_NM, layout, ordered.weight_N)
-            check_results(type(self.experts).__name__, out_NM, ordered.rows_NM)
-            return out_NM
+            return self.experts(ordered.rows_NM, layout, ordered.weight_N)
         exchange = self._meet(ordered.counts_E, ordered.rows_NM, refusal)
         if self._planner.in_chunks:
             layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))

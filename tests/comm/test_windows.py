@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedmoe.comm.group import Job
 from fusedmoe.comm.heaps.local import LocalHeap
 from fusedmoe.comm.windows import SLOTS, Room, Windows
 from fusedmoe.kernels.places import Network
@@ -18,7 +19,7 @@ class HalfHeap(LocalHeap):
     """Of which the first half of the ranks is near, and the others are far."""
 
     def __init__(self, index: int, size: int, everything: list[Tensor]) -> None:
-        super().__init__(index, size, CPU, everything)
+        super().__init__(index, size, CPU, everything, Job(index, 10.0))
         self.network = Network(torch.arange(size, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), {})
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
@@ -74,7 +75,7 @@ def test_far_peers_are_signalled_apart(windows: Windows) -> None:
 
 def test_results_wait_for_credit_of_what_is_staged(windows: Windows) -> None:
     assert windows.results_behind(7) == 6
-    plain = Windows(LocalHeap(0, 4, CPU, []), ROOM)
+    plain = Windows(LocalHeap(0, 4, CPU, [], Job()), ROOM)
     assert plain.network is None and plain.results_behind(7) == 7 - SLOTS
     assert plain.tokens.staging is None and plain.letters.staging is None
     peer_R, place_R = torch.tensor([2], dtype=torch.int32), torch.tensor([3])

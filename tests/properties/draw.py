@@ -62,13 +62,15 @@ class Draw:
             layout = ops.Layout(*layout.tensors)
         return layout
 
-    def weights(self, experts: int, dim: int, activation: str) -> ops.Weights:
+    def weights(self, experts: int, dim: int, activation: str, out: int | None = None) -> ops.Weights:
+        """For rows of width `dim`; results are `out` wide, by default as wide."""
         hidden, halves = self.size(1), (2,) if ACTIVATIONS[activation].gated else ()
+        out = dim if out is None else out
         b1 = self.floats(experts, *halves, hidden) if self.maybe() else None
-        start = self.random.randint(0, dim)
-        b2 = self.floats(experts, self.random.randint(0, dim - start)) if self.maybe() else None
+        start = self.random.randint(0, out)
+        b2 = self.floats(experts, self.random.randint(0, out - start)) if self.maybe() else None
         w1 = self.floats(experts, *halves, hidden, dim)
-        return ops.Weights(w1, self.floats(experts, dim, hidden), b1, b2, start if b2 is not None else 0)
+        return ops.Weights(w1, self.floats(experts, out, hidden), b1, b2, start if b2 is not None else 0)
 
 
 def close(what: str, got: Any, expected: Any) -> None:

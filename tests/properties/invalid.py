@@ -276,7 +276,7 @@ def through_experts(draw: Draw) -> Case:
     spoils: dict[str, list[Spoil]] = {
         "rows_NM": [longer, deeper, no_tensor],
         "weight_N": [longer, deeper, elsewhere, lambda _, x: x.tolist()],
-        "compute": [lambda _, x: lambda rows, layout, weight: rows[..., :-1], lambda _, x: lambda *_: None],
+        "compute": [lambda _, x: lambda rows, layout, weight: rows.sum(0), lambda _, x: lambda *_: None],
     }
     return ops.through_experts, given, spoils
 

@@ -62,7 +62,7 @@ def take_slots(draw: Draw) -> None:
 def experts(draw: Draw) -> None:
     S, K, E, M = draw.size(), draw.size(1, 3), draw.size(1, 5), draw.size(1, 6)
     layout, x_SM, activation = draw.layout(S, K, E), draw.floats(S, M), draw.one_of(tuple(ACTIVATIONS))
-    weights = draw.weights(E, M, activation)
+    weights = draw.weights(E, M, activation, draw.one_of((M, draw.size(1))))
     weight_SK = draw.floats(S, K) if draw.maybe(0.7) else None
     weight_N = None if weight_SK is None else weight_SK.reshape(-1)[layout.slot_N]
     expected = define_experts(x_SM, layout.exact(), weight_N, weights, activation)
