@@ -96,8 +96,8 @@ class Run:
         left = deadline - time.monotonic()
         self.place.log.say(f"{', '.join(part.name for part in ready)}: {left:.0f} s for it")
         with ThreadPoolExecutor(len(ready)) as threads:
-            tasks = [threads.submit(self._do, part, deadline) for part in ready]
-            try:
+            try:  # around the start of the threads, too: the signal to end may come at any moment
+                tasks = [threads.submit(self._do, part, deadline) for part in ready]
                 for task in as_completed(tasks):
                     self._note(*task.result())
             except BaseException:

@@ -79,9 +79,16 @@ def argument_of(node: fx.Node, name: str) -> Any:
     return None
 
 
+# What a size is taken for that only values decide, as that of `nonzero`: the same on all ranks, whose plans must agree.
+_UNKNOWN_SIZE = 4096
+
+
 def concrete(number: Any) -> int:
-    """A size; of a symbolic one what it was when the graph was captured."""
-    return number if isinstance(number, int) else int(number.node.hint)
+    """A size; of a symbolic one what it was when the graph was captured, as far as that says."""
+    if isinstance(number, int):
+        return number
+    hint = number.node.hint
+    return _UNKNOWN_SIZE if hint is None else int(hint)
 
 
 def bytes_of(node: fx.Node) -> int:

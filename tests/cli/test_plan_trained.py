@@ -81,7 +81,7 @@ CASES: list[tuple[tuple[int, int, int], str, dict[str, Any], str]] = [
     ((1, 2, 1), "fp32", {"gate": "expert_choice"}, "tutel"),
 ]
 MORE = [
-    (sizes, dtype, model, schedule)
+    (sizes, dtype, model | ({"kv_heads": sizes[2]} if "kv_heads" in model else {}), schedule)
     for sizes in ((4, 1, 1), (2, 2, 2), (1, 4, 4))
     for _, dtype, model, _ in CASES
     for schedule in ("auto", "pipemoe", *([] if "gate" in model else ["lancet"]))

@@ -134,6 +134,34 @@ def test_sizes_that_are_known_late(world: None) -> None:
     assert not backend.reports[0].ranges and backend.reports[1].collectives[1].weights
 
 
+def test_sizes_that_values_decide(world: None) -> None:
+    """As many rows as are chosen: no number is known of them, and results are what they were."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.send = nn.Linear(8, 8), nn.Linear(8, 8), _AllToAll()
+
+        def forward(self, x_SM: Tensor) -> Tensor:
+            h_SM = self.send(self.first(x_SM))
+            rows = (h_SM.detach()[:, 0] > 0).nonzero()[:, 0]
+            return self.send(h_SM.index_add(0, rows, self.second(h_SM[rows])))
+
+    model, backend = Chosen().double(), Backend(costs=Steady())
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for _ in range(3):
+            x_SM = torch.randn(6, 8, dtype=torch.float64)
+            results = []
+            for run in (model, compiled):
+                model.zero_grad()
+                run(x_SM).square().sum().backward()
+                results.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+            for one, other in zip(*results, strict=True):
+                assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    assert [report.phase for report in backend.reports] == ["forward", "backward"]
+
+
 class _AllToAll(nn.Module):
     def forward(self, x_SM: Tensor) -> Tensor:
         return all_to_all_single(x_SM, None, None, dist.group.WORLD)
