@@ -26,14 +26,13 @@ from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.draw import draw
-from fusedmoe.schedule.fill import fill_idle
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.orders import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import fsmoe, pipemoe, sequential
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.step import Pass
+from fusedmoe.schedule.step import Pass, idle_slot_plan
 from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
 
@@ -115,7 +114,7 @@ def _with_pieces(costs: StackCosts, plan: Plan, piece_bytes: int) -> Plan:
         [Pass(one_queue, found[phase, layer]) for layer in range(len(costs.layers))]
         for phase in ("forward", "backward")
     )
-    return fill_idle(costs, forward, backward, piece_bytes)
+    return idle_slot_plan(costs, forward, backward, piece_bytes)
 
 
 def _recorded(step: Step, plan: Plan, rank: int, kept: list[Recorder]) -> None:

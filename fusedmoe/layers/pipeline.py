@@ -24,7 +24,7 @@ from fusedmoe.layers.stage import BlockStage
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.runtime.streams import Streams
-from fusedmoe.schedule.listing import list_plan
+from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import ROADS, Task
 from fusedmoe.schedule.workload import Workload

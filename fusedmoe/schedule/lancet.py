@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from fusedmoe.schedule.fill import fill, gradient_pieces
+from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.ranges import Range, best_ranges
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
+from fusedmoe.schedule.step import gradient_pieces
 from fusedmoe.schedule.task import LINKS, WEIGHT_GRADIENTS, Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
 from fusedmoe.schedule.weights import Gap, Placement, place_greedily
@@ -56,7 +57,7 @@ def lancet_plan(costs: StackCosts, parts: Sequence[int] = PARTS, *, weights: boo
     if costs.optimizer_s is not None:
         orders["compute"].append(Task("optimizer", None, None, None))
         seconds[orders["compute"][-1]] = costs.optimizer_s
-    return fill(orders, seconds, gradient_pieces(costs.gradient_bytes, BUCKET_BYTES), costs.all_reduce)
+    return fill_idle_slots(orders, seconds, gradient_pieces(costs.gradient_bytes, BUCKET_BYTES), costs.all_reduce)
 
 
 def forward_ranges(costs: StackCosts, parts: Sequence[int] = PARTS) -> tuple[Range, ...]:

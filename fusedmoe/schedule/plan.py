@@ -31,6 +31,7 @@ from functools import cached_property
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule import text
 from fusedmoe.schedule.checks import check_tasks, circle
+from fusedmoe.schedule.events import followers_of, issue_order
 from fusedmoe.schedule.task import FUSED, PIPELINE, Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
 
@@ -100,6 +101,13 @@ class Plan:
         return found
 
     @cached_property
+    def graph(self) -> tuple[list[list[int]], list[int]]:
+        """For each place in `sequence` the places of what waits for its task, and the number of its resource (of a
+        fused operation, of compute) in `RESOURCES`: what the event loop goes by, beside `before`."""
+        number = {resource: place for place, resource in enumerate(RESOURCES)}
+        return followers_of(self.before), [number[self.resources[task][0]] for task in self.sequence]
+
+    @cached_property
     def degrees(self) -> dict[tuple[str | None, int | None], int]:
         """The number of chunks of each (phase, layer) that has a pipeline."""
         found: dict[tuple[str | None, int | None], int] = {}
@@ -160,24 +168,9 @@ def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]
         for earlier, index in zip(numbers, numbers[1:], strict=False):
             if earlier not in before[index]:
                 before[index].append(earlier)
-    followers: list[list[int]] = [[] for _ in tasks]
-    for index, found in enumerate(before):
-        for one in found:
-            followers[one].append(index)
-    waits = [len(found) for found in before]
-    ready = [index for index, count in enumerate(waits) if not count]
-    places: list[int] = []
-    while ready:
-        places.extend(ready)
-        found = []
-        for one in ready:
-            for index in followers[one]:
-                waits[index] -= 1
-                if not waits[index]:
-                    found.append(index)
-        ready = sorted(found)
+    places = issue_order(before, followers_of(before))
     if len(places) != len(tasks):
-        stuck = {task for task, count in zip(tasks, waits, strict=True) if count}
+        stuck = set(tasks) - {tasks[index] for index in places}
         raise ConfigError(circle({resource: plan.on(resource) for resource in RESOURCES}, plan.dependencies, stuck))
     place = [0] * len(tasks)
     for position, index in enumerate(places):

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
-from fusedmoe.schedule.fill import fill_idle
 from fusedmoe.schedule.orders import Order, alternating, one_queue, three_queues
 from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
 from fusedmoe.schedule.passes import chunk_times, one_queue_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
-from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.step import Pass, idle_slot_plan, step_plan
 from fusedmoe.schedule.timeline import PHASES
 
 #: The degrees that Tutel tries.
@@ -61,7 +60,7 @@ def tutel_improved(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
 def lina(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
     """As PipeMoE; gradients in pieces of 30 MB, whenever the communication queue would be idle (PipeMoE + Lina)."""
     both = _pipemoe_passes(costs, limit)
-    return fill_idle(costs, both, both, LINA_BYTES)
+    return idle_slot_plan(costs, both, both, LINA_BYTES)
 
 
 def fsmoe_no_iio(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
@@ -189,9 +188,7 @@ def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan
     return step_plan(costs, forward, backward, partition)
 
 
-def _best(
-    chunks: Mapping[str, Chunks], gar: float, orders: Sequence[Order], costs: StackCosts, limit: int
-) -> Pass:
+def _best(chunks: Mapping[str, Chunks], gar: float, orders: Sequence[Order], costs: StackCosts, limit: int) -> Pass:
     """The shortest pass with all-reduces of `gar` seconds; of equally short ones the first order's."""
     found = [
         (order, choose_degree(chunks, gar, order=order, contention=costs.contention, limit=limit)) for order in orders

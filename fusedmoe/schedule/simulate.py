@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.contention import contended
 from fusedmoe.schedule.cost import Costs, check_contention
+from fusedmoe.schedule.events import run, run_in_order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import resources_of
 from fusedmoe.schedule.text import name
@@ -58,13 +58,5 @@ def _times(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
         bad = next(task for task in plan.sequence if not 0 <= seconds[task] < math.inf)
         raise ConfigError(f"simulate: {name(bad)} cannot take {seconds[bad]} s")
     if contention < 1 and plan.intra and plan.inter:
-        which, resources = {"compute": 0, "intra": 1, "inter": 2}, plan.resources
-        on = [which[resources[task][0]] for task in plan.sequence]
-        return contended(plan.before, on, durations, contention)
-    starts: list[float] = []
-    ends: list[float] = []
-    for duration, before in zip(durations, plan.before, strict=True):
-        start = max([ends[one] for one in before], default=0.0)
-        starts.append(start)
-        ends.append(start + duration)
-    return starts, ends
+        return run(plan.before, *plan.graph, durations, contention=contention)
+    return run_in_order(plan.before, durations)

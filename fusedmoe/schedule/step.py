@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fusedmoe.schedule.gradient import Stream
+from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.orders import Order
 from fusedmoe.schedule.partition import Partition
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.task import PIPELINE, ROADS, Task
 from fusedmoe.schedule.timeline import RESOURCES
+
+_GRADIENT = "gradient-all-reduce"
 
 
 class Pass(NamedTuple):
@@ -55,6 +58,26 @@ def step_plan(
     if costs.optimizer_s is not None:
         orders["compute"].append(Task("optimizer", None, None, None))
     return Plan.of(orders, after)
+
+
+def idle_slot_plan(costs: StackCosts, forward: Sequence[Pass], backward: Sequence[Pass], piece_bytes: int) -> Plan:
+    """The plan of a step whose gradients go in pieces, each as soon as `inter` has nothing else to do.
+
+    A piece never reaches over the end of a layer's gradient.
+    """
+    bare = step_plan(costs, forward, backward)
+    orders = {resource: [task for task in bare.on(resource) if task.kind != _GRADIENT] for resource in RESOURCES}
+    pieces = gradient_pieces(costs.gradient_bytes, piece_bytes)
+    return fill_idle_slots(orders, costs.seconds(bare), pieces, costs.all_reduce)
+
+
+def gradient_pieces(gradient_bytes: Sequence[int], piece_bytes: int | None) -> list[Task]:
+    """Of `piece_bytes` each, the last of a layer smaller (None: each layer's in one); in back-propagation's order."""
+    return [
+        Task(_GRADIENT, number, layer, "backward", min(piece_bytes or size, size - start))
+        for layer, size in reversed(list(enumerate(gradient_bytes)))
+        for number, start in enumerate(range(0, size, piece_bytes or size or 1))
+    ]
 
 
 def _pieces(stream: Stream, size: float, layer: int) -> list[Task]:

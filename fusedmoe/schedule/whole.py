@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.chunks import work_s
-from fusedmoe.schedule.fill import gradient_pieces
-from fusedmoe.schedule.listing import ListSchedule, list_plan
+from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.passes import links_bound_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
+from fusedmoe.schedule.step import gradient_pieces
 from fusedmoe.schedule.task import ROADS, WEIGHT_GRADIENTS, Task, weight_gradient
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
 

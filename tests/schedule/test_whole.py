@@ -11,13 +11,14 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Durations, Line
-from fusedmoe.schedule.fill import fill, gradient_pieces
 from fusedmoe.schedule.grid import workloads
 from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
+from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
+from fusedmoe.schedule.step import gradient_pieces
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
@@ -295,7 +296,7 @@ def test_theorem_2():
                     continue
                 pieces = gradient_pieces(gradients, size if size > 1 else 32)
                 of = seconds | {piece: line.seconds(piece.size or 0) for piece in pieces}
-                took.append(makespan(fill(orders, of, pieces, line), Durations(of)))
+                took.append(makespan(fill_idle_slots(orders, of, pieces, line), Durations(of)))
             if alpha:
                 longer += took[-1] > took[0] * (1 + 1e-9)
             else:

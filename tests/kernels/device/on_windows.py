@@ -38,7 +38,7 @@ from fusedmoe.kernels import awaits, puts
 from fusedmoe.kernels.gather_sum import take_slots
 from fusedmoe.kernels.routes import for_all_shards
 from fusedmoe.kernels.weights import Weights
-from fusedmoe.schedule.listing import list_plan
+from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.task import PIPELINE, Task
 from tests.kernels.device.far import FarHeap
 

@@ -1,4 +1,4 @@
-"""List scheduling: plans for any tasks, by doing first what most hangs on.
+"""List scheduling, and idle-slot filling: plans for any tasks, by doing first what most hangs on.
 
     plan = list_plan(tasks, seconds)
 
@@ -10,15 +10,18 @@ The schedule is then improved by going through it backwards and forwards again: 
 as it can be, which tells which ones had time; from the start, those that had none go first (Li and Willis, "An
 iterative scheduling technique for resource-constrained project scheduling", 1992). Gradient all-reduces are then tasks
 like all others.
+
+Where all orders are given but the gradients', `fill_idle_slots` puts these wherever the links between nodes would be
+idle.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heappop, heappush
 
-from fusedmoe.schedule.contention import contended
+from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import LINKS, Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
@@ -58,11 +61,8 @@ class ListSchedule:
         pieces = [place for place, task in enumerate(self._tasks) if task.kind == _GRADIENT]
         for one, other in zip(pieces, pieces[1:], strict=False):
             self._before[other].append(one)
-        self._followers: list[list[int]] = [[] for _ in self._tasks]
-        for place, found in enumerate(self._before):
-            for one in found:
-                self._followers[one].append(place)
-        self._order = self._topological()
+        self._followers = followers_of(self._before)
+        self._order = issue_order(self._before, self._followers)
         self._starts, self._end_s = self._improved()
 
     def makespan_s(self, contention: float = 1.0) -> float:
@@ -70,11 +70,12 @@ class ListSchedule:
         both = {RESOURCES.index(link) for link in ("intra", "inter")}
         if contention == 1.0 or not both <= set(self._on):
             return self._end_s
-        before = [list(found) for found in self._before]
+        before, followers = ([list(found) for found in of] for of in (self._before, self._followers))
         for order in self._orders():
             for one, other in zip(order, order[1:], strict=False):
                 before[other].append(one)
-        return max(contended(before, self._on, self._seconds, contention)[1])
+                followers[one].append(other)
+        return max(run(before, followers, self._on, self._seconds, contention=contention)[1])
 
     def plan(self) -> Plan:
         """The orders in which the tasks start."""
@@ -92,16 +93,6 @@ class ListSchedule:
         for place in sorted(range(len(keys)), key=keys.__getitem__):
             orders[self._on[place]].append(place)
         return orders
-
-    def _topological(self) -> list[int]:
-        waits = [len(found) for found in self._before]
-        order = [place for place, count in enumerate(waits) if not count]
-        for place in order:  # grows meanwhile
-            for one in self._followers[place]:
-                waits[one] -= 1
-                if not waits[one]:
-                    order.append(one)
-        return order
 
     def _improved(self) -> tuple[list[float], float]:
         """Starts and the end of the best schedule that is found."""
@@ -132,37 +123,32 @@ class ListSchedule:
         ]
 
     def _schedule(self, priority: Sequence[float], backwards: bool = False) -> tuple[list[float], float]:
-        """Starts of all tasks, and the end. Of ready tasks the one with the least priority goes first, then the first
-        given. Backwards, tasks wait for what follows them, and times count from the end."""
+        """Starts of all tasks, and the end. Backwards, tasks wait for what follows them, and times count from the
+        end."""
         before, followers = (self._followers, self._before) if backwards else (self._before, self._followers)
-        on, seconds = self._on, self._seconds
-        by_rank = sorted(range(len(priority)), key=priority.__getitem__)
-        rank = [0] * len(by_rank)
-        for number, place in enumerate(by_rank):
-            rank[place] = number
-        waits = [len(found) for found in before]
-        ready: list[list[int]] = [[] for _ in RESOURCES]
-        for number, place in enumerate(by_rank):
-            if not waits[place]:
-                ready[on[place]].append(number)  # in order, so a heap
-        starts = [0.0] * len(waits)
-        end = [math.inf] * len(RESOURCES)  # of what runs on each
-        running = [0] * len(RESOURCES)
-        now = 0.0
-        while True:
-            for resource, heap in enumerate(ready):
-                if heap and end[resource] == math.inf:
-                    place = by_rank[heappop(heap)]
-                    running[resource], starts[place] = place, now
-                    end[resource] = now + seconds[place]
-            soonest = min(end)
-            if soonest == math.inf:
-                return starts, now
-            now = soonest
-            for resource, ends in enumerate(end):
-                if ends == now:
-                    end[resource] = math.inf
-                    for one in followers[running[resource]]:
-                        waits[one] -= 1
-                        if not waits[one]:
-                            heappush(ready[on[one]], rank[one])
+        starts, ends = run(before, followers, self._on, self._seconds, priority)
+        return starts, max(ends, default=0.0)
+
+
+def fill_idle_slots(
+    orders: Mapping[str, Sequence[Task]], seconds: Mapping[Task, float], pieces: Iterable[Task], line: Line
+) -> Plan:
+    """The plan of these orders, with gradient pieces wherever `inter` would be idle (Lina, FlowMoE's pool).
+
+    What else is on `inter` goes first, but a piece that has started ends (no pre-emption): it can hold up what gets
+    ready meanwhile. Contention is not looked at: where it counts, the plan is the same and takes longer.
+    """
+    bare, waiting = Plan.of(orders), list(pieces)
+    tasks = [*bare.sequence, *waiting]
+    number = {task: place for place, task in enumerate(tasks)}
+    gates = standard_dependencies(tasks)
+    before: list[Sequence[int]] = list(bare.before)
+    for piece in waiting:
+        ahead = [len(before) - 1] if piece is not waiting[0] else []
+        before.append([*(number[one] for one in gates[piece]), *ahead])
+    on = bare.graph[1] + [RESOURCES.index("inter") + SPARE] * len(waiting)
+    took = [seconds[task] for task in bare.sequence] + [line.seconds(piece.size or 0) for piece in waiting]
+    starts, _ = run(before, followers_of(before), on, took)
+    # Of those that start together, what else is there first.
+    inter = sorted((*orders["inter"], *waiting), key=lambda task: starts[number[task]])
+    return Plan.of({**orders, "inter": inter})

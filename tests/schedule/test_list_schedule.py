@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.listing import ListSchedule, list_plan
+from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.task import LINKS, PIPELINE, Task, weight_gradient

@@ -1,0 +1,137 @@
+"""When tasks run: who waits for whom, an order to go through them in, and the event loop.
+
+Simulation, list scheduling, idle-slot filling, contention and the order in which a plan is issued are uses of what is
+here. Tasks go by number: places in a list are quicker than keys. `before[n]` are the tasks that task n waits for,
+`followers[n]` those that wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+
+from fusedmoe.schedule.timeline import RESOURCES
+
+_COUNT, _NEVER = len(RESOURCES), float("inf")
+_INTRA, _INTER = RESOURCES.index("intra"), RESOURCES.index("inter")
+
+#: Added to the number of a task's resource: it starts only where its resource would be idle.
+SPARE = _COUNT
+
+
+def followers_of(before: Sequence[Iterable[int]]) -> list[list[int]]:
+    """For each task those that wait for it."""
+    followers: list[list[int]] = [[] for _ in before]
+    for place, found in enumerate(before):
+        for one in found:
+            followers[one].append(place)
+    return followers
+
+
+def issue_order(before: Sequence[Sequence[int]], followers: Sequence[Iterable[int]]) -> list[int]:
+    """All tasks, each after what it waits for: as they would start if each took the same time, and of those that start
+    together the lower number first. Tasks that wait for each other in a circle are left out, and all behind them."""
+    waits = [len(found) for found in before]
+    ready = [place for place, count in enumerate(waits) if not count]
+    order: list[int] = []
+    while ready:
+        order += ready
+        found = []
+        for place in ready:
+            for one in followers[place]:
+                waits[one] -= 1
+                if not waits[one]:
+                    found.append(one)
+        ready = sorted(found)
+    return order
+
+
+def run_in_order(before: Sequence[Iterable[int]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Starts and ends of tasks that are numbered in an order like `issue_order`'s, where nothing but what is in
+    `before` holds a task up: the event loop's, without its events."""
+    starts: list[float] = []
+    ends: list[float] = []
+    for took, found in zip(seconds, before, strict=True):
+        start = max([ends[one] for one in found], default=0.0)
+        starts.append(start)
+        ends.append(start + took)
+    return starts, ends
+
+
+def run(
+    before: Sequence[Sequence[int]],
+    followers: Sequence[Iterable[int]],
+    on: Sequence[int],
+    seconds: Sequence[float],
+    priority: Sequence[float] | None = None,
+    contention: float = 1.0,
+) -> tuple[list[float], list[float]]:
+    """Starts and ends by the event loop: whenever a resource is free, the one of its ready tasks with the least
+    priority starts, then the one with the lower number. A task that has started ends: nothing is interrupted.
+
+    Between two events nothing starts or ends, so all speeds are constant. Of a link's task three numbers are kept: the
+    work that was left when its speed last changed, when that was, and its end if the speed stays. A task that is never
+    slowed down ends at exactly start + duration.
+
+    Args:
+        on: the number of each task's resource in `RESOURCES`. With `SPARE` added the task starts only where nothing
+            else can, now or as soon as what takes no time has ended.
+        priority: None: all the same.
+        contention: the speed of both links while both are in use.
+    """
+    count = len(before)
+    by_rank = rank = list(range(count))
+    if priority is not None:
+        by_rank, rank = sorted(by_rank, key=priority.__getitem__), [0] * count
+        for number, place in enumerate(by_rank):
+            rank[place] = number
+    waits = [len(found) for found in before]
+    ready: list[list[int]] = [[] for _ in range(2 * _COUNT)]
+    for number, place in enumerate(by_rank):
+        if not waits[place]:
+            ready[on[place]].append(number)  # in order, so a heap
+    queues = list(enumerate(ready[:_COUNT]))
+    spare = list(enumerate(ready[_COUNT:])) if max(on, default=0) >= SPARE else []
+    starts, ends = [0.0] * count, [0.0] * count
+    end = [_NEVER] * _COUNT  # of what runs on each
+    running, known = [-1] * _COUNT, [-1] * _COUNT
+    left, since, speed = [0.0] * _COUNT, [0.0] * _COUNT, 1.0
+    now, never = 0.0, _NEVER
+    while True:
+        for resource, heap in queues:
+            if heap and end[resource] == never:
+                place = by_rank[heappop(heap)]
+                running[resource], starts[place] = place, now
+                end[resource] = now + seconds[place]
+        if contention < 1.0:
+            for link in (_INTRA, _INTER):
+                if running[link] != known[link]:
+                    known[link] = place = running[link]
+                    left[link], since[link], end[link] = seconds[place], now, now + seconds[place] / speed
+            wanted = contention if end[_INTRA] < never and end[_INTER] < never else 1.0
+            if wanted != speed:
+                for link in (_INTRA, _INTER):
+                    if end[link] < never:
+                        left[link] = max(0.0, left[link] - (now - since[link]) * speed)
+                        since[link], end[link] = now, now + left[link] / wanted
+                speed = wanted
+        soonest = min(end)
+        if spare and soonest > now:
+            for resource, heap in spare:
+                if heap and end[resource] == never:
+                    heappush(ready[resource], heappop(heap))
+                    soonest = now
+            if soonest == now:
+                continue
+        if soonest == never:
+            return starts, ends
+        now = soonest
+        for resource, at in enumerate(end):
+            if at == now:
+                end[resource] = never
+                place = running[resource]
+                ends[place] = now
+                for one in followers[place]:
+                    waits[one] -= 1
+                    if not waits[one]:
+                        heappush(ready[on[one]], rank[one])
