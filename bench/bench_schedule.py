@@ -7,15 +7,14 @@ import random
 import pytest
 
 from fusedmoe.schedule.cost import CostModel, Durations, Line, fit
-from fusedmoe.schedule.degree import choose_degree
 from fusedmoe.schedule.grid import run_grid
-from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.paper import paper_degree
+from fusedmoe.schedule.passes import choose_degree, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.step import ChunkedPass, step_plan
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
@@ -24,14 +23,14 @@ from fusedmoe.schedule.workload import Workload
 LAYERS, DEGREE = 12, 8
 
 
-def costs(layers: int = LAYERS, contention: float = 1.0) -> StackCosts:
+def costs(layers: int = LAYERS, contention: float = 1.0) -> StepCosts:
     model = TESTBEDS["B"].costs
     layer = Workload(4, 1024, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(model)
-    return StackCosts((layer,) * layers, model.line("all-reduce/dp"), contention)
+    return StepCosts((layer,) * layers, model.line("all-reduce/dp"), contention)
 
 
 def thousand_tasks() -> Plan:
-    how = Pass(three_queues, DEGREE)
+    how = ChunkedPass(three_queues, DEGREE)
     return step_plan(costs(), [how] * LAYERS, [how] * LAYERS)
 
 
@@ -89,7 +88,7 @@ def test_plan_24_layers(benchmark, policy: str, contention: float) -> None:  # t
     model = TESTBEDS["B"].costs
     cheap = CostModel({name: Line(line.alpha_s / 10, line.beta_s) for name, line in model.lines.items()})
     kinds = (Workload(size, 1024, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(cheap) for size in (2, 4))
-    here = StackCosts((*kinds,) * 12, cheap.line("all-reduce/dp"), contention)
+    here = StepCosts((*kinds,) * 12, cheap.line("all-reduce/dp"), contention)
     plan = benchmark.pedantic(WHOLE_POLICIES[policy], args=(here,), rounds=1)
     benchmark.extra_info.update(tasks=len(plan), step_ms=1e3 * makespan(plan, here))
     assert benchmark.stats.stats.max < 60

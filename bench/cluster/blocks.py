@@ -27,13 +27,13 @@ from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
-from fusedmoe.schedule.orders import one_queue
+from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
+from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import fsmoe, pipemoe, sequential
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.step import Pass, idle_slot_plan
-from fusedmoe.schedule.whole import Split, micro_schedule
+from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
 
 #: Pieces of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
@@ -86,7 +86,7 @@ def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> 
     }
 
 
-def plans_of(costs: StackCosts, limit: int) -> dict[str, Plan]:
+def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
     """Every policy's plan by its name in the table: FlowMoE's Table 5, Lancet's two passes, FSMoE and joint."""
     parts = [k for k in PARTS if k <= limit]
     experts = pipemoe(costs, limit)
@@ -107,11 +107,11 @@ def plans_of(costs: StackCosts, limit: int) -> dict[str, Plan]:
     }
 
 
-def _with_pieces(costs: StackCosts, plan: Plan, piece_bytes: int) -> Plan:
+def _with_pieces(costs: StepCosts, plan: Plan, piece_bytes: int) -> Plan:
     """The same degrees, and gradients in pieces wherever the one queue for communication is idle."""
     found = plan.degrees
     forward, backward = (
-        [Pass(one_queue, found[phase, layer]) for layer in range(len(costs.layers))]
+        [ChunkedPass(one_queue, found[phase, layer]) for layer in range(len(costs.layers))]
         for phase in ("forward", "backward")
     )
     return idle_slot_plan(costs, forward, backward, piece_bytes)
@@ -123,10 +123,10 @@ def _recorded(step: Step, plan: Plan, rank: int, kept: list[Recorder]) -> None:
 
 
 def _pieces_json(
-    topology: Topology, step: Step, profiler: Profiler, costs: StackCosts, plan: Plan, rounds: int
+    topology: Topology, step: Step, profiler: Profiler, costs: StepCosts, plan: Plan, rounds: int
 ) -> dict[str, Any]:
     """What the tuner finds while steps run, in a fine sweep. `costs`: by which plans are made."""
-    largest, split = max(costs.gradient_bytes), Split.of(plan)
+    largest, split = max(costs.gradient_bytes), StepSplit.of(plan)
 
     def plan_of(size: int) -> Plan:
         return micro_schedule(costs, split._replace(piece_bytes=size)).plan()

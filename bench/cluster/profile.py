@@ -28,15 +28,14 @@ from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.profile import contention_of, line_through
 from fusedmoe.runtime.profile import profile as measure
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.orders import three_queues
+from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
+from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.stack_costs import LayerCosts, MicroBatches, StackCosts
-from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.step import ChunkedPass, step_plan
+from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES
-from fusedmoe.schedule.whole import Split, micro_schedule
 
 # For the library's profiler. Of blocks all that counts is measured again, among the policies.
 _BUDGET_S, _BUDGET_OF_BLOCKS_S = 20.0, 6.0
@@ -68,7 +67,7 @@ class Profile:
     """What was measured, the same on every rank. `points`: (size, seconds) by name."""
 
     model: CostModel
-    stack: StackCosts
+    stack: StepCosts
     seconds: float
     points: Mapping[str, Points]
 
@@ -100,7 +99,7 @@ class Profiler:
         self._found = measure(topology, torch.device("cpu"), budget_s=budget_s, machine=setting.name)
         alike = dict.fromkeys((*_PARTS, *itertools.chain(*_APART.values())), Line(0.0, 1e-3))
         layers = (_layer_costs(setting, step, self._found.costs, alike),) * setting.layers
-        self._probes = _probes(StackCosts(layers))
+        self._probes = _probes(StepCosts(layers))
         self._computing: list[dict[Sample, float]] = []
         self._exchanging = Clock(topology)
         for degree in (1, 2, LIMIT):
@@ -172,7 +171,7 @@ class Profiler:
         model = replace(found.costs, lines=lines, contention=contention)
         computing = {name: _line(points[name]) for name, _ in self._computing[0]}
         layer = _layer_costs(setting, self._step, model, computing)
-        stack = StackCosts((layer,) * setting.layers, model.line("all-reduce/dp"), model.contention)
+        stack = StepCosts((layer,) * setting.layers, model.line("all-reduce/dp"), model.contention)
         return Profile(model, stack, found.seconds, points)
 
     def _computed(self) -> dict[str, list[tuple[float, float]]]:
@@ -190,24 +189,24 @@ def _line(points: Points) -> Line:
     return line_through(points) if len(points) > 1 else Line(points[0][1], 0.0)
 
 
-def _probes(costs: StackCosts) -> list[tuple[int, Plan]]:
+def _probes(costs: StepCosts) -> list[tuple[int, Plan]]:
     """Steps in so many chunks; of blocks also such whose weight gradients are tasks of their own."""
     if costs.can_split:
         return [
-            (degree, micro_schedule(costs, Split(degree, degree, weights=weights)).plan())
+            (degree, micro_schedule(costs, StepSplit(degree, degree, weights=weights)).plan())
             for degree in _DEGREES
             for weights in (False, True)
         ]
-    passes = {degree: [Pass(three_queues, degree)] * len(costs.layers) for degree in _DEGREES}
+    passes = {degree: [ChunkedPass(three_queues, degree)] * len(costs.layers) for degree in _DEGREES}
     return [(degree, step_plan(costs, of, of)) for degree, of in passes.items()]
 
 
 def _layer_costs(setting: Setting, step: Step, model: CostModel, computing: Mapping[str, Line]) -> LayerCosts:
-    def chunks(line: Line, volume: float) -> Chunks:
-        return Chunks(line.alpha_s, line.beta_s * volume)
+    def chunks(line: Line, volume: float) -> StageTime:
+        return StageTime(line.alpha_s, line.beta_s * volume)
 
     sent, gathered = setting.row_bytes, setting.row_bytes * setting.esp
-    found: dict[str, dict[str, Chunks]] = {}
+    found: dict[str, dict[str, StageTime]] = {}
     for phase in PHASES:
         exchange = chunks(model.line("all-to-all/ep"), sent)
         found[phase] = {"dispatch": exchange, "expert": chunks(computing[f"expert {phase}"], 1.0), "combine": exchange}

@@ -37,7 +37,7 @@ from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
 
 _DRAWN = ("sequential", "pipemoe", "fsmoe", "joint")
@@ -115,7 +115,7 @@ def _measure(setting: Setting, topology: Topology, rounds: int, folder: Path) ->
 
 
 def _sweep_json(
-    chosen: tuple[int, int], plans: Mapping[tuple[int, int], Plan], seconds: dict[str, list[float]], costs: StackCosts
+    chosen: tuple[int, int], plans: Mapping[tuple[int, int], Plan], seconds: dict[str, list[float]], costs: StepCosts
 ) -> dict[str, Any]:
     rows = []
     for pair, plan in plans.items():
@@ -141,7 +141,7 @@ def _layer_json(setting: Setting, topology: Topology, profile: Profile, rounds: 
         if plans:
             workload, both = plans[-1]
             assert isinstance(workload, Workload)
-            costs = StackCosts((workload.layer_costs(profile.model),), contention=profile.model.contention)
+            costs = StepCosts((workload.layer_costs(profile.model),), contention=profile.model.contention)
             predicted_s = sum(makespan(plan, costs) for plan in (both.forward, both.backward))
             degrees = [max(plan.degrees.values()) for plan in (both.forward, both.backward)]
             found[policy] |= {"predicted_s": predicted_s, "error": predicted_s / median - 1.0, "degrees": degrees}
@@ -164,7 +164,7 @@ def _job_json(setting: Setting, topology: Topology, profile: Profile, rounds: in
 
 
 def _draw(
-    setting: Setting, topology: Topology, step: Step, plans: Mapping[str, Plan], costs: StackCosts, folder: Path
+    setting: Setting, topology: Topology, step: Step, plans: Mapping[str, Plan], costs: StepCosts, folder: Path
 ) -> None:
     clock = Clock(topology)
     for policy in _DRAWN:

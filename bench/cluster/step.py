@@ -23,8 +23,8 @@ from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.gradient import gradient_ranges
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step_costs import gradient_ranges
 from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task
 
 _KINDS = ("attention", *PIPELINE, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")

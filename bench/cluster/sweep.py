@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from bench.cluster.setting import LIMIT
-from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.partition import Way, search
+from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.step import ChunkedPass, step_plan
+from fusedmoe.schedule.step_costs import StepCosts
 
 DEGREES = tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= LIMIT)
 
 
-def plan_of(costs: StackCosts, forward: int, backward: int) -> Plan:
+def plan_of(costs: StepCosts, forward: int, backward: int) -> Plan:
     """FSMoE's plan with these degrees in all layers; gradients where they are best then."""
     ways = [Way.of(costs.layers[0].chunks["backward"], three_queues, backward, costs.contention)]
     count = len(costs.layers)
     return step_plan(
         costs,
-        [Pass(three_queues, forward)] * count,
-        [Pass(three_queues, backward)] * count,
+        [ChunkedPass(three_queues, forward)] * count,
+        [ChunkedPass(three_queues, backward)] * count,
         search(costs, [ways] * count),
     )
 

@@ -17,7 +17,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import RESOURCES
 
 
@@ -56,7 +56,7 @@ def same_results(step: Step, plans: Mapping[str, Plan]) -> float:
     return worst
 
 
-def row(plan: Plan, costs: StackCosts, seconds: list[float], sequential: list[float]) -> dict[str, Any]:
+def row(plan: Plan, costs: StepCosts, seconds: list[float], sequential: list[float]) -> dict[str, Any]:
     """What a policy took in each round, beside what it should take."""
     predicted = simulate(plan, costs)
     busy = {resource: predicted.busy_s(resource) for resource in RESOURCES}

@@ -16,7 +16,7 @@ from fusedmoe.layers.stage import must_wait
 from fusedmoe.models.parts import make_gate, make_order
 from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.training.stream import streamed_bytes
 
 
@@ -53,7 +53,7 @@ def read_costs(path: Path) -> CostModel:
 
 def step_costs(
     settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False
-) -> StackCosts:
+) -> StepCosts:
     """What the model's layers with experts cost in a step, as training has it (`Trainer.follow`), without the ranks.
 
     `whole`: micro-batches can go through all of a layer.

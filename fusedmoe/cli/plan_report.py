@@ -27,7 +27,7 @@ from fusedmoe.schedule.critical import Stretch, at_work, critical_path, stretche
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES, Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
@@ -39,7 +39,7 @@ class Planned(NamedTuple):
     """A plan of a step, and what a step costs by which it was made."""
 
     plan: Plan
-    costs: StackCosts
+    costs: StepCosts
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import simulate
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline, align
 from fusedmoe.schedule.trace import save_trace
 
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             costs = given or cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
             corpus = random_corpus(64 * settings.model.seq_len)
             trainer = Trainer(settings, topology, device, corpus, StopRequest())
-            planned: tuple[Plan, StackCosts]
+            planned: tuple[Plan, StepCosts]
             if follows_plan(settings, sizes.ep, sizes.esp):
                 planned = trainer.follow(costs)
             else:

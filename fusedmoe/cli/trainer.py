@@ -30,7 +30,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.sparse import hidden_s
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
@@ -91,7 +91,7 @@ class Trainer:
         self._stream: GradientStream | None = None
         self._tuning: PieceTuning | None = None
 
-    def follow(self, costs: CostModel) -> tuple[Plan, StackCosts]:
+    def follow(self, costs: CostModel) -> tuple[Plan, StepCosts]:
         """From now on steps follow the plan that the settings' policy makes of these costs; collective.
 
         Returns the plan, and what a step costs by its account.

@@ -16,7 +16,7 @@ from torch import fx
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, Way, first_axes, outputs_from, way_of
 from fusedmoe.graph.instructions import is_all_to_all, is_wait
-from fusedmoe.schedule.solve import solved
+from fusedmoe.schedule.weight_placement import solved
 
 # Of the solver's work (`fusedmoe.schedule.solve`).
 _LIMIT = 2.0

@@ -21,8 +21,8 @@ from fusedmoe.graph.instructions import Instructions, bytes_of, is_all_to_all, i
 from fusedmoe.graph.parts import Call, cut, fake_call, join, node_call, rebuilt, run_part
 from fusedmoe.graph.report import Pipelined
 from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.lancet import best_ranges
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.ranges import best_ranges
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import Task
 

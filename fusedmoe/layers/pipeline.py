@@ -26,7 +26,7 @@ from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import ROADS, Task
+from fusedmoe.schedule.task import STAGES, Task
 from fusedmoe.schedule.workload import Workload
 
 Along = Literal["samples", "positions"]
@@ -80,7 +80,7 @@ class PipelinedBlocks(nn.Module):
         self._stages = [BlockStage(*block, sizes, along == "positions", recompute) for block in parts]
         self._streams = Streams()
         kinds, waits = self._layers()[0].parts, self.waits
-        plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(ROADS, degrees, strict=True))
+        plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(STAGES, degrees, strict=True))
         self.follow(Plans(*plans))
 
     @property
@@ -117,7 +117,7 @@ class PipelinedBlocks(nn.Module):
             ConfigError: plans that these blocks cannot follow.
             RankError: ranks with different plans.
         """
-        for phase in ROADS:
+        for phase in STAGES:
             self._check(phase, plans, gradients)
         found = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
         self.topology.agree(found, "pipeline")
@@ -256,7 +256,7 @@ def _even_plan(phase: str, degree: int, kinds: Sequence[str], waits: Sequence[bo
     tasks: list[Task] = []
     layers = range(len(waits))
     for layer in layers if phase == "forward" else reversed(layers):
-        for kind in ROADS[phase]:
+        for kind in STAGES[phase]:
             if kind == "order" and phase == "forward" and waits[layer]:
                 tasks.append(Task(kind, None, layer, phase))
             elif kind in ("attention", *kinds):

@@ -15,12 +15,12 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime.profile_cache import cached_profile
 from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.fused import fused_s
-from fusedmoe.schedule.layer import fused_pass, pass_by_degree, pass_of
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, any_order
 from fusedmoe.schedule.simulate import ROUNDING, makespan
+from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
+from fusedmoe.schedule.step_costs import MAX_DEGREE
 from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import Workload

@@ -22,10 +22,9 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.bar import Bar
 from fusedmoe.runtime.cache import cache_dir, fingerprint, own_version, read, write
-from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.whole_policies import WholeModel
 
 _FORMAT = "fusedmoe-plan"
@@ -35,7 +34,7 @@ _VERSION = 1
 def cached_plans(
     policies: Iterable[str],
     topology: Topology,
-    costs: StackCosts,
+    costs: StepCosts,
     *,
     limit: int = MAX_DEGREE,
     samples: int | None = None,
@@ -69,7 +68,7 @@ def cached_plans(
     return plans
 
 
-def plan_path(policy: str, costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Path:
+def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Path:
     """Where the plan by this policy is kept: another place for all that it depends on."""
     facts = {
         "policy": policy,
@@ -93,12 +92,12 @@ def _source() -> str:
     return digest.hexdigest()[:16]
 
 
-def _text(policy: str, plan: Plan, costs: StackCosts) -> str:
+def _text(policy: str, plan: Plan, costs: StepCosts) -> str:
     head = {"format": _FORMAT, "version": _VERSION, "policy": policy, "step_s": makespan(plan, costs)}
     return json.dumps({**head, "fingerprint": plan.fingerprint, "plan": str(plan).splitlines()}, indent=2) + "\n"
 
 
-def _valid(text: str | None, costs: StackCosts) -> Plan | None:
+def _valid(text: str | None, costs: StepCosts) -> Plan | None:
     if text is None:
         return None
     try:

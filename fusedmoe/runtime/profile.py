@@ -34,7 +34,7 @@ from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.cost import LEAST_BETA, CostModel, Line, fit
-from fusedmoe.schedule.orders import three_queues
+from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, Task
 

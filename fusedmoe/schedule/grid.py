@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.degree import choose_degree
+from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.testbeds import TESTBEDS, Testbed
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
 from fusedmoe.schedule.workload import Workload
@@ -145,7 +145,7 @@ def run_grid(
         sampled = set(random.Random(0).sample(range(len(found)), min(sample, len(found))))
         for number, workload in enumerate(found):
             layer = workload.layer_costs(testbed.costs)
-            costs = StackCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"))
+            costs = StepCosts((layer,) * layers, testbed.costs.line("all-reduce/dp"))
             for index, row in enumerate(_rows(costs, contentions)):
                 whole = _whole_row(replace(costs, contention=contentions[index])) if number in sampled else {}
                 rows[index].append(row | whole)
@@ -163,7 +163,7 @@ def run_grid(
     return results
 
 
-def _rows(costs: StackCosts, contentions: tuple[float, ...]) -> Iterator[dict[str, float]]:
+def _rows(costs: StepCosts, contentions: tuple[float, ...]) -> Iterator[dict[str, float]]:
     """Seconds by column of what plans layer by layer, and the bound, for each contention. What has one communication
     queue is the same for all."""
     same = {name: makespan(POLICIES[name].plan(costs), costs) for name in (BASELINE, *COLUMNS) if name in _ONE_QUEUE}
@@ -176,7 +176,7 @@ def _rows(costs: StackCosts, contentions: tuple[float, ...]) -> Iterator[dict[st
 _ONE_QUEUE = ("sequential", "tutel", "pipemoe", "tutel_improved", "lina", "fsmoe_no_iio")
 
 
-def _whole_row(costs: StackCosts) -> dict[str, float]:
+def _whole_row(costs: StepCosts) -> dict[str, float]:
     model = WholeModel(costs)
     plans = {name: model.plan(name) for name in WHOLE_POLICIES} | model.ablation
     return {name: makespan(plan, costs) for name, plan in plans.items()}

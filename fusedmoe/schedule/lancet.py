@@ -1,20 +1,23 @@
-"""Lancet's plan of a step: micro-batches forward, weight gradients beside communication backward."""
+"""Lancet's plan of a step: micro-batches forward, weight gradients beside communication backward.
+
+Forward, a dynamic programme finds which consecutive layers go in micro-batches, and in how many (section 5). Backward,
+Algorithm 1 places each weight gradient beside a collective (section 4, `weight_placement.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
-from fusedmoe.schedule.list_schedule import fill_idle_slots
+from fusedmoe.schedule.list_schedule import fill_idle_slots, list_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.ranges import Range, best_ranges
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
-from fusedmoe.schedule.step import gradient_pieces
+from fusedmoe.schedule.step import gradient_pieces, loss_tasks, optimizer_tasks, pass_tasks
+from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
 from fusedmoe.schedule.task import LINKS, WEIGHT_GRADIENTS, Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
-from fusedmoe.schedule.weights import Gap, Placement, place_greedily
-from fusedmoe.schedule.whole import Split, forward_plan, pass_tasks, task_seconds, with_weights
+from fusedmoe.schedule.weight_placement import Gap, place_greedily, with_leftovers
 
 #: Micro-batches that are tried (spec line L5), and the most layers of a range.
 PARTS, LONGEST = (1, 2, 4, 8), 4
@@ -25,7 +28,7 @@ BUCKET_BYTES = 25 * 2**20
 _WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
 
 
-def lancet_plan(costs: StackCosts, parts: Sequence[int] = PARTS, *, weights: bool = True) -> Plan:
+def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool = True) -> Plan:
     """Forward, ranges of layers in micro-batches by the dynamic programme; backward, each layer in one piece, and its
     weight gradients where Algorithm 1 places them; gradients in buckets when nothing else is to be sent.
 
@@ -38,42 +41,78 @@ def lancet_plan(costs: StackCosts, parts: Sequence[int] = PARTS, *, weights: boo
         ConfigError: layers that cannot be split.
     """
     orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
-    seconds: dict[Task, float] = {}
     for start, stop, k in forward_ranges(costs, parts):
         plan = forward_plan(costs, range(start, stop), k)
-        seconds |= task_seconds(costs, plan, Split(k, 1))
         for resource in RESOURCES:
             orders[resource] += plan.on(resource)
-    if costs.loss_s is not None:
-        orders["compute"].append(Task("loss", None, None, None))
-        seconds[orders["compute"][-1]] = costs.loss_s
+    orders["compute"] += loss_tasks(costs)
     layers = reversed(range(len(costs.layers)))
-    backward = [task for layer in layers for task in pass_tasks(costs, layer, "backward", 1)]
-    if weights:
-        backward = list(with_weights(backward))
-    seconds |= task_seconds(costs, backward, Split(1, 1, weights=weights))
-    for resource, tasks in _backward_orders(backward, seconds).items():
+    backward = [task for layer in layers for task in pass_tasks(costs, layer, "backward", 1, weights=weights)]
+    for resource, tasks in _backward_orders(backward, costs.durations(backward)).items():
         orders[resource] += tasks
-    if costs.optimizer_s is not None:
-        orders["compute"].append(Task("optimizer", None, None, None))
-        seconds[orders["compute"][-1]] = costs.optimizer_s
+    orders["compute"] += optimizer_tasks(costs)
+    seconds = costs.durations([task for tasks in orders.values() for task in tasks])
     return fill_idle_slots(orders, seconds, gradient_pieces(costs.gradient_bytes, BUCKET_BYTES), costs.all_reduce)
 
 
-def forward_ranges(costs: StackCosts, parts: Sequence[int] = PARTS) -> tuple[Range, ...]:
+def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[Range, ...]:
     """The layers that go forward in micro-batches together."""
     layers = costs.layers
 
     @cache
     def seconds_of(which: tuple[int, ...], k: int) -> float:
         found = tuple(by_id[one] for one in which)
-        here = StackCosts(found, costs.all_reduce, costs.contention)
+        here = StepCosts(found, costs.all_reduce, costs.contention)
         return makespan(forward_plan(here, range(len(found)), k), here)
 
     by_id: dict[int, LayerCosts] = {id(layer): layer for layer in layers}  # layers are often one object many times
     return best_ranges(
         len(layers), lambda start, stop, k: seconds_of(tuple(map(id, layers[start:stop])), k), parts, LONGEST
     )[0]
+
+
+def forward_plan(costs: StepCosts, layers: Iterable[int], degree: int) -> Plan:
+    """The forward pass of some layers that follow each other, in micro-batches, by list scheduling."""
+    tasks = [task for layer in layers for task in pass_tasks(costs, layer, "forward", degree)]
+    return list_plan(tasks, costs.durations(tasks))
+
+
+class Range(NamedTuple):
+    """Parts `start` to `stop` (without it) in `parts` micro-batches; 1: not split."""
+
+    start: int
+    stop: int
+    parts: int
+
+
+def best_ranges(
+    count: int, seconds: Callable[[int, int, int], float], parts: Iterable[int], longest: int
+) -> tuple[tuple[Range, ...], float]:
+    """T(n) = min over i and k of T(i) + P(i, n, k): the best way to cut `count` parts into ranges, and its seconds.
+
+    Args:
+        seconds: P(start, stop, k), of a range by itself.
+        parts: the k to try.
+        longest: the most parts of a range; a part that is not split is a range by itself.
+    """
+    choices = sorted(set(parts) | {1})
+    total = [0.0]
+    last: list[Range] = []
+    for stop in range(1, count + 1):
+        found = []
+        for start in range(max(0, stop - longest), stop):
+            for k in choices:
+                if k > 1 or start == stop - 1:
+                    found.append((total[start] + seconds(start, stop, k), Range(start, stop, k)))
+        best = min(found)
+        total.append(best[0])
+        last.append(best[1])
+    ranges: list[Range] = []
+    stop = count
+    while stop:
+        ranges.append(last[stop - 1])
+        stop = last[stop - 1].start
+    return tuple(reversed(ranges)), total[count]
 
 
 def gaps_of(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> tuple[list[Task], list[Task], list[Gap]]:
@@ -107,11 +146,3 @@ def _backward_orders(tasks: Sequence[Task], seconds: Mapping[Task, float]) -> di
             orders["compute"].append(task)
     orders["compute"] += beside.get(None, [])
     return orders
-
-
-def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
-    """What found no gap runs beside its last one (spec line L2), or else at the end."""
-    return tuple(
-        max((place for place, gap in enumerate(gaps) if one in gap.allowed), default=None) if number is None else number
-        for one, number in enumerate(placed)
-    )

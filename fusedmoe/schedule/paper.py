@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from fusedmoe.schedule.chunks import Chunks
-from fusedmoe.schedule.degree import MAX_DEGREE, Choice
-from fusedmoe.schedule.passes import ChunkTimes
+from fusedmoe.schedule.passes import Choice
+from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime
 from fusedmoe.schedule.task import PIPELINE
 
 
@@ -32,7 +31,7 @@ def paper_cases(r: float, times: ChunkTimes, gar: float = 0.0) -> Case:
     return Case(number, _case_s(number, r, times, gar))
 
 
-def paper_degree(chunks: Mapping[str, Chunks], gar: float = 0.0, *, limit: int = MAX_DEGREE) -> Choice:
+def paper_degree(chunks: Mapping[str, StageTime], gar: float = 0.0, *, limit: int = MAX_DEGREE) -> Choice:
     """The degree by Algorithm 1: SLSQP in the region where each case holds, then the better whole neighbour.
 
     The printed algorithm takes the least of the four minima; of these regions it speaks in §4.2. A case may hold in
@@ -44,7 +43,7 @@ def paper_degree(chunks: Mapping[str, Chunks], gar: float = 0.0, *, limit: int =
     from scipy.optimize import minimize
 
     scale = _case_s(2, 1, _times(chunks, 1), 0.0)
-    unit = {kind: Chunks(part.alpha_s / scale, part.whole_s / scale) for kind, part in chunks.items()}
+    unit = {kind: StageTime(part.alpha_s / scale, part.whole_s / scale) for kind, part in chunks.items()}
     candidates = set()
     for number, conditions in _REGIONS:
         margins = [_condition(unit, gar / scale, index, sign) for index, sign in conditions]
@@ -99,9 +98,9 @@ def _case_s(number: int, r: float, times: ChunkTimes, gar: float) -> float:
     return (2 * r * a2a + gar, 2 * a2a + ag + rs + r * x, 2 * r * a2a + ag + rs, 2 * a2a + r * (ag + rs))[number - 1]
 
 
-def _times(chunks: Mapping[str, Chunks], r: float) -> ChunkTimes:
+def _times(chunks: Mapping[str, StageTime], r: float) -> ChunkTimes:
     return ChunkTimes(*(chunks[k].alpha_s + chunks[k].whole_s / r if k in chunks else 0.0 for k in PIPELINE))
 
 
-def _condition(chunks: Mapping[str, Chunks], gar: float, index: int, sign: int) -> Callable[..., float]:
+def _condition(chunks: Mapping[str, StageTime], gar: float, index: int, sign: int) -> Callable[..., float]:
     return lambda x: sign * _margins(x[0], _times(chunks, x[0]), gar)[index]

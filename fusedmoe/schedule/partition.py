@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
-from fusedmoe.schedule.orders import Order
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.passes import Order, choose_degree, pass_s
+from fusedmoe.schedule.step_costs import MAX_DEGREE, StageTime, StepCosts
 
 
 class Partition(NamedTuple):
@@ -35,7 +33,7 @@ class Way(NamedTuple):
     free_s: float
 
     @classmethod
-    def of(cls, chunks: Mapping[str, Chunks], order: Order, degree: int, contention: float) -> Way:
+    def of(cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: float) -> Way:
         """Exact without contention. With it all-reduces slow down what they hide behind, so that a pass can take a
         little longer than its way says."""
         free_s = pass_s(chunks, degree, order=order, contention=contention)
@@ -49,7 +47,7 @@ class Way(NamedTuple):
         return self.free_s - self.busy_s
 
 
-def ways(chunks: Mapping[str, Chunks], order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
+def ways(chunks: Mapping[str, StageTime], order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
     """The degrees of a backward pass that can be best for some g: the first one for g = 0, each further one slower and
     less busy."""
     best = choose_degree(chunks, order=order, contention=contention, limit=limit)
@@ -61,7 +59,7 @@ def ways(chunks: Mapping[str, Chunks], order: Order, contention: float, limit: i
     return found
 
 
-def fill_free(costs: StackCosts, of: Sequence[Sequence[Way]]) -> Partition:
+def fill_free(costs: StepCosts, of: Sequence[Sequence[Way]]) -> Partition:
     """Step 1 (F14): each place takes as much as it hides, as early as possible. `of[l]`: the ways of layer l.
 
     Each piece pays the start of an all-reduce: a place too short for it takes nothing.
@@ -76,7 +74,7 @@ def fill_free(costs: StackCosts, of: Sequence[Sequence[Way]]) -> Partition:
     return Partition(tuple(middle), tuple(beside))
 
 
-def spread_rest(costs: StackCosts, of: Sequence[Sequence[Way]], first: Partition, seed: int = 0) -> Partition:
+def spread_rest(costs: StepCosts, of: Sequence[Sequence[Way]], first: Partition, seed: int = 0) -> Partition:
     """Step 2 (F15): what step 1 left over moves into the middles, where that makes the sum of all passes shorter.
 
     Differential evolution over the share of what is there that each middle takes, so that the constraint holds by
@@ -130,7 +128,7 @@ def spread_rest(costs: StackCosts, of: Sequence[Sequence[Way]], first: Partition
     return first._replace(middle=tuple(middle))
 
 
-def search(costs: StackCosts, of: Sequence[Sequence[Way]]) -> Partition:
+def search(costs: StepCosts, of: Sequence[Sequence[Way]]) -> Partition:
     """The best partition, where passes take what their ways say: exact, by a dynamic programme over the layers.
 
     Nothing but the ends of what a way hides, and all or nothing, can be best for a place: between them a byte costs

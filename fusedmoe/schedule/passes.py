@@ -1,35 +1,80 @@
-"""How long one layer's pass takes, in closed form, and the least that it can take.
+"""One layer's pass: in which orders its chunks can go through its resources, how long that takes, and in how many.
 
-D, AG, X, RS, C are the seconds of one chunk's dispatch, all-gather, expert, reduce-scatter and combine, gar those of
-the gradient all-reduces in the middle; `orders.py` says in which order they run.
+Each function of an order gives the order of every resource for one layer and pass, as `Plan` takes it:
+
+    three_queues    inter D0 D1 AR0 C0 C1    intra AG0 AG1 RS0 RS1     (FSMoE Fig. 3d, spec line F10)
+    alternating     inter D0 D1 D2 AR0 C0 C1 C2    intra AG0 AG1 RS0 AG2 RS1 RS2
+    one_queue       inter D0 AG0 D1 AG1 AR0 RS0 C0 RS1 C1              (one queue for all communication: Tutel, PipeMoE)
+
+`pieces` are the gradient all-reduces that run in the middle, when the last chunk is on its way to the experts.
+
+How long a pass takes is known in closed form, or else from the simulator. There D, AG, X, RS, C are the seconds of one
+chunk's dispatch, all-gather, expert, reduce-scatter and combine, gar those of the gradient all-reduces in the middle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from fusedmoe.schedule.chunks import Chunks
-from fusedmoe.schedule.task import PIPELINE
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.bound import pass_bound_s
+from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import ROUNDING, makespan
+from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times
+from fusedmoe.schedule.task import PIPELINE, Task
+
+Orders = dict[str, list[Task]]
+Order = Callable[[Collection[str], int, str, int, Iterable[Task]], Orders]
 
 
-class ChunkTimes(NamedTuple):
-    """Seconds of each part of one chunk. A part that a layer does not have takes none."""
+def three_queues(
+    kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, pieces: Iterable[Task] = ()
+) -> Orders:
+    """Links inside the node and between nodes work at the same time.
 
-    dispatch: float = 0.0
-    all_gather: float = 0.0
-    expert: float = 0.0
-    reduce_scatter: float = 0.0
-    combine: float = 0.0
+    `kinds`: those that a chunk goes through: the parts that the layer has, of `task.PIPELINE`.
+    """
+    there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
+    return {"compute": experts, "intra": gathered + reduced, "inter": [*there, *pieces, *back]}
 
 
-def chunk_times(chunks: Mapping[str, Chunks], degree: int) -> ChunkTimes:
-    """The times of one of `degree` chunks of a layer's pass (F9)."""
-    return ChunkTimes(*(chunks[kind].seconds(degree) if kind in chunks else 0.0 for kind in PIPELINE))
+def alternating(
+    kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, pieces: Iterable[Task] = ()
+) -> Orders:
+    """As `three_queues`, but a chunk is reduced as soon as the one after it is gathered.
+
+    Where the links inside the node are the busiest ones, the last all-gather holds up no chunk that is ready.
+    """
+    there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
+    intra = [*gathered[:1], *_in_turn(gathered[1:], reduced[:-1]), *reduced[-1:]]
+    return {"compute": experts, "intra": intra, "inter": [*there, *pieces, *back]}
+
+
+def one_queue(
+    kinds: Collection[str], degree: int, phase: str = "forward", layer: int = 0, pieces: Iterable[Task] = ()
+) -> Orders:
+    """No two collectives at the same time; a chunk is gathered as soon as it has arrived."""
+    there, gathered, experts, reduced, back = _chunks(kinds, degree, phase, layer)
+    return {"compute": experts, "inter": [*_in_turn(there, gathered), *pieces, *_in_turn(reduced, back)]}
+
+
+def _chunks(kinds: Collection[str], degree: int, phase: str, layer: int) -> list[list[Task]]:
+    """The tasks of each part."""
+    return [[Task(part, chunk, layer, phase) for chunk in range(degree) if part in kinds] for part in PIPELINE]
+
+
+def _in_turn(first: list[Task], second: list[Task]) -> list[Task]:
+    if not (first and second):
+        return first or second
+    return [task for pair in zip(first, second, strict=True) for task in pair]
 
 
 def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """T(r) of `orders.three_queues` without contention: exact for any times (F11).
+    """T(r) of `three_queues` without contention: exact for any times (F11).
 
     The pass takes as long as the longest path through its tasks, along chunks and along resources. A path has r − 1
     steps from a chunk to the next, all on the resource whose task is longest; only the path through gar, and the one
@@ -45,28 +90,78 @@ def three_queues_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
 
 
 def one_queue_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
-    """T(r) of `orders.one_queue`: exact for any times, by the same argument. Nothing there can contend."""
+    """T(r) of `one_queue`: exact for any times, by the same argument. Nothing there can contend."""
     d, ag, x, rs, c = times
     chain = d + ag + rs + c
     return max(r * chain + gar, chain + x + (r - 1) * max(d + ag, x, rs + c))
 
 
-def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float = 1.0) -> float:
-    """Seconds that no order beats: what each resource has to do, with what must come before and after it.
+class Choice(NamedTuple):
+    """A degree and the seconds that the pass takes with it."""
 
-    Before the first dispatch has ended and after the last reduce-scatter the links inside the node have nothing to do.
+    degree: int
+    seconds: float
+
+
+def choose_degree(
+    chunks: Mapping[str, StageTime],
+    gar: float = 0.0,
+    *,
+    order: Order = three_queues,
+    contention: float = 1.0,
+    limit: int = MAX_DEGREE,
+) -> Choice:
+    """The degree from 1 to `limit` with the shortest pass (F12); of several the smallest. `chunks`: of the parts that
+    the layer has.
+
+    By the closed form where there is one, for every degree. Otherwise by simulation, in the order of what a degree
+    takes at least, up to the first where this is longer than the best one found: no later one can win.
+
+    Raises `ConfigError` for a limit below 1.
     """
-    d, ag, x, rs, c = times
-    return max(
-        d + ag + r * x + rs + c,
-        d + links_bound_s((r - 1) * (d + c) + gar, r * (ag + rs), contention) + c,
-    )
+    if limit < 1:
+        raise ConfigError(f"choose_degree: the limit must be at least 1, not {limit}")
+    degrees = range(1, limit + 1)
+    if order is one_queue or (order is three_queues and contention == 1.0):
+        closed = one_queue_s if order is one_queue else three_queues_s
+        return _smallest_of_best([Choice(r, closed(r, chunk_times(chunks, r), gar)) for r in degrees])
+    least = [Choice(r, pass_bound_s(r, chunk_times(chunks, r), gar, contention)) for r in degrees]
+    if order is three_queues:  # contention makes no pass shorter
+        least = [Choice(r, max(seconds, three_queues_s(r, chunk_times(chunks, r), gar))) for r, seconds in least]
+    found: list[Choice] = []
+    best_s = math.inf
+    for degree, seconds in sorted(least, key=lambda choice: choice.seconds):
+        if seconds > best_s * (1 + ROUNDING):
+            break
+        found.append(Choice(degree, pass_s(chunks, degree, gar, order=order, contention=contention)))
+        best_s = min(best_s, found[-1].seconds)
+    return _smallest_of_best(found)
 
 
-def links_bound_s(inter: float, intra: float, contention: float) -> float:
-    """The least time for the work of both links. While they work together, each goes on at `contention` of its speed.
+def _smallest_of_best(choices: Sequence[Choice]) -> Choice:
+    best_s = min(choice.seconds for choice in choices)
+    return min(choice for choice in choices if choice.seconds <= best_s * (1 + ROUNDING))
 
-    Below a contention of one half they had better take turns.
-    """
-    less, more = sorted((inter, intra))
-    return more + less * min(1.0, (1 - contention) / contention)
+
+def pass_s(
+    chunks: Mapping[str, StageTime],
+    degree: int,
+    gar: float = 0.0,
+    *,
+    order: Order = three_queues,
+    contention: float = 1.0,
+) -> float:
+    """Seconds of one layer's pass with this degree."""
+    if order is one_queue:
+        return one_queue_s(degree, chunk_times(chunks, degree), gar)
+    if order is three_queues and contention == 1.0:
+        return three_queues_s(degree, chunk_times(chunks, degree), gar)
+    plan = _pass_plan(order, tuple(chunks), degree, gar > 0)
+    of = {kind: part.seconds(degree) for kind, part in chunks.items()} | {"gradient-all-reduce": gar}
+    return makespan(plan, Durations({task: of[task.kind] for task in plan}, contention))
+
+
+@lru_cache(maxsize=1024)
+def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient: bool) -> Plan:
+    pieces = [Task("gradient-all-reduce", 0, 1, "backward")] if with_gradient else []
+    return Plan.of(order(kinds, degree, "backward", 0, pieces))

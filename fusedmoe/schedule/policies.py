@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusedmoe.schedule.chunks import Chunks
-from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
-from fusedmoe.schedule.orders import Order, alternating, one_queue, three_queues
 from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
-from fusedmoe.schedule.passes import chunk_times, one_queue_s
+from fusedmoe.schedule.passes import Order, alternating, choose_degree, one_queue, one_queue_s, pass_s, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
-from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
-from fusedmoe.schedule.step import Pass, idle_slot_plan, step_plan
+from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan, step_plan
+from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StageTime, StepCosts, chunk_times
 from fusedmoe.schedule.timeline import PHASES
 
 #: The degrees that Tutel tries.
@@ -31,60 +28,60 @@ LINA_BYTES = 30 * 10**6
 _ORDERS = (three_queues, alternating, one_queue)
 
 
-def sequential(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def sequential(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """One chunk, one thing after the other; every layer's gradient at the end (DeepSpeed-MoE)."""
-    one = [Pass(one_queue, 1)] * len(costs.layers)
+    one = [ChunkedPass(one_queue, 1)] * len(costs.layers)
     return step_plan(costs, one, one, exposed=True)
 
 
-def tutel(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def tutel(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """One communication queue; the better one of Tutel's degrees, for both passes; gradients at the end."""
     degrees = [degree for degree in TUTEL_DEGREES if degree <= limit]
-    both = [Pass(one_queue, min(degrees, key=lambda r: _both_passes_s(layer, r))) for layer in costs.layers]
+    both = [ChunkedPass(one_queue, min(degrees, key=lambda r: _both_passes_s(layer, r))) for layer in costs.layers]
     return step_plan(costs, both, both, exposed=True)
 
 
-def pipemoe(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def pipemoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """As Tutel; one degree for both passes, the best one by a model of all-to-all and experts (PipeMoE)."""
     both = _pipemoe_passes(costs, limit)
     return step_plan(costs, both, both, exposed=True)
 
 
-def tutel_improved(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def tutel_improved(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """As PipeMoE; each layer's gradient is reduced beside the dense part of the layer that follows backward."""
     both = _pipemoe_passes(costs, limit)
     none = (0.0,) * len(costs.layers)
     return step_plan(costs, both, both, Partition(none, (*map(float, costs.gradient_bytes[1:]), 0.0)))
 
 
-def lina(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def lina(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """As PipeMoE; gradients in pieces of 30 MB, whenever the communication queue would be idle (PipeMoE + Lina)."""
     both = _pipemoe_passes(costs, limit)
     return idle_slot_plan(costs, both, both, LINA_BYTES)
 
 
-def fsmoe_no_iio(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def fsmoe_no_iio(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """FSMoE with one communication queue: own degrees forward and backward, gradients partitioned."""
     return _fsmoe(costs, [one_queue], limit)
 
 
-def fsmoe(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def fsmoe(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """Links in a node and between nodes at once, own degrees for both passes, gradients partitioned."""
     return _fsmoe(costs, [three_queues], limit)
 
 
-def any_order(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def any_order(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """As FSMoE, with the best of all orders for each layer and pass."""
     return _fsmoe(costs, _ORDERS, limit)
 
 
-def joint(costs: StackCosts, limit: int = MAX_DEGREE) -> Plan:
+def joint(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     """The best in simulation of all other policies, and of all orders, degrees and partitions together."""
     plans = [policy.plan(costs, limit) for name, policy in POLICIES.items() if name != "joint"]
     return best_of([*plans, any_order(costs, limit)], costs)
 
 
-def best_of(plans: Sequence[Plan], costs: StackCosts) -> Plan:
+def best_of(plans: Sequence[Plan], costs: StepCosts) -> Plan:
     """The shortest in simulation; of those that are equally short the one with the fewest tasks: what costs do not know
     of, each task has some of."""
     seconds = [makespan(plan, costs) for plan in plans]
@@ -112,7 +109,7 @@ def _both_passes_s(layer: LayerCosts, degree: int) -> float:
     return sum(one_queue_s(degree, chunk_times(layer.chunks[phase], degree)) for phase in PHASES)
 
 
-def _pipemoe_passes(costs: StackCosts, limit: int) -> list[Pass]:
+def _pipemoe_passes(costs: StepCosts, limit: int) -> list[ChunkedPass]:
     """PipeMoE models neither all-gather nor reduce-scatter: it knows no expert sharding."""
 
     def modelled_s(layer: LayerCosts, degree: int) -> float:
@@ -120,12 +117,12 @@ def _pipemoe_passes(costs: StackCosts, limit: int) -> list[Pass]:
         return sum(one_queue_s(degree, t._replace(all_gather=0.0, reduce_scatter=0.0)) for t in times)
 
     return [
-        Pass(one_queue, min(range(1, limit + 1), key=lambda degree: modelled_s(layer, degree)))
+        ChunkedPass(one_queue, min(range(1, limit + 1), key=lambda degree: modelled_s(layer, degree)))
         for layer in costs.layers
     ]
 
 
-def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
+def _fsmoe(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
     """For each layer and pass the best degree of the best of the orders; gradients by `partition.search`.
 
     Where chunks of the forward pass that are none of the backward pass cost something, one degree for both may be
@@ -137,18 +134,18 @@ def _fsmoe(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
     return best_of([own, _one_degree(costs, orders, limit)], costs)
 
 
-def _one_degree(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
+def _one_degree(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
     """For each layer the degree that is best for both passes together, without gradients between their chunks."""
     of_layer: dict[int, int] = {}  # layers are often one object many times
-    chosen: dict[tuple[int, str, float], Pass] = {}
+    chosen: dict[tuple[int, str, float], ChunkedPass] = {}
 
     def seconds(layer: LayerCosts, phase: str, order: Order, degree: int, gar: float = 0.0) -> float:
         return pass_s(layer.chunks[phase], degree, gar, order=order, contention=costs.contention)
 
-    def best(layer: LayerCosts, phase: str, gar: float = 0.0) -> Pass:
+    def best(layer: LayerCosts, phase: str, gar: float = 0.0) -> ChunkedPass:
         key, degree = (id(layer), phase, gar), of_layer[id(layer)]
         if key not in chosen:
-            chosen[key] = Pass(min(orders, key=lambda order: seconds(layer, phase, order, degree, gar)), degree)
+            chosen[key] = ChunkedPass(min(orders, key=lambda order: seconds(layer, phase, order, degree, gar)), degree)
         return chosen[key]
 
     found: dict[int, list[Way]] = {}
@@ -168,9 +165,9 @@ def _one_degree(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
     return step_plan(costs, forward, backward, partition)
 
 
-def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan:
+def _own_degrees(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
     """For each pass its own."""
-    known: dict[int, tuple[Pass, list[Way]]] = {}  # layers are often one object many times
+    known: dict[int, tuple[ChunkedPass, list[Way]]] = {}  # layers are often one object many times
     for layer in costs.layers:
         if id(layer) not in known:
             there, back = (layer.chunks[phase] for phase in PHASES)
@@ -178,7 +175,7 @@ def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan
             known[id(layer)] = (_best(there, 0.0, orders, costs, limit), _useful(found))
     forward = [known[id(layer)][0] for layer in costs.layers]
     partition = search(costs, [known[id(layer)][1] for layer in costs.layers])
-    chosen: dict[tuple[int, float], Pass] = {}
+    chosen: dict[tuple[int, float], ChunkedPass] = {}
     backward = []
     for layer, middle in zip(costs.layers, partition.middle, strict=True):
         if (id(layer), middle) not in chosen:
@@ -188,13 +185,15 @@ def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan
     return step_plan(costs, forward, backward, partition)
 
 
-def _best(chunks: Mapping[str, Chunks], gar: float, orders: Sequence[Order], costs: StackCosts, limit: int) -> Pass:
+def _best(
+    chunks: Mapping[str, StageTime], gar: float, orders: Sequence[Order], costs: StepCosts, limit: int
+) -> ChunkedPass:
     """The shortest pass with all-reduces of `gar` seconds; of equally short ones the first order's."""
     found = [
         (order, choose_degree(chunks, gar, order=order, contention=costs.contention, limit=limit)) for order in orders
     ]
     order, choice = min(found, key=lambda one: one[1].seconds)
-    return Pass(order, choice.degree)
+    return ChunkedPass(order, choice.degree)
 
 
 def _useful(found: Sequence[Way]) -> list[Way]:

@@ -1,23 +1,32 @@
-"""The plan of a whole training step: layers forward, then backward, with the gradient all-reduces between them."""
+"""The tasks of a training step: layers forward, then backward, with the gradient all-reduces between them.
+
+In orders by resource (`step_plan`), one after the other in micro-batches (`step_tasks`), and of one layer's pass by
+itself, by number of chunks or as a plan of more has it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from fusedmoe.schedule.gradient import Stream
 from fusedmoe.schedule.list_schedule import fill_idle_slots
-from fusedmoe.schedule.orders import Order
 from fusedmoe.schedule.partition import Partition
+from fusedmoe.schedule.passes import Order, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.task import PIPELINE, ROADS, Task
+from fusedmoe.schedule.step_costs import StepCosts, gradient_ends
+from fusedmoe.schedule.task import PIPELINE, STAGES, Task, resources_of, weight_gradient
 from fusedmoe.schedule.timeline import RESOURCES
+
+#: Policies whose links inside the node and between nodes work at the same time; the others have one queue.
+THREE_QUEUES = ("fsmoe", "fused", "joint")
+
+#: Pieces start and end at multiples of this many bytes, or at the end of a layer's gradient.
+ALIGNMENT = 256
 
 _GRADIENT = "gradient-all-reduce"
 
 
-class Pass(NamedTuple):
+class ChunkedPass(NamedTuple):
     """How one layer's chunks go through one pass."""
 
     order: Order
@@ -25,9 +34,9 @@ class Pass(NamedTuple):
 
 
 def step_plan(
-    costs: StackCosts,
-    forward: Sequence[Pass],
-    backward: Sequence[Pass],
+    costs: StepCosts,
+    forward: Sequence[ChunkedPass],
+    backward: Sequence[ChunkedPass],
     partition: Partition | None = None,
     *,
     exposed: bool = False,
@@ -39,28 +48,37 @@ def step_plan(
     layer at a time.
     """
     orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
-    last = len(costs.layers)
-    stream = Stream(costs.gradient_bytes)
-    for layer in range(last):
-        _add_pass(orders, costs, forward[layer], "forward", layer, [])
-    if costs.loss_s is not None:
-        orders["compute"].append(Task("loss", None, None, None))
-    for layer in reversed(range(last)):
+
+    def add(phase: str, layer: int, pieces: list[Task]) -> None:
+        of, how = costs.layers[layer], (forward if phase == "forward" else backward)[layer]
+        dense = [Task(kind, None, layer, phase) for kind in STAGES[phase] if kind in of.dense_s[phase]]
+        first = sum(STAGES[phase].index(task.kind) < STAGES[phase].index(PIPELINE[0]) for task in dense)
+        orders["compute"] += dense[:first]
+        for resource, tasks in how.order(of.chunks[phase], how.degree, phase, layer, pieces).items():
+            orders[resource] += tasks
+        orders["compute"] += dense[first:]
+
+    layers, stream = range(len(costs.layers)), Stream(costs.gradient_bytes)
+    for layer in layers:
+        add("forward", layer, [])
+    orders["compute"] += loss_tasks(costs)
+    for layer in reversed(layers):
         middle, beside = (0.0, 0.0) if partition is None else (partition.middle[layer], partition.beside[layer])
-        _add_pass(orders, costs, backward[layer], "backward", layer, _pieces(stream, middle, layer + 1))
-        orders["inter"] += _pieces(stream, beside, layer + 1)
+        add("backward", layer, stream.cut(middle, layer + 1))
+        orders["inter"] += stream.cut(beside, layer + 1)
     after = {}
-    for layer in reversed(range(last)) if exposed else (0,):
-        pieces = _pieces(stream, stream.available(layer), layer)
+    for layer in reversed(layers) if exposed else (0,):
+        pieces = stream.cut(stream.available(layer), layer)
         orders["inter"] += pieces
         if exposed:
             after.update({piece: (orders["compute"][-1],) for piece in pieces})
-    if costs.optimizer_s is not None:
-        orders["compute"].append(Task("optimizer", None, None, None))
+    orders["compute"] += optimizer_tasks(costs)
     return Plan.of(orders, after)
 
 
-def idle_slot_plan(costs: StackCosts, forward: Sequence[Pass], backward: Sequence[Pass], piece_bytes: int) -> Plan:
+def idle_slot_plan(
+    costs: StepCosts, forward: Sequence[ChunkedPass], backward: Sequence[ChunkedPass], piece_bytes: int
+) -> Plan:
     """The plan of a step whose gradients go in pieces, each as soon as `inter` has nothing else to do.
 
     A piece never reaches over the end of a layer's gradient.
@@ -69,6 +87,58 @@ def idle_slot_plan(costs: StackCosts, forward: Sequence[Pass], backward: Sequenc
     orders = {resource: [task for task in bare.on(resource) if task.kind != _GRADIENT] for resource in RESOURCES}
     pieces = gradient_pieces(costs.gradient_bytes, piece_bytes)
     return fill_idle_slots(orders, costs.seconds(bare), pieces, costs.all_reduce)
+
+
+def step_tasks(
+    costs: StepCosts, forward: int, backward: int, piece_bytes: int | None = None, *, weights: bool = False
+) -> Iterator[Task]:
+    """All tasks of a step whose layers go in so many micro-batches, in an order in which they could run.
+
+    Args:
+        piece_bytes: of a gradient all-reduce; None: a layer's in one piece.
+        weights: weight gradients are tasks of their own.
+    Raises:
+        ConfigError: layers that cannot be split (`LayerCosts.micro`).
+    """
+    layers = range(len(costs.layers))
+    for layer in layers:
+        yield from pass_tasks(costs, layer, "forward", forward)
+    yield from loss_tasks(costs, forward)
+    pieces: dict[int, list[Task]] = {}
+    for piece in gradient_pieces(costs.gradient_bytes, piece_bytes):
+        pieces.setdefault(piece.layer or 0, []).append(piece)
+    for layer in reversed(layers):
+        yield from pass_tasks(costs, layer, "backward", backward, weights=weights)
+        yield from pieces.get(layer, ())
+    yield from optimizer_tasks(costs)
+
+
+def pass_tasks(costs: StepCosts, layer: int, phase: str, degree: int, *, weights: bool = False) -> Iterator[Task]:
+    """All parts of one layer's pass in so many micro-batches, in the order in which rows go through them.
+
+    `weights`: behind each task comes the W task that is cut off from it (`task.WEIGHT_GRADIENTS`).
+    """
+    chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].in_micro_batches()
+    for kind in STAGES[phase]:
+        if kind == "order" and phase == "forward" and micro.waits:
+            yield Task(kind, None, layer, phase)
+        elif kind in chunks or kind in micro.dense[phase]:
+            apart = weight_gradient(kind) if weights else None
+            for chunk in range(degree):
+                yield Task(kind, chunk, layer, phase)
+                if apart is not None:
+                    yield Task(apart, chunk, layer, phase)
+
+
+def loss_tasks(costs: StepCosts, degree: int | None = None) -> list[Task]:
+    """The loss, of all of a batch or of so many micro-batches; none where the step has none."""
+    chunks = [None] if degree is None else range(degree)
+    return [] if costs.loss_s is None else [Task("loss", chunk, None, None) for chunk in chunks]
+
+
+def optimizer_tasks(costs: StepCosts) -> list[Task]:
+    """The optimizer, where the step has one."""
+    return [] if costs.optimizer_s is None else [Task("optimizer", None, None, None)]
 
 
 def gradient_pieces(gradient_bytes: Sequence[int], piece_bytes: int | None) -> list[Task]:
@@ -80,18 +150,88 @@ def gradient_pieces(gradient_bytes: Sequence[int], piece_bytes: int | None) -> l
     ]
 
 
-def _pieces(stream: Stream, size: float, layer: int) -> list[Task]:
-    piece = stream.cut(size, layer)
-    return [] if piece is None else [piece]
+class Stream:
+    """Cuts pieces off the gradients of a stack of layers, last layer first.
+
+    `gradient_bytes[l]`: of layer l.
+    """
+
+    def __init__(self, gradient_bytes: Sequence[int]) -> None:
+        self.start = 0
+        self.ends = gradient_ends(gradient_bytes)
+        self._cut: dict[int, int] = {}
+
+    def available(self, layer: int) -> int:
+        """Bytes that are ready, and not yet cut off, once the backward pass of `layer` has ended."""
+        end = self.ends[layer] if layer < len(self.ends) else 0
+        return max(0, end - self.start)
+
+    def cut(self, size: float, layer: int) -> list[Task]:
+        """The next piece of about `size` bytes, from what is ready after `layer`; none where that is nothing."""
+        ready = self.available(layer)
+        size = ready if size >= ready - ALIGNMENT else int(size) // ALIGNMENT * ALIGNMENT
+        if size <= 0:
+            return []
+        self.start += size
+        last = max(at for at, end in enumerate(self.ends) if end >= self.start)
+        number = self._cut.get(last, 0)
+        self._cut[last] = number + 1
+        return [Task(_GRADIENT, number, last, "backward", size)]
 
 
-def _add_pass(
-    orders: dict[str, list[Task]], costs: StackCosts, how: Pass, phase: str, layer: int, pieces: list[Task]
-) -> None:
-    chunks, dense = costs.layers[layer].chunks[phase], costs.layers[layer].dense_s[phase]
-    road = ROADS[phase]
-    first, last = road.index(PIPELINE[0]), road.index(PIPELINE[-1])
-    orders["compute"] += [Task(kind, None, layer, phase) for kind in road[:first] if kind in dense]
-    for resource, tasks in how.order(chunks, how.degree, phase, layer, pieces).items():
-        orders[resource] += tasks
-    orders["compute"] += [Task(kind, None, layer, phase) for kind in road[last + 1 :] if kind in dense]
+def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
+    """One layer's pass as a plan of more has it: its chunks, and the gradient pieces that run between them."""
+
+    def own(task: Task) -> bool:
+        return _is_chunk(task, layer, phase)
+
+    orders = {}
+    for resource in RESOURCES:
+        tasks = plan.on(resource)
+        places = [place for place, task in enumerate(tasks) if own(task)]
+        between = tasks[places[0] : places[-1] + 1] if places else ()
+        orders[resource] = [task for task in between if own(task) or task.kind == _GRADIENT]
+    return Plan.of(orders)
+
+
+def half(plan: Plan, phase: str) -> Plan:
+    """One pass of all layers as a plan of both has it, with its gradient pieces and weight gradients."""
+    orders = {resource: [task for task in plan.on(resource) if task.phase == phase] for resource in RESOURCES}
+    after = {
+        task: tuple(one for one in before if one.phase == phase)
+        for task, before in plan.after.items()
+        if task.phase == phase
+    }
+    return Plan.of(orders, after)
+
+
+def beside(plan: Plan, layer: int) -> tuple[Task, ...]:
+    """The gradient pieces after the last chunk of a layer's backward pass, before those of the next layer."""
+    places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
+    found: list[Task] = []
+    for task in plan.inter[places[-1] + 1 :] if places else ():
+        if task.kind != _GRADIENT:
+            break
+        # What waits for this layer's own dense part or an earlier one's, or is told to wait, is not beside anything.
+        if task.layer is not None and task.layer > layer and task not in plan.after:
+            found.append(task)
+    return tuple(found)
+
+
+def pass_by_degree(policy: str, kinds: Collection[str], degree: int, phase: str) -> Plan:
+    """One layer's pass with that many chunks, in the order that a policy has for chunks.
+
+    `kinds`: those of the layer, of which its parts count.
+    """
+    order = three_queues if policy in THREE_QUEUES else one_queue
+    return Plan.of(order(kinds, degree, phase))
+
+
+def fused_pass(kind: str, degree: int, phase: str) -> Plan:
+    """One layer's pass by a fused operation in that many chunks."""
+    chunks = [Task(kind, chunk, 0, phase) for chunk in range(degree)]
+    return Plan.of(dict.fromkeys(resources_of(kind), chunks))
+
+
+def _is_chunk(task: Task, layer: int, phase: str) -> bool:
+    return (task.layer, task.phase) == (layer, phase) and task.kind in PIPELINE

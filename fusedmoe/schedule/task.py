@@ -1,7 +1,7 @@
 """Tasks: what a schedule puts in order, and what each of them has to wait for.
 
-A layer's rows take the same road in both passes, so a task is named after what it does, not after the operation whose
-backward it is: in the backward pass `dispatch` carries gradients of results to the experts and `combine` brings
+A layer's rows go through the same stages in both passes, so a task is named after what it does, not after the operation
+whose backward it is: in the backward pass `dispatch` carries gradients of results to the experts and `combine` brings
 gradients of rows back.
 
     forward    attention → gate → order → [dispatch → all-gather → expert → reduce-scatter → combine] → unorder
@@ -11,7 +11,7 @@ What stands in brackets goes in chunks; any part may be missing (without expert 
 
 All that stands there may be one task: a fused operation, whose kernels send and receive rows while they compute. It is
 named after its parts, and occupies the processor and its link together, from its start to its end. All chunks of a
-layer's pass take the same road.
+layer's pass go through the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FUSED = {"-".join(parts): parts for parts in (PIPELINE[::2], PIPELINE[1:-1])}
 _CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
 
 #: All kinds of a layer's tasks, in the order in which its rows go through them.
-ROADS = {
+STAGES = {
     "forward": ("attention", "gate", "order", *_CHUNKS, "unorder"),
     "backward": ("order", *_CHUNKS, "unorder", "gate", "attention"),
 }
@@ -88,7 +88,7 @@ def weight_gradient(kind: str) -> str | None:
 def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]:
     """What each task waits for, by the rules of a model of MoE layers; a key for every task.
 
-    * A chunk goes through the parts of its layer in the order of the road above; a part in one piece waits for all
+    * A chunk goes through the parts of its layer in the order above; a part in one piece waits for all
       chunks of the one before, and all chunks after it wait for it.
     * Layers follow each other, forward from 0, then the loss, then backward from the last. A layer starts when the
       one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i.
@@ -108,18 +108,18 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
 
     forward = sorted(layer for phase, layer in stages if phase == "forward" and layer is not None)
     backward = sorted((layer for phase, layer in stages if phase == "backward" and layer is not None), reverse=True)
-    roads = [_road("forward", stages["forward", layer]) for layer in forward]
-    roads.append([of["loss"] for of in stages.values() if "loss" in of])
-    roads.extend(_road("backward", stages["backward", layer]) for layer in backward)
+    passes = [_stages("forward", stages["forward", layer]) for layer in forward]
+    passes.append([of["loss"] for of in stages.values() if "loss" in of])
+    passes.extend(_stages("backward", stages["backward", layer]) for layer in backward)
 
     before: list[Task] = []
     earlier: list[list[Task]] = []
-    for road in roads:
-        micro = _in_micro_batches(road) and _in_micro_batches(earlier)
-        for index, stage in enumerate(road):
+    for found in passes:
+        micro = _in_micro_batches(found) and _in_micro_batches(earlier)
+        for index, stage in enumerate(found):
             _link(after, before, stage, within=micro or index > 0)
             before = stage
-        earlier = road or earlier
+        earlier = found or earlier
     for (phase, layer), of in stages.items():
         if phase is not None and layer is not None:
             _in_order(after, of.get("attention", ()))
@@ -135,12 +135,12 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     return after
 
 
-def _road(phase: str, of: Mapping[str, list[Task]]) -> list[list[Task]]:
-    return [of[kind] for kind in ROADS[phase] if kind in of]
+def _stages(phase: str, of: Mapping[str, list[Task]]) -> list[list[Task]]:
+    return [of[kind] for kind in STAGES[phase] if kind in of]
 
 
-def _in_micro_batches(road: Sequence[Sequence[Task]]) -> bool:
-    return any(stage[0].kind in ("attention", "loss") and stage[0].chunk is not None for stage in road)
+def _in_micro_batches(found: Sequence[Sequence[Task]]) -> bool:
+    return any(stage[0].kind in ("attention", "loss") and stage[0].chunk is not None for stage in found)
 
 
 def _in_order(after: dict[Task, tuple[Task, ...]], stage: Iterable[Task]) -> None:

@@ -11,35 +11,34 @@ from copy import copy
 from functools import cached_property
 from itertools import product
 
-from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
+from fusedmoe.schedule.micro_batches import StepSplit, exposed_plan, micro_schedule
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, any_order, best_of
 from fusedmoe.schedule.simulate import ROUNDING, makespan
-from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
+from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
 # Pieces of the largest gradient of a layer, and what FlowMoE's are where nothing tunes them.
 _PIECES, _UNTUNED_BYTES = (1, 2, 4, 8, 16), 2**20
 
 
-def flowmoe(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+def flowmoe(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Micro-batches through all layers, one degree for both passes; gradients in pieces below all-to-all (FlowMoE)."""
     return WholeModel(costs, limit, samples).flowmoe
 
 
-def lancet(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """Ranges of layers in micro-batches forward; weight gradients beside communication backward (Lancet)."""
     return WholeModel(costs, limit, samples).lancet
 
 
-def joint(costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
     """The best in simulation of all policies, degrees, gradient pieces and weight gradients."""
     return WholeModel(costs, limit, samples).joint
 
 
-def ablation(costs: StackCosts, limit: int = MAX_DEGREE) -> dict[str, Plan]:
+def ablation(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[str, Plan]:
     """FlowMoE part by part (Table 5), each with all before it: pipelined experts, attention in micro-batches as well,
     all-reduces in pieces of 1 MiB, pieces of the best size."""
     return WholeModel(costs, limit).ablation
@@ -62,7 +61,7 @@ class WholeModel:
 
     def __init__(
         self,
-        costs: StackCosts,
+        costs: StepCosts,
         limit: int = MAX_DEGREE,
         samples: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
@@ -122,7 +121,7 @@ class WholeModel:
     def ablation(self) -> dict[str, Plan]:
         """As the function of that name."""
         attention = _Search(self._costs, _with_exposed_gradients, self._step)
-        attention.try_all(Split(degree, degree) for degree in self._degrees)
+        attention.try_all(StepSplit(degree, degree) for degree in self._degrees)
         untuned = attention.best._replace(piece_bytes=_UNTUNED_BYTES)
         found = {
             "pipelined experts": self.plan("pipemoe"),
@@ -136,7 +135,7 @@ class WholeModel:
     @cached_property
     def _tuned(self) -> _Search:
         search = _Search(self._costs, _in_micro_batches, self._step)
-        search.try_all(Split(degree, degree, search.piece(4)) for degree in self._degrees)
+        search.try_all(StepSplit(degree, degree, search.piece(4)) for degree in self._degrees)
         search.try_all(search.best._replace(piece_bytes=search.piece(pieces)) for pieces in _PIECES)
         return search
 
@@ -149,14 +148,14 @@ class WholeModel:
 _Evaluation = tuple[float, Callable[[], Plan]]
 
 
-def _in_micro_batches(costs: StackCosts, split: Split, best_s: float) -> _Evaluation:
+def _in_micro_batches(costs: StepCosts, split: StepSplit, best_s: float) -> _Evaluation:
     """The seconds may be less where they are more than the best."""
     schedule = micro_schedule(costs, split)
     seconds = schedule.makespan_s()  # contention makes nothing shorter
     return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
 
 
-def _with_exposed_gradients(costs: StackCosts, split: Split, best_s: float) -> _Evaluation:
+def _with_exposed_gradients(costs: StepCosts, split: StepSplit, best_s: float) -> _Evaluation:
     plan = exposed_plan(costs, split)
     return makespan(plan, costs), lambda: plan
 
@@ -165,12 +164,12 @@ class _Search:
     """The best split so far. What cannot be better by its bound is not looked at."""
 
     def __init__(
-        self, costs: StackCosts, evaluate: Callable[[StackCosts, Split, float], _Evaluation], step: Callable[[], None]
+        self, costs: StepCosts, evaluate: Callable[[StepCosts, StepSplit, float], _Evaluation], step: Callable[[], None]
     ) -> None:
         self._costs, self._evaluate, self._step = costs, evaluate, step
-        self._tried: frozenset[Split] = frozenset()
+        self._tried: frozenset[StepSplit] = frozenset()
         self._best_s = math.inf
-        self.best: Split
+        self.best: StepSplit
         self.plan: Callable[[], Plan]
 
     def copy(self) -> _Search:
@@ -181,9 +180,9 @@ class _Search:
         """Bytes of a piece, where the largest gradient of a layer goes in so many."""
         return max(1, -(-max(self._costs.gradient_bytes) // pieces))
 
-    def try_all(self, splits: Iterable[Split]) -> None:
+    def try_all(self, splits: Iterable[StepSplit]) -> None:
         splits = list(splits)  # as the best one was when the search began
-        least = {split: split_bound_s(self._costs, split) for split in splits if split not in self._tried}
+        least = {split: split.bound_s(self._costs) for split in splits if split not in self._tried}
         for split in sorted(least, key=least.__getitem__):
             if least[split] < self._best_s:
                 seconds, plan = self._evaluate(self._costs, split, self._best_s)

@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.stack_costs import LayerCosts, MicroBatches, StackCosts
+from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import PIPELINE
 from fusedmoe.schedule.timeline import PHASES
 
@@ -112,17 +111,17 @@ class Workload:
         the chunks of one pass and those of the other cost something, and so does what weight gradients of their own
         must keep (`CostModel.tiled`).
         """
-        chunks: dict[str, dict[str, Chunks]] = {}
+        chunks: dict[str, dict[str, StageTime]] = {}
         dense_s: dict[str, dict[str, float]] = {}
         gemm = model.line("gemm")
-        attention = Chunks(_ATTENTION_GEMMS * gemm.alpha_s, gemm.beta_s * self.attention_flop())
-        shared = Chunks(0.0, 0.0)
+        attention = StageTime(_ATTENTION_GEMMS * gemm.alpha_s, gemm.beta_s * self.attention_flop())
+        shared = StageTime(0.0, 0.0)
         if self.esp > 1:
             rows_bytes = self.tokens * self.model_dim * self.itemsize
             for kind in ("all-gather", "reduce-scatter"):
                 line = model.line(f"{kind}/esp")
-                shared += Chunks(line.alpha_s, line.beta_s * rows_bytes)
-        dense: dict[str, dict[str, Chunks]] = {}
+                shared += StageTime(line.alpha_s, line.beta_s * rows_bytes)
+        dense: dict[str, dict[str, StageTime]] = {}
         for phase in PHASES:
             chunks[phase] = {}
             twice = 2 if phase == "backward" else 1
@@ -130,10 +129,10 @@ class Workload:
                 line = model.line(_LINES[kind])
                 times = twice if kind == "expert" else 1
                 starts = GEMMS[self.expert] if kind == "expert" else 1
-                chunks[phase][kind] = Chunks(times * starts * line.alpha_s, times * line.beta_s * volume)
+                chunks[phase][kind] = StageTime(times * starts * line.alpha_s, times * line.beta_s * volume)
             dense[phase] = {"attention": attention * twice + shared}
             dense_s[phase] = {kind: part.seconds(1) for kind, part in dense[phase].items()}
-        projections = Chunks(_PROJECTIONS * gemm.alpha_s, gemm.beta_s * self.projection_flop())
+        projections = StageTime(_PROJECTIONS * gemm.alpha_s, gemm.beta_s * self.projection_flop())
         weights = {"expert": chunks["backward"]["expert"] * 0.5, "attention": projections}
         copy = model.lines.get("copy", Line(0.0, 0.0))
         apart_s = copy.seconds(self.kept_for_weights() * self.itemsize) if model.tiled else 0.0
@@ -149,7 +148,7 @@ class Workload:
         *,
         whole: bool = False,
         waits: bool = False,
-    ) -> StackCosts:
+    ) -> StepCosts:
         """What a training step costs on a machine, of such layers one after the other.
 
         Args:
@@ -163,7 +162,7 @@ class Workload:
         layer = replace(layer, micro=replace(layer.micro, waits=waits) if whole else None)
         of_size = {size: replace(layer, gradient_bytes=size) for size in set(gradient_bytes)}
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
-        return StackCosts(tuple(of_size[size] for size in gradient_bytes), all_reduce, model.contention)
+        return StepCosts(tuple(of_size[size] for size in gradient_bytes), all_reduce, model.contention)
 
 
 # Matrix products of attention: projections; with scores, and these with the values.

@@ -13,11 +13,10 @@ from fusedmoe.layers.schedule import measured_costs
 from fusedmoe.runtime.plan_cache import cached_plans
 from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.degree import MAX_DEGREE
-from fusedmoe.schedule.layer import beside, half, pass_of
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step import beside, half, pass_of
+from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.replicas import MpLoss
@@ -110,7 +109,7 @@ def _plan_blocks(
     return plan, stream
 
 
-def blocks_costs(blocks: PipelinedBlocks, costs: CostModel, workload: Workload, stream: GradientStream) -> StackCosts:
+def blocks_costs(blocks: PipelinedBlocks, costs: CostModel, workload: Workload, stream: GradientStream) -> StepCosts:
     """What a step of these blocks costs by their account of a machine."""
     layer = blocks.experts[0]
     assert isinstance(layer, MoELayer)

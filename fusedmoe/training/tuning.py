@@ -8,10 +8,10 @@ from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.tune import PieceTuner
-from fusedmoe.schedule.layer import half
+from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.whole import Split, micro_schedule
+from fusedmoe.schedule.step import half
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.training.stream import GradientStream
 
 
@@ -38,14 +38,14 @@ class PieceTuning:
         self,
         blocks: PipelinedBlocks,
         stream: GradientStream,
-        costs: StackCosts,
+        costs: StepCosts,
         plan: Plan,
         *,
         samples: int = 8,
         steps: int = 10,
         drift: float | None = 0.1,
     ) -> None:
-        self._blocks, self._stream, self._costs, self._split = blocks, stream, costs, Split.of(plan)
+        self._blocks, self._stream, self._costs, self._split = blocks, stream, costs, StepSplit.of(plan)
         self.tuner = PieceTuner(max(costs.gradient_bytes), samples, steps, drift)
         self.plan: Plan
         self._follow()

@@ -29,11 +29,11 @@ from bench.cluster.turns import same_results, setting_json
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.whole import Split, micro_schedule
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 
@@ -49,12 +49,12 @@ lacking = missing()
 needs_namespaces = pytest.mark.skipif(lacking is not None, reason=f"two nodes: {lacking}")
 
 
-def stack(setting: Setting) -> StackCosts:
+def stack(setting: Setting) -> StepCosts:
     of = Workload(1, setting.S * setting.esp, setting.M, setting.H, setting.E, k=1, ep=2, esp=setting.esp)
     layer = replace(of.layer_costs(COSTS), gradient_bytes=computation(setting).gradient_bytes)
     if not setting.blocks:
         layer = replace(layer, micro=None)
-    return StackCosts((layer,) * setting.layers, COSTS.line("all-reduce/dp"), COSTS.contention)
+    return StepCosts((layer,) * setting.layers, COSTS.line("all-reduce/dp"), COSTS.contention)
 
 
 def topology_of(setting: Setting) -> Topology:
@@ -84,8 +84,8 @@ def every_whole_policy(rank: int, world: int, setting: Setting) -> int:
     step, costs = Step(setting, topology_of(setting), computation(setting)), stack(setting)
     plans = plans_of(costs, 8)
     # Chunks that do not fit together, pieces that end inside a number.
-    for split in (Split(3, 2, 1001, True), Split(8, 1, 777), Split(2, 5, None, True), Split(1, 3, 4096)):
-        plans[str(split)] = micro_schedule(costs, split).plan()
+    for how in ((3, 2, 1001, True), (8, 1, 777), (2, 5, None, True), (1, 3, 4096)):
+        plans[str(how)] = micro_schedule(costs, StepSplit(*how)).plan()
     assert same_results(step, plans) < 1e-4
     assert all(float(tensor.abs().max()) > 0 for tensor in step.run(plans["joint"]).values())
     return len(plans)
@@ -114,7 +114,7 @@ def one_step(rank: int, world: int) -> None:
     torch.manual_seed(0)  # of the weights: the dense part's are the same on all ranks, experts are told apart below
     of = Computed(setting)
     step = Step(setting, topology_of(setting), of)
-    plan = micro_schedule(stack(setting), Split(2, 3, 1000, True)).plan()
+    plan = micro_schedule(stack(setting), StepSplit(2, 3, 1000, True)).plan()
     found = step.run(plan)
     S, M, E = setting.S, setting.M, setting.E
     x_WSM, dz_WSM = torch.stack([_rows_of(source, S, M) for source in range(world)], 1).double()

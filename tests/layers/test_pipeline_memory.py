@@ -15,8 +15,8 @@ from fusedmoe import experts, gates
 from fusedmoe.autograd import stack_state
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.layers.pipeline import Parts
+from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.workload import Workload
 from tests.layers.test_pipeline import one_after_the_other
 from tests.layers.test_pipeline_plans import COSTS, halves
@@ -61,9 +61,9 @@ def waiting(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize(
-    "split", [Split(1, 1), Split(4, 4), Split(4, 2), Split(2, 8), Split(4, 4, weights=True)]
+    "split", [StepSplit(1, 1), StepSplit(4, 4), StepSplit(4, 2), StepSplit(2, 8), StepSplit(4, 4, weights=True)]
 )
-def test_peak(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak(split: StepSplit, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_sequence(plan: Plan, bodies: Any, **_: Any) -> None:
         with torch.no_grad():
             for task in plan.sequence:

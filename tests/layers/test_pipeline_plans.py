@@ -19,11 +19,11 @@ from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.layer import half
+from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.schedule.whole import Split, micro_schedule
+from fusedmoe.schedule.step import half
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step, sync_gradients
@@ -39,7 +39,7 @@ def workload(topology: Topology, k: int) -> Workload:
     return Workload(4, L, M, H, E, k=k, expert="swiglu", ep=topology.ep.size, esp=topology.esp.size, itemsize=8)
 
 
-def costs_of(topology: Topology, k: int, kinds: Sequence[str], waits: bool) -> StackCosts:
+def costs_of(topology: Topology, k: int, kinds: Sequence[str], waits: bool) -> StepCosts:
     found = workload(topology, k).step_costs(COSTS, [0, 0], kinds, whole=True)
     layer = found.layers[0]
     assert layer.micro is not None
@@ -74,7 +74,7 @@ def test_every_policy_on_ranks(cluster: Cluster, policy: str) -> None:
     cluster.run(4, follows, policy, 2, 1.0, {"ep": 2, "esp": 2})
 
 
-def with_split(rank: int, world: int, split: Split, k: int, factor: float | None) -> None:
+def with_split(rank: int, world: int, split: StepSplit, k: int, factor: float | None) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
     blocks = make_blocks("noisy", k, factor, topology)
     others = copy.deepcopy(blocks)
@@ -89,7 +89,7 @@ def with_split(rank: int, world: int, split: Split, k: int, factor: float | None
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(("forward", "backward"), [(1, 3), (4, 2)])
 def test_weight_gradients_by_themselves(cluster: Cluster, forward: int, backward: int, weights: bool) -> None:
-    cluster.run(2, with_split, Split(forward, backward, weights=weights), 2, 0.8)
+    cluster.run(2, with_split, StepSplit(forward, backward, weights=weights), 2, 0.8)
 
 
 class Causal(nn.Module):
@@ -114,7 +114,7 @@ class Causal(nn.Module):
 
 
 def along_positions(
-    rank: int, world: int, k: int, factor: float | None, split: Split, batch: int, length: int, recompute: bool
+    rank: int, world: int, k: int, factor: float | None, split: StepSplit, batch: int, length: int, recompute: bool
 ) -> None:
     topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
     torch.manual_seed(0)
@@ -162,13 +162,13 @@ def along_positions(
 
 @pytest.mark.parametrize(("k", "factor"), [(2, None), (1, 0.8), (2, 1.0)])
 @pytest.mark.parametrize(("batch", "length"), [(1, 7), (3, 4)])
-@pytest.mark.parametrize("split", [Split(2, 2), Split(4, 3, weights=True)])
-def test_along_positions(k: int, factor: float | None, batch: int, length: int, split: Split) -> None:
+@pytest.mark.parametrize("split", [StepSplit(2, 2), StepSplit(4, 3, weights=True)])
+def test_along_positions(k: int, factor: float | None, batch: int, length: int, split: StepSplit) -> None:
     along_positions(0, 1, k, factor, split, batch, length, recompute=length == 4)
 
 
 def test_along_positions_on_ranks(cluster: Cluster) -> None:
-    cluster.run(2, along_positions, 2, None, Split(3, 2), 1, 8, False)
+    cluster.run(2, along_positions, 2, None, StepSplit(3, 2), 1, 8, False)
 
 
 def reduces(rank: int, world: int, policy: str, sizes: dict[str, int], passes: int) -> None:
@@ -277,7 +277,7 @@ def test_dense_gradients_later_under_autocast() -> None:
     others = copy.deepcopy(blocks)
     run = fusedmoe.pipeline(others)
     costs = costs_of(Topology(), 2, others[0].experts.parts, run.waits[0])
-    run.follow(halves(micro_schedule(costs, Split(2, 3, weights=True)).plan()))
+    run.follow(halves(micro_schedule(costs, StepSplit(2, 3, weights=True)).plan()))
     x_BLM, dz_BLM = torch.randn(2, 6, L, M)
     for call in (one_after_the_other(blocks), run):
         with torch.autocast("cpu", torch.bfloat16):
@@ -296,7 +296,7 @@ def test_any_plan_of_any_policy(cluster: Cluster, world: int) -> None:
     rng = random.Random()
     for _ in range(30 if world == 1 else 12):
         k, factor = rng.choice([1, 2, 4, 8]), rng.choice([None, 0.5, 1.0, 2.0])
-        split = Split(rng.randint(1, 8), rng.randint(1, 8), weights=rng.random() < 0.5)
+        split = StepSplit(rng.randint(1, 8), rng.randint(1, 8), weights=rng.random() < 0.5)
         given = split, k, factor
         positions = k, factor, split, rng.randint(1, 3), rng.randint(1, 9), rng.random() < 0.5
         try:
@@ -314,7 +314,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
     run = fusedmoe.pipeline(make_blocks("topk", 2, 1.0, Topology()), (2, 2))
     costs = costs_of(Topology(), 2, run.experts[0].parts, False)  # type: ignore[union-attr, arg-type]
     with pytest.raises(ConfigError, match="order task"):
-        run.follow(halves(micro_schedule(costs, Split(2, 2)).plan()))
+        run.follow(halves(micro_schedule(costs, StepSplit(2, 2)).plan()))
     with pytest.raises(ConfigError, match="no attention of block 0"):
         run.follow(Plans(Plan(), Plan()))
     with pytest.raises(ConfigError, match="along"):

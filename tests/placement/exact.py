@@ -9,7 +9,7 @@ import numpy as np
 from fusedmoe.placement.dispatch import dispatch
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import EXCHANGES, Costs
-from fusedmoe.schedule.solve import solved
+from fusedmoe.schedule.weight_placement import solved
 
 
 def best_placement(sharding: Placement, tokens_WE: np.ndarray, nodes: Nodes, t: int, m: int, costs: Costs) -> Placement:

@@ -17,9 +17,9 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime import execute as module
 from fusedmoe.runtime.execute import execute
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.layer import fused_pass
-from fusedmoe.schedule.orders import one_queue, three_queues
+from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step import fused_pass
 from fusedmoe.schedule.task import FUSED, PIPELINE, Task, resources_of
 from tests.schedule.plans import random_costs, random_plan
 from tests.schedule.test_contention import any_plan

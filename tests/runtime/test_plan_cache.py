@@ -14,7 +14,7 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.plan_cache import cached_plans, plan_path
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
 from fusedmoe.schedule.workload import Workload
@@ -23,10 +23,10 @@ from tests.cluster import Cluster
 LIMIT = 4
 
 
-def stack(layers: int = 2) -> StackCosts:
+def stack(layers: int = 2) -> StepCosts:
     model = TESTBEDS["B"].costs
     layer = Workload(4, 256, 1024, 2048, experts=8, ep=8, esp=4).layer_costs(model)
-    return StackCosts((layer,) * layers, model.line("all-reduce/dp"))
+    return StepCosts((layer,) * layers, model.line("all-reduce/dp"))
 
 
 COSTS = stack()
@@ -53,7 +53,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def plans_of(*policies: str, costs: StackCosts = COSTS, again: bool = False) -> dict[str, Plan]:
+def plans_of(*policies: str, costs: StepCosts = COSTS, again: bool = False) -> dict[str, Plan]:
     return cached_plans(policies, Topology(), costs, limit=LIMIT, again=again)
 
 

@@ -11,8 +11,8 @@ import torch
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime import runnable as module
 from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
-from fusedmoe.schedule.layer import fused_pass
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step import fused_pass
 from fusedmoe.schedule.task import FUSED, PIPELINE
 from fusedmoe.schedule.timeline import KINDS
 

@@ -13,9 +13,9 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.grid import workloads
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.whole import Split, micro_schedule
 
 
 def random_setting(rng: random.Random) -> tuple[int, Callable[[int], float]]:
@@ -23,11 +23,11 @@ def random_setting(rng: random.Random) -> tuple[int, Callable[[int], float]]:
     testbed = TESTBEDS[rng.choice(list(TESTBEDS))]
     shape = replace(rng.choice(list(workloads(testbed))), ep=rng.choice([1, 8]), esp=rng.choice([1, 4]))
     line = Line(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-10, -8.5))
-    costs = StackCosts((shape.layer_costs(testbed.costs),) * 4, line)
+    costs = StepCosts((shape.layer_costs(testbed.costs),) * 4, line)
     degree = rng.choice([2, 4])
 
     def step_s(piece_bytes: int) -> float:
-        return micro_schedule(costs, Split(degree, degree, piece_bytes)).makespan_s(costs.contention)
+        return micro_schedule(costs, StepSplit(degree, degree, piece_bytes)).makespan_s(costs.contention)
 
     return max(costs.gradient_bytes), step_s
 

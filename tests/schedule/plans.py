@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 
-from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.orders import alternating, one_queue, three_queues
 from fusedmoe.schedule.partition import Partition
+from fusedmoe.schedule.passes import alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
-from fusedmoe.schedule.step import Pass, step_plan
+from fusedmoe.schedule.step import ChunkedPass, step_plan
+from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 
 ORDERS = (three_queues, alternating, one_queue)
 
@@ -25,8 +24,8 @@ def random_layer(rng: random.Random) -> LayerCosts:
     if rng.random() < 0.8:
         kinds += ["all-gather", "reduce-scatter"]
 
-    def chunks() -> dict[str, Chunks]:
-        return {kind: Chunks(10 ** rng.uniform(-6, -3), 10 ** rng.uniform(-4, -1.5)) for kind in kinds}
+    def chunks() -> dict[str, StageTime]:
+        return {kind: StageTime(10 ** rng.uniform(-6, -3), 10 ** rng.uniform(-4, -1.5)) for kind in kinds}
 
     dense = {
         phase: {kind: 10 ** rng.uniform(-5, -2) for kind in found if rng.random() < 0.7}
@@ -36,7 +35,7 @@ def random_layer(rng: random.Random) -> LayerCosts:
     return LayerCosts({"forward": chunks(), "backward": chunks()}, dense, gradient)
 
 
-def random_costs(rng: random.Random, contention: float | None = None) -> StackCosts:
+def random_costs(rng: random.Random, contention: float | None = None) -> StepCosts:
     """Up to four layers, alike or not."""
     layers = [random_layer(rng) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.5:
@@ -44,16 +43,16 @@ def random_costs(rng: random.Random, contention: float | None = None) -> StackCo
     if contention is None:
         contention = rng.choice([1.0, rng.uniform(0.3, 0.99)])
     line = Line(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-10, -8.5))
-    return StackCosts(
+    return StepCosts(
         tuple(layers), line, contention, loss_s=rng.choice([None, 1e-3]), optimizer_s=rng.choice([None, 2e-3])
     )
 
 
-def random_plan(rng: random.Random, costs: StackCosts) -> Plan:
+def random_plan(rng: random.Random, costs: StepCosts) -> Plan:
     """Any order and degree of each pass, gradients anywhere; not a good plan, but a plan."""
 
-    def passes() -> list[Pass]:
-        return [Pass(rng.choice(ORDERS), rng.randint(1, 6)) for _ in costs.layers]
+    def passes() -> list[ChunkedPass]:
+        return [ChunkedPass(rng.choice(ORDERS), rng.randint(1, 6)) for _ in costs.layers]
 
     def amounts() -> tuple[float, ...]:
         return tuple(rng.choice([0.0, rng.uniform(0, 5e7)]) for _ in costs.layers)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import LINES, CostModel, Line, fit
-from fusedmoe.schedule.gradient import ALIGNMENT, Stream, gradient_ranges
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
+from fusedmoe.schedule.step import ALIGNMENT, Stream
+from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, gradient_ranges
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
@@ -150,12 +149,12 @@ def test_published_coefficients_give_the_published_times():
     assert 1e3 * line("all-reduce/dp").seconds(4 * 2.5 * 4096**2 / 8) == pytest.approx(26.45, rel=0.01)
 
 
-def stack(gradient_bytes: list[int]) -> StackCosts:
-    chunks = {"expert": Chunks(1.0, 8.0)}
+def stack(gradient_bytes: list[int]) -> StepCosts:
+    chunks = {"expert": StageTime(1.0, 8.0)}
     layers = [
         LayerCosts({"forward": chunks, "backward": chunks}, {"forward": {}, "backward": {}}, n) for n in gradient_bytes
     ]
-    return StackCosts(tuple(layers), Line(0.5, 0.001))
+    return StepCosts(tuple(layers), Line(0.5, 0.001))
 
 
 def test_seconds_of_a_plan():
@@ -188,11 +187,11 @@ def test_a_plan_for_other_layers_is_refused(text, message):
 def test_pieces_are_cut_in_the_order_of_back_propagation():
     stream = Stream([1000, 2000, 3000])
     assert stream.available(3) == 0 and stream.available(2) == 3000 and stream.available(0) == 6000
-    assert stream.cut(1e9, 3) is None and stream.cut(100, 2) is None
-    assert stream.cut(600, 2) == Task("gradient-all-reduce", 0, 2, "backward", 2 * ALIGNMENT)
+    assert stream.cut(1e9, 3) == [] == stream.cut(100, 2)
+    assert stream.cut(600, 2) == [Task("gradient-all-reduce", 0, 2, "backward", 2 * ALIGNMENT)]
     # The rest of layer 2's, and of layer 1's as much as fills whole blocks: the piece is ready with layer 1.
-    assert stream.cut(4000, 1) == Task("gradient-all-reduce", 0, 1, "backward", 3840)
-    assert stream.cut(1e9, 1) == Task("gradient-all-reduce", 1, 1, "backward", 5000 - 512 - 3840)
-    assert stream.cut(1e9, 1) is None
-    assert stream.cut(900, 0) == Task("gradient-all-reduce", 0, 0, "backward", 1000)  # not worth a further start
+    assert stream.cut(4000, 1) == [Task("gradient-all-reduce", 0, 1, "backward", 3840)]
+    assert stream.cut(1e9, 1) == [Task("gradient-all-reduce", 1, 1, "backward", 5000 - 512 - 3840)]
+    assert stream.cut(1e9, 1) == []
+    assert stream.cut(900, 0) == [Task("gradient-all-reduce", 0, 0, "backward", 1000)]  # not worth a further start
     assert stream.start == 6000

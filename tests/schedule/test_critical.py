@@ -9,19 +9,19 @@ from fusedmoe.schedule.critical import critical_path, stretches
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 
 
-def stack(contention: float, layers: int = 3) -> StackCosts:
+def stack(contention: float, layers: int = 3) -> StepCosts:
     workload = Workload(
         2, random.choice((256, 1024)), 1024, random.choice((1024, 8192)), 8, ep=8, esp=random.choice((1, 4))
     )
     layer = workload.layer_costs(TESTBEDS["B"].costs)
-    return StackCosts((layer,) * layers, TESTBEDS["B"].costs.line("all-reduce/dp"), contention)
+    return StepCosts((layer,) * layers, TESTBEDS["B"].costs.line("all-reduce/dp"), contention)
 
 
 @pytest.mark.parametrize("contention", [1.0, 0.6])

@@ -5,15 +5,13 @@ import random
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.degree import MAX_DEGREE, choose_degree, pass_s
 from fusedmoe.schedule.grid import workloads
-from fusedmoe.schedule.orders import alternating, one_queue, three_queues
 from fusedmoe.schedule.paper import paper_cases, paper_degree
-from fusedmoe.schedule.passes import ChunkTimes, chunk_times, three_queues_s
+from fusedmoe.schedule.passes import alternating, choose_degree, one_queue, pass_s, three_queues, three_queues_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times
 from fusedmoe.schedule.task import PIPELINE, Task
 from fusedmoe.schedule.testbeds import TESTBEDS
 from tests.schedule.plans import ORDERS, random_layer
@@ -74,8 +72,8 @@ def test_the_choice_has_no_regret_on_any_layer(order, contention):
 
 
 def test_of_equal_degrees_the_smallest_is_chosen():
-    assert choose_degree({"expert": Chunks(0.0, 1.0)}).degree == 1
-    assert choose_degree({"expert": Chunks(0.0, 1.0)}, contention=0.5).degree == 1
+    assert choose_degree({"expert": StageTime(0.0, 1.0)}).degree == 1
+    assert choose_degree({"expert": StageTime(0.0, 1.0)}, contention=0.5).degree == 1
 
 
 def test_forward_and_backward_differ():
@@ -90,11 +88,11 @@ def test_forward_and_backward_differ():
 
 def test_a_limit_below_one_is_refused():
     with pytest.raises(ConfigError, match="at least 1"):
-        choose_degree({"expert": Chunks(0.0, 1.0)}, limit=0)
+        choose_degree({"expert": StageTime(0.0, 1.0)}, limit=0)
 
 
 def test_the_links_in_the_node_are_the_busiest_and_turns_help():
-    chunks = {kind: Chunks(1e-4, 1e-2) for kind in PIPELINE} | {"all-gather": Chunks(1e-4, 4e-2)}
+    chunks = {kind: StageTime(1e-4, 1e-2) for kind in PIPELINE} | {"all-gather": StageTime(1e-4, 4e-2)}
     both = [choose_degree(chunks, order=order).seconds for order in (three_queues, alternating, one_queue)]
     assert both[1] < both[0] < both[2]
 

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.layer import fused_pass, half, pass_by_degree
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step import fused_pass, half, pass_by_degree
 from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE, Task, resources_of
 from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import PHASES, SYMBOLS

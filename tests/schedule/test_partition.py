@@ -5,16 +5,14 @@ from itertools import product
 
 import pytest
 
-from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.degree import choose_degree
-from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.partition import Partition, Way, fill_free, piece_s, search, spread_rest, ways
-from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
+from fusedmoe.schedule.passes import choose_degree, three_queues
+from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from tests.schedule.plans import ORDERS, random_costs
 
 
-def backward_s(costs: StackCosts, of, partition: Partition) -> float:
+def backward_s(costs: StepCosts, of, partition: Partition) -> float:
     """The backward pass by its definition; fails where a place has taken more than was ready."""
     line, seconds, ready = costs.all_reduce, 0.0, 0.0
     for layer in reversed(range(len(of))):
@@ -27,7 +25,7 @@ def backward_s(costs: StackCosts, of, partition: Partition) -> float:
     return seconds + piece_s(line, ready)
 
 
-def random_ways(rng: random.Random, costs: StackCosts) -> list[list[Way]]:
+def random_ways(rng: random.Random, costs: StepCosts) -> list[list[Way]]:
     order = rng.choice(ORDERS)
     return [ways(layer.chunks["backward"], order, costs.contention) for layer in costs.layers]
 
@@ -53,7 +51,7 @@ def layer(slack_s: float, dense_s: float, gradient_bytes: int) -> tuple[LayerCos
 def test_step_1_by_hand():
     # An all-reduce of n bytes takes 1 + n/1000 s. Layer 2 comes first backward: nothing is ready yet.
     layers = [layer(4.0, 3.0, 5000), layer(1.0, 3.0, 6000), layer(9.0, 9.0, 4000)]
-    costs = StackCosts(tuple(one for one, _ in layers), Line(1.0, 1e-3))
+    costs = StepCosts(tuple(one for one, _ in layers), Line(1.0, 1e-3))
     # Layer 1 hides 1 s in its middle: too short to start one. Beside its dense part 3 s: 2,000 of the 4,000 bytes.
     # Layer 0: 4 s, 3,000 of 2,000 + 6,000; then 3 s, 2,000. At the end 3,000 + 5,000: 9 s.
     partition = fill_free(costs, [found for _, found in layers])
@@ -63,7 +61,7 @@ def test_step_1_by_hand():
 
 def test_step_1_takes_no_more_than_there_is():
     layers = [layer(9.0, 9.0, 100), layer(9.0, 9.0, 700)]
-    costs = StackCosts(tuple(one for one, _ in layers), Line(1.0, 1e-3))
+    costs = StepCosts(tuple(one for one, _ in layers), Line(1.0, 1e-3))
     assert fill_free(costs, [found for _, found in layers]) == Partition((700.0, 0.0), (0.0, 0.0))
 
 
@@ -71,7 +69,7 @@ def test_step_2_moves_what_is_left_to_another_degree():
     # Nothing is free, but with its second way layer 0 is only 0.5 s longer and hides 2.5 s.
     first, _ = layer(0.0, 0.0, 1000)
     of = [[Way(three_queues, 2, 10.0, 10.0), Way(three_queues, 1, 8.0, 10.5)]] * 2
-    costs = StackCosts((first, first), Line(1.0, 1e-3))
+    costs = StepCosts((first, first), Line(1.0, 1e-3))
     start = fill_free(costs, of)
     assert start == Partition((0.0, 0.0), (0.0, 0.0)) and backward_s(costs, of, start) == 20 + 3
     for found in (search(costs, of), spread_rest(costs, of, start)):
@@ -98,7 +96,7 @@ def test_the_search_finds_the_best_of_all_partitions():
     for _ in range(5):
         costs = random_costs(rng)
         layers = (costs.layers * 3)[:3]
-        costs = StackCosts(tuple(layers), costs.all_reduce, costs.contention)
+        costs = StepCosts(tuple(layers), costs.all_reduce, costs.contention)
         of = random_ways(rng, costs)
         best = backward_s(costs, of, search(costs, of))
         for first, second, third, fourth in product(shares, repeat=4):
@@ -112,7 +110,7 @@ def test_the_search_finds_the_best_of_all_partitions():
             assert best <= quick_backward_s(costs, of, partition) * (1 + 1e-9)
 
 
-def quick_backward_s(costs: StackCosts, of, partition: Partition) -> float:
+def quick_backward_s(costs: StepCosts, of, partition: Partition) -> float:
     line = costs.all_reduce
     seconds = piece_s(line, sum(costs.gradient_bytes) - sum(partition.middle) - sum(partition.beside))
     for found, one, middle, beside in zip(of, costs.layers, *partition, strict=True):
@@ -124,14 +122,14 @@ def quick_backward_s(costs: StackCosts, of, partition: Partition) -> float:
 
 def test_evolution_is_seeded():
     rng = random.Random(3)
-    chunks = {"expert": Chunks(1e-3, 2e-2), "dispatch": Chunks(1e-3, 1e-2), "combine": Chunks(1e-3, 1e-2)}
+    chunks = {"expert": StageTime(1e-3, 2e-2), "dispatch": StageTime(1e-3, 1e-2), "combine": StageTime(1e-3, 1e-2)}
     one = LayerCosts({"forward": chunks, "backward": chunks}, {"backward": {"attention": 1e-3}}, 3 * 10**7)
-    costs = StackCosts((one,) * 4, Line(1e-4, 1e-9))
+    costs = StepCosts((one,) * 4, Line(1e-4, 1e-9))
     of = random_ways(rng, costs)
     start = fill_free(costs, of)
     assert spread_rest(costs, of, start, seed=1) == spread_rest(costs, of, start, seed=1)
 
 
 def test_no_layers():
-    costs = StackCosts((), Line(1.0, 1.0))
+    costs = StepCosts((), Line(1.0, 1.0))
     assert search(costs, []) == fill_free(costs, []) == Partition((), ())

@@ -8,13 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.gradient import gradient_ranges
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LINA_BYTES, POLICIES, TUTEL_DEGREES
 from fusedmoe.schedule.simulate import ROUNDING, makespan
-from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
+from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, gradient_ranges
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.text import name
@@ -25,7 +23,7 @@ SEEDS = st.integers(0, 2**32)
 FEW = settings(max_examples=40, deadline=None)
 
 
-def check_complete(plan: Plan, costs: StackCosts) -> None:
+def check_complete(plan: Plan, costs: StepCosts) -> None:
     """Every part of every layer is there, all chunks of it, and every byte of the gradient is reduced once."""
     expected = set()
     for index, layer in enumerate(costs.layers):
@@ -78,30 +76,30 @@ def test_the_bound_is_reached_where_experts_are_all():
     costs = random_costs(rng, 1.0)
     chunks = {"expert": costs.layers[0].chunks["forward"]["expert"]}
     layers = tuple(type(one)({"forward": chunks, "backward": chunks}, one.dense_s) for one in costs.layers)
-    costs = StackCosts(layers, costs.all_reduce)
+    costs = StepCosts(layers, costs.all_reduce)
     for policy in POLICIES.values():
         assert makespan(policy.plan(costs, 1), costs) == pytest.approx(bound_s(costs, 1), rel=1e-9)
 
 
-def costs_b(layers: int = 3, contention: float = 1.0) -> StackCosts:
+def costs_b(layers: int = 3, contention: float = 1.0) -> StepCosts:
     model = TESTBEDS["B"].costs
     layer = Workload(4, 512, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(model)
-    return StackCosts((layer,) * layers, model.line("all-reduce/dp"), contention)
+    return StepCosts((layer,) * layers, model.line("all-reduce/dp"), contention)
 
 
-def long_experts(layers: int = 3) -> StackCosts:
+def long_experts(layers: int = 3) -> StepCosts:
     """Experts take longer than all communication, backward above all: 10 MB of gradients, 10 ms, fit beside them."""
     links = {"dispatch": 4, "all-gather": 2, "reduce-scatter": 2, "combine": 4}
     alpha_s = 3e-4
     chunks = {
-        phase: {kind: Chunks(alpha_s, ms * 1e-3) for kind, ms in ({"expert": experts} | links).items()}
+        phase: {kind: StageTime(alpha_s, ms * 1e-3) for kind, ms in ({"expert": experts} | links).items()}
         for phase, experts in (("forward", 12), ("backward", 60))
     }
     dense = {"forward": {"attention": 1e-3}, "backward": {"attention": 2e-3}}
-    return StackCosts((LayerCosts(chunks, dense, 10**7),) * layers, Line(1e-4, 1e-9))
+    return StepCosts((LayerCosts(chunks, dense, 10**7),) * layers, Line(1e-4, 1e-9))
 
 
-def regrouped(costs: StackCosts, seconds: float) -> StackCosts:
+def regrouped(costs: StepCosts, seconds: float) -> StepCosts:
     return replace(costs, layers=tuple(replace(layer, regroup_s=seconds) for layer in costs.layers))
 
 
@@ -181,14 +179,14 @@ def test_lina_reduces_while_experts_compute():
     place = {name(task): index for index, task in enumerate(plan.inter)}
     assert place[f"b1.AG{degree - 1}"] < place["b2.AR0"] < place[f"b1.C{degree - 1}"]
     # All but the last layer's are hidden, which are ready when all else has ended.
-    bare = StackCosts(tuple(replace(layer, gradient_bytes=0) for layer in costs.layers), costs.all_reduce)
+    bare = StepCosts(tuple(replace(layer, gradient_bytes=0) for layer in costs.layers), costs.all_reduce)
     hidden = makespan(POLICIES["lina"].plan(bare), bare)
     assert makespan(plan, costs) == pytest.approx(hidden + costs.all_reduce.seconds(10**7), rel=1e-9)
 
 
 def test_lina_s_pieces_have_one_size():
     costs = long_experts()
-    costs = StackCosts(tuple(replace(layer, gradient_bytes=70 * 10**6) for layer in costs.layers), costs.all_reduce)
+    costs = StepCosts(tuple(replace(layer, gradient_bytes=70 * 10**6) for layer in costs.layers), costs.all_reduce)
     plan = POLICIES["lina"].plan(costs)
     sizes = [task.size for task in plan.inter if task.kind == "gradient-all-reduce"]
     assert sizes == [LINA_BYTES, LINA_BYTES, 10 * 10**6] * 3

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fusedmoe.schedule.ranges import Range, best_ranges
+from fusedmoe.schedule.lancet import Range, best_ranges
 
 
 def every_cut(count: int, parts: list[int], longest: int, start: int = 0):

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.bound import pass_bound_s
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.orders import one_queue, three_queues
-from fusedmoe.schedule.passes import ChunkTimes, one_queue_s, pass_bound_s, three_queues_s
+from fusedmoe.schedule.passes import one_queue, one_queue_s, three_queues, three_queues_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.step_costs import ChunkTimes
 from fusedmoe.schedule.task import PIPELINE, Task, resources_of
 from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import RESOURCES

@@ -4,31 +4,30 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.materialise import overlap_degree
-from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.sparse import hidden_s, idle_after, idle_before, with_sparse
-from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
+from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.text import name
 from fusedmoe.schedule.workload import Workload
 
 
-def by_hand(gradient_bytes: int = 0) -> StackCosts:
+def by_hand(gradient_bytes: int = 0) -> StepCosts:
     """Three layers, in seconds: attention 4 and 8, dispatch and combine 1, experts 2 and 4. All-reduces: 1 for 1000
     bytes."""
 
-    def chunks(expert_s: float) -> dict[str, Chunks]:
-        return {"dispatch": Chunks(0.0, 1.0), "expert": Chunks(0.0, expert_s), "combine": Chunks(0.0, 1.0)}
+    def chunks(expert_s: float) -> dict[str, StageTime]:
+        return {"dispatch": StageTime(0.0, 1.0), "expert": StageTime(0.0, expert_s), "combine": StageTime(0.0, 1.0)}
 
     dense = {"forward": {"attention": 4.0}, "backward": {"attention": 8.0}}
     layer = LayerCosts({"forward": chunks(2.0), "backward": chunks(4.0)}, dense, gradient_bytes)
-    return StackCosts((layer,) * 3, Line(0.0, 1e-3), optimizer_s=1.0)
+    return StepCosts((layer,) * 3, Line(0.0, 1e-3), optimizer_s=1.0)
 
 
-def lengthened(plan: Plan, costs: StackCosts, seconds_L, again: bool) -> float:
+def lengthened(plan: Plan, costs: StepCosts, seconds_L, again: bool) -> float:
     return makespan(*with_sparse(plan, costs, seconds_L, again=again)) - makespan(plan, costs)
 
 
@@ -86,7 +85,7 @@ def test_as_predicted_on_a_cluster(policy, testbed):
     bed = TESTBEDS[testbed]
     shape = Workload(4, 1024, 2048, 4096, experts=bed.nodes, ep=bed.nodes, esp=bed.gpus)
     layer = shape.layer_costs(bed.costs)
-    costs = StackCosts((layer,) * 4, bed.costs.line("all-reduce/dp"), bed.costs.contention, optimizer_s=1e-3)
+    costs = StepCosts((layer,) * 4, bed.costs.line("all-reduce/dp"), bed.costs.contention, optimizer_s=1e-3)
     plan = POLICIES[policy].plan(costs)
     timeline, step_s = simulate(plan, costs), makespan(plan, costs)
     for again in (False, True):

@@ -11,7 +11,7 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.lancet import gaps_of
 from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.weights import Gap, hidden_s, place_exactly, place_greedily
+from fusedmoe.schedule.weight_placement import Gap, place_exactly, place_greedily, placement_hides_s
 
 
 def random_instance(rng: random.Random, layers: int) -> tuple[list[Gap], list[float]]:
@@ -26,7 +26,7 @@ def random_instance(rng: random.Random, layers: int) -> tuple[list[Gap], list[fl
 
 def brute_force(gaps: list[Gap], seconds: list[float]) -> float:
     choices = [[None, *(n for n, gap in enumerate(gaps) if one in gap.allowed)] for one in range(len(seconds))]
-    return max(hidden_s(gaps, seconds, placed) for placed in itertools.product(*choices))
+    return max(placement_hides_s(gaps, seconds, placed) for placed in itertools.product(*choices))
 
 
 def check(gaps, seconds, placed) -> None:
@@ -41,7 +41,7 @@ def test_the_exact_programme_is_exact():
         placed = place_exactly(gaps, seconds)
         check(gaps, seconds, placed)
         # It counts in parts of the longest gap.
-        assert hidden_s(gaps, seconds, placed) == pytest.approx(brute_force(gaps, seconds), rel=5e-3)
+        assert placement_hides_s(gaps, seconds, placed) == pytest.approx(brute_force(gaps, seconds), rel=5e-3)
 
 
 def test_greedy_is_close_to_the_best():
@@ -51,8 +51,8 @@ def test_greedy_is_close_to_the_best():
         gaps, seconds = random_instance(rng, rng.randint(2, 4))
         greedy, best = place_greedily(gaps, seconds), place_exactly(gaps, seconds, limit=0.5)
         check(gaps, seconds, greedy)
-        assert hidden_s(gaps, seconds, greedy) <= hidden_s(gaps, seconds, best)
-        shares.append(hidden_s(gaps, seconds, greedy) / hidden_s(gaps, seconds, best))
+        assert placement_hides_s(gaps, seconds, greedy) <= placement_hides_s(gaps, seconds, best)
+        shares.append(placement_hides_s(gaps, seconds, greedy) / placement_hides_s(gaps, seconds, best))
     assert sum(shares) / len(shares) >= 0.97
 
 
@@ -60,7 +60,7 @@ def test_by_hand():
     """Into 3.0 seconds goes 2.5 first (it fits best), and then 0.6, which is over; into 2.0 the 1.9 that is left."""
     gaps = [Gap(3.0, {0, 1, 2}), Gap(2.0, {0, 1, 2})]
     assert place_greedily(gaps, [0.6, 1.9, 2.5]) == (0, 1, 0)
-    assert hidden_s(gaps, [0.6, 1.9, 2.5], (0, 1, 0)) == pytest.approx(3.0 + 1.9)
+    assert placement_hides_s(gaps, [0.6, 1.9, 2.5], (0, 1, 0)) == pytest.approx(3.0 + 1.9)
     assert place_greedily([Gap(1.0, set())], [1.0]) == (None,)
     assert place_greedily([], []) == ()
 

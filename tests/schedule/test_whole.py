@@ -14,15 +14,15 @@ from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.grid import workloads
 from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
 from fusedmoe.schedule.list_schedule import fill_idle_slots
+from fusedmoe.schedule.micro_batches import StepSplit, exposed_plan, micro_schedule
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.stack_costs import LayerCosts, StackCosts
 from fusedmoe.schedule.step import gradient_pieces
+from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
-from fusedmoe.schedule.whole import Split, exposed_plan, micro_schedule, split_bound_s
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel, ablation
 from fusedmoe.schedule.workload import Workload
 
@@ -42,19 +42,19 @@ def kept_apart(layer: LayerCosts, seconds: float) -> LayerCosts:
     return replace(layer, micro=replace(layer.micro, apart_s=seconds))
 
 
-def random_stack(rng: random.Random, layers: int | None = None) -> StackCosts:
+def random_stack(rng: random.Random, layers: int | None = None) -> StepCosts:
     found = tuple(random_layer(rng) for _ in range(layers or rng.randint(1, 3)))
     if rng.random() < 0.5:
         found = found[:1] * len(found)
     line = Line(10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-10, -8.5))
-    return StackCosts(
+    return StepCosts(
         found, line, rng.choice([1.0, 0.6]), loss_s=rng.choice([None, 1e-3]), optimizer_s=rng.choice([None, 2e-3])
     )
 
 
-def random_split(rng: random.Random) -> Split:
+def random_split(rng: random.Random) -> StepSplit:
     degrees = rng.randint(1, 5), rng.randint(1, 5)
-    return Split(*degrees, rng.choice([None, 2**20, 2**24]), rng.random() < 0.5)
+    return StepSplit(*degrees, rng.choice([None, 2**20, 2**24]), rng.random() < 0.5)
 
 
 def test_a_split_step_does_the_same_work():
@@ -62,7 +62,7 @@ def test_a_split_step_does_the_same_work():
     rng = random.Random()
     for _ in range(30):
         costs, split = random_stack(rng), random_split(rng)
-        schedule, whole = micro_schedule(costs, split), micro_schedule(costs, Split(1, 1)).plan()
+        schedule, whole = micro_schedule(costs, split), micro_schedule(costs, StepSplit(1, 1)).plan()
         plan = exposed_plan(costs, split) if rng.random() < 0.3 else schedule.plan()
         gathered = [task for task in plan if task.kind == GRADIENT]
         assert sum(task.size or 0 for task in gathered) == sum(costs.gradient_bytes)
@@ -72,7 +72,7 @@ def test_a_split_step_does_the_same_work():
             weights = dict(zip(("expert", "attention"), WEIGHTS, strict=True)).get(kind)
             of_kind += sum(seconds[task] for task in plan if task.kind == weights)
             assert of_kind >= sum(once[task] for task in whole if task.kind == kind) * (1 - 1e-9)
-        assert makespan(plan, costs) >= split_bound_s(costs, split) * (1 - 1e-12) >= bound_s(costs) * (1 - 2e-12)
+        assert makespan(plan, costs) >= split.bound_s(costs) * (1 - 1e-12) >= bound_s(costs) * (1 - 2e-12)
         assert schedule.makespan_s(costs.contention) == pytest.approx(makespan(schedule.plan(), costs), rel=1e-12)
         if split.forward == split.backward == 1 and not split.weights:
             assert {(t.kind, t.layer, t.phase) for t in plan} == {(t.kind, t.layer, t.phase) for t in whole}
@@ -81,10 +81,10 @@ def test_a_split_step_does_the_same_work():
 def test_weight_gradients_of_their_own_cost_what_is_kept_for_them():
     """The experts' backward pass takes it on, all chunks together, where it has them cut off, and nowhere else."""
     rng = random.Random(5)
-    free = StackCosts(tuple(kept_apart(random_layer(rng), 0.0) for _ in range(2)))
+    free = StepCosts(tuple(kept_apart(random_layer(rng), 0.0) for _ in range(2)))
     dear = replace(free, layers=tuple(kept_apart(layer, 3e-3) for layer in free.layers))
     for weights in (False, True):
-        plan = micro_schedule(free, Split(2, 3, weights=weights)).plan()
+        plan = micro_schedule(free, StepSplit(2, 3, weights=weights)).plan()
         before, after = free.seconds(plan), dear.seconds(plan)
         for task in plan:
             more = 1e-3 if weights and task[:1] + task[3:4] == ("expert", "backward") else 0.0
@@ -99,16 +99,16 @@ def test_a_plan_tells_how_it_is_split():
     for _ in range(30):
         costs, split = random_stack(rng), random_split(rng)
         plan = micro_schedule(costs, split).plan()
-        found = Split.of(plan)
+        found = StepSplit.of(plan)
         assert found._replace(piece_bytes=None) == split._replace(piece_bytes=None)
         assert micro_schedule(costs, found).plan() == plan
     bare = replace(costs, layers=tuple(replace(layer, gradient_bytes=0) for layer in costs.layers))
-    assert Split.of(micro_schedule(bare, Split(2, 3, 2**20)).plan()) == Split(2, 3)
+    assert StepSplit.of(micro_schedule(bare, StepSplit(2, 3, 2**20)).plan()) == StepSplit(2, 3)
 
 
 def test_chunks_go_on_from_layer_to_layer():
     costs = replace(random_stack(random.Random(1), 2), loss_s=None, optimizer_s=None)
-    plan = micro_schedule(costs, Split(3, 3, weights=True)).plan()
+    plan = micro_schedule(costs, StepSplit(3, 3, weights=True)).plan()
     last = list(costs.layers[0].chunks["forward"])[-1]
     for chunk in range(3):
         before = (Task("attention", chunk - 1, 1),) if chunk else ()
@@ -160,7 +160,7 @@ def test_micro_batches_have_equally_many_samples(samples, allowed):
     dense = {phase: {k: replace(p, alpha_s=0.0) for k, p in layer.micro.dense[phase].items()} for phase in PHASES}
     # Starts are free, so as many as there may be are best.
     layer = replace(layer, chunks=parts, micro=replace(layer.micro, dense=dense))
-    costs = StackCosts((layer,) * 2, free)
+    costs = StepCosts((layer,) * 2, free)
     for name in WHOLE_POLICIES:
         plan = WHOLE_POLICIES[name](costs, 16, samples)
         found = Counter(task.phase for task in plan if task.kind == "attention" and task.layer == 0)
@@ -189,7 +189,7 @@ def test_where_second_choices_compete_all_are_routed_before_the_first_is_sent():
     shape = Workload(4, 1024, 2048, 4096, experts=8, ep=8, esp=4)
     parts = shape.volumes()
     free, costs = (shape.step_costs(model, [2**20] * 2, parts, whole=True, waits=how) for how in (False, True))
-    plan = micro_schedule(costs, Split(4, 2, 2**20)).plan()
+    plan = micro_schedule(costs, StepSplit(4, 2, 2**20)).plan()
     ends = {(s.kind, s.chunk, s.layer, s.phase): s.end_s for s in simulate(plan, costs).spans}
     starts = {(s.kind, s.chunk, s.layer, s.phase): s.start_s for s in simulate(plan, costs).spans}
     for layer in (0, 1):
@@ -207,13 +207,13 @@ def test_layers_that_cannot_be_split_are_refused():
     bare = replace(costs, layers=tuple(replace(layer, micro=None) for layer in costs.layers))
     assert not bare.can_split
     with pytest.raises(ConfigError, match="cannot be split"):
-        micro_schedule(bare, Split(2, 2))
+        micro_schedule(bare, StepSplit(2, 2))
 
 
 def test_lancet_plans_of_many_layers():
     model = TESTBEDS["B"].costs
     layer = Workload(2, 1024, 2048, 4096, experts=8, ep=8, esp=4).layer_costs(model)
-    costs = StackCosts((layer,) * 6, model.line("all-reduce/dp"))
+    costs = StepCosts((layer,) * 6, model.line("all-reduce/dp"))
     ranges = forward_ranges(costs)
     assert [place for one in ranges for place in range(one.start, one.stop)] == list(range(6))
     assert any(one.parts > 1 for one in ranges)

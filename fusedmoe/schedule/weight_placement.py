@@ -8,10 +8,12 @@ and no more than it lasts itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.solve import solved
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 Placement = tuple[int | None, ...]
 """For each weight gradient its gap; None: in none."""
@@ -47,7 +49,7 @@ def place_greedily(gaps: Sequence[Gap], weights_s: Sequence[float]) -> Placement
 def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: float = 10.0) -> Placement:
     """What hides most, by an integer programme (OR-Tools CP-SAT); never worse than the greedy placement.
 
-    `limit`: of the solver's work, see `fusedmoe.schedule.solve`.
+    `limit`: of the solver's work, see `solved`.
 
     Raises `ConfigError` where OR-Tools is not installed.
     """
@@ -77,13 +79,37 @@ def place_exactly(gaps: Sequence[Gap], weights_s: Sequence[float], *, limit: flo
     for (one, number), variable in chosen.items():
         if solver.value(variable):
             found[one] = number
-    return max((tuple(found), greedy), key=lambda placed: hidden_s(gaps, weights_s, placed))
+    return max((tuple(found), greedy), key=lambda placed: placement_hides_s(gaps, weights_s, placed))
 
 
-def hidden_s(gaps: Sequence[Gap], weights_s: Sequence[float], placed: Placement) -> float:
+def placement_hides_s(gaps: Sequence[Gap], weights_s: Sequence[float], placed: Placement) -> float:
     """Seconds that a placement hides."""
     inside = [0.0] * len(gaps)
     for seconds, number in zip(weights_s, placed, strict=True):
         if number is not None:
             inside[number] += seconds
     return sum(min(gap.seconds, filled) for gap, filled in zip(gaps, inside, strict=True))
+
+
+def with_leftovers(placed: Placement, gaps: Sequence[Gap]) -> Placement:
+    """What found no gap runs beside its last one (spec line L2), or else at the end."""
+    return tuple(
+        max((place for place, gap in enumerate(gaps) if one in gap.allowed), default=None) if number is None else number
+        for one, number in enumerate(placed)
+    )
+
+
+def solved(model: cp_model.CpModel, limit: float) -> cp_model.CpSolver | None:
+    """The solver of an integer programme (OR-Tools CP-SAT) with the best solution that it found; None where there is
+    none. The result is the same on every rank.
+
+    `limit`: of its work, in units of about a second that are the same on every machine. One worker with one seed then
+    stops at the same solution everywhere.
+    """
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.max_deterministic_time = limit
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    return solver if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None

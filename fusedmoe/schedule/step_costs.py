@@ -1,0 +1,255 @@
+"""The step cost model: what a training step of a stack of layers takes, task by task.
+
+What each stage of a layer takes in chunks and in one piece goes in; durations of the tasks of any plan come out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.cost import Line, check_contention
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import LINKS, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.text import name
+from fusedmoe.schedule.timeline import PHASES, RESOURCES
+
+#: The largest degree that is tried, unless the caller says otherwise.
+MAX_DEGREE = 16
+
+# What weight gradients are cut off from.
+_SOURCES = {kind: source for source, kind in WEIGHT_GRADIENTS.items()}
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """What a stage of a layer takes in chunks: each of r takes alpha_s + whole_s/r seconds."""
+
+    alpha_s: float
+    whole_s: float
+
+    def seconds(self, degree: int) -> float:
+        return self.alpha_s + self.whole_s / degree
+
+    def __add__(self, other: StageTime) -> StageTime:
+        """One after the other."""
+        return StageTime(self.alpha_s + other.alpha_s, self.whole_s + other.whole_s)
+
+    def __mul__(self, times: float) -> StageTime:
+        return StageTime(self.alpha_s * times, self.whole_s * times)
+
+
+def work_s(parts: Mapping[str, StageTime], degree: int = 1) -> dict[str, float]:
+    """What each resource has to do for all chunks of parts by kind, in seconds."""
+    found = dict.fromkeys(RESOURCES, 0.0)
+    for kind, part in parts.items():
+        found[LINKS.get(kind, "compute")] += degree * part.seconds(degree)
+    return found
+
+
+class ChunkTimes(NamedTuple):
+    """Seconds of each part of one chunk. A part that a layer does not have takes none."""
+
+    dispatch: float = 0.0
+    all_gather: float = 0.0
+    expert: float = 0.0
+    reduce_scatter: float = 0.0
+    combine: float = 0.0
+
+
+def chunk_times(chunks: Mapping[str, StageTime], degree: int) -> ChunkTimes:
+    """The times of one of `degree` chunks of a layer's pass (F9)."""
+    return ChunkTimes(*(chunks[kind].seconds(degree) if kind in chunks else 0.0 for kind in PIPELINE))
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What a layer costs where micro-batches go through all of it, and where weight gradients are tasks of their own.
+
+    `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
+    and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient". `waits`: forward, all
+    micro-batches are routed before the first is sent, as where second choices compete for an expert's places; an
+    "order" in one piece then stands between them, which takes no time. `apart_s`: what the experts' backward pass takes
+    longer where weight gradients are tasks of their own, for which it then keeps activations and their gradients.
+    """
+
+    dense: Mapping[str, Mapping[str, StageTime]]
+    weights: Mapping[str, StageTime]
+    waits: bool = False
+    apart_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one layer costs: its parts in chunks and in one piece, by phase and kind, and its dense gradient.
+
+    A plan for the layer has the parts that are here. `micro`: None where dense parts cannot be split. `regroup_s`: what
+    the experts' backward pass takes longer where it has other chunks than the forward pass, whose rows it then copies.
+    """
+
+    chunks: Mapping[str, Mapping[str, StageTime]]
+    dense_s: Mapping[str, Mapping[str, float]]
+    gradient_bytes: int = 0
+    micro: MicroBatches | None = None
+    regroup_s: float = 0.0
+
+    def with_parts(self, kinds: Collection[str]) -> LayerCosts:
+        """The same with these parts of the pipeline; those that were not in it take no time."""
+        parts, free = [kind for kind in PIPELINE if kind in kinds], StageTime(0.0, 0.0)
+        chunks = {phase: {kind: of.get(kind, free) for kind in parts} for phase, of in self.chunks.items()}
+        return replace(self, chunks=chunks)
+
+    def dense_total_s(self, phase: str, degree: int | None = None) -> float:
+        """Seconds of all dense parts of a pass, each in one piece or in so many micro-batches.
+
+        Raises `ConfigError` for micro-batches that cannot go through all of the layer.
+        """
+        if degree is None:
+            return sum(self.dense_s[phase].values())
+        return sum(degree * part.seconds(degree) for part in self.in_micro_batches().dense[phase].values())
+
+    def in_micro_batches(self) -> MicroBatches:
+        """What it costs in micro-batches. Raises `ConfigError` where nothing is known of that."""
+        if self.micro is None:
+            raise ConfigError("micro-batches: a layer cannot be split; nothing is known of its dense part in pieces")
+        return self.micro
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a training step of a stack of layers costs (`cost.Costs`).
+
+    `loss_s` and `optimizer_s`: None for a step without them.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    all_reduce: Line = field(default_factory=lambda: Line(0.0, 0.0))
+    contention: float = 1.0
+    loss_s: float | None = None
+    optimizer_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_contention(self.contention)
+
+    @property
+    def can_split(self) -> bool:
+        """Whether micro-batches can go through all layers."""
+        return bool(self.layers) and all(layer.micro is not None for layer in self.layers)
+
+    @property
+    def gradient_bytes(self) -> tuple[int, ...]:
+        """Of each layer."""
+        return tuple(layer.gradient_bytes for layer in self.layers)
+
+    def seconds(self, plan: Plan) -> dict[Task, float]:
+        """The duration of each task of a whole plan. Raises `ConfigError` for a task of a part that is not in the
+        costs."""
+        carried = {task: len(piece) for task, piece in gradient_ranges(plan, self.gradient_bytes).items()}
+        found, degrees, longer = self.durations(plan.sequence, carried), plan.degrees, {}
+        for layer, of in enumerate(self.layers):
+            there, back = (degrees.get((phase, layer)) for phase in PHASES)
+            if of.regroup_s and there and back and there != back:
+                longer[layer] = of.regroup_s / back
+        for task in plan.compute if longer else ():
+            if task.kind == "expert" and task.phase == "backward" and task.layer in longer:
+                found[task] += longer[task.layer]
+        return found
+
+    def durations(self, tasks: Collection[Task], carried: Mapping[Task, int] | None = None) -> dict[Task, float]:
+        """The duration of each of some tasks that have all pieces of their parts among them, before anything is known
+        of the chunks of other passes.
+
+        `carried`: the bytes of each gradient-all-reduce; None: as they say themselves.
+        """
+        result: dict[Task, float] = {}
+        known: dict[tuple[str, int | None, str | None], float] = {}
+        counts = Counter((kind, layer, phase) for kind, _, layer, phase, _ in tasks)
+        for task in tasks:
+            kind, _, layer, phase, size = task
+            nbytes = size if carried is None else carried.get(task)
+            if nbytes is not None:
+                result[task] = self.all_reduce.seconds(nbytes)
+                continue
+            where = (kind, layer, phase)
+            if where not in known:
+                without = (weight_gradient(kind), layer, phase) in counts
+                known[where] = self._task_s(task, counts[where], without)
+            result[task] = known[where]
+        return result
+
+    def _task_s(self, task: Task, count: int, without_weights: bool) -> float:
+        """The duration of a task, apart from gradient-all-reduces.
+
+        `count`: how many pieces its part has. `without_weights`: weight gradients of this part are tasks of their own.
+        """
+        kind, chunk, layer, phase, _ = task
+        if layer is None:
+            found = {"loss": self.loss_s, "optimizer": self.optimizer_s}.get(kind)
+            found = None if found is None else found / count
+        elif layer >= len(self.layers) or phase is None:
+            found = None
+        elif chunk is None and kind in self.layers[layer].dense_s[phase] and not without_weights:
+            found = self.layers[layer].dense_s[phase][kind]
+        else:
+            part = _part(self.layers[layer], phase, kind, without_weights)
+            found = None if part is None else part.seconds(count)
+        if found is None:
+            raise ConfigError(
+                f"costs: nothing is known of {name(task)} ({task.kind}); the plan is not for these layers"
+            )
+        return found
+
+
+def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> StageTime | None:
+    """What chunks of a kind take; None: the layer has none of it."""
+    micro = layer.micro
+    if kind in PIPELINE:
+        part = layer.chunks[phase].get(kind)
+    elif micro is None:
+        part = None
+    elif kind == "order" and micro.waits:
+        part = StageTime(0.0, 0.0)
+    elif kind in _SOURCES:
+        part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None
+    else:
+        part = micro.dense[phase].get(kind)
+    if part is None or not without_weights:
+        return part
+    weights = None if micro is None else micro.weights.get(kind)
+    if micro is None or weights is None:
+        return None
+    return part + weights * -1.0 + StageTime(0.0, micro.apart_s if kind == "expert" else 0.0)
+
+
+def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:
+    """Where each layer's gradient ends in the stream of all (see `task.Task`), which has the last layer first."""
+    return list(accumulate(reversed(gradient_bytes)))[::-1]
+
+
+def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, range]:
+    """The bytes of the stream that each gradient-all-reduce of the plan of a whole step carries.
+
+    Raises `ConfigError` for a piece of a layer that has ended before, or that reaches into the next.
+    """
+    ends = gradient_ends(gradient_bytes)
+    start = 0
+    result = {}
+    for task in plan.inter:
+        if task.kind != "gradient-all-reduce":
+            continue
+        if task.layer is None or task.layer >= len(ends):
+            raise ConfigError(f"plan: {name(task)} is of a layer that is not there; the stack has {len(ends)}")
+        end = ends[task.layer]
+        stop = end if task.size is None else start + task.size
+        if not start < stop <= end:
+            raise ConfigError(
+                f"plan: {name(task)} carries bytes {start} to {stop}, but layer {task.layer}'s gradient ends at {end}; "
+                "change its size, or its layer"
+            )
+        result[task] = range(start, stop)
+        start = stop
+    return result
