@@ -51,9 +51,7 @@ def read_costs(path: Path) -> CostModel:
     return CostModel.from_json(text)
 
 
-def step_costs(
-    settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False
-) -> StepCosts:
+def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False) -> StepCosts:
     """What the model's layers with experts cost in a step, as training has it (`Trainer.follow`), without the ranks.
 
     `whole`: micro-batches can go through all of a layer.
