@@ -6,17 +6,15 @@ import random
 
 import pytest
 
+from bench.paper_degree import paper_degree
 from fusedmoe.schedule.cost import CostModel, Durations, Line, fit
-from fusedmoe.schedule.grid import run_grid
-from fusedmoe.schedule.paper import paper_degree
+from fusedmoe.schedule.grid import TESTBEDS, run_grid
 from fusedmoe.schedule.passes import choose_degree, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 
 # Twelve layers in eight chunks, with attention and one all-reduce: 985 tasks.
@@ -26,7 +24,7 @@ LAYERS, DEGREE = 12, 8
 def costs(layers: int = LAYERS, contention: float = 1.0) -> StepCosts:
     model = TESTBEDS["B"].costs
     layer = Workload(4, 1024, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(model)
-    return StepCosts((layer,) * layers, model.line("all-reduce/dp"), contention)
+    return StepCosts((layer,) * layers, model.line("all-reduce/dp"), contention).by_layer()
 
 
 def thousand_tasks() -> Plan:
@@ -74,7 +72,7 @@ def test_fit_24_points(benchmark) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("contention", [1.0, 0.75])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", LAYER_POLICIES)
 def test_plan_a_step(benchmark, policy: str, contention: float) -> None:  # type: ignore[no-untyped-def]
     here = costs(contention=contention)
     plan = benchmark.pedantic(POLICIES[policy].plan, args=(here,), rounds=5, warmup_rounds=1)
@@ -89,7 +87,7 @@ def test_plan_24_layers(benchmark, policy: str, contention: float) -> None:  # t
     cheap = CostModel({name: Line(line.alpha_s / 10, line.beta_s) for name, line in model.lines.items()})
     kinds = (Workload(size, 1024, 2048, 8192, experts=8, ep=8, esp=4).layer_costs(cheap) for size in (2, 4))
     here = StepCosts((*kinds,) * 12, cheap.line("all-reduce/dp"), contention)
-    plan = benchmark.pedantic(WHOLE_POLICIES[policy], args=(here,), rounds=1)
+    plan = benchmark.pedantic(POLICIES[policy].plan, args=(here,), rounds=1)
     benchmark.extra_info.update(tasks=len(plan), step_ms=1e3 * makespan(plan, here))
     assert benchmark.stats.stats.max < 60
 

@@ -30,11 +30,10 @@ from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import fsmoe, pipemoe, sequential
+from fusedmoe.schedule.policies import POLICIES, ablation, fsmoe, pipemoe, sequential
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
 
 #: Pieces of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
 UNTUNED_BYTES = 32 * 1024
@@ -98,12 +97,12 @@ def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
         "experts, attention": ablation(costs, limit)["attention"],
         "experts, all-reduce": _with_pieces(costs, experts, UNTUNED_BYTES),
         "experts, all-reduce, S_p": min(tuned, key=lambda plan: makespan(plan, costs)),
-        "flowmoe": WHOLE_POLICIES["flowmoe"](costs, limit),
+        "flowmoe": POLICIES["flowmoe"].plan(costs, limit),
         "lancet, ranges": lancet_plan(costs, parts, weights=False),
         "lancet, weights": lancet_plan(costs, (1,)),
         "lancet": lancet_plan(costs, parts),
         "fsmoe": fsmoe(costs, limit),
-        "joint": WHOLE_POLICIES["joint"](costs, limit),
+        "joint": POLICIES["joint"].plan(costs, limit),
     }
 
 

@@ -35,7 +35,7 @@ from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
@@ -82,7 +82,7 @@ def _measure(setting: Setting, topology: Topology, rounds: int, folder: Path) ->
     tell(topology, "profile")
     profiler = Profiler(setting, topology, step)
     costs = profiler.profile().stack
-    plans = {policy: how.plan(costs, LIMIT) for policy, how in POLICIES.items()}
+    plans = {policy: POLICIES[policy].plan(costs.by_layer(), LIMIT) for policy in LAYER_POLICIES}
     topology.agree({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
     tell(topology, "policies")
     difference = same_results(step, plans)
@@ -127,7 +127,7 @@ def _sweep_json(
 
 
 def _layer_json(setting: Setting, topology: Topology, profile: Profile, rounds: int) -> dict[str, Any]:
-    made = {policy: layers.make_layer(setting, topology, policy, profile.model) for policy in ("off", *POLICIES)}
+    made = {policy: layers.make_layer(setting, topology, policy, profile.model) for policy in ("off", *LAYER_POLICIES)}
     x_SM = torch.randn(setting.S // 2, setting.M).requires_grad_()
     dy_SM = torch.randn(setting.S // 2, setting.M)
     runs = {policy: partial(layers.run, layer, x_SM, dy_SM) for policy, layer in made.items()}
@@ -150,7 +150,7 @@ def _layer_json(setting: Setting, topology: Topology, profile: Profile, rounds: 
 
 def _job_json(setting: Setting, topology: Topology, profile: Profile, rounds: int) -> dict[str, Any]:
     """Without what the costs say nothing of, embeddings, head and optimizer, so nothing is predicted."""
-    made = {policy: make_trainer(setting, topology, policy, profile.model) for policy in ("off", *POLICIES)}
+    made = {policy: make_trainer(setting, topology, policy, profile.model) for policy in ("off", *LAYER_POLICIES)}
     seconds = in_turns(topology, {policy: partial(trainer.step, 0) for policy, (trainer, _) in made.items()}, rounds)
     off = statistics.median(seconds["off"])
     found = {}

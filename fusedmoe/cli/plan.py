@@ -16,9 +16,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.profile_cache import cached_profile
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import draw
+from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 
 SUMMARY = "show which schedule a model gets, and why"
 
@@ -69,12 +68,6 @@ _FLAGS = (
     *("--placement", "--placement-overlap", "--rematerialise", "--timeout"),
 )
 
-# What each does. Of two of the same name, the one of whole models counts.
-_POLICIES = {
-    **{name: policy.description for name, policy in POLICIES.items()},
-    **{name: (policy.__doc__ or "").rstrip(".") for name, policy in WHOLE_POLICIES.items()},
-}
-
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `plan` to the commands of `fusedmoe`."""
@@ -85,7 +78,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description=DESCRIPTION,
         epilog=EXAMPLES
         + "\npolicies (--schedule; auto is joint):\n"
-        + "\n".join(f"  {name:15}{description}" for name, description in _POLICIES.items()),
+        + "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_argument_group("costs")

@@ -23,14 +23,12 @@ from fusedmoe.runtime.plan_cache import cached_plans
 from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.critical import Stretch, at_work, critical_path, stretches
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES, Timeline
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
 
@@ -240,8 +238,8 @@ def plans_of(
     layered = step_costs(settings, launch, sizes, costs)
     if not follows_plan(settings, sizes.ep, sizes.esp):
         return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
-    whole = {} if unsplit(settings) is not None else WHOLE_POLICIES
-    found = {name: Planned(how.plan(layered), layered) for name, how in POLICIES.items() if name not in whole}
+    whole = () if unsplit(settings) is not None else WHOLE_POLICIES
+    found = {name: Planned(POLICIES[name].plan(layered), layered) for name in LAYER_POLICIES if name not in whole}
     if whole:
         split = step_costs(settings, launch, sizes, costs, whole=True)
         made = cached_plans(whole, Topology(), split, samples=cuttable(settings, sizes.mp), again=again)

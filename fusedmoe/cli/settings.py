@@ -11,7 +11,6 @@ from typing import Any
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.training.sharded import POLICIES as PLACEMENT_POLICIES
 
 DTYPES = ("fp32", "bf16", "fp64")
@@ -22,7 +21,7 @@ DEVICES = ("auto", "cpu", "cuda")
 PLACEMENTS = ("ep", "fssdp", *(policy for policy in PLACEMENT_POLICIES if policy not in ("ep", "hecate")))
 
 #: What `--schedule` may be: nothing in chunks, the best of all policies, or one of layers or of whole models.
-SCHEDULES = ("off", "auto", *POLICIES, *(name for name in WHOLE_POLICIES if name not in POLICIES))
+SCHEDULES = ("off", "auto", *POLICIES)
 
 _CHOICES = (
     ("dtype", DTYPES),

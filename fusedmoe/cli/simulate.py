@@ -12,9 +12,8 @@ from rich.table import Table
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.bar import Bar
-from fusedmoe.schedule.grid import ABLATION, ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid
+from fusedmoe.schedule.grid import ABLATION, ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, SAMPLE, TESTBEDS, Result, run_grid
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.testbeds import TESTBEDS
 
 GRIDS = ("fsmoe",)
 

@@ -24,8 +24,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import Timeline, align
-from fusedmoe.schedule.trace import save_trace
+from fusedmoe.schedule.timeline import Timeline, align, save_trace
 
 SUMMARY = "run a training step and show it beside its plan"
 

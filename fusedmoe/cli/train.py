@@ -27,8 +27,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime.profile_cache import cached_profile
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw
-from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.schedule.trace import save_trace
+from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.replicas import replicas
 

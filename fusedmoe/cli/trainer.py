@@ -27,12 +27,11 @@ from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import LAYER_POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.sparse import hidden_s
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import ShardedExperts, clip_grad_norm, plan_step, sync_gradients
 from fusedmoe.training.overlap import blocks_costs
@@ -245,7 +244,7 @@ def policy_of(settings: Settings) -> str:
     """
     policy = "joint" if settings.schedule == "auto" else settings.schedule
     refusal = unsplit(settings)
-    if policy in WHOLE_POLICIES and policy not in POLICIES and refusal is not None:
+    if policy not in LAYER_POLICIES and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
     return policy
 

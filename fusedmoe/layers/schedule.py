@@ -15,21 +15,20 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime.profile_cache import cached_profile
 from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.fused import fused_s
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, any_order
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES, any_order
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE
 from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.timeline import PHASES
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.workload import Workload, one_sided_s
 
 #: The policy of a layer whose kernels send and receive by themselves, where they can and it is shorter. It is for
 #: layers by themselves: plans of steps have none of its tasks.
 FUSED_POLICY = "fused"
 
-_POLICIES = {**{name: policy.plan for name, policy in POLICIES.items()}, FUSED_POLICY: any_order}
+_POLICIES = {**{name: POLICIES[name].plan for name in LAYER_POLICIES}, FUSED_POLICY: any_order}
 
 #: What a layer takes for `schedule` by name: nothing in chunks, the best of all policies, or one of them.
 SCHEDULES = ("off", "auto", *_POLICIES)
@@ -43,7 +42,7 @@ class Schedule:
     """How a layer overlaps what it sends with what it computes. Results do not depend on it.
 
     Attributes:
-        policy: a name of `fusedmoe.schedule.policies.POLICIES`, or "fused": kernels that send and receive by
+        policy: a name of `fusedmoe.schedule.policies.LAYER_POLICIES`, or "fused": kernels that send and receive by
             themselves, where they can and it is shorter, and else the best order of each pass.
         degrees: chunks forward and backward; None has the policy choose them by `costs`.
         costs: what collectives and products take on this machine, the same on every rank; None: measured when first
@@ -102,7 +101,7 @@ class Schedule:
         assert costs is not None and workload is not None
         step_costs = workload.step_costs(costs, [0], kinds)
         plan: Plan = _POLICIES[self.policy](step_costs, self.limit)
-        if kind is not None and (fused := fused_s(kind, workload, costs)) is not None:
+        if kind is not None and (fused := one_sided_s(kind, workload, costs)) is not None:
             dense_s = sum(step_costs.layers[0].dense_total_s(phase) for phase in PHASES)
             if (dense_s + sum(fused.values())) * (1 + ROUNDING) < makespan(plan, step_costs):
                 return Plans(*(fused_pass(kind, 1, phase) for phase in PHASES))
@@ -117,8 +116,6 @@ class Schedule:
 
 def _elsewhere(name: str) -> str:
     """What to do with a name that is another part's."""
-    from fusedmoe.schedule.whole_policies import WHOLE_POLICIES  # for this hint alone a layer need not load them
-
     if name in WHOLE_POLICIES:
         return f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"
     return '. A layer takes it by name: schedule="auto"' if name == "auto" else ""

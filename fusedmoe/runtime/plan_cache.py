@@ -23,9 +23,9 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.bar import Bar
 from fusedmoe.runtime.cache import cache_dir, fingerprint, own_version, read, write
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import PlanSearch
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.whole_policies import WholeModel
 
 _FORMAT = "fusedmoe-plan"
 _VERSION = 1
@@ -45,9 +45,9 @@ def cached_plans(
     While they are searched, rank 0 shows a bar.
 
     Args:
-        policies: names of `fusedmoe.schedule.whole_policies.WHOLE_POLICIES`.
+        policies: names of `fusedmoe.schedule.policies.WHOLE_POLICIES`.
         costs: the same on every rank.
-        limit, samples: the most chunks, and the samples of a batch (`WholeModel`).
+        limit, samples: the most chunks, and the samples of a batch (`PlanSearch`).
         again: search in any case.
     Raises:
         ConfigError: layers that cannot be split.
@@ -60,7 +60,7 @@ def cached_plans(
     plans = {name: plan for name, plan in found.items() if plan is not None}
     if len(plans) < len(paths):
         with Bar("planning") as bar:
-            model = WholeModel(costs, limit, samples, bar.show if first else lambda done, total: None)
+            model = PlanSearch(costs, limit, samples, bar.show if first else lambda done, total: None)
             plans = {name: plans.get(name) or model.plan(name) for name in paths}
     for name in paths:
         if first and found[name] is None:

@@ -7,11 +7,15 @@ pass waits for the gradients of its input only.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
+from copy import copy
 from typing import NamedTuple
 
 from fusedmoe.schedule.bound import resource_bound_s
 from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import gradient_pieces, step_tasks
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
@@ -72,3 +76,53 @@ def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
     pieces, end = ([task for task in found if task.kind == kind] for kind in late)
     orders = {"compute": [*plan.compute, *end], "intra": plan.intra, "inter": [*plan.inter, *pieces]}
     return Plan.of(orders, {piece: plan.compute[-1:] for piece in pieces})
+
+
+#: The seconds of a split step, and what makes its plan.
+Evaluation = tuple[float, Callable[[], Plan]]
+
+
+def in_micro_batches(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
+    """The seconds may be less where they are more than the best."""
+    schedule = micro_schedule(costs, split)
+    seconds = schedule.makespan_s()  # contention makes nothing shorter
+    return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
+
+
+def with_exposed_gradients(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
+    plan = exposed_plan(costs, split)
+    return makespan(plan, costs), lambda: plan
+
+
+class SplitSearch:
+    """The best split so far. What cannot be better by its bound is not looked at."""
+
+    def __init__(
+        self, costs: StepCosts, evaluate: Callable[[StepCosts, StepSplit, float], Evaluation], step: Callable[[], None]
+    ) -> None:
+        self._costs, self._evaluate, self._step = costs, evaluate, step
+        self._tried: frozenset[StepSplit] = frozenset()
+        self._best_s = math.inf
+        self.best: StepSplit
+        self.plan: Callable[[], Plan]
+
+    def copy(self) -> SplitSearch:
+        """A search that goes on from here by itself."""
+        return copy(self)
+
+    def piece(self, pieces: int) -> int:
+        """Bytes of a piece, where the largest gradient of a layer goes in so many."""
+        return max(1, -(-max(self._costs.gradient_bytes) // pieces))
+
+    def try_all(self, splits: Iterable[StepSplit]) -> None:
+        splits = list(splits)  # as the best one was when the search began
+        least = {split: split.bound_s(self._costs) for split in splits if split not in self._tried}
+        for split in sorted(least, key=least.__getitem__):
+            if least[split] < self._best_s:
+                seconds, plan = self._evaluate(self._costs, split, self._best_s)
+                if seconds * (1 + ROUNDING) < self._best_s:
+                    self._best_s, self.best, self.plan = seconds, split, plan
+            self._step()
+        for _ in range(len(splits) - len(least)):
+            self._step()
+        self._tried |= least.keys()

@@ -10,7 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 
+from fusedmoe.schedule.lancet import PARTS, lancet_plan
+from fusedmoe.schedule.micro_batches import (
+    SplitSearch,
+    StepSplit,
+    in_micro_batches,
+    micro_schedule,
+    with_exposed_gradients,
+)
 from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
 from fusedmoe.schedule.passes import Order, alternating, choose_degree, one_queue, one_queue_s, pass_s, three_queues
 from fusedmoe.schedule.plan import Plan
@@ -24,6 +34,11 @@ TUTEL_DEGREES = (1, 2, 4, 8)
 
 #: The size of Lina's gradient pieces.
 LINA_BYTES = 30 * 10**6
+
+# Micro-batches that are tried where a batch says nothing of its samples.
+_DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
+# Pieces of the largest gradient of a layer, and what FlowMoE's are where nothing tunes them.
+_PIECES, _UNTUNED_BYTES = (1, 2, 4, 8, 16), 2**20
 
 _ORDERS = (three_queues, alternating, one_queue)
 
@@ -75,10 +90,25 @@ def any_order(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
     return _fsmoe(costs, _ORDERS, limit)
 
 
-def joint(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """The best in simulation of all other policies, and of all orders, degrees and partitions together."""
-    plans = [policy.plan(costs, limit) for name, policy in POLICIES.items() if name != "joint"]
-    return best_of([*plans, any_order(costs, limit)], costs)
+def flowmoe(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+    """Micro-batches through all layers, one degree for both passes; gradients in pieces below all-to-all (FlowMoE)."""
+    return PlanSearch(costs, limit, samples).flowmoe
+
+
+def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+    """Ranges of layers in micro-batches forward; weight gradients beside communication backward (Lancet)."""
+    return PlanSearch(costs, limit, samples).lancet
+
+
+def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
+    """The best in simulation of all policies, orders, degrees, gradient pieces and weight gradients."""
+    return PlanSearch(costs, limit, samples).joint
+
+
+def ablation(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[str, Plan]:
+    """FlowMoE part by part (Table 5), each with all before it: pipelined experts, attention in micro-batches as well,
+    all-reduces in pieces of 1 MiB, pieces of the best size."""
+    return PlanSearch(costs, limit).ablation
 
 
 def best_of(plans: Sequence[Plan], costs: StepCosts) -> Plan:
@@ -91,18 +121,134 @@ def best_of(plans: Sequence[Plan], costs: StepCosts) -> Plan:
 
 @dataclass(frozen=True)
 class Policy:
-    """`plan(costs, limit)`: the plan of a training step, with degrees up to `limit`."""
+    """`plan(costs, limit)`: the plan of a training step, with degrees up to `limit`.
+
+    `by_layer`: it plans layers whose pipelines alone are in chunks. `whole`: it lets micro-batches go through whole
+    layers, where they can (`StepCosts.can_split`), and then takes `samples` as well (see `PlanSearch`).
+    """
 
     plan: Callable[..., Plan]
     description: str
+    by_layer: bool
+    whole: bool
 
 
-def _described(*functions: Callable[..., Plan]) -> dict[str, Policy]:
-    return {f.__name__: Policy(f, (f.__doc__ or "").strip().rstrip(".")) for f in functions}
+def _described(*functions: Callable[..., Plan], by_layer: bool = False, whole: bool = False) -> dict[str, Policy]:
+    return {f.__name__: Policy(f, (f.__doc__ or "").strip().rstrip("."), by_layer, whole) for f in functions}
 
 
 #: Every policy by its name.
-POLICIES = _described(sequential, tutel, pipemoe, tutel_improved, lina, fsmoe_no_iio, fsmoe, joint)
+POLICIES = {
+    **_described(sequential, tutel, pipemoe, tutel_improved, lina, fsmoe_no_iio, fsmoe, by_layer=True),
+    **_described(flowmoe, lancet, whole=True),
+    **_described(joint, by_layer=True, whole=True),
+}
+
+#: The names of those for layers whose pipelines alone are in chunks, and of those for whole layers in micro-batches.
+LAYER_POLICIES = tuple(name for name, policy in POLICIES.items() if policy.by_layer)
+WHOLE_POLICIES = tuple(name for name, policy in POLICIES.items() if policy.whole)
+
+
+class PlanSearch:
+    """The plans of one step by all policies, each made when it is first asked for: what they share is searched once.
+
+    Args:
+        limit: the most chunks, and the most micro-batches.
+        samples: of a batch; then micro-batches have equally many. None: any number of micro-batches.
+        progress: told how many parts of the search of `joint` are done, of how many; the others' are among them.
+    Raises:
+        ConfigError: FlowMoE, Lancet and the ablation for layers that cannot be split.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        limit: int = MAX_DEGREE,
+        samples: int | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._costs, self._limit, self._progress = costs, limit, progress
+        self._degrees: Sequence[int] = [degree for degree in _DEGREES if degree <= limit]
+        if samples is not None:
+            self._degrees = [degree for degree in range(1, limit + 1) if samples % degree == 0]
+        self._made: dict[str, Plan] = {}
+        # Splits that FlowMoE tries, those that `joint` adds in two rounds, the ablation's, and policies.
+        degrees, pieces = len(self._degrees), len(_PIECES)
+        self._total = (degrees + pieces) + degrees + 2 * (2 * degrees * pieces + degrees) + (degrees + 1)
+        self._total += len(LAYER_POLICIES) + 2
+        self._done = 0
+
+    def plan(self, name: str) -> Plan:
+        """By a policy of `POLICIES`."""
+        if name in WHOLE_POLICIES:
+            found: Plan = getattr(self, name)
+            return found
+        if name not in self._made:
+            self._made[name] = POLICIES[name].plan(self._costs, self._limit)
+            self._step()
+        return self._made[name]
+
+    @cached_property
+    def flowmoe(self) -> Plan:
+        return self._tuned.plan()
+
+    @cached_property
+    def lancet(self) -> Plan:
+        plan = lancet_plan(self._costs, [k for k in PARTS if k in self._degrees])
+        self._step()
+        return plan
+
+    @cached_property
+    def joint(self) -> Plan:
+        split = [self._jointly_split()] if self._costs.can_split else []
+        plans = [self.plan(name) for name in LAYER_POLICIES if name != "joint"]
+        plans.append(any_order(self._costs, self._limit))
+        if split:
+            plans += [*self.ablation.values(), self.lancet, *split]
+        self._done = self._total
+        self._step()
+        return best_of(plans, self._costs)
+
+    @cached_property
+    def ablation(self) -> dict[str, Plan]:
+        """As the function of that name."""
+        attention = SplitSearch(self._costs, with_exposed_gradients, self._step)
+        attention.try_all(StepSplit(degree, degree) for degree in self._degrees)
+        untuned = attention.best._replace(piece_bytes=_UNTUNED_BYTES)
+        found = {
+            "pipelined experts": self.plan("pipemoe"),
+            "attention": attention.plan(),
+            "all-reduce": micro_schedule(self._costs, untuned).plan(),
+            "tuned": self.flowmoe,
+        }
+        self._step()
+        return found
+
+    @cached_property
+    def _tuned(self) -> SplitSearch:
+        search = SplitSearch(self._costs, in_micro_batches, self._step)
+        search.try_all(StepSplit(degree, degree, search.piece(4)) for degree in self._degrees)
+        search.try_all(search.best._replace(piece_bytes=search.piece(pieces)) for pieces in _PIECES)
+        return search
+
+    def _jointly_split(self) -> Plan:
+        """FlowMoE's split, and from there on each part of it changed for as long as that is better."""
+        search = self._tuned.copy()
+        search.try_all(search.best._replace(forward=degree, backward=degree, weights=True) for degree in self._degrees)
+        begun = None
+        while begun != search.best:  # until no such change is better
+            begun = search.best
+            weights, sizes = (True, False), [search.piece(pieces) for pieces in _PIECES]
+            search.try_all(
+                search.best._replace(backward=backward, piece_bytes=size, weights=alone)
+                for backward, size, alone in product(self._degrees, sizes, weights)
+            )
+            search.try_all(search.best._replace(forward=degree) for degree in self._degrees)
+        return search.plan()
+
+    def _step(self) -> None:
+        self._done += 1
+        self._progress(min(self._done, self._total), self._total)
 
 
 def _both_passes_s(layer: LayerCosts, degree: int) -> float:

@@ -140,6 +140,11 @@ class StepCosts:
         """Whether micro-batches can go through all layers."""
         return bool(self.layers) and all(layer.micro is not None for layer in self.layers)
 
+    def by_layer(self) -> StepCosts:
+        """The same where nothing but the layers' pipelines goes in chunks."""
+        found = {id(layer): replace(layer, micro=None) for layer in self.layers}  # often one object many times
+        return replace(self, layers=tuple(found[id(layer)] for layer in self.layers))
+
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
         """Of each layer."""

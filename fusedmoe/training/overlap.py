@@ -14,10 +14,9 @@ from fusedmoe.runtime.plan_cache import cached_plans
 from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.step import beside, half, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.replicas import MpLoss
 from fusedmoe.training.stream import GradientStream, moe_layers
@@ -48,8 +47,7 @@ def plan_step(
         sync_gradients(model, topology, stream=stream)
 
     Args:
-        policy: a name of `fusedmoe.schedule.policies.POLICIES`, for blocks also of
-            `fusedmoe.schedule.whole_policies.WHOLE_POLICIES`.
+        policy: a name of `fusedmoe.schedule.policies.LAYER_POLICIES`, for blocks any of `POLICIES` there.
         costs: of this machine, the same on every rank; None: measured now, or before (`fusedmoe profile`).
         workload: of one of the model's layers, which are taken to be alike.
         limit: the largest degree.
@@ -65,7 +63,7 @@ def plan_step(
     found = [module for module in model.modules() if isinstance(module, PipelinedBlocks)]
     if blocks is None and found:
         blocks = found[0]
-    known = POLICIES if blocks is None else {**POLICIES, **WHOLE_POLICIES}
+    known = LAYER_POLICIES if blocks is None else POLICIES
     if policy not in known:
         raise ConfigError(f"unknown schedule {policy!r}; choose {', '.join(known)}")
     if costs is None:

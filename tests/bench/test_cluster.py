@@ -31,7 +31,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
@@ -66,7 +66,8 @@ def every_policy(rank: int, world: int, setting: Setting) -> int:
     torch.manual_seed(rank)
     step, costs = Step(setting, topology_of(setting), computation(setting)), stack(setting)
     right = {name: tensor.clone() for name, tensor in step.run(POLICIES["sequential"].plan(costs, 8)).items()}
-    plans = [how.plan(costs, 8) for how in POLICIES.values()] + [plan_of(costs, 3, 8), plan_of(costs, 8, 1)]
+    plans = [POLICIES[name].plan(costs.by_layer(), 8) for name in LAYER_POLICIES]
+    plans += [plan_of(costs, 3, 8), plan_of(costs, 8, 1)]
     for plan in plans:
         for name, found in step.run(plan).items():
             torch.testing.assert_close(found, right[name], rtol=1e-4, atol=1e-5)
@@ -76,7 +77,7 @@ def every_policy(rank: int, world: int, setting: Setting) -> int:
 
 @pytest.mark.parametrize("setting", [TINY, TINY_EMULATED], ids=lambda setting: setting.name)
 def test_a_step_does_the_same_under_every_policy(cluster: Cluster, setting: Setting) -> None:
-    assert set(cluster.run(setting.ranks, every_policy, setting)) == {len(POLICIES) + 2}
+    assert set(cluster.run(setting.ranks, every_policy, setting)) == {len(LAYER_POLICIES) + 2}
 
 
 def every_whole_policy(rank: int, world: int, setting: Setting) -> int:

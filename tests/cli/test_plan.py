@@ -17,11 +17,10 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profile import Profile
+from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch
 from fusedmoe.schedule.timeline import RESOURCES
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster
 
@@ -38,7 +37,7 @@ def test_a_testbed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = planned(capsys, *MODEL, "--testbed", "B", "--png", str(tmp_path / "step.png"))
     assert data["layout"] == {"ranks": 32, "ranks_per_node": 4, "ep": 8, "esp": 4, "mp": 4, "dp": 8}
     assert data["machine"] == TESTBEDS["B"].costs.machine and data["policy"] == "joint"
-    assert data["policies_s"].keys() == POLICIES.keys() | WHOLE_POLICIES.keys()
+    assert data["policies_s"].keys() == POLICIES.keys()
     assert data["step_s"] == min(data["policies_s"].values()) == data["policies_s"]["joint"]
     assert 0 < data["bound_s"] <= data["step_s"] * (1 + 1e-9)
     assert sum(data["critical_path_s"].values()) == pytest.approx(data["step_s"])
@@ -76,7 +75,7 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "48 ranks (6 × 8): ep 6, esp 8, mp 8, dp 6" in out and TESTBEDS["A"].costs.machine in out
     assert "bound by" in out and "critical path: gradient-all-reduce" in out and "over the bound" in out
-    assert all(name in out for name in (*POLICIES, *WHOLE_POLICIES))
+    assert all(name in out for name in POLICIES)
     assert "micro-batches: forward 1; backward 1; gradients in pieces of up to" in out and "in use: " in out
     assert "0–2" in out  # layers alike are one row
 
@@ -150,7 +149,7 @@ def test_plans_are_searched_once(
     monkeypatch.setenv(CACHE, str(tmp_path))
     first = planned(capsys, *FLOWMOE)
     assert len(list(tmp_path.glob("plan-*.json"))) == len(WHOLE_POLICIES)
-    monkeypatch.setattr(WholeModel, "plan", None)
+    monkeypatch.setattr(PlanSearch, "plan", None)
     assert planned(capsys, *FLOWMOE) == first
     with pytest.raises(TypeError):
         main(["plan", *FLOWMOE, "--again"])
@@ -265,7 +264,7 @@ def test_refusals(
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for command_name, words in (
-        ("plan", ("examples:", "--testbed", "critical path", "--again", *POLICIES, *WHOLE_POLICIES)),
+        ("plan", ("examples:", "--testbed", "critical path", "--again", *POLICIES)),
         ("profile", ("examples:", "contention", "FUSEDMOE_CACHE", "--plot")),
         ("trace", ("examples:", "ui.perfetto.dev", "--schedule")),
     ):

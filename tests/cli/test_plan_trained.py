@@ -26,12 +26,11 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import FusedCosts
 from fusedmoe.schedule.draw import figure
+from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import RESOURCES
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from tests.cluster import Cluster
 
 # Costs of fused operations so low that whoever may will take them.
@@ -66,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_plan_has_only_what_can_run(sizes: tuple[int, int, int], dtype: str, model: dict[str, Any]) -> None:
     settings, launch, found = settings_of("auto", *sizes, dtype, **model)
     plans = plans_of(settings, launch, found, FUSED_COSTS)
-    several = {*POLICIES} if model else {*POLICIES, *WHOLE_POLICIES}
+    several = {*LAYER_POLICIES} if model else {*POLICIES}
     assert plans.keys() == (several if found.ep * found.esp > 1 else {"sequential"})
     for name, (plan, _) in plans.items():
         assert {task.kind for task in plan} <= can_run(name, settings, found), name
@@ -129,7 +128,7 @@ def test_costs_of_what_training_cannot_run_change_nothing(capsys: pytest.Capture
     model = named_model("Mixtral-7B").with_experts(32, 8)
     work = block_workload(model, 8, 4, 4, 4)
     step = work.step_costs(costs, [own] * 2, runnable_kinds(Here(8, 4), "blocks"), whole=True, waits=True)
-    plan = WHOLE_POLICIES["joint"](step, samples=model.batch)
+    plan = POLICIES["joint"].plan(step, samples=model.batch)
     assert data["step_s"] == pytest.approx(makespan(plan, step), rel=1e-9) and data["plan"] == str(plan)
     assert data["step_s"] == pytest.approx(0.211, abs=5e-4)
 

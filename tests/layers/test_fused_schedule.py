@@ -9,13 +9,12 @@ import pytest
 
 from fusedmoe.layers.schedule import SCHEDULES, Schedule
 from fusedmoe.schedule.cost import CostModel, FusedCosts, Line
-from fusedmoe.schedule.fused import fused_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import any_order
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import FUSED, PIPELINE
 from fusedmoe.schedule.timeline import PHASES
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.workload import Workload, one_sided_s
 
 OVER_EXPERTS = (Workload(1, 4096, 1024, 4096, 8, ep=8), PIPELINE[::2], "dispatch-expert-combine")
 OVER_SHARDS = (Workload(1, 4096, 1024, 4096, 8, esp=4), PIPELINE, "all-gather-expert-reduce-scatter")
@@ -70,7 +69,7 @@ def test_plans_have_only_what_the_layer_can_run(schedule: str) -> None:
                 seen |= found & FUSED.keys()
         if schedule == "fused":
             stack = workload.step_costs(costs, [0], parts)
-            alone = fused_s(kind, workload, costs)
+            alone = one_sided_s(kind, workload, costs)
             assert alone is not None
             rest_s = sum(stack.layers[0].dense_total_s(phase) for phase in PHASES)
             shorter = sum(alone.values()) + rest_s < makespan(any_order(stack, 4), stack)

@@ -21,10 +21,9 @@ from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.step import half
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step, sync_gradients
 from tests.cluster import Cluster
@@ -32,7 +31,6 @@ from tests.layers.test_pipeline import Attention, E, H, L, M, make_blocks, one_a
 
 LINES = ("gemm", "all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
 COSTS = CostModel({name: Line(1e-6, 1e-12 if name == "gemm" else 4e-9) for name in LINES}, contention=0.8)
-EVERY = {**POLICIES, **WHOLE_POLICIES}
 
 
 def workload(topology: Topology, k: int) -> Workload:
@@ -56,14 +54,13 @@ def follows(rank: int, world: int, policy: str, k: int, factor: float | None, si
     others = copy.deepcopy(blocks)
     run = fusedmoe.pipeline(others)
     costs = costs_of(topology, k, others[0].experts.parts, run.waits[0])
-    how = WHOLE_POLICIES[policy] if policy in WHOLE_POLICIES else POLICIES[policy].plan
-    run.follow(halves(how(costs, 4)))
+    run.follow(halves(POLICIES[policy].plan(costs, 4)))
     want = train(one_after_the_other(blocks), blocks, 4 - rank, rank, 2)
     for one, other in zip(train(run, others, 4 - rank, rank, 2), want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("k", "factor"), [(1, 0.8), (2, 1.0)])
 def test_every_policy(policy: str, k: int, factor: float | None) -> None:
     follows(0, 1, policy, k, factor, {})

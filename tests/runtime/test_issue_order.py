@@ -13,9 +13,8 @@ import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
 from fusedmoe.training.stream import GradientStream
 from tests.cluster import Cluster
@@ -74,9 +73,9 @@ def layers_with_schedules(topology: Topology, policy: str) -> None:
 
 Step = Callable[[Topology, str], None]
 STEPS: dict[str, tuple[Step, list[str]]] = {
-    "layers": (layers_in_a_step, [*POLICIES]),
-    "blocks": (blocks_in_micro_batches, [*{**POLICIES, **WHOLE_POLICIES}]),
-    "schedules": (layers_with_schedules, [*POLICIES]),
+    "layers": (layers_in_a_step, [*LAYER_POLICIES]),
+    "blocks": (blocks_in_micro_batches, [*POLICIES]),
+    "schedules": (layers_with_schedules, [*LAYER_POLICIES]),
 }
 
 

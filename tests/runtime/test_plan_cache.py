@@ -12,11 +12,11 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime import plan_cache as module
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.plan_cache import cached_plans, plan_path
+from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 
@@ -43,13 +43,13 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The policies that were asked for a plan."""
     names: list[str] = []
 
-    class Counted(WholeModel):
+    class Counted(PlanSearch):
         def plan(self, name: str) -> Plan:
             if name in WHOLE_POLICIES:
                 names.append(name)
             return super().plan(name)
 
-    monkeypatch.setattr(module, "WholeModel", Counted)
+    monkeypatch.setattr(module, "PlanSearch", Counted)
     return names
 
 
@@ -59,7 +59,7 @@ def plans_of(*policies: str, costs: StepCosts = COSTS, again: bool = False) -> d
 
 def test_a_plan_is_searched_once(folder: Path, searched: list[str]) -> None:
     first = plans_of("flowmoe", "joint")
-    assert first == {name: WHOLE_POLICIES[name](COSTS, LIMIT) for name in ("flowmoe", "joint")}
+    assert first == {name: POLICIES[name].plan(COSTS, LIMIT) for name in ("flowmoe", "joint")}
     assert searched == ["flowmoe", "joint"] and len(list(folder.iterdir())) == 2
     assert plans_of("flowmoe", "joint") == first and len(searched) == 2
     assert plans_of("joint", "lancet").keys() == {"joint", "lancet"} and searched[2:] == ["lancet"]
@@ -94,7 +94,7 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "another plan": lambda text: json.dumps(json.loads(text) | {"plan": ["compute: E0"]}),
     "a plan of more layers": lambda text: json.dumps(
         json.loads(text)
-        | {"plan": (plan := str(WHOLE_POLICIES["flowmoe"](stack(3), LIMIT))).splitlines()}
+        | {"plan": (plan := str(POLICIES["flowmoe"].plan(stack(3), LIMIT))).splitlines()}
         | {"fingerprint": Plan.parse(plan).fingerprint}
     ),
 }
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatc
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
     with pytest.warns(UserWarning, match=f"what was planned could not be kept.*Set {CACHE} to a folder"):
-        assert plans_of("flowmoe")["flowmoe"] == WHOLE_POLICIES["flowmoe"](COSTS, LIMIT)
+        assert plans_of("flowmoe")["flowmoe"] == POLICIES["flowmoe"].plan(COSTS, LIMIT)
 
 
 def test_layers_that_cannot_be_split_are_refused(folder: Path) -> None:
@@ -129,7 +129,7 @@ def test_ranks_have_what_rank_0_read(cluster: Cluster, tmp_path: Path) -> None:
     """Each rank has a folder of its own here, and only the first one's is used."""
     for _ in range(2):
         found = cluster.run(2, on_a_rank, str(tmp_path))
-        assert found[0] == found[1] == WHOLE_POLICIES["flowmoe"](COSTS, LIMIT).fingerprint
+        assert found[0] == found[1] == POLICIES["flowmoe"].plan(COSTS, LIMIT).fingerprint
     assert [path.name for path in tmp_path.iterdir()] == ["0"] and len(list((tmp_path / "0").iterdir())) == 1
 
 

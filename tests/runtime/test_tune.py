@@ -12,10 +12,9 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.grid import workloads
+from fusedmoe.schedule.grid import TESTBEDS, workloads
 from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
 
 
 def random_setting(rng: random.Random) -> tuple[int, Callable[[int], float]]:

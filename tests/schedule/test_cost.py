@@ -9,11 +9,11 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import LINES, CostModel, Line, fit
+from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ALIGNMENT, Stream
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, gradient_ranges
 from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 
 MODEL = CostModel({name: Line(1e-4 * (i + 1), 1e-9 * (i + 1), 0.999) for i, name in enumerate(LINES)}, 0.7, "here")

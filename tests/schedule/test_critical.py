@@ -5,14 +5,12 @@ import random
 import pytest
 
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.critical import critical_path, stretches
+from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.simulate import critical_path, makespan, simulate, stretches
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 
 
@@ -25,10 +23,10 @@ def stack(contention: float, layers: int = 3) -> StepCosts:
 
 
 @pytest.mark.parametrize("contention", [1.0, 0.6])
-@pytest.mark.parametrize("policy", [*POLICIES, *WHOLE_POLICIES])
+@pytest.mark.parametrize("policy", [*POLICIES])
 def test_the_path_has_no_gap_and_explains_the_whole_step(policy: str, contention: float) -> None:
     costs = stack(contention)
-    plan = WHOLE_POLICIES[policy](costs) if policy in WHOLE_POLICIES else POLICIES[policy].plan(costs)
+    plan = POLICIES[policy].plan(costs)
     timeline = simulate(plan, costs)
     path = critical_path(plan, timeline)
     assert path[0].start_s == 0 and path[-1].end_s == timeline.end_s

@@ -4,16 +4,15 @@ import random
 
 import pytest
 
+from bench.paper_degree import paper_cases, paper_degree
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.grid import workloads
-from fusedmoe.schedule.paper import paper_cases, paper_degree
+from fusedmoe.schedule.grid import TESTBEDS, workloads
 from fusedmoe.schedule.passes import alternating, choose_degree, one_queue, pass_s, three_queues, three_queues_s
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times
 from fusedmoe.schedule.task import PIPELINE, Task
-from fusedmoe.schedule.testbeds import TESTBEDS
 from tests.schedule.plans import ORDERS, random_layer
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.bars import COLOURS
-from fusedmoe.schedule.draw import MAX_TIMELINES, draw, figure
+from fusedmoe.schedule.draw import COLOURS, MAX_TIMELINES, draw, figure
 from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.timeline import KINDS, Span, Timeline, align
 from tests.schedule.timelines import training_step

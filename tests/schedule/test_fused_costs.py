@@ -10,11 +10,10 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, FusedCosts, Line
-from fusedmoe.schedule.fused import fused_s, tiled_s
+from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import FUSED
-from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.workload import Workload, one_sided_s, overlapped_s
 
 BOTH = FusedCosts(4, {"intra": 1e-3, "inter": 2e-3})
 MODEL = replace(TESTBEDS["B"].costs, fused=BOTH)
@@ -39,7 +38,7 @@ def test_a_step_takes_what_its_tiles_take_one_by_one():
     for _ in range(200):
         tiles = rng.randint(1, 30)
         stages = [rng.choice([0.0, rng.random(), 10 ** rng.uniform(-3, 1)]) for _ in range(rng.randint(1, 3))]
-        assert tiled_s(stages, 1 / tiles) == pytest.approx(tile_by_tile(stages, tiles), rel=1e-9)
+        assert overlapped_s(stages, 1 / tiles) == pytest.approx(tile_by_tile(stages, tiles), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_each_kind_by_hand(workload, kind, link, lines):
     def tiled(*stages: float) -> float:
         return max(stages) + tile * (sum(stages) - max(stages))
 
-    found = fused_s(kind, workload, MODEL)
+    found = one_sided_s(kind, workload, MODEL)
     assert found is not None
     assert found["forward"] == pytest.approx(start + signals + tiled(d, 2 * one) + tiled(one, c))
     assert found["backward"] == pytest.approx(2 * start + signals + tiled(d, one) + tiled(2 * one, c) + 3 * one)
@@ -69,7 +68,7 @@ def test_each_kind_by_hand(workload, kind, link, lines):
 
 def test_a_batch_smaller_than_a_tile_hides_nothing():
     models = (replace(MODEL, fused=FusedCosts(rows, {"inter": 0.0})) for rows in (48, 99))
-    small, smaller = (fused_s(OVER, OVER_EXPERTS, model) for model in models)
+    small, smaller = (one_sided_s(OVER, OVER_EXPERTS, model) for model in models)
     assert small == smaller
     parts = OVER_EXPERTS.layer_costs(MODEL).chunks["forward"]
     alone = sum(parts[kind].whole_s for kind in parts) + parts["expert"].alpha_s
@@ -77,14 +76,14 @@ def test_a_batch_smaller_than_a_tile_hides_nothing():
 
 
 def test_machines_without_signals_know_none():
-    assert fused_s(OVER, OVER_EXPERTS, replace(MODEL, fused=FusedCosts(128, {"intra": 0.0}))) is None
-    assert fused_s(OVER, OVER_EXPERTS, TESTBEDS["B"].costs) is None
+    assert one_sided_s(OVER, OVER_EXPERTS, replace(MODEL, fused=FusedCosts(128, {"intra": 0.0}))) is None
+    assert one_sided_s(OVER, OVER_EXPERTS, TESTBEDS["B"].costs) is None
 
 
 def test_lines_that_fused_operations_need_are_those_of_collectives():
     """A link's bytes are as fast; only their start is another."""
     slow = replace(MODEL, lines=MODEL.lines | {"all-to-all/ep": Line(9.0, MODEL.lines["all-to-all/ep"].beta_s)})
-    assert fused_s(OVER, OVER_EXPERTS, slow) == fused_s(OVER, OVER_EXPERTS, MODEL)
+    assert one_sided_s(OVER, OVER_EXPERTS, slow) == one_sided_s(OVER, OVER_EXPERTS, MODEL)
 
 
 def test_no_plan_of_a_step_can_be_priced_with_one():

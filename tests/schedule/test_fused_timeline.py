@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.bars import COLOURS, free_of, stripes_of
-from fusedmoe.schedule.draw import figure
+from fusedmoe.schedule.draw import COLOURS, figure, free_of, stripes_of
 from fusedmoe.schedule.task import FUSED, resources_of
-from fusedmoe.schedule.timeline import KINDS, RESOURCES, Span, Timeline
-from fusedmoe.schedule.trace import trace
+from fusedmoe.schedule.timeline import KINDS, RESOURCES, Span, Timeline, trace
 from tests.schedule.test_draw import rgb
 from tests.schedule.test_trace import check_format
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from fusedmoe.schedule import grid
-from fusedmoe.schedule.grid import ABLATION, COLUMNS, PUBLISHED, run_grid, workloads
-from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.grid import ABLATION, COLUMNS, PUBLISHED, TESTBEDS, run_grid, workloads
 
 
 def check(results) -> None:

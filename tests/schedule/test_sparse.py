@@ -5,12 +5,12 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.materialise import overlap_degree
 from fusedmoe.schedule.cost import Durations, Line
+from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.sparse import hidden_s, idle_after, idle_before, with_sparse
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.text import name
 from fusedmoe.schedule.workload import Workload
 
@@ -78,7 +78,7 @@ def test_where_they_stand():
     assert Plan.parse(str(plan)) == plan
 
 
-@pytest.mark.parametrize("policy", [*POLICIES])
+@pytest.mark.parametrize("policy", [*LAYER_POLICIES])
 @pytest.mark.parametrize("testbed", ["A", "B"])
 def test_as_predicted_on_a_cluster(policy, testbed):
     """Four layers as FSMoE's, with pieces of gradients: what is said to be hidden is, what is more shows in full."""
@@ -86,7 +86,7 @@ def test_as_predicted_on_a_cluster(policy, testbed):
     shape = Workload(4, 1024, 2048, 4096, experts=bed.nodes, ep=bed.nodes, esp=bed.gpus)
     layer = shape.layer_costs(bed.costs)
     costs = StepCosts((layer,) * 4, bed.costs.line("all-reduce/dp"), bed.costs.contention, optimizer_s=1e-3)
-    plan = POLICIES[policy].plan(costs)
+    plan = POLICIES[policy].plan(costs.by_layer())
     timeline, step_s = simulate(plan, costs), makespan(plan, costs)
     for again in (False, True):
         hidden_L = hidden_s(timeline, 4, again=again)

@@ -6,8 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from fusedmoe.schedule.timeline import RESOURCES, Span, Timeline
-from fusedmoe.schedule.trace import save_trace, trace
+from fusedmoe.schedule.timeline import RESOURCES, Span, Timeline, save_trace, trace
 from tests.schedule.timelines import training_step
 
 

@@ -11,19 +11,17 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Durations, Line
-from fusedmoe.schedule.grid import workloads
+from fusedmoe.schedule.grid import TESTBEDS, workloads
 from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
 from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.micro_batches import StepSplit, exposed_plan, micro_schedule
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch, ablation
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import gradient_pieces
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
 from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
-from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, WholeModel, ablation
 from fusedmoe.schedule.workload import Workload
 
 GRADIENT = "gradient-all-reduce"
@@ -90,7 +88,7 @@ def test_weight_gradients_of_their_own_cost_what_is_kept_for_them():
             more = 1e-3 if weights and task[:1] + task[3:4] == ("expert", "backward") else 0.0
             assert after[task] - before[task] == pytest.approx(more, abs=1e-12)
     dearest = replace(free, layers=tuple(kept_apart(layer, 10.0) for layer in free.layers))
-    plan = WHOLE_POLICIES["joint"](dearest, 4)
+    plan = POLICIES["joint"].plan(dearest, 4)
     assert not any(task.kind == "weight-gradient" for task in plan)
 
 
@@ -124,19 +122,19 @@ def test_no_policy_beats_the_bound_and_joint_is_never_worse():
     rng = random.Random()
     for _ in range(3):
         costs = random_stack(rng)
-        seconds = {name: makespan(policy(costs, 4), costs) for name, policy in WHOLE_POLICIES.items()}
+        seconds = {name: makespan(POLICIES[name].plan(costs, 4), costs) for name in WHOLE_POLICIES}
         seconds |= {name: makespan(plan, costs) for name, plan in ablation(costs, 4).items()}
         assert min(seconds.values()) >= bound_s(costs) * (1 - 1e-12)
         assert seconds["joint"] <= min(seconds.values()) * (1 + 1e-12)
-        assert all(policy(costs, 4) == policy(costs, 4) for policy in WHOLE_POLICIES.values())
+        assert all(POLICIES[name].plan(costs, 4) == POLICIES[name].plan(costs, 4) for name in WHOLE_POLICIES)
 
 
 def test_policies_asked_for_together_are_those_asked_for_one_by_one():
     costs = random_stack(random.Random())
     told: list[tuple[int, int]] = []
-    model = WholeModel(costs, 4, None, lambda *of: told.append(of))
+    model = PlanSearch(costs, 4, None, lambda *of: told.append(of))
     for name in ("joint", "lancet", "flowmoe", "fsmoe"):  # in another order
-        alone = POLICIES[name].plan(costs, 4) if name == "fsmoe" else WHOLE_POLICIES[name](costs, 4)
+        alone = POLICIES[name].plan(costs, 4)
         assert model.plan(name) == alone
     assert model.ablation == ablation(costs, 4)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
@@ -145,7 +143,7 @@ def test_policies_asked_for_together_are_those_asked_for_one_by_one():
 
 def test_progress_is_told_to_the_end():
     told: list[tuple[int, int]] = []
-    WholeModel(random_stack(random.Random(), 2), 4, None, lambda *of: told.append(of)).plan("joint")
+    PlanSearch(random_stack(random.Random(), 2), 4, None, lambda *of: told.append(of)).plan("joint")
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert len({total for _, total in told}) == 1 and told[-1][0] == told[-1][1]
 
@@ -162,7 +160,7 @@ def test_micro_batches_have_equally_many_samples(samples, allowed):
     layer = replace(layer, chunks=parts, micro=replace(layer.micro, dense=dense))
     costs = StepCosts((layer,) * 2, free)
     for name in WHOLE_POLICIES:
-        plan = WHOLE_POLICIES[name](costs, 16, samples)
+        plan = POLICIES[name].plan(costs, 16, samples)
         found = Counter(task.phase for task in plan if task.kind == "attention" and task.layer == 0)
         assert set(found.values()) <= allowed, name
         if name == "flowmoe":
@@ -179,7 +177,7 @@ def test_step_costs_of_whole_layers():
     plan = POLICIES["fsmoe"].plan(bare)
     assert plan == POLICIES["fsmoe"].plan(whole) and makespan(plan, bare) == makespan(plan, whole)
     without = shape.step_costs(model, sizes, ("dispatch", "expert", "combine"), whole=True)
-    assert {task.kind for task in WHOLE_POLICIES["flowmoe"](without)} == {
+    assert {task.kind for task in POLICIES["flowmoe"].plan(without)} == {
         *("attention", "dispatch", "expert", "combine", GRADIENT)
     }
 
@@ -198,8 +196,8 @@ def test_where_second_choices_compete_all_are_routed_before_the_first_is_sent():
         assert plan.dependencies[Task("attention", 1, 1)] == (Task("combine", 1, 0), Task("attention", 0, 1))
     assert [task for task in plan if task.kind == "order"] == [Task("order", None, layer) for layer in (0, 1)]
     for name in WHOLE_POLICIES:
-        assert makespan(WHOLE_POLICIES[name](costs, 4), costs) >= makespan(WHOLE_POLICIES[name](free, 4), free) * 0.97
-        assert Plan.parse(str(WHOLE_POLICIES[name](costs, 4))) == WHOLE_POLICIES[name](costs, 4)
+        assert makespan(POLICIES[name].plan(costs, 4), costs) >= makespan(POLICIES[name].plan(free, 4), free) * 0.97
+        assert Plan.parse(str(POLICIES[name].plan(costs, 4))) == POLICIES[name].plan(costs, 4)
 
 
 def test_layers_that_cannot_be_split_are_refused():

@@ -14,7 +14,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement.price import Costs
-from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import (
