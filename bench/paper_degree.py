@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from fusedmoe.schedule.passes import Choice
+from fusedmoe.schedule.passes import DegreeChoice
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime
 from fusedmoe.schedule.task import PIPELINE
 
@@ -31,7 +31,7 @@ def paper_cases(r: float, times: ChunkTimes, gar: float = 0.0) -> Case:
     return Case(number, _case_s(number, r, times, gar))
 
 
-def paper_degree(chunks: Mapping[str, StageTime], gar: float = 0.0, *, limit: int = MAX_DEGREE) -> Choice:
+def paper_degree(chunks: Mapping[str, StageTime], gar: float = 0.0, *, limit: int = MAX_DEGREE) -> DegreeChoice:
     """The degree by Algorithm 1: SLSQP in the region where each case holds, then the better whole neighbour.
 
     The printed algorithm takes the least of the four minima; of these regions it speaks in §4.2. A case may hold in
@@ -58,7 +58,7 @@ def paper_degree(chunks: Mapping[str, StageTime], gar: float = 0.0, *, limit: in
             r = float(found.x[0])
             if all(margin([r]) >= -_TOLERANCE for margin in margins):
                 candidates |= {min(limit, max(1, whole)) for whole in (math.floor(r), math.ceil(r))}
-    choices = [Choice(r, paper_cases(r, _times(chunks, r), gar).seconds) for r in sorted(candidates or {1})]
+    choices = [DegreeChoice(r, paper_cases(r, _times(chunks, r), gar).seconds) for r in sorted(candidates or {1})]
     return min(choices, key=lambda choice: choice.seconds)
 
 

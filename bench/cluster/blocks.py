@@ -27,11 +27,11 @@ from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
-from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, ablation, fsmoe, pipemoe, sequential
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.splits import StepSplit, micro_schedule
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
 from fusedmoe.schedule.step_costs import StepCosts
 
@@ -125,7 +125,7 @@ def _pieces_json(
     topology: Topology, step: Step, profiler: Profiler, costs: StepCosts, plan: Plan, rounds: int
 ) -> dict[str, Any]:
     """What the tuner finds while steps run, in a fine sweep. `costs`: by which plans are made."""
-    largest, split = max(costs.gradient_bytes), StepSplit.of(plan)
+    largest, split = max(costs.gradient_bytes), StepSplit.from_plan(plan)
 
     def plan_of(size: int) -> Plan:
         return micro_schedule(costs, split._replace(piece_bytes=size)).plan()

@@ -29,9 +29,9 @@ from fusedmoe.runtime.profile import contention_of, line_through
 from fusedmoe.runtime.profile import profile as measure
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.splits import StepSplit, micro_schedule
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.cluster.setting import LIMIT
-from fusedmoe.schedule.partition import Way, search
+from fusedmoe.schedule.partition import PassOption, search
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
@@ -14,7 +14,7 @@ DEGREES = tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= LIMIT)
 
 def plan_of(costs: StepCosts, forward: int, backward: int) -> Plan:
     """FSMoE's plan with these degrees in all layers; gradients where they are best then."""
-    ways = [Way.of(costs.layers[0].chunks["backward"], three_queues, backward, costs.contention)]
+    ways = [PassOption.from_stages(costs.layers[0].chunks["backward"], three_queues, backward, costs.contention)]
     count = len(costs.layers)
     return step_plan(
         costs,

@@ -14,7 +14,7 @@ from fusedmoe.placement.materialise import overlap_degree
 from fusedmoe.schedule.cost import CostModel, Costs
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate
-from fusedmoe.schedule.sparse import hidden_s, with_sparse
+from fusedmoe.schedule.sparse_collectives import hidden_s, with_sparse
 from fusedmoe.schedule.timeline import Timeline
 
 

@@ -108,7 +108,7 @@ class Report:
 
     @property
     def weights_apart(self) -> bool:
-        """Whether weight gradients are tasks of their own."""
+        """Whether weight gradients are W tasks: a split backward pass."""
         return any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute)
 
     def micro_batches(self, phase: str) -> list[int]:

@@ -29,7 +29,7 @@ from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import simulate
-from fusedmoe.schedule.sparse import hidden_s
+from fusedmoe.schedule.sparse_collectives import hidden_s
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.workload import Workload

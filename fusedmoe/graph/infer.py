@@ -18,7 +18,7 @@ from fusedmoe.graph.axes import Axis, Way, first_axes, outputs_from, way_of
 from fusedmoe.graph.instructions import is_all_to_all, is_wait
 from fusedmoe.schedule.weight_placement import solved
 
-# Of the solver's work (`fusedmoe.schedule.solve`).
+# Of the solver's work (`fusedmoe.schedule.weight_placement`).
 _LIMIT = 2.0
 _TICKS, _SCATTERED = 10_000, 256
 

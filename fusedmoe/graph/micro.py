@@ -317,7 +317,7 @@ def stage_plan(
             task = Task("gate", None, 2 * len(compute) + 2)
             order["compute"].append(task)
             after[task], seconds[task] = (), loose_s
-    return Plan.of(order, after), seconds
+    return Plan.from_orders(order, after), seconds
 
 
 def rewrite(graph: fx.Graph, of: Instructions, chosen: Range) -> None:

@@ -62,7 +62,7 @@ _RESERVE = 0.25
 
 _ALONE = (Plan.parse("inter: D0"), Plan.parse("intra: AG0"))
 _TOGETHER = Plan.parse("intra: AG0\ninter: D0\nafter AG0:")  # it waits for nothing
-_EMPTY, _EMPTY_ROUNDS = Plan.of(three_queues(PIPELINE, 8)), 9
+_EMPTY, _EMPTY_ROUNDS = Plan.from_orders(three_queues(PIPELINE, 8)), 9
 
 Show = Callable[[int, int], None]
 T = TypeVar("T")

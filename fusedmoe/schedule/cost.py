@@ -123,7 +123,7 @@ class CostModel:
     `contention`: when a collective inside the node and one between nodes run at the same time, each goes on at this
     share of its own speed. `machine` says what was measured, for whoever reads it. `fused`: None for a machine without
     fused operations, or where nothing is known of them: then no layer chooses them by cost. `tiled`: experts' gradients
-    are computed tile by tile, in the cache, as on a CPU. Activations that wait for weight gradients of their own are
+    are computed tile by tile, in the cache, as on a CPU. Activations that wait for W tasks are
     then written and read for these alone; where it is not so, both ways of computing them do it.
 
     Raises `ConfigError` for an unknown line and a contention outside (0, 1].

@@ -55,7 +55,7 @@ def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool
     return fill_idle_slots(orders, seconds, gradient_pieces(costs.gradient_bytes, BUCKET_BYTES), costs.all_reduce)
 
 
-def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[Range, ...]:
+def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[SplitRange, ...]:
     """The layers that go forward in micro-batches together."""
     layers = costs.layers
 
@@ -77,7 +77,7 @@ def forward_plan(costs: StepCosts, layers: Iterable[int], degree: int) -> Plan:
     return list_plan(tasks, costs.durations(tasks))
 
 
-class Range(NamedTuple):
+class SplitRange(NamedTuple):
     """Parts `start` to `stop` (without it) in `parts` micro-batches; 1: not split."""
 
     start: int
@@ -87,7 +87,7 @@ class Range(NamedTuple):
 
 def best_ranges(
     count: int, seconds: Callable[[int, int, int], float], parts: Iterable[int], longest: int
-) -> tuple[tuple[Range, ...], float]:
+) -> tuple[tuple[SplitRange, ...], float]:
     """T(n) = min over i and k of T(i) + P(i, n, k): the best way to cut `count` parts into ranges, and its seconds.
 
     Args:
@@ -97,17 +97,17 @@ def best_ranges(
     """
     choices = sorted(set(parts) | {1})
     total = [0.0]
-    last: list[Range] = []
+    last: list[SplitRange] = []
     for stop in range(1, count + 1):
         found = []
         for start in range(max(0, stop - longest), stop):
             for k in choices:
                 if k > 1 or start == stop - 1:
-                    found.append((total[start] + seconds(start, stop, k), Range(start, stop, k)))
+                    found.append((total[start] + seconds(start, stop, k), SplitRange(start, stop, k)))
         best = min(found)
         total.append(best[0])
         last.append(best[1])
-    ranges: list[Range] = []
+    ranges: list[SplitRange] = []
     stop = count
     while stop:
         ranges.append(last[stop - 1])

@@ -80,7 +80,7 @@ class ListSchedule:
     def plan(self) -> Plan:
         """The orders in which the tasks start."""
         orders = ([self._tasks[place] for place in order] for order in self._orders())
-        return Plan.of(dict(zip(RESOURCES, orders, strict=True)))
+        return Plan.from_orders(dict(zip(RESOURCES, orders, strict=True)))
 
     def _orders(self) -> list[list[int]]:
         """Of tasks that start together on a resource all but the last took no time: what waits for others comes after
@@ -138,7 +138,7 @@ def fill_idle_slots(
     What else is on `inter` goes first, but a piece that has started ends (no pre-emption): it can hold up what gets
     ready meanwhile. Contention is not looked at: where it counts, the plan is the same and takes longer.
     """
-    bare, waiting = Plan.of(orders), list(pieces)
+    bare, waiting = Plan.from_orders(orders), list(pieces)
     tasks = [*bare.sequence, *waiting]
     number = {task: place for place, task in enumerate(tasks)}
     gates = standard_dependencies(tasks)
@@ -151,4 +151,4 @@ def fill_idle_slots(
     starts, _ = run(before, followers_of(before), on, took)
     # Of those that start together, what else is there first.
     inter = sorted((*orders["inter"], *waiting), key=lambda task: starts[number[task]])
-    return Plan.of({**orders, "inter": inter})
+    return Plan.from_orders({**orders, "inter": inter})

@@ -24,7 +24,7 @@ class Partition(NamedTuple):
     beside: tuple[float, ...]
 
 
-class Way(NamedTuple):
+class PassOption(NamedTuple):
     """A way to run a layer's backward pass. With all-reduces of g seconds: max(busy_s + g, free_s) seconds."""
 
     order: Order
@@ -33,9 +33,9 @@ class Way(NamedTuple):
     free_s: float
 
     @classmethod
-    def of(cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: float) -> Way:
+    def from_stages(cls, chunks: Mapping[str, StageTime], order: Order, degree: int, contention: float) -> PassOption:
         """Exact without contention. With it all-reduces slow down what they hide behind, so that a pass can take a
-        little longer than its way says."""
+        little longer than its option says."""
         free_s = pass_s(chunks, degree, order=order, contention=contention)
         exposed_s = 2 * free_s + 1.0  # of which something must stay exposed
         busy_s = pass_s(chunks, degree, exposed_s, order=order, contention=contention) - exposed_s
@@ -47,20 +47,22 @@ class Way(NamedTuple):
         return self.free_s - self.busy_s
 
 
-def ways(chunks: Mapping[str, StageTime], order: Order, contention: float, limit: int = MAX_DEGREE) -> list[Way]:
+def pass_options(
+    chunks: Mapping[str, StageTime], order: Order, contention: float, limit: int = MAX_DEGREE
+) -> list[PassOption]:
     """The degrees of a backward pass that can be best for some g: the first one for g = 0, each further one slower and
     less busy."""
     best = choose_degree(chunks, order=order, contention=contention, limit=limit)
-    found: list[Way] = []
+    found: list[PassOption] = []
     for degree in range(best.degree, 0, -1):
-        way = Way.of(chunks, order, degree, contention)
-        if not found or way.busy_s < found[-1].busy_s:
-            found.append(way)
+        option = PassOption.from_stages(chunks, order, degree, contention)
+        if not found or option.busy_s < found[-1].busy_s:
+            found.append(option)
     return found
 
 
-def fill_free(costs: StepCosts, of: Sequence[Sequence[Way]]) -> Partition:
-    """Step 1 (F14): each place takes as much as it hides, as early as possible. `of[l]`: the ways of layer l.
+def fill_free(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> Partition:
+    """Step 1 (F14): each place takes as much as it hides, as early as possible. `of[l]`: the options of layer l.
 
     Each piece pays the start of an all-reduce: a place too short for it takes nothing.
     """
@@ -74,7 +76,7 @@ def fill_free(costs: StepCosts, of: Sequence[Sequence[Way]]) -> Partition:
     return Partition(tuple(middle), tuple(beside))
 
 
-def spread_rest(costs: StepCosts, of: Sequence[Sequence[Way]], first: Partition, seed: int = 0) -> Partition:
+def spread_rest(costs: StepCosts, of: Sequence[Sequence[PassOption]], first: Partition, seed: int = 0) -> Partition:
     """Step 2 (F15): what step 1 left over moves into the middles, where that makes the sum of all passes shorter.
 
     Differential evolution over the share of what is there that each middle takes, so that the constraint holds by
@@ -128,10 +130,10 @@ def spread_rest(costs: StepCosts, of: Sequence[Sequence[Way]], first: Partition,
     return first._replace(middle=tuple(middle))
 
 
-def search(costs: StepCosts, of: Sequence[Sequence[Way]]) -> Partition:
-    """The best partition, where passes take what their ways say: exact, by a dynamic programme over the layers.
+def search(costs: StepCosts, of: Sequence[Sequence[PassOption]]) -> Partition:
+    """The best partition, where passes take what their options say: exact, by a dynamic programme over the layers.
 
-    Nothing but the ends of what a way hides, and all or nothing, can be best for a place: between them a byte costs
+    Nothing but the ends of what a option hides, and all or nothing, can be best for a place: between them a byte costs
     the same as at the end. Of two states the one with less time and less left over wins.
     """
     line = costs.all_reduce
@@ -139,10 +141,10 @@ def search(costs: StepCosts, of: Sequence[Sequence[Way]]) -> Partition:
     steps = []
     for layer in reversed(range(len(of))):
         dense_s = costs.layers[layer].dense_total_s("backward")
-        amounts = np.array([0.0, np.inf, *(line.amount(way.slack_s) for way in of[layer])])
+        amounts = np.array([0.0, np.inf, *(line.amount(option.slack_s) for option in of[layer])])
         middle = np.minimum(ready[:, None], amounts)
         busy_s = _all_reduce_s(line, middle)
-        pass_s = np.minimum.reduce([np.maximum(way.busy_s + busy_s, way.free_s) for way in of[layer]])
+        pass_s = np.minimum.reduce([np.maximum(option.busy_s + busy_s, option.free_s) for option in of[layer]])
         left = ready[:, None] - middle
         beside = np.stack([np.zeros_like(left), np.minimum(left, line.amount(dense_s)), left])
         # [3, states, amounts], then one row of all that is not beaten: by time, each with less left over.
@@ -171,9 +173,9 @@ def _all_reduce_s(line: Line, size: Any) -> Any:
     return np.where(size >= 1, line.alpha_s + line.beta_s * size, 0.0)
 
 
-def _padded(of: Sequence[Sequence[Way]]) -> tuple[Any, Any]:
-    """[V, P] seconds of up to V ways in P places; where a place has fewer, its first one again."""
+def _padded(of: Sequence[Sequence[PassOption]]) -> tuple[Any, Any]:
+    """[V, P] seconds of up to V options in P places; where a place has fewer, its first one again."""
     most = max(map(len, of))
-    rows = [[(way.busy_s, way.free_s) for way in (*found, *[found[0]] * (most - len(found)))] for found in of]
+    rows = [[(option.busy_s, option.free_s) for option in (*found, *[found[0]] * (most - len(found)))] for found in of]
     array = np.array(rows)  # [P, V, 2]
     return array[..., 0].T, array[..., 1].T

@@ -96,7 +96,7 @@ def one_queue_s(r: int, times: ChunkTimes, gar: float = 0.0) -> float:
     return max(r * chain + gar, chain + x + (r - 1) * max(d + ag, x, rs + c))
 
 
-class Choice(NamedTuple):
+class DegreeChoice(NamedTuple):
     """A degree and the seconds that the pass takes with it."""
 
     degree: int
@@ -110,7 +110,7 @@ def choose_degree(
     order: Order = three_queues,
     contention: float = 1.0,
     limit: int = MAX_DEGREE,
-) -> Choice:
+) -> DegreeChoice:
     """The degree from 1 to `limit` with the shortest pass (F12); of several the smallest. `chunks`: of the parts that
     the layer has.
 
@@ -124,21 +124,21 @@ def choose_degree(
     degrees = range(1, limit + 1)
     if order is one_queue or (order is three_queues and contention == 1.0):
         closed = one_queue_s if order is one_queue else three_queues_s
-        return _smallest_of_best([Choice(r, closed(r, chunk_times(chunks, r), gar)) for r in degrees])
-    least = [Choice(r, pass_bound_s(r, chunk_times(chunks, r), gar, contention)) for r in degrees]
+        return _smallest_of_best([DegreeChoice(r, closed(r, chunk_times(chunks, r), gar)) for r in degrees])
+    least = [DegreeChoice(r, pass_bound_s(r, chunk_times(chunks, r), gar, contention)) for r in degrees]
     if order is three_queues:  # contention makes no pass shorter
-        least = [Choice(r, max(seconds, three_queues_s(r, chunk_times(chunks, r), gar))) for r, seconds in least]
-    found: list[Choice] = []
+        least = [DegreeChoice(r, max(seconds, three_queues_s(r, chunk_times(chunks, r), gar))) for r, seconds in least]
+    found: list[DegreeChoice] = []
     best_s = math.inf
     for degree, seconds in sorted(least, key=lambda choice: choice.seconds):
         if seconds > best_s * (1 + ROUNDING):
             break
-        found.append(Choice(degree, pass_s(chunks, degree, gar, order=order, contention=contention)))
+        found.append(DegreeChoice(degree, pass_s(chunks, degree, gar, order=order, contention=contention)))
         best_s = min(best_s, found[-1].seconds)
     return _smallest_of_best(found)
 
 
-def _smallest_of_best(choices: Sequence[Choice]) -> Choice:
+def _smallest_of_best(choices: Sequence[DegreeChoice]) -> DegreeChoice:
     best_s = min(choice.seconds for choice in choices)
     return min(choice for choice in choices if choice.seconds <= best_s * (1 + ROUNDING))
 
@@ -164,4 +164,4 @@ def pass_s(
 @lru_cache(maxsize=1024)
 def _pass_plan(order: Order, kinds: tuple[str, ...], degree: int, with_gradient: bool) -> Plan:
     pieces = [Task("gradient-all-reduce", 0, 1, "backward")] if with_gradient else []
-    return Plan.of(order(kinds, degree, "backward", 0, pieces))
+    return Plan.from_orders(order(kinds, degree, "backward", 0, pieces))

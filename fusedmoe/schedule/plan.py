@@ -126,7 +126,9 @@ class Plan:
         return text.write({resource: self.on(resource) for resource in RESOURCES}, self.after)
 
     @classmethod
-    def of(cls, orders: Mapping[str, Iterable[Task]], after: Mapping[Task, tuple[Task, ...]] | None = None) -> Plan:
+    def from_orders(
+        cls, orders: Mapping[str, Iterable[Task]], after: Mapping[Task, tuple[Task, ...]] | None = None
+    ) -> Plan:
         """The plan of the orders by resource; a resource that is missing has no tasks."""
         compute, intra, inter = (tuple(orders.get(resource, ())) for resource in RESOURCES)
         return cls(compute, intra, inter, after or {})
@@ -135,7 +137,7 @@ class Plan:
     def parse(cls, source: str) -> Plan:
         """The plan that a text stands for. Raises `ConfigError`, naming the line, for what is not one."""
         orders, after = text.read(source)
-        return cls.of(orders, after)
+        return cls.from_orders(orders, after)
 
 
 def _changed(

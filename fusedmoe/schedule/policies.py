@@ -14,17 +14,11 @@ from functools import cached_property
 from itertools import product
 
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
-from fusedmoe.schedule.micro_batches import (
-    SplitSearch,
-    StepSplit,
-    in_micro_batches,
-    micro_schedule,
-    with_exposed_gradients,
-)
-from fusedmoe.schedule.partition import Partition, Way, piece_s, search, ways
+from fusedmoe.schedule.partition import Partition, PassOption, pass_options, piece_s, search
 from fusedmoe.schedule.passes import Order, alternating, choose_degree, one_queue, one_queue_s, pass_s, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
+from fusedmoe.schedule.splits import SplitSearch, StepSplit, in_micro_batches, micro_schedule, with_exposed_gradients
 from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan, step_plan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StageTime, StepCosts, chunk_times
 from fusedmoe.schedule.timeline import PHASES
@@ -294,7 +288,7 @@ def _one_degree(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
             chosen[key] = ChunkedPass(min(orders, key=lambda order: seconds(layer, phase, order, degree, gar)), degree)
         return chosen[key]
 
-    found: dict[int, list[Way]] = {}
+    found: dict[int, list[PassOption]] = {}
     for layer in costs.layers:
         if id(layer) not in of_layer:
             taken_s = {
@@ -303,7 +297,9 @@ def _one_degree(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
             }
             of_layer[id(layer)] = degree = min(taken_s, key=taken_s.__getitem__)
             back = layer.chunks["backward"]
-            found[id(layer)] = _useful([Way.of(back, order, degree, costs.contention) for order in orders])
+            found[id(layer)] = _useful(
+                [PassOption.from_stages(back, order, degree, costs.contention) for order in orders]
+            )
     partition = search(costs, [found[id(layer)] for layer in costs.layers])
     forward = [best(layer, "forward") for layer in costs.layers]
     gars = [piece_s(costs.all_reduce, middle) for middle in partition.middle]
@@ -313,11 +309,11 @@ def _one_degree(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
 
 def _own_degrees(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
     """For each pass its own."""
-    known: dict[int, tuple[ChunkedPass, list[Way]]] = {}  # layers are often one object many times
+    known: dict[int, tuple[ChunkedPass, list[PassOption]]] = {}  # layers are often one object many times
     for layer in costs.layers:
         if id(layer) not in known:
             there, back = (layer.chunks[phase] for phase in PHASES)
-            found = [way for order in orders for way in ways(back, order, costs.contention, limit)]
+            found = [option for order in orders for option in pass_options(back, order, costs.contention, limit)]
             known[id(layer)] = (_best(there, 0.0, orders, costs, limit), _useful(found))
     forward = [known[id(layer)][0] for layer in costs.layers]
     partition = search(costs, [known[id(layer)][1] for layer in costs.layers])
@@ -342,10 +338,10 @@ def _best(
     return ChunkedPass(order, choice.degree)
 
 
-def _useful(found: Sequence[Way]) -> list[Way]:
-    """The ways that are the best ones for some all-reduce, the first for none; each hides more than the one before."""
-    result: list[Way] = []
-    for way in sorted(found, key=lambda way: (way.free_s, way.busy_s)):
-        if not result or way.busy_s < result[-1].busy_s:
-            result.append(way)
+def _useful(found: Sequence[PassOption]) -> list[PassOption]:
+    """Those that are the best for some all-reduce, the first for none; each hides more than the one before."""
+    result: list[PassOption] = []
+    for option in sorted(found, key=lambda one: (one.free_s, one.busy_s)):
+        if not result or option.busy_s < result[-1].busy_s:
+            result.append(option)
     return result

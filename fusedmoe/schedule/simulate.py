@@ -7,7 +7,7 @@ resource and all that it waits for have ended. While a task on `intra` and one o
 on at the contention's share of their speed; computation is not slowed down.
 
 A fused operation starts as soon as it is the next one on both of its resources, and holds them until it ends. It does
-all of a layer's road, over one kind of links: nothing is on the other kind that could disturb it.
+all that a layer's pipeline does, over one kind of links: nothing is on the other kind that could disturb it.
 
 Why a step takes as long as it does: its critical path goes back from the task that ends last, at each step to the one
 that its start waited for. Nothing on it could have started earlier, so only what is on it can make the step shorter.
@@ -59,7 +59,7 @@ class Stretch:
     """One layer's pass in a predicted step, from the end of the one before, its dense part included.
 
     Micro-batches are in several layers at once: what they do before the pass of the layer before has ended counts
-    there. Weight gradients that are tasks of their own belong to no pass, and count where they run.
+    there. W tasks belong to no pass, and count where they run.
 
     Attributes:
         degree: its chunks.

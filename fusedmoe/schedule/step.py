@@ -73,7 +73,7 @@ def step_plan(
         if exposed:
             after.update({piece: (orders["compute"][-1],) for piece in pieces})
     orders["compute"] += optimizer_tasks(costs)
-    return Plan.of(orders, after)
+    return Plan.from_orders(orders, after)
 
 
 def idle_slot_plan(
@@ -96,7 +96,7 @@ def step_tasks(
 
     Args:
         piece_bytes: of a gradient all-reduce; None: a layer's in one piece.
-        weights: weight gradients are tasks of their own.
+        weights: weight gradients are W tasks.
     Raises:
         ConfigError: layers that cannot be split (`LayerCosts.micro`).
     """
@@ -191,7 +191,7 @@ def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
         places = [place for place, task in enumerate(tasks) if own(task)]
         between = tasks[places[0] : places[-1] + 1] if places else ()
         orders[resource] = [task for task in between if own(task) or task.kind == _GRADIENT]
-    return Plan.of(orders)
+    return Plan.from_orders(orders)
 
 
 def half(plan: Plan, phase: str) -> Plan:
@@ -202,7 +202,7 @@ def half(plan: Plan, phase: str) -> Plan:
         for task, before in plan.after.items()
         if task.phase == phase
     }
-    return Plan.of(orders, after)
+    return Plan.from_orders(orders, after)
 
 
 def beside(plan: Plan, layer: int) -> tuple[Task, ...]:
@@ -224,13 +224,13 @@ def pass_by_degree(policy: str, kinds: Collection[str], degree: int, phase: str)
     `kinds`: those of the layer, of which its parts count.
     """
     order = three_queues if policy in THREE_QUEUES else one_queue
-    return Plan.of(order(kinds, degree, phase))
+    return Plan.from_orders(order(kinds, degree, phase))
 
 
 def fused_pass(kind: str, degree: int, phase: str) -> Plan:
     """One layer's pass by a fused operation in that many chunks."""
     chunks = [Task(kind, chunk, 0, phase) for chunk in range(degree)]
-    return Plan.of(dict.fromkeys(resources_of(kind), chunks))
+    return Plan.from_orders(dict.fromkeys(resources_of(kind), chunks))
 
 
 def _is_chunk(task: Task, layer: int, phase: str) -> bool:

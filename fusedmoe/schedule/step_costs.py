@@ -68,13 +68,13 @@ def chunk_times(chunks: Mapping[str, StageTime], degree: int) -> ChunkTimes:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """What a layer costs where micro-batches go through all of it, and where weight gradients are tasks of their own.
+    """What a layer costs where micro-batches go through all of it, and where weight gradients are W tasks.
 
     `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
     and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient". `waits`: forward, all
     micro-batches are routed before the first is sent, as where second choices compete for an expert's places; an
     "order" in one piece then stands between them, which takes no time. `apart_s`: what the experts' backward pass takes
-    longer where weight gradients are tasks of their own, for which it then keeps activations and their gradients.
+    longer where weight gradients are W tasks, for which it then keeps activations and their gradients.
     """
 
     dense: Mapping[str, Mapping[str, StageTime]]
@@ -189,7 +189,7 @@ class StepCosts:
     def _task_s(self, task: Task, count: int, without_weights: bool) -> float:
         """The duration of a task, apart from gradient-all-reduces.
 
-        `count`: how many pieces its part has. `without_weights`: weight gradients of this part are tasks of their own.
+        `count`: how many pieces its part has. `without_weights`: weight gradients of this part are W tasks.
         """
         kind, chunk, layer, phase, _ = task
         if layer is None:

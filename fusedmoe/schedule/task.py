@@ -34,7 +34,7 @@ STAGES = {
     "backward": ("order", *_CHUNKS, "unorder", "gate", "attention"),
 }
 
-#: Parts whose backward pass may be without its weight gradients, and what these are called then.
+#: The W tasks: weight gradients of a split backward pass, by the part that then has the gradients of its input alone.
 WEIGHT_GRADIENTS = {"expert": "weight-gradient", "attention": "attention-weight-gradient"}
 
 #: The kinds that only move data, by the link that they use; every other kind computes.
@@ -81,7 +81,7 @@ def resources_of(kind: str) -> tuple[str, ...]:
 
 
 def weight_gradient(kind: str) -> str | None:
-    """What the weight gradients of a kind are called where they are tasks of their own; None: it has none."""
+    """The W task of a kind; None: it has no weight gradients."""
     return WEIGHT_GRADIENTS.get(kind)
 
 

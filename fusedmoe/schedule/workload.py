@@ -111,7 +111,7 @@ class Workload:
 
         In micro-batches each part of it starts anew for every one. Of the backward pass, one product of two of the
         experts and of attention's projections is a weight gradient. Where it is known what copies take, copies between
-        the chunks of one pass and those of the other cost something, and so does what weight gradients of their own
+        the chunks of one pass and those of the other cost something, and so does what W tasks
         must keep (`CostModel.tiled`).
         """
         chunks: dict[str, dict[str, StageTime]] = {}

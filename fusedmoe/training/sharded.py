@@ -182,7 +182,7 @@ class ShardedExperts:
 
     def hide_in(self, seconds: float) -> None:
         """Sets t to the experts that travel in so many seconds: those in which a plan's link between nodes has nothing
-        else to do (`fusedmoe.schedule.sparse`), in place of what the first steps would measure. Only where `overlap`
+        else to do (`schedule.sparse_collectives`), in place of what the first steps would measure. Only where `overlap`
         was left open, and before it was found."""
         if self._measures:
             self._find_overlap(seconds)

@@ -8,8 +8,8 @@ from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.tune import PieceTuner
-from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.splits import StepSplit, micro_schedule
 from fusedmoe.schedule.step import half
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.training.stream import GradientStream
@@ -45,7 +45,7 @@ class PieceTuning:
         steps: int = 10,
         drift: float | None = 0.1,
     ) -> None:
-        self._blocks, self._stream, self._costs, self._split = blocks, stream, costs, StepSplit.of(plan)
+        self._blocks, self._stream, self._costs, self._split = blocks, stream, costs, StepSplit.from_plan(plan)
         self.tuner = PieceTuner(max(costs.gradient_bytes), samples, steps, drift)
         self.plan: Plan
         self._follow()

@@ -29,10 +29,10 @@ from bench.cluster.turns import same_results, setting_json
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.cost import LINES, CostModel, Line
-from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.splits import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster

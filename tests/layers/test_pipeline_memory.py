@@ -15,8 +15,8 @@ from fusedmoe import experts, gates
 from fusedmoe.autograd import stack_state
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.layers.pipeline import Parts
-from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.splits import StepSplit, micro_schedule
 from fusedmoe.schedule.workload import Workload
 from tests.layers.test_pipeline import one_after_the_other
 from tests.layers.test_pipeline_plans import COSTS, halves

@@ -19,9 +19,9 @@ from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.splits import StepSplit, micro_schedule
 from fusedmoe.schedule.step import half
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload

@@ -44,7 +44,7 @@ def log_of(plan: Plan) -> list[tuple[Task, str, int]]:
 @pytest.mark.parametrize("order", ORDERS)
 def test_tasks_run_once_in_order(order: str, kinds: tuple[str, ...]) -> None:
     for degree, phase in itertools.product((1, 2, 5), ("forward", "backward")):
-        plan = Plan.of(ORDERS[order](kinds, degree, phase))
+        plan = Plan.from_orders(ORDERS[order](kinds, degree, phase))
         log = log_of(plan)
         ended = [task for task, _, _ in log]
         assert sorted(ended, key=str) == sorted(plan, key=str)
@@ -60,7 +60,7 @@ def test_tasks_run_once_in_order(order: str, kinds: tuple[str, ...]) -> None:
 
 def test_links_and_computation_overlap() -> None:
     """The dispatch of chunk 1 and the expert of chunk 0 wait for each other: only at the same time can both end."""
-    plan = Plan.of(three_queues(("dispatch", "expert", "combine"), 2))
+    plan = Plan.from_orders(three_queues(("dispatch", "expert", "combine"), 2))
     both = threading.Barrier(2)
 
     def meet(kind: str, chunk: int) -> Callable[[Task], None]:
@@ -75,7 +75,7 @@ def test_links_and_computation_overlap() -> None:
 
 @pytest.mark.parametrize("kind", ["dispatch", "expert", "all-gather"])
 def test_what_a_body_raises_ends_all(kind: str) -> None:
-    plan = Plan.of(three_queues(PIPELINE, 4))
+    plan = Plan.from_orders(three_queues(PIPELINE, 4))
     before = threading.active_count()
     told: list[BaseException] = []
     ran: list[Task] = []
@@ -103,7 +103,7 @@ def test_an_error_keeps_nothing(kind: str) -> None:
 
     held = Held()
     alive = weakref.ref(held)
-    plan = Plan.of(three_queues(PIPELINE, 2))
+    plan = Plan.from_orders(three_queues(PIPELINE, 2))
     gc.collect()
     gc.disable()
     try:
@@ -117,7 +117,7 @@ def test_an_error_keeps_nothing(kind: str) -> None:
 
 def test_the_waiting_side_is_told_before_it_is_joined() -> None:
     """A link that waits for other ranks ends only because `stop` tells them."""
-    plan = Plan.of(three_queues(("dispatch", "expert", "combine"), 2))
+    plan = Plan.from_orders(three_queues(("dispatch", "expert", "combine"), 2))
     stopped = threading.Event()
 
     def dispatch(task: Task) -> None:
@@ -133,7 +133,7 @@ def test_the_waiting_side_is_told_before_it_is_joined() -> None:
 
 
 def test_measured() -> None:
-    plan = Plan.of(three_queues(PIPELINE, 3, "backward", 5))
+    plan = Plan.from_orders(three_queues(PIPELINE, 3, "backward", 5))
     recorder = Recorder()
     execute(plan, dict.fromkeys(PIPELINE, lambda task: None), stop=pytest.fail, recorder=recorder)
     spans = recorder.timeline().spans
@@ -144,7 +144,7 @@ def test_measured() -> None:
 
 def test_a_task_is_measured_where_its_kind_works() -> None:
     """An all-gather on the links inside a node, also where one queue has all links."""
-    plan, recorder = Plan.of(one_queue(PIPELINE, 2)), Recorder()
+    plan, recorder = Plan.from_orders(one_queue(PIPELINE, 2)), Recorder()
     execute(plan, dict.fromkeys(PIPELINE, lambda task: None), stop=pytest.fail, recorder=recorder)
     assert not plan.intra and {s.kind: s.resources for s in recorder.timeline().spans} == {
         kind: resources_of(kind) for kind in PIPELINE
@@ -159,7 +159,7 @@ def test_what_has_no_body_is_refused_before_anything_runs() -> None:
     ran: list[Task] = []
     with pytest.raises(ConfigError, match=r"f0\.AG0 \(all-gather\), which cannot run here; what can: dispatch, expert"):
         bodies = dict.fromkeys(("dispatch", "expert", "reduce-scatter", "combine"), ran.append)
-        execute(Plan.of(three_queues(PIPELINE, 2)), bodies, stop=pytest.fail)
+        execute(Plan.from_orders(three_queues(PIPELINE, 2)), bodies, stop=pytest.fail)
     for kind in FUSED:  # of which no plan's tasks are run
         with pytest.raises(ConfigError, match=rf"\({kind}\), which cannot run here; what can: expert"):
             execute(fused_pass(kind, 2, "forward"), {kind: ran.append, "expert": ran.append}, stop=pytest.fail)
@@ -275,4 +275,4 @@ def test_an_order_that_no_event_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -
     """The check above finds a stream that does not wait for what another one runs ahead of it."""
     monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
     with pytest.raises(AssertionError, match=r"kind='all-gather', .*\{Task\(kind='dispatch'"):
-        on_streams(monkeypatch, Plan.of(three_queues(PIPELINE, 2)))
+        on_streams(monkeypatch, Plan.from_orders(three_queues(PIPELINE, 2)))

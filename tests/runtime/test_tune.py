@@ -13,7 +13,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.grid import TESTBEDS, workloads
-from fusedmoe.schedule.micro_batches import StepSplit, micro_schedule
+from fusedmoe.schedule.splits import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
 
 

@@ -29,7 +29,7 @@ def any_plan(rng: random.Random, fused: bool = True) -> Plan:
         for resource in on:
             orders[resource].append(task)
     after = {task: tuple(one for one in tasks[:n] if rng.random() < 0.15) for n, task in enumerate(tasks)}
-    return Plan.of(orders, after)
+    return Plan.from_orders(orders, after)
 
 
 def random_durations(rng: random.Random, plan: Plan, contention: float) -> Durations:

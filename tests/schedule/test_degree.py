@@ -22,7 +22,7 @@ def brute_force(chunks, gar, order, contention, limit) -> list[float]:
     found = []
     for degree in range(1, limit + 1):
         pieces = [Task("gradient-all-reduce", 0, 1, "backward")] if gar else []
-        plan = Plan.of(order(kinds, degree, "backward", 0, pieces))
+        plan = Plan.from_orders(order(kinds, degree, "backward", 0, pieces))
         of = {kind: chunks[kind].seconds(degree) for kind in kinds} | {"gradient-all-reduce": gar}
         found.append(makespan(plan, Durations({task: of[task.kind] for task in plan}, contention)))
     return found
@@ -32,7 +32,9 @@ def brute_force(chunks, gar, order, contention, limit) -> list[float]:
 def test_the_choice_has_no_regret_on_the_published_grid(testbed):
     """Both passes of all 1,458 cases (486 differ), every degree up to 16 simulated; backward with an all-reduce."""
     model = TESTBEDS[testbed].costs
-    plans = {(r, gar): Plan.of(three_queues(PIPELINE, r, pieces=gar)) for r in range(1, 17) for gar in ((), (AR,))}
+    plans = {
+        (r, gar): Plan.from_orders(three_queues(PIPELINE, r, pieces=gar)) for r in range(1, 17) for gar in ((), (AR,))
+    }
     count = 0
     for workload in workloads(TESTBEDS[testbed]):
         layer = workload.layer_costs(model)

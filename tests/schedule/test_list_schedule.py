@@ -77,7 +77,7 @@ def test_it_is_as_good_as_any_order_of_a_small_step():
         best = float("inf")
         for inter, compute in itertools.product(itertools.permutations(link), itertools.permutations(experts)):
             try:
-                plan = Plan.of({"compute": compute, "inter": inter})
+                plan = Plan.from_orders({"compute": compute, "inter": inter})
             except Exception:
                 continue
             best = min(best, makespan(plan, Durations(seconds)))

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.partition import Partition, Way, fill_free, piece_s, search, spread_rest, ways
+from fusedmoe.schedule.partition import Partition, PassOption, fill_free, pass_options, piece_s, search, spread_rest
 from fusedmoe.schedule.passes import choose_degree, three_queues
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from tests.schedule.plans import ORDERS, random_costs
@@ -25,9 +25,9 @@ def backward_s(costs: StepCosts, of, partition: Partition) -> float:
     return seconds + piece_s(line, ready)
 
 
-def random_ways(rng: random.Random, costs: StepCosts) -> list[list[Way]]:
+def random_ways(rng: random.Random, costs: StepCosts) -> list[list[PassOption]]:
     order = rng.choice(ORDERS)
-    return [ways(layer.chunks["backward"], order, costs.contention) for layer in costs.layers]
+    return [pass_options(layer.chunks["backward"], order, costs.contention) for layer in costs.layers]
 
 
 def test_ways_by_definition():
@@ -35,7 +35,7 @@ def test_ways_by_definition():
     for _ in range(30):
         costs = random_costs(rng, 1.0)
         layer = costs.layers[0]
-        found = ways(layer.chunks["backward"], three_queues, 1.0)
+        found = pass_options(layer.chunks["backward"], three_queues, 1.0)
         assert [way.free_s for way in found] == sorted(way.free_s for way in found)
         assert [way.slack_s for way in found] == sorted(way.slack_s for way in found)
         for gar in (0.0, 1e-4, 1e-2, 1.0):
@@ -43,9 +43,9 @@ def test_ways_by_definition():
             assert min(max(way.busy_s + gar, way.free_s) for way in found) == pytest.approx(best, rel=1e-9)
 
 
-def layer(slack_s: float, dense_s: float, gradient_bytes: int) -> tuple[LayerCosts, list[Way]]:
+def layer(slack_s: float, dense_s: float, gradient_bytes: int) -> tuple[LayerCosts, list[PassOption]]:
     costs = LayerCosts({"forward": {}, "backward": {}}, {"backward": {"attention": dense_s}}, gradient_bytes)
-    return costs, [Way(three_queues, 1, 10.0 - slack_s, 10.0)]
+    return costs, [PassOption(three_queues, 1, 10.0 - slack_s, 10.0)]
 
 
 def test_step_1_by_hand():
@@ -68,7 +68,7 @@ def test_step_1_takes_no_more_than_there_is():
 def test_step_2_moves_what_is_left_to_another_degree():
     # Nothing is free, but with its second way layer 0 is only 0.5 s longer and hides 2.5 s.
     first, _ = layer(0.0, 0.0, 1000)
-    of = [[Way(three_queues, 2, 10.0, 10.0), Way(three_queues, 1, 8.0, 10.5)]] * 2
+    of = [[PassOption(three_queues, 2, 10.0, 10.0), PassOption(three_queues, 1, 8.0, 10.5)]] * 2
     costs = StepCosts((first, first), Line(1.0, 1e-3))
     start = fill_free(costs, of)
     assert start == Partition((0.0, 0.0), (0.0, 0.0)) and backward_s(costs, of, start) == 20 + 3

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fusedmoe.schedule.lancet import Range, best_ranges
+from fusedmoe.schedule.lancet import SplitRange, best_ranges
 
 
 def every_cut(count: int, parts: list[int], longest: int, start: int = 0):
@@ -16,7 +16,7 @@ def every_cut(count: int, parts: list[int], longest: int, start: int = 0):
         for k in parts:
             if k > 1 or stop == start + 1:
                 for rest in every_cut(count, parts, longest, stop):
-                    yield (Range(start, stop, k), *rest)
+                    yield (SplitRange(start, stop, k), *rest)
 
 
 def test_it_equals_brute_force():
@@ -37,4 +37,4 @@ def test_it_equals_brute_force():
 
 
 def test_not_splitting_is_always_there():
-    assert best_ranges(2, lambda start, stop, k: float(k), [4], 2) == ((Range(0, 1, 1), Range(1, 2, 1)), 2.0)
+    assert best_ranges(2, lambda start, stop, k: float(k), [4], 2) == ((SplitRange(0, 1, 1), SplitRange(1, 2, 1)), 2.0)

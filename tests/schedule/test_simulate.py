@@ -97,14 +97,14 @@ def test_contention_by_hand():
 
 
 def test_one_queue_never_contends():
-    plan = Plan.of(one_queue(PIPELINE, 4))
+    plan = Plan.from_orders(one_queue(PIPELINE, 4))
     seconds = {task: 1.0 for task in plan}
     assert simulate(plan, Durations(seconds, 0.1)) == simulate(plan, Durations(seconds, 1.0))
 
 
 def of_pass(order, kinds, degree, times: ChunkTimes, gar: float) -> tuple[Plan, dict[Task, float]]:
     pieces = [Task("gradient-all-reduce", 0, 1, "backward")] if gar else []
-    plan = Plan.of(order(kinds, degree, "backward", 0, pieces))
+    plan = Plan.from_orders(order(kinds, degree, "backward", 0, pieces))
     of = dict(zip(PIPELINE, times, strict=True)) | {"gradient-all-reduce": gar}
     return plan, {task: of[task.kind] for task in plan}
 

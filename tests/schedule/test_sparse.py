@@ -9,7 +9,7 @@ from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.sparse import hidden_s, idle_after, idle_before, with_sparse
+from fusedmoe.schedule.sparse_collectives import hidden_s, idle_after, idle_before, with_sparse
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 from fusedmoe.schedule.text import name
 from fusedmoe.schedule.workload import Workload

@@ -14,10 +14,10 @@ from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.grid import TESTBEDS, workloads
 from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
 from fusedmoe.schedule.list_schedule import fill_idle_slots
-from fusedmoe.schedule.micro_batches import StepSplit, exposed_plan, micro_schedule
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch, ablation
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.splits import StepSplit, exposed_plan, micro_schedule
 from fusedmoe.schedule.step import gradient_pieces
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
 from fusedmoe.schedule.task import Task
@@ -97,11 +97,11 @@ def test_a_plan_tells_how_it_is_split():
     for _ in range(30):
         costs, split = random_stack(rng), random_split(rng)
         plan = micro_schedule(costs, split).plan()
-        found = StepSplit.of(plan)
+        found = StepSplit.from_plan(plan)
         assert found._replace(piece_bytes=None) == split._replace(piece_bytes=None)
         assert micro_schedule(costs, found).plan() == plan
     bare = replace(costs, layers=tuple(replace(layer, gradient_bytes=0) for layer in costs.layers))
-    assert StepSplit.of(micro_schedule(bare, StepSplit(2, 3, 2**20)).plan()) == StepSplit(2, 3)
+    assert StepSplit.from_plan(micro_schedule(bare, StepSplit(2, 3, 2**20)).plan()) == StepSplit(2, 3)
 
 
 def test_chunks_go_on_from_layer_to_layer():
@@ -249,7 +249,7 @@ def test_theorem_1():
         pieces = gradient_pieces(gradients, None)
         of = seconds | {piece: line.seconds(piece.size or 0) for piece in pieces}
         end = {piece: (orders["compute"][-1],) for piece in pieces}
-        at_the_end = Plan.of({**orders, "inter": [*orders["inter"], *pieces]}, end)
+        at_the_end = Plan.from_orders({**orders, "inter": [*orders["inter"], *pieces]}, end)
         assert makespan(patient(orders, of, pieces), Durations(of)) <= makespan(at_the_end, Durations(of)) * (1 + 1e-9)
 
 
@@ -261,8 +261,8 @@ def patient(orders, seconds, pieces) -> Plan:
         for at in range(place, len(inter) + 1):
             trial = [*inter[:at], piece, *inter[at:]]
             try:
-                before = Plan.of({**orders, "inter": inter + waiting[waiting.index(piece) :]})
-                after = Plan.of({**orders, "inter": trial + waiting[waiting.index(piece) + 1 :]})
+                before = Plan.from_orders({**orders, "inter": inter + waiting[waiting.index(piece) :]})
+                after = Plan.from_orders({**orders, "inter": trial + waiting[waiting.index(piece) + 1 :]})
             except ConfigError:
                 continue
             if ends(after, seconds, orders) <= ends(before, seconds, orders) * (1 + 1e-12):
@@ -270,7 +270,7 @@ def patient(orders, seconds, pieces) -> Plan:
                 break
         else:
             inter, place = [*inter, piece], len(inter) + 1
-    return Plan.of({**orders, "inter": inter})
+    return Plan.from_orders({**orders, "inter": inter})
 
 
 def ends(plan: Plan, seconds, orders) -> float:

@@ -1,8 +1,8 @@
 """Plans of a whole step in micro-batches: attention is split as well, and chunks go on from layer to layer (FlowMoE).
 
 A step is what it was, with every layer's parts in chunks from its attention to its combine; chunk i of a layer waits
-for chunk i of the layer before and for no other. Weight gradients may be tasks of their own (Lancet): what waits for a
-pass waits for the gradients of its input only.
+for chunk i of the layer before and for no other. The backward pass may be split as well, into gradients of inputs and
+W tasks for those of weights (Lancet): what waits for a pass waits for the gradients of its input only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepSplit(NamedTuple):
     """How a step is split.
 
     `forward`, `backward`: micro-batches of both passes. `piece_bytes`: of a gradient all-reduce (S_p); None: a layer's
-    in one piece. `weights`: weight gradients are tasks of their own.
+    in one piece. `weights`: weight gradients are W tasks.
     """
 
     forward: int
@@ -35,7 +35,7 @@ class StepSplit(NamedTuple):
     weights: bool = False
 
     @classmethod
-    def of(cls, plan: Plan) -> StepSplit:
+    def from_plan(cls, plan: Plan) -> StepSplit:
         """How a plan of `micro_schedule` is split. Its `piece_bytes` are those of the largest piece there is."""
         degrees = plan.degrees.items()
         forward, backward = (max(degree for (phase, _), degree in degrees if phase == one) for one in PHASES)
@@ -75,7 +75,7 @@ def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
     plan = list_plan(tasks, costs.durations(tasks))
     pieces, end = ([task for task in found if task.kind == kind] for kind in late)
     orders = {"compute": [*plan.compute, *end], "intra": plan.intra, "inter": [*plan.inter, *pieces]}
-    return Plan.of(orders, {piece: plan.compute[-1:] for piece in pieces})
+    return Plan.from_orders(orders, {piece: plan.compute[-1:] for piece in pieces})
 
 
 #: The seconds of a split step, and what makes its plan.

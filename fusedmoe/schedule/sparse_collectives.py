@@ -104,7 +104,7 @@ def _ahead(inter: Sequence[Task], first: int) -> int:
 
 
 def _gradients(plan: Plan, layer: int) -> tuple[Task, ...]:
-    """What computes the gradients of a layer's experts: weight gradients where they are tasks of their own."""
+    """What computes the gradients of a layer's experts: its W tasks where the backward pass is split."""
     own = [task for task in plan.compute if (task.layer, task.phase) == (layer, "backward")]
     apart = [task for task in own if task.kind == WEIGHT_GRADIENTS["expert"]]
     return tuple(apart or [task for task in own if task.kind == "expert"])
