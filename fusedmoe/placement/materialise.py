@@ -15,9 +15,9 @@ def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> in
     """How many experts a rank can receive unnoticed: t = floor(idle time · bandwidth / bytes of an expert).
 
     Args:
-        idle_s: for how long the link has nothing else to do: what a plan leaves of it free (`hidden_s` of the
-            schedule's sparse collectives), or else, by the paper's formula (section 4.2), the seconds that the attention
-            before the layer takes forward. Backward that takes twice as long, which hides a gather and a
+        idle_s: for how long the link has nothing else to do: what a plan leaves of it free (as the
+            schedule's sparse collectives have it), or else, by the paper's formula (section 4.2), the seconds that the
+            attention before the layer takes forward. Backward that takes twice as long, which hides a gather and a
             reduce-scatter.
         expert_bytes: of one expert's parameters.
         bytes_per_s: of a rank's link between nodes; of any other where there is but one node.
