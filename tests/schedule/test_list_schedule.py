@@ -11,8 +11,10 @@ from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.list_schedule import ListSchedule, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
 from fusedmoe.schedule.task import LINKS, PIPELINE, Task, weight_gradient
 from fusedmoe.schedule.timeline import RESOURCES
+from tests.schedule.plans import ORDERS, random_costs
 
 GRADIENT = "gradient-all-reduce"
 
@@ -104,3 +106,29 @@ def test_nothing_and_one_task(seconds):
     assert list_plan([], {}) == Plan()
     one = Task("expert", 0)
     assert list_plan([one], {one: seconds}) == Plan((one,))
+
+
+def test_gradients_go_where_the_link_would_be_idle():
+    """Nothing else that was ready waits for a piece that starts, and no piece that was ready waits for an idle link."""
+    rng = random.Random()
+    filled = 0
+    for _ in range(100):
+        costs = random_costs(rng, 1.0)
+        passes = [ChunkedPass(rng.choice(ORDERS), rng.randint(1, 4)) for _ in costs.layers]
+        plan = idle_slot_plan(costs, passes, passes, rng.choice([10**5, 10**6, 10**7]))
+        seconds = costs.seconds(plan)
+        spans = {(s.kind, s.chunk, s.layer, s.phase): s for s in simulate(plan, costs).spans}
+        ready = {task: max((spans[one[:4]].end_s for one in plan.dependencies[task]), default=0.0) for task in plan}
+        starts = {task: spans[task[:4]].start_s for task in plan}
+        for place, task in enumerate(plan.inter):
+            rest = plan.inter[place + 1 :]
+            if task.kind == GRADIENT:
+                other = next((one for one in rest if one.kind != GRADIENT), None)
+                assert other is None or ready[other] > starts[task]
+                filled += other is not None
+            else:
+                piece = next((one for one in rest if one.kind == GRADIENT), None)
+                before = plan.inter[place - 1] if place else None
+                free_s = starts[before] + seconds[before] if before else 0.0
+                assert piece is None or max(ready[piece], free_s) >= starts[task]
+    assert filled

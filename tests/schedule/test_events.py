@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.events import SPARE, followers_of, issue_order, run, run_in_order
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.task import FUSED, LINKS, Task, resources_of
@@ -102,3 +103,50 @@ def test_contention_makes_nothing_shorter(seed):
 def test_a_missing_duration_is_named():
     with pytest.raises(ConfigError, match=r"no duration for f0\.DEC0"):
         makespan(Plan.parse("compute: DEC0\ninter: DEC0"), Durations({}))
+
+
+def random_graph(rng: random.Random) -> tuple[list[list[int]], list[int], list[float]]:
+    """Tasks that wait for earlier ones, for the one before them on their resource too; resources and seconds."""
+    count = rng.randint(1, 25)
+    on = [rng.randrange(3) for _ in range(count)]
+    before = [[one for one in range(place) if rng.random() < 0.15] for place in range(count)]
+    for place, resource in enumerate(on):
+        earlier = [one for one in range(place) if on[one] == resource]
+        before[place] = sorted({*before[place], *earlier[-1:]})
+    return before, on, [rng.choice([0.0, 1.0, rng.random()]) for _ in range(count)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_without_contention_orders_are_all_that_holds_a_task_up(seed):
+    before, on, seconds = random_graph(random.Random(seed))
+    followers = followers_of(before)
+    assert [sorted(found) for found in followers] == [
+        [place for place, found in enumerate(before) if one in found] for one in range(len(before))
+    ]
+    assert run(before, followers, on, seconds) == run_in_order(before, seconds)
+    # Tasks in the order in which they are issued start as if each took the same time.
+    starts, _ = run_in_order(before, [1.0] * len(before))
+    assert issue_order(before, followers) == sorted(range(len(before)), key=lambda place: (starts[place], place))
+
+
+def test_a_circle_and_what_is_behind_it_are_left_out_of_the_order():
+    before = [[], [0, 2], [1], [2], [0]]
+    assert issue_order(before, followers_of(before)) == [0, 4]
+
+
+def test_spare_tasks_start_where_nothing_else_can():
+    # On one resource: 1 s, then a task that another resource holds up until 3 s; two spare ones of 1 s and 5 s.
+    before, on = [[], [0, 3], [], [], [2]], [2, 2, 2 + SPARE, 0, 2 + SPARE]
+    starts, ends = run(before, followers_of(before), on, [1.0, 1.0, 1.0, 3.0, 5.0])
+    assert (starts, ends) == ([0, 7, 1, 0, 2], [1, 8, 2, 3, 7]), "what has started ends, whoever gets ready meanwhile"
+    starts, _ = run(before, followers_of(before), on, [1.0, 1.0, 1.0, 1.0, 5.0])
+    assert starts == [0, 1, 2, 0, 3], "what gets ready at the same time goes first"
+    starts, _ = run([[], []], [[], []], [2 + SPARE, 2], [1.0, 0.0])
+    assert starts == [0, 0], "also what takes no time"
+
+
+def test_of_ready_tasks_the_most_urgent_starts():
+    before: list[list[int]] = [[], [], []]
+    starts, _ = run(before, followers_of(before), [0, 0, 0], [1.0, 1.0, 1.0], [0.5, -1.0, 0.5])
+    assert starts == [1, 0, 2]

@@ -4,14 +4,13 @@ import random
 
 import pytest
 
-from bench.paper_degree import paper_cases, paper_degree
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.grid import TESTBEDS, workloads
-from fusedmoe.schedule.passes import alternating, choose_degree, one_queue, pass_s, three_queues, three_queues_s
+from fusedmoe.schedule.passes import alternating, choose_degree, one_queue, pass_s, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, StageTime, chunk_times
+from fusedmoe.schedule.step_costs import StageTime
 from fusedmoe.schedule.task import PIPELINE, Task
 from tests.schedule.plans import ORDERS, random_layer
 
@@ -96,77 +95,3 @@ def test_the_links_in_the_node_are_the_busiest_and_turns_help():
     chunks = {kind: StageTime(1e-4, 1e-2) for kind in PIPELINE} | {"all-gather": StageTime(1e-4, 4e-2)}
     both = [choose_degree(chunks, order=order).seconds for order in (three_queues, alternating, one_queue)]
     assert both[1] < both[0] < both[2]
-
-
-def case_by_hand(r: int, times: ChunkTimes, gar: float) -> float:
-    """The paper's four cases, predicate by predicate as printed in §4.2."""
-    a2a, ag, exp, rs, _ = times
-    q1 = a2a > ag
-    q2 = r * exp > 2 * (r - 1) * a2a
-    q3 = r * exp > (r - 1) * (ag + rs)
-    q4 = gar > ag + rs
-    q5 = gar > r * exp - 2 * (r - 1) * a2a + ag + rs
-    q6 = gar > r * ag + r * rs - 2 * (r - 1) * a2a
-    q7 = gar > ag + rs + r * exp - 2 * (r - 1) * a2a
-    if (q1 and not q2 and q4) or (q1 and q2 and q5) or (not q1 and not q3 and q6) or (not q1 and q3 and q7):
-        return 2 * r * a2a + gar
-    if (q1 and q2 and not q5) or (not q1 and q3 and not q7):
-        return 2 * a2a + ag + rs + r * exp
-    if q1 and not q2 and not q4:
-        return 2 * r * a2a + ag + rs
-    assert not q1 and not q3 and not q6
-    return 2 * a2a + r * ag + r * rs
-
-
-def test_paper_cases_are_the_printed_ones_and_exact_where_gather_and_scatter_take_the_same():
-    rng = random.Random()
-    numbers, off = set(), 0
-    for _ in range(5000):
-        d, ag, x, rs = (rng.random() for _ in range(4))
-        r, gar = rng.randint(1, 12), rng.choice([0.0, 4 * rng.random()])
-        times = ChunkTimes(d, ag, x, rs, d)
-        case = paper_cases(r, times, gar)
-        numbers.add(case.number)
-        assert case.seconds == pytest.approx(case_by_hand(r, times, gar), rel=1e-12)
-        off += case.seconds != pytest.approx(three_queues_s(r, times, gar), rel=1e-9)
-        same = times._replace(reduce_scatter=ag)
-        assert paper_cases(r, same, gar).seconds == pytest.approx(three_queues_s(r, same, gar), rel=1e-9)
-    assert numbers == {1, 2, 3, 4}
-    assert 0.1 < off / 5000 < 0.4
-
-
-def paper_regret(cases) -> list[float]:
-    regrets = []
-    for chunks, gar in cases:
-        degree = paper_degree(chunks, gar).degree
-        assert 1 <= degree <= MAX_DEGREE
-        best = choose_degree(chunks, gar).seconds
-        regrets.append(three_queues_s(degree, chunk_times(chunks, degree), gar) / best - 1)
-    assert min(regrets) >= -1e-12
-    return regrets
-
-
-def grid_passes(testbed, every: int):
-    model = TESTBEDS[testbed].costs
-    for workload in list(workloads(TESTBEDS[testbed]))[::every]:
-        layer = workload.layer_costs(model)
-        yield layer.chunks["forward"], 0.0
-        yield layer.chunks["backward"], model.line("all-reduce/dp").seconds(layer.gradient_bytes)
-
-
-@pytest.mark.parametrize("testbed", TESTBEDS)
-def test_the_paper_s_choice_is_close_on_its_grid(testbed, record_property):
-    regrets = paper_regret(grid_passes(testbed, 97))
-    record_property("mean regret", sum(regrets) / len(regrets))
-    assert sum(regrets) / len(regrets) < 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("testbed", TESTBEDS)
-def test_the_paper_s_choice_is_close_on_its_whole_grid(testbed):
-    regrets = paper_regret(grid_passes(testbed, 1))
-    print(
-        f"\n{testbed}: mean regret {sum(regrets) / len(regrets):.4%}, worst {max(regrets):.2%}, {len(regrets)} passes"
-    )
-    assert sum(regrets) / len(regrets) < 1e-3

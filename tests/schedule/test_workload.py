@@ -1,4 +1,4 @@
-"""What fused operations take: the formula against tiles that go through their stages one by one, and by hand."""
+"""How much a layer sends and computes, and what that takes, also by fused operations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,77 @@ from dataclasses import asdict, replace
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import CostModel, FusedCosts, Line
+from fusedmoe.schedule.cost import LINES, CostModel, FusedCosts, Line
 from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.workload import Workload, one_sided_s, overlapped_s
+from tests.schedule.test_cost import MODEL as LINES_BY_HAND
+
+
+def test_volumes_by_hand():
+    # 2 samples of 8 tokens, M = 4, top-2 with factor 1.5: 2·1.5·16 = 48 rows of 4·4 bytes, split over 2 shards.
+    work = Workload(2, 8, 4, 10, experts=3, k=2, capacity_factor=1.5, ep=3, esp=2)
+    rows = 48
+    assert work.volumes() == {
+        "dispatch": rows * 16 / 2,
+        "all-gather": rows * 16,
+        "expert": 2 * 2 * rows * 4 * 10 / 2,
+        "reduce-scatter": rows * 16,
+        "combine": rows * 16 / 2,
+    }
+    assert replace(work, expert="swiglu").volumes()["expert"] == 3 * 2 * rows * 4 * 10 / 2
+    assert replace(work, capacity_factor=None).volumes() == replace(work, capacity_factor=1.0).volumes()
+    assert set(replace(work, ep=1).volumes()) == {"all-gather", "expert", "reduce-scatter"}
+    assert set(replace(work, esp=1).volumes()) == {"dispatch", "expert", "combine"}
+    # Four 4 x 4 projections over two ranks, and a 4 x 3 gate, in fp32.
+    assert work.gradient_bytes() == 4 * (4 * 16 // 2 + 12)
+
+
+def test_layer_costs_by_hand():
+    work = Workload(2, 8, 4, 10, experts=3, k=2, capacity_factor=1.5, ep=3, esp=2)
+    costs = work.layer_costs(LINES_BY_HAND)
+    a2a, ag, rs, _, gemm, copy = (LINES_BY_HAND.lines[name] for name in LINES)
+    assert costs.regroup_s == pytest.approx(copy.seconds(4 * 48 * (4 + 10 / 2)))  # rows, and half of each hidden row
+    assert costs.micro is not None and costs.micro.apart_s == 0
+    micro = work.layer_costs(replace(LINES_BY_HAND, tiled=True)).micro
+    assert micro is not None
+    assert micro.apart_s == pytest.approx(copy.seconds(4 * 48 * 2 * 10 / 2))  # activations and their gradients
+    volume = work.volumes()
+    for phase, twice in (("forward", 1), ("backward", 2)):
+        chunks = costs.chunks[phase]
+        for kind, line in {"dispatch": a2a, "combine": a2a, "all-gather": ag, "reduce-scatter": rs}.items():
+            assert chunks[kind].seconds(4) == pytest.approx(line.alpha_s + line.beta_s * volume[kind] / 4)
+        expert = twice * (2 * gemm.alpha_s + gemm.beta_s * volume["expert"] / 4)
+        assert chunks["expert"].seconds(4) == pytest.approx(expert)
+        attention = twice * (6 * gemm.alpha_s + gemm.beta_s * 2 * (4 * 16 * 16 + 2 * 16 * 8 * 4) / 2)
+        shared = ag.seconds(16 * 4 * 4) + rs.seconds(16 * 4 * 4)
+        assert costs.dense_total_s(phase) == pytest.approx(attention + shared)
+
+
+@pytest.mark.parametrize("change", [{"batch": 0}, {"k": -1}, {"capacity_factor": 0.0}, {"expert": "mlp"}])
+def test_a_workload_that_cannot_be_is_refused(change):
+    with pytest.raises(ConfigError, match="workload"):
+        Workload(**{"batch": 1, "seq_len": 8, "model_dim": 4, "hidden": 8, "experts": 2} | change)
+
+
+def test_published_coefficients_give_the_published_times():
+    """Table 2, Mixtral-7B on testbed A (ms): both model-parallel and expert-sharding collectives count there."""
+    work = Workload(4, 1024, 4096, 14336, experts=6, ep=6, esp=8, expert="swiglu")
+    costs = work.layer_costs(TESTBEDS["A"].costs)
+    assert costs.micro is not None and costs.regroup_s == costs.micro.apart_s == 0  # nothing is published of copies
+    chunks = costs.chunks["forward"]
+    rows = work.tokens * work.model_dim * 4
+    line = TESTBEDS["A"].costs.line
+    assert 2e3 * chunks["dispatch"].seconds(1) == pytest.approx(19.5, rel=0.05)
+    shared = line("all-gather/esp").seconds(rows)
+    assert 1e3 * (chunks["all-gather"].seconds(1) + shared) == pytest.approx(12.3, rel=0.05)
+    shared = line("reduce-scatter/esp").seconds(rows)
+    assert 1e3 * (chunks["reduce-scatter"].seconds(1) + shared) == pytest.approx(13.7, rel=0.1)
+    assert 1e3 * chunks["expert"].seconds(1) == pytest.approx(15.6, rel=0.2)
+    # Mixtral shares keys and values between heads: 2.5·M² parameters instead of 4·M².
+    assert 1e3 * line("all-reduce/dp").seconds(4 * 2.5 * 4096**2 / 8) == pytest.approx(26.45, rel=0.01)
+
 
 BOTH = FusedCosts(4, {"intra": 1e-3, "inter": 2e-3})
 MODEL = replace(TESTBEDS["B"].costs, fused=BOTH)
@@ -93,7 +159,7 @@ def test_no_plan_of_a_step_can_be_priced_with_one():
         costs.seconds(Plan.parse("compute: DEC0\ninter: DEC0"))
 
 
-def test_a_model_survives_json():
+def test_a_model_with_fused_operations_survives_json():
     assert CostModel.from_json(MODEL.to_json()) == MODEL
     assert json.loads(MODEL.to_json())["fused"] == asdict(BOTH)
     assert "fused" not in json.loads(TESTBEDS["B"].costs.to_json())  # as files have been until now
@@ -114,6 +180,6 @@ def test_a_model_survives_json():
         (None, "missing or not known"),
     ],
 )
-def test_json_that_is_no_model_is_refused(fused, message):
+def test_json_of_fused_operations_that_cannot_be_is_refused(fused, message):
     with pytest.raises(ConfigError, match=message):
         CostModel.from_json(json.dumps(json.loads(MODEL.to_json()) | {"fused": fused}))
