@@ -13,7 +13,7 @@ from fusedmoe.cli.trainer import along, make_model, step_workload
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.stage import must_wait
-from fusedmoe.models.parts import make_gate, make_order
+from fusedmoe.models.block import make_gate, make_order
 from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.stack_costs import StackCosts

@@ -15,8 +15,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.layers.gates import GATES
 from fusedmoe.layers.orders import ORDERS
-from fusedmoe.models.config import EXPERTS, NORMS, OBJECTIVES, POSITIONS, ModelConfig
-from fusedmoe.models.named import MODELS, named_model
+from fusedmoe.models.config import EXPERTS, MODELS, NORMS, OBJECTIVES, POSITIONS, ModelConfig, named_model
 
 
 def capacity(text: str) -> float | None:

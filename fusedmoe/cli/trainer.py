@@ -19,10 +19,9 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.hooks import Hooks, WireCast
 from fusedmoe.layers.pipeline import Along, unsplit_part
+from fusedmoe.models.block import block_workload, make_gate, make_order
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.parts import make_gate, make_order
 from fusedmoe.models.transformer import Loss, Transformer
-from fusedmoe.models.workload import block_workload
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel

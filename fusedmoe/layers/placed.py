@@ -29,8 +29,7 @@ from fusedmoe.layers.tables import replace, table
 from fusedmoe.placement.dispatch import dispatch
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.transfers import Transfer, gather, reduce
-from fusedmoe.runtime.moment import Moment
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import Moment, Recorder, span
 
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]

@@ -16,11 +16,14 @@ for it; only `timeline()` does.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.autograd import Function
 
 from fusedmoe.schedule.timeline import Span, Timeline, check_word
 
@@ -42,6 +45,49 @@ def span(
     if recorder is None:
         return _NOTHING
     return recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase, also=also)
+
+
+def recorded(
+    recorder: Recorder | None,
+    operation: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    kind: str,
+    layer: int | None = None,
+) -> Tensor:
+    """`operation(x)`, as a span of the forward and one of the backward pass when there is a recorder.
+
+    Autograd runs the backward of a region on its own, so the region puts a mark where its input enters and one where
+    its result leaves; going backward, the second mark opens the span and the first one closes it.
+    """
+    if recorder is None:
+        return operation(x)
+    back = recorder.span(kind, kind=kind, layer=layer, phase="backward")
+    with recorder.span(kind, kind=kind, layer=layer, phase="forward"):
+        y = operation(_Mark.apply(x, lambda: _close(back)))
+        return _Mark.apply(y, lambda: _open(back))
+
+
+def _open(span: AbstractContextManager[None]) -> None:
+    span.__enter__()
+
+
+def _close(span: AbstractContextManager[None]) -> None:
+    span.__exit__(None, None, None)
+
+
+class _Mark(Function):
+    """The identity; calls `action` when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.action()
+        return gradients[0], None
 
 
 class Recorder:
@@ -186,3 +232,26 @@ def _wall_anchor() -> tuple[float, float]:
         after = time.perf_counter()
         best = min(best, (after - before, (before + after) / 2, wall))
     return best[1], best[2]
+
+
+class Moment:
+    """A moment in what the device does."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._clock_s = 0.0
+
+    def note(self, device: torch.device) -> None:
+        """It is now; on CUDA, when the current stream gets there."""
+        self._clock_s = time.perf_counter()
+        if device.type == "cuda":
+            self._event = self._event or torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def after(self, other: Moment) -> float:
+        """Seconds from another one. On CUDA this waits for both."""
+        if self._event is None or other._event is None:
+            return self._clock_s - other._clock_s
+        other._event.synchronize()
+        self._event.synchronize()
+        return other._event.elapsed_time(self._event) / 1000

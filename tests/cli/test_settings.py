@@ -15,8 +15,7 @@ from fusedmoe.cli.main import main, make_parser
 from fusedmoe.cli.settings import Settings
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import GATES
-from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.named import MODELS, named_model
+from fusedmoe.models.config import MODELS, ModelConfig, named_model
 
 
 def parse(*arguments: str) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""A transformer in micro-batches is the transformer: loss, every gradient, dropped rows."""
+"""A transformer in micro-batches is the transformer: loss, gradients, dropped rows; and what a block amounts to."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.pipeline import Along
+from fusedmoe.models.block import block_workload
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.models.workload import block_workload
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.training import plan_step, sync_gradients
@@ -109,3 +109,26 @@ def test_models_that_cannot_be_split() -> None:
         Transformer(ModelConfig(**BERT)).in_micro_batches("positions")
     with pytest.raises(ConfigError, match="looks at whole batches"):
         Transformer(ModelConfig(**{**GPT, "gate": "expert_choice"})).in_micro_batches()
+
+
+TOKENS = 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"k": 2, "capacity_factor": 1.5}, 3 * TOKENS),
+        ({"k": 2, "capacity_factor": None}, 2 * TOKENS),
+        ({"k": 2, "capacity_factor": 1.5, "order": "dropless"}, 2 * TOKENS),
+        ({"gate": "switch", "k": 2, "capacity_factor": 1.0}, TOKENS),
+        ({"gate": "expert_choice", "k": 2, "capacity_factor": 0.5}, TOKENS),
+        ({"gate": "expert_choice", "k": 2, "capacity_factor": 0.5, "order": "dropless"}, TOKENS),
+        ({"gate": "softmoe", "gate_options": {"slots": 3}}, 8 * 3),
+    ],
+    ids=str,
+)
+def test_rows(settings: dict[str, Any], rows: int) -> None:
+    config = ModelConfig(batch=2, seq_len=16, experts=8, **settings)
+    assert block_workload(config, 4, 1, 1, 4).rows == pytest.approx(rows)
+    # Twice as many ranks on an expert's shards bring twice as many tokens.
+    assert block_workload(config, 4, 2, 1, 4).rows == pytest.approx(2 * rows)
