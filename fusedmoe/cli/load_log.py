@@ -13,7 +13,7 @@ from fusedmoe.cli.rundir import RunDir
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.loads import LoadTrace
+from fusedmoe.placement.load_trace import LoadTrace
 
 #: Steps between two gatherings. Ranks keep so many steps' counts, and a job that is killed loses as many.
 EVERY = 50

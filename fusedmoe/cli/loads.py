@@ -15,12 +15,11 @@ from rich.table import Table
 
 from fusedmoe.cli.costs import file_to_write, picture_to_write
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.draw import draw
-from fusedmoe.placement.loads import LoadTrace, make_loads
+from fusedmoe.placement.load_trace import LoadTrace, make_loads
 from fusedmoe.placement.placement import Nodes
-from fusedmoe.placement.policies import Policy, expert_parallelism, hecate, replication, shadowing, swaps
+from fusedmoe.placement.placement_policies import Policy, expert_parallelism, hecate, replication, shadowing, swaps
 from fusedmoe.placement.price import CLUSTER_A
-from fusedmoe.placement.simulate import Outcome, simulate
+from fusedmoe.placement.replay import Outcome, draw, replay
 from fusedmoe.runtime.bar import Bar
 
 SUMMARY = "show experts' loads over time, and what placements make of them"
@@ -164,7 +163,7 @@ def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> 
     outcomes = {}
     for name, policy in zip(POLICIES, policies, strict=True):
         with Bar(f"simulating {name}") as bar:
-            outcomes[name] = simulate(trace, policy, nodes, CLUSTER_A, show=bar.show)
+            outcomes[name] = replay(trace, policy, nodes, CLUSTER_A, show=bar.show)
     return outcomes
 
 

@@ -28,6 +28,8 @@ from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.recorder import Recorder, recorded
 
+_BASE = 10000.0
+
 
 @dataclass(frozen=True)
 class TokenSplit:
@@ -112,9 +114,6 @@ def shard(whole: Tensor, group: Group | None, dim: int) -> Tensor:
     if group is None or group.size == 1:
         return whole
     return whole.chunk(group.size, dim)[group.index].clone(memory_format=torch.contiguous_format)
-
-
-_BASE = 10000.0
 
 
 def rotary_angles(length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,10 @@ from fusedmoe.layers.experts.base import require_own_experts
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.placed import Placed
 from fusedmoe.layers.schedule import measured_costs
-from fusedmoe.placement.calibrate import calibrate
-from fusedmoe.placement.materialise import overlap_degree
+from fusedmoe.placement.hecate import calibrate, overlap_degree, reshard
+from fusedmoe.placement.load_trace import WINDOW, predict
 from fusedmoe.placement.placement import Placement
-from fusedmoe.placement.policies import (
+from fusedmoe.placement.placement_policies import (
     Policy,
     Situation,
     expert_parallelism,
@@ -35,9 +35,7 @@ from fusedmoe.placement.policies import (
     shadow,
     swaps,
 )
-from fusedmoe.placement.predict import WINDOW, predict
-from fusedmoe.placement.price import Costs
-from fusedmoe.placement.sharding import reshard
+from fusedmoe.placement.price import PlacementCosts
 from fusedmoe.training.moving import move, require_movable
 from fusedmoe.training.stream import moe_layers
 
@@ -86,13 +84,13 @@ class ShardedExperts:
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
         optimizer: any whose state is shaped like the parameters; its `step()` is hooked.
-        policy: "hecate"; "ep", which moves nothing; or a baseline (`fusedmoe.placement.policies`): "fastermoe",
-            "smartmoe", "flexmoe".
+        policy: "hecate"; "ep", which moves nothing; or a baseline (`fusedmoe.placement.placement_policies`):
+            "fastermoe", "smartmoe", "flexmoe".
         memory: m, how many copies a rank has room for in each layer.
         overlap: t, how many experts may travel for a layer. None: as many as go unnoticed by the time that the model
             takes between two layers of experts, which the first five steps measure, at the bandwidth that this machine
             was measured to have (`fusedmoe.runtime.profile_cache`). Where costs are known, a search behind Algorithm 1
-            makes more of what it gives (`fusedmoe.placement.improve`).
+            makes more of what it gives (`fusedmoe.placement.hecate`).
         reshard: owners may change (Algorithm 2).
         calibrates: looks again once the gate has chosen, and fetches more copies where that pays.
         rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
@@ -122,7 +120,7 @@ class ShardedExperts:
         reshard: bool = True,
         calibrates: bool = False,
         rematerialises: bool = False,
-        costs: Costs | None = None,
+        costs: PlacementCosts | None = None,
         heap: Heap | None = None,
     ) -> None:
         if policy not in POLICIES:
@@ -336,10 +334,10 @@ def _carrier(topology: Topology, heap: Heap | None) -> Carrier:
 
 
 #: Where nothing is decided by costs.
-_UNKNOWN = Costs(0.0, 0, 0, 0, 1.0, 1.0)
+_UNKNOWN = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
 
 
-def _measured(layer: MoELayer, topology: Topology) -> Costs:
+def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
     """What this machine takes for a token and an expert of a layer. Collective over all ranks."""
     assert layer.placed is not None
     parameters = layer.placed.parameters
@@ -349,7 +347,7 @@ def _measured(layer: MoELayer, topology: Topology) -> Costs:
     inter = lines["all-to-all/ep"]
     intra = lines.get("all-gather/esp", inter)
     flop = 3 * 2 * sum(parameter.shape[1:].numel() for parameter in parameters)
-    return Costs(
+    return PlacementCosts(
         token_s=flop * lines["gemm"].beta_s,
         token_bytes=layer.model_dim * first.element_size(),
         expert_bytes=expert_bytes,

@@ -14,7 +14,7 @@ from fusedmoe.cli.load_log import LoadLog
 from fusedmoe.cli.main import main
 from fusedmoe.cli.rundir import RunDir
 from fusedmoe.comm.topology import Topology
-from fusedmoe.placement.loads import LoadTrace
+from fusedmoe.placement.load_trace import LoadTrace
 from tests.cli.test_train import TINY
 
 

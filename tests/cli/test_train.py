@@ -26,7 +26,7 @@ from fusedmoe.cli.trainer import make_model, policy_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.placement.loads import LoadTrace
+from fusedmoe.placement.load_trace import LoadTrace
 from fusedmoe.runtime.profile import Profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from tests.cluster import Cluster

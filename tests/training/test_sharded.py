@@ -17,13 +17,13 @@ from fusedmoe.layers.orders import Einsum
 from fusedmoe.layers.pipeline import pipeline
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement.placement import Placement
-from fusedmoe.placement.price import Costs
+from fusedmoe.placement.price import PlacementCosts
 from fusedmoe.training import ShardedExperts, load_checkpoint, save_checkpoint
 from tests.cluster import Cluster
 from tests.training.placed import DIM, EXPERTS, HECATE, Model, experts_of, optimizer_of, run, tokens, train_step
 
 # Of a machine on which copying pays.
-COSTS = Costs(1e-3, 8, 100, 200, 1e6, 1e7)
+COSTS = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -85,7 +85,7 @@ def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, options
 
 
 def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
-    cheap = Costs(1.0, 8, 100, 200, 1e9, 1e9)
+    cheap = PlacementCosts(1.0, 8, 100, 200, 1e9, 1e9)
     placed = cluster.run(4, run, "fssdp", 20, {"policy": "smartmoe", "costs": cheap})
     compare(plain[4], placed)
     assert copies(placed) == 0 and any(rank["owners"][0] != rank["owners"][19] for rank in placed)

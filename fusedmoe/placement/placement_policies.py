@@ -14,13 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedmoe.placement.calibrate import calibrate, gathered_s
-from fusedmoe.placement.improve import improve
-from fusedmoe.placement.materialise import materialise
+from fusedmoe.placement.hecate import EVERY, calibrate, gathered_s, improve, materialise, moves, reshard
+from fusedmoe.placement.load_trace import WINDOW, predict
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.predict import WINDOW, predict
-from fusedmoe.placement.price import Costs, layer_s, load, transfers_s
-from fusedmoe.placement.sharding import EVERY, moves, reshard
+from fusedmoe.placement.price import PlacementCosts, layer_s, load, transfers_s
 from fusedmoe.placement.transfers import Transfer, predicted_volume
 
 
@@ -40,7 +37,7 @@ class Situation:
     history_ILE: NDArray[np.int64]
     tokens_LWE: NDArray[np.int64]
     nodes: Nodes
-    costs: Costs
+    costs: PlacementCosts
 
 
 class Decision(NamedTuple):
@@ -107,7 +104,7 @@ def shadowing(now: Situation, *, m: int) -> Decision:
     return Decision(tuple(placements), waits_s, _synchronised(placements, now))
 
 
-def shadow(sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: Costs) -> Placement:
+def shadow(sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts) -> Placement:
     """Shadowing's choice for one layer, once its gate has chosen."""
     load_E = tokens_WE.sum(axis=0)
     best, best_s = sharding, layer_s(load(tokens_WE, sharding, nodes), costs)

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -8,14 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedmoe.placement.improve import improve
-from fusedmoe.placement.loads import make_loads
-from fusedmoe.placement.materialise import materialise
+from fusedmoe.placement.hecate import improve, materialise, reshard, slots
+from fusedmoe.placement.load_trace import make_loads, predict
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.policies import Situation, expert_parallelism, hecate, replication, shadowing, swaps
-from fusedmoe.placement.predict import predict
+from fusedmoe.placement.placement_policies import Situation, expert_parallelism, hecate, replication, shadowing, swaps
 from fusedmoe.placement.price import CLUSTER_A, layer_s, load, transfers_s
-from fusedmoe.placement.sharding import reshard, slots
 from fusedmoe.placement.transfers import gather, traffic
 
 NODES = Nodes(8, 4)
