@@ -28,7 +28,7 @@ from fusedmoe.placement.load_trace import WINDOW, LoadTrace, make_loads
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import PlacementCosts, load
 from fusedmoe.training import ShardedExperts
-from fusedmoe.training.sharded import POLICIES
+from fusedmoe.training.sharded_experts import POLICIES
 
 #: Attention of a layer, forward; backward takes twice as long.
 _ATTENTION_S = 0.06

@@ -17,7 +17,7 @@ from fusedmoe.models.block import make_gate, make_order
 from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.stack_costs import StackCosts
-from fusedmoe.training.stream import streamed_bytes
+from fusedmoe.training.gradient_buckets import bucketed_bytes
 
 
 def file_to_write(text: str) -> Path:
@@ -68,7 +68,7 @@ def step_costs(
     cut = along(settings, sizes.mp)
     made = make_model(settings, model, Topology(), torch.device("meta"))
     dense = made.in_micro_batches(cut).dense_parameters if whole else None
-    reduced = streamed_bytes(made, launch.ranks, sizes.mp, dense)
+    reduced = bucketed_bytes(made, launch.ranks, sizes.mp, dense)
     kinds = runnable_kinds(Here(sizes.ep, sizes.esp), "blocks" if whole else "step")
     waits = whole and must_wait(make_gate(model), make_order(model), cut == "positions")
     return workload.step_costs(costs, reduced, kinds, whole=whole, waits=waits)

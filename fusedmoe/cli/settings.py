@@ -12,7 +12,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
-from fusedmoe.training.sharded import POLICIES as PLACEMENT_POLICIES
+from fusedmoe.training.sharded_experts import POLICIES as PLACEMENT_POLICIES
 
 DTYPES = ("fp32", "bf16", "fp64")
 WIRES = ("same", "bf16", "fp16")

@@ -30,7 +30,7 @@ from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.trace import save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
-from fusedmoe.training.replicas import replicas
+from fusedmoe.training.copies import replicas
 
 SUMMARY = "train a mixture-of-experts language model"
 

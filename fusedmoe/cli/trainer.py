@@ -34,9 +34,8 @@ from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import ShardedExperts, clip_grad_norm, plan_step, sync_gradients
-from fusedmoe.training.overlap import blocks_costs
-from fusedmoe.training.stream import GradientStream
-from fusedmoe.training.tuning import PieceTuning
+from fusedmoe.training.gradient_buckets import GradientBuckets
+from fusedmoe.training.step_plan import BucketTuning, blocks_costs
 
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -87,8 +86,8 @@ class Trainer:
         self.model = make_model(settings, model, topology, device)
         self.optimizer = make_optimizer(self.model, settings)
         self.placed = _place(self.model, self.optimizer, topology, settings)
-        self._stream: GradientStream | None = None
-        self._tuning: PieceTuning | None = None
+        self._buckets: GradientBuckets | None = None
+        self._tuning: BucketTuning | None = None
 
     def follow(self, costs: CostModel) -> tuple[Plan, StackCosts]:
         """From now on steps follow the plan that the settings' policy makes of these costs; collective.
@@ -99,20 +98,20 @@ class Trainer:
         policy = policy_of(settings)
         workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
         if policy not in WHOLE_POLICIES or unsplit(settings) is not None:
-            plan, self._stream = plan_step(self.model, topology, policy, costs, workload)
+            plan, self._buckets = plan_step(self.model, topology, policy, costs, workload)
             kinds = runnable_kinds(Here(topology.ep.size, topology.esp.size), "step")
-            step_costs = workload.step_costs(costs, self._stream.layer_bytes, kinds)
+            step_costs = workload.step_costs(costs, self._buckets.layer_bytes, kinds)
             if self.placed is not None:
-                layers = len(self._stream.layer_bytes)
+                layers = len(self._buckets.layer_bytes)
                 hidden_L = hidden_s(simulate(plan, step_costs), layers, again=settings.rematerialise)
                 self.placed.hide_in(statistics.mean(hidden_L))
             return plan, step_costs
         blocks = self.model.in_micro_batches(along(settings, topology.mp.size))
         samples = cuttable(settings, topology.mp.size)
-        plan, self._stream = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
-        step_costs = blocks_costs(blocks, costs, workload, self._stream)
+        plan, self._buckets = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
+        step_costs = blocks_costs(blocks, costs, workload, self._buckets)
         if policy == "flowmoe" and any(step_costs.gradient_bytes):
-            self._tuning = PieceTuning(blocks, self._stream, step_costs, plan)
+            self._tuning = BucketTuning(blocks, self._buckets, step_costs, plan)
             plan = self._tuning.plan
         return plan, step_costs
 
@@ -168,11 +167,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(step)
         loss = self._loss(self._training.training(settings.seed, step, topology.dp.index))
-        if self._stream is not None:
-            self._stream.open(recorder)
+        if self._buckets is not None:
+            self._buckets.open(recorder)
         (loss.nats + settings.aux_weight * loss.aux).backward()
         with span(recorder, "gradient sync", kind="gradient-all-reduce", resource="inter"):
-            sync_gradients(self.model, topology, stream=self._stream)
+            sync_gradients(self.model, topology, buckets=self._buckets)
         with span(recorder, "optimizer", kind="optimizer"):
             norm = float(clip_grad_norm(self.model, topology, settings.clip or math.inf))
             if not math.isfinite(norm):  # on every rank alike

@@ -26,14 +26,14 @@ COSTS = CostModel({name: Line(1e-6, 1e-12 if name == "gemm" else 4e-9) for name 
 POLICIES = ("flowmoe", "lancet", "joint", "fsmoe")
 
 
-def run(model: Transformer, config: ModelConfig, batch: int, seed: int, stream: Any) -> list[Tensor | None]:
+def run(model: Transformer, config: ModelConfig, batch: int, seed: int, buckets: Any) -> list[Tensor | None]:
     torch.manual_seed(seed)
     tokens_BL, targets_BL = torch.randint(config.vocabulary, (2, batch, LENGTH))
     loss = model(tokens_BL, targets_BL)
-    if stream is not None:
-        stream.open()
+    if buckets is not None:
+        buckets.open()
     (loss.nats + AUX * loss.aux).backward()
-    sync_gradients(model, model.topology, stream=stream)
+    sync_gradients(model, model.topology, buckets=buckets)
     dropped = torch.tensor([layer.dropped for layer in model.moe_layers()])
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -57,12 +57,12 @@ def compare(
     for policy in policies:
         other = copy.deepcopy(model)
         blocks = other.in_micro_batches(along)
-        plan, stream = plan_step(other, topology, policy, COSTS, workload, limit=4, blocks=blocks)
+        plan, buckets = plan_step(other, topology, policy, COSTS, workload, limit=4, blocks=blocks)
         recorder = Recorder(rank)
         other.record(recorder)
         for step in range(2):
             seed = 10 * step + topology.dp.index
-            want, got = run(model, config, 3, seed, None), run(other, config, 3, seed, stream)
+            want, got = run(model, config, 3, seed, None), run(other, config, 3, seed, buckets)
             for one, right in zip(got, want, strict=True):
                 assert (one is None) == (right is None)
                 if one is not None and right is not None:

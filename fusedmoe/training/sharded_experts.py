@@ -1,4 +1,7 @@
-"""Fully sharded sparse data parallelism: who owns and who copies the experts of a model in training (Hecate)."""
+"""Fully sharded sparse data parallelism: who owns and who copies the experts of a model in training (Hecate).
+
+Experts that change owners take their parameters and optimizer state with them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows, device_of
+from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.sparse import Carrier
 from fusedmoe.comm.topology import Topology
@@ -36,14 +40,16 @@ from fusedmoe.placement.placement_policies import (
     swaps,
 )
 from fusedmoe.placement.price import PlacementCosts
-from fusedmoe.training.moving import move, require_movable
-from fusedmoe.training.stream import moe_layers
+from fusedmoe.training.gradient_buckets import moe_layers
 
 #: What places experts: Hecate's algorithms, and what they are compared with.
 POLICIES = ("hecate", "ep", "fastermoe", "smartmoe", "flexmoe")
 
+#: Where nothing is decided by costs.
+_UNKNOWN = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
 
-class Memory(NamedTuple):
+
+class ExpertMemory(NamedTuple):
     """Bytes of the placed experts on this rank, now.
 
     `parameters`: of the experts that it owns; `replicas`: of the others that it holds, with room that is kept for them.
@@ -173,10 +179,10 @@ class ShardedExperts:
         """Of parameters and gradients of replicas that this rank has sent."""
         return sum(one.sent_bytes for one in self._layers)
 
-    def memory(self) -> Memory:
+    def memory(self) -> ExpertMemory:
         """What the experts take on this rank."""
         found = np.array([(0, 0, 0, 0), *(self._memory_of(p) for one in self._layers for p in one.parameters)])
-        return Memory(*found.sum(axis=0).tolist())
+        return ExpertMemory(*found.sum(axis=0).tolist())
 
     def hide_in(self, seconds: float) -> None:
         """Sets t to the experts that travel in so many seconds: those in which a plan's link between nodes has nothing
@@ -333,10 +339,6 @@ def _carrier(topology: Topology, heap: Heap | None) -> Carrier:
     return Carrier(topology.ep, ByteWindow(heap))
 
 
-#: Where nothing is decided by costs.
-_UNKNOWN = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
-
-
 def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
     """What this machine takes for a token and an expert of a layer. Collective over all ranks."""
     assert layer.placed is not None
@@ -355,3 +357,85 @@ def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
         inter_bytes_s=inter.per_s,
         intra_bytes_s=intra.per_s,
     )
+
+
+@torch.no_grad()
+def move(layers: Sequence[Placed], shardings: Sequence[Placement], optimizer: Optimizer) -> int:
+    """Gives each layer's experts the owners that a sharding says. Collective over the expert-parallel group.
+
+    Each tensor of an expert is sent once, from its old owner to its new one. Gradients are dropped.
+
+    Returns:
+        The bytes that this rank sent.
+    Raises:
+        ConfigError: optimizer state that is not shaped like the parameter: it is not known how it splits.
+        RankError: the ranks' optimizers keep different state.
+    """
+    changing = [(one, to) for one, to in zip(layers, shardings, strict=True) if to != one.placement.sharding]
+    if not changing:
+        return 0
+    group = changing[0][0].group
+    kept = [[_state(optimizer, name, p) for name, p in one.experts.named_parameters()] for one, _ in changing]
+    _require_same(group, [[sorted(tensors) for tensors in of] for of in kept])
+    sent = 0
+    for (placed, sharding), states in zip(changing, kept, strict=True):
+        before = placed.placement
+        parameters: dict[str, Tensor] = {}
+        for (name, parameter), state in zip(placed.experts.named_parameters(), states, strict=True):
+            parameters[name], bytes_ = _moved(parameter.data, before, sharding, group)
+            sent += bytes_
+            for key, tensor in state.items():
+                optimizer.state[parameter][key], bytes_ = _moved(tensor, before, sharding, group)
+                sent += bytes_
+        placed.reshard(sharding, parameters)
+    return sent
+
+
+def require_movable(layers: Sequence[Placed], optimizer: Optimizer) -> None:
+    """Raises `ConfigError` as `move` would, before anything has to move."""
+    for placed in layers:
+        for name, parameter in placed.experts.named_parameters():
+            _state(optimizer, name, parameter)
+
+
+def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What an optimizer keeps for each element of a parameter."""
+    found = {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue  # a count of steps: all ranks have the same
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for the experts' {name} of shape "
+                f"{list(parameter.shape)}, which cannot move with single experts. Use an optimizer whose state is "
+                "shaped like the parameters, or ShardedExperts(…, reshard=False)."
+            )
+        found[key] = value
+    return found
+
+
+def _require_same(group: Group, keys: list[list[list[str]]]) -> None:
+    every = all_gather_object(group, keys, "moving experts")
+    for rank, other in zip(group.ranks, every, strict=True):
+        if other != every[0]:
+            raise RankError(
+                f"moving experts: the optimizer keeps {other} on rank {rank} and {every[0]} on rank {group.ranks[0]}, "
+                "by layer and parameter. Make it the same on every rank, and step on all of them or on none."
+            )
+
+
+def _moved(tensor: Tensor, before: Placement, after: Placement, group: Group) -> tuple[Tensor, int]:
+    """This rank's rows, [owned, ...] in order of their experts, after the change; and the bytes that it sent."""
+    me = group.index
+    ours, wanted = before.owned(me), after.owned(me)
+    leaving = sorted((after.owners[expert], expert) for expert in ours if after.owners[expert] != me)
+    coming = sorted((before.owners[expert], expert) for expert in wanted if before.owners[expert] != me)
+    send, recv = ([sum(rank == other for rank, _ in of) for other in range(group.size)] for of in (leaving, coming))
+    row = {expert: at for at, expert in enumerate(ours)}
+    rows = tensor[[row[expert] for _, expert in leaving]].contiguous()
+    received = all_to_all_rows(group, rows, send, recv, "moving experts")
+    arrived = {expert: at for at, (_, expert) in enumerate(coming)}
+    result = tensor.new_empty((len(wanted), *tensor.shape[1:]))
+    for at, expert in enumerate(wanted):
+        result[at] = received[arrived[expert]] if expert in arrived else tensor[row[expert]]
+    return result, rows.nbytes

@@ -18,7 +18,7 @@ from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step, sync_gradients
-from fusedmoe.training.stream import GradientStream
+from fusedmoe.training.gradient_buckets import GradientBuckets
 from tests.cluster import Cluster
 
 CONFIG = ModelConfig(layers=3, model_dim=16, heads=2, hidden=24, experts=4, k=2, batch=2, seq_len=9)
@@ -33,15 +33,15 @@ def build(topology: Topology, recompute: bool = False) -> Transformer:
     return Transformer(CONFIG, topology, recompute=recompute, dtype=torch.float64)
 
 
-def backward(model: Transformer, topology: Topology, stream: GradientStream | None, seed: int) -> dict[str, Any]:
+def backward(model: Transformer, topology: Topology, buckets: GradientBuckets | None, seed: int) -> dict[str, Any]:
     tokens = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(seed + topology.dp.index))
     model.zero_grad(set_to_none=True)
-    if stream is not None:
-        stream.open()
+    if buckets is not None:
+        buckets.open()
     torch.manual_seed(seed)
     loss = model(tokens, tokens)
     (loss.nats + 0.1 * loss.aux).backward()
-    sync_gradients(model, topology, stream=stream)
+    sync_gradients(model, topology, buckets=buckets)
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -49,12 +49,12 @@ def planned(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, i
     """Gradient pieces on the way, and parameters that they reduced."""
     topology = Topology.from_sizes(2, 2, 2, ranks_per_node=2)
     plain, model = build(topology), build(topology, recompute)
-    plan, stream = plan_step(model, topology, policy, COSTS, WORK, limit=4)
+    plan, buckets = plan_step(model, topology, policy, COSTS, WORK, limit=4)
     done: list[int] = []
-    close = stream.close
-    stream.close = lambda: (done.append(len(found := close())), found)[1]  # type: ignore[method-assign]
+    close = buckets.close
+    buckets.close = lambda: (done.append(len(found := close())), found)[1]  # type: ignore[method-assign]
     for seed in (1, 2):
-        ours, theirs = backward(model, topology, stream, seed), backward(plain, topology, None, seed)
+        ours, theirs = backward(model, topology, buckets, seed), backward(plain, topology, None, seed)
         for name, right in theirs.items():
             torch.testing.assert_close(ours[name], right, rtol=1e-10, atol=1e-12, msg=f"{policy} {name}")
     return sum(task.kind == "gradient-all-reduce" for task in plan), done[0]
@@ -80,8 +80,8 @@ def ragged_stream(rank: int, world: int) -> None:
     layer = fusedmoe.MoELayer(3, gate, experts, topology=topology)
     model = nn.ModuleDict({"a": nn.Linear(5, 7), "b": nn.Linear(7, 3), "layer": layer})
     twin = copy.deepcopy(model)
-    stream = GradientStream(model, topology)
-    (size,) = stream.layer_bytes
+    buckets = GradientBuckets(model, topology)
+    (size,) = buckets.layer_bytes
     assert size == 4 * (35 + 7 + 21 + 3 + 2 * 3)
     for begin in (False, True):
         for each in (model, twin):
@@ -90,21 +90,21 @@ def ragged_stream(rank: int, world: int) -> None:
                 parameter.grad = None
             for second in (False, True):
                 if second and each is model:
-                    stream.open()
+                    buckets.open()
                 loss = sum((p * torch.randn(p.shape, generator=generator)).sum() for p in each["b"].parameters())
                 if rank:
                     loss = loss + (each["a"].weight * torch.randn(7, 5, generator=generator)).sum()
                 loss.backward()
                 if not second and each is model:
-                    stream.reduce(Task("gradient-all-reduce", 0, 0, "backward", size))  # not this pass's
+                    buckets.reduce(Task("gradient-all-reduce", 0, 0, "backward", size))  # not this pass's
         pieces = [Task("gradient-all-reduce", n, 0, "backward", bytes_) for n, bytes_ in enumerate((30, 4, 88, 61))]
         if begin:
-            stream.begin(pieces[:2])
-            stream.begin(pieces[2:])
+            buckets.begin(pieces[:2])
+            buckets.begin(pieces[2:])
         else:
             for piece in pieces:
-                stream.reduce(piece)
-        sync_gradients(model, topology, stream=stream)
+                buckets.reduce(piece)
+        sync_gradients(model, topology, buckets=buckets)
         sync_gradients(twin, topology)
         for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
             if theirs.grad is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training import checksums, load_checkpoint, save_checkpoint, storage
+from fusedmoe.training import load_checkpoint, save_checkpoint, storage
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
 
@@ -232,7 +232,7 @@ def test_what_is_not_whole_is_refused(
     elif change == "later":
         body = (path / ".checksums").read_bytes().split(b"\n")[1]
         body = json.dumps(json.loads(body) | {"format": 3}).encode()
-        (path / ".checksums").write_bytes(checksums._head(body) + b"\n" + body)
+        (path / ".checksums").write_bytes(storage._head(body) + b"\n" + body)
     elif change == "mixed":  # the index of another save of the same
         (path / ".checksums").rename(tmp_path / "kept")
         save(0, 1, ONE, path)
@@ -276,13 +276,13 @@ def test_each_byte_is_read_by_those_who_need_it(tmp_path: Path, monkeypatch: pyt
     """What is checked is what is read, once: a model alone has the optimizer's items unread."""
     path, looked = tmp_path / "checkpoint", []
     save(0, 1, ONE, path)
-    each = checksums._each
+    each = storage._each
 
     def watched(folder: Path, items: Any) -> Any:
         looked.extend(items)
         return each(folder, items)
 
-    monkeypatch.setattr(checksums, "_each", watched)
+    monkeypatch.setattr(storage, "_each", watched)
     size = (path / "__0_0.distcp").stat().st_size
     model, optimizer = other(ONE, 0, trained=True)
     load_checkpoint(path, model, optimizer, Topology())

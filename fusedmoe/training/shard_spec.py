@@ -1,28 +1,83 @@
-"""Where this rank's part of each tensor of a model lies in the whole tensor."""
+"""Where this rank's part of each tensor of a model lies in the whole tensor, as a checkpoint asks."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.collectives import all_gather_object, together
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.experts.base import NAMED, NUMBERS, experts_of
 from fusedmoe.layers.sharding import parameter_shardings
-from fusedmoe.training.replicas import active, holders, local_part
-from fusedmoe.training.rows import Rows
-from fusedmoe.training.together import together
+from fusedmoe.training.copies import active, holders, local_part
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+class RowShard(Tensor):
+    """Some rows of a whole tensor, or the same slice of each of them; a DTensor has its rows in order.
+
+    It is written and read row by row, so that a checkpoint does not know how the rows were spread.
+
+    Args:
+        part: [n, ...], in whose memory they lie.
+        numbers: which rows of the whole, n of them.
+        shape: of the whole.
+        starts: where `part` begins in the whole, by dimension; that of the rows is not read.
+    """
+
+    part: Tensor
+    numbers: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def __new__(cls, part: Tensor, numbers: Sequence[int], shape: Sequence[int], starts: Sequence[int]) -> RowShard:
+        made: RowShard = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=part.dtype, device=part.device
+        )
+        made.part, made.numbers, made.starts = part, tuple(numbers), tuple(starts)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of some rows of a tensor: they are for checkpoints alone")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"RowShard({list(self.numbers)} of {list(self.shape)})"
+
+    # What torch.distributed.checkpoint asks of tensors that it does not know.
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        sizes = torch.Size((1, *self.part.shape[1:]))
+        return [ChunkStorageMetadata(torch.Size((number, *self.starts[1:])), sizes) for number in self.numbers]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.part)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        row = self.numbers.index(index.offset[0])
+        return self.part[row : row + 1]
 
 
 def plain_name(name: str) -> str:
@@ -31,7 +86,7 @@ def plain_name(name: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ShardSpec:
     """How a tensor is spread over ranks.
 
     Attributes:
@@ -53,9 +108,9 @@ class Layout:
     starts: tuple[int, ...] = ()
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """The DTensor (or `Rows`) whose part on this rank is `tensor`, in the same memory."""
+        """The DTensor (or `RowShard`) whose part on this rank is `tensor`, in the same memory."""
         if self.numbers is not None:
-            return Rows(local_part(tensor), self.numbers, self.shape, self.starts)
+            return RowShard(local_part(tensor), self.numbers, self.shape, self.starts)
         if self.mesh is None:
             return tensor
         stride = torch.empty(self.shape, device="meta").stride()
@@ -65,14 +120,14 @@ class Layout:
 
 
 @dataclass(eq=False)
-class Layouts:
-    """The layouts of this rank's tensors by name, and the names of those tensors that only other ranks have."""
+class ShardSpecs:
+    """The specs of this rank's tensors by name, and the names of those tensors that only other ranks have."""
 
-    own: dict[str, Layout]
+    own: dict[str, ShardSpec]
     elsewhere: set[str]
 
 
-def lay_out(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology, operation: str) -> Layouts:
+def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology, operation: str) -> ShardSpecs:
     """Lays out `tensors`, those of the model's state by plain name. Collective over all ranks.
 
     Raises:
@@ -85,14 +140,14 @@ def lay_out(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology,
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
     shapes = _exchange_shapes(split, whole, topology, operation)
     numbers = _row_numbers(model)
-    result = Layouts({}, {name for on_rank in shapes for name in on_rank} - split.keys())
+    result = ShardSpecs({}, {name for on_rank in shapes for name in on_rank} - split.keys())
 
     def build() -> None:
         for name, tensor in tensors.items():
-            layout = _layout(name, tensor, shardings.get(name, {}), shapes, topology, numbers.get(name))
-            result.own[name] = layout
+            spec = _shard_spec(name, tensor, shardings.get(name, {}), shapes, topology, numbers.get(name))
+            result.own[name] = spec
 
-    together(topology, operation, build)
+    together(topology.world, operation, build)
     return result
 
 
@@ -132,21 +187,21 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def number_names(model: nn.Module) -> set[str]:
-    """Entries of the model's state that say which experts are here, by plain names; layouts say so by themselves."""
+    """Entries of the model's state that say which experts are here, by plain names; specs say so by themselves."""
     return {plain_name(prefix + NUMBERS) for prefix, _ in experts_of(model)}
 
 
-def _layout(
+def _shard_spec(
     name: str,
     tensor: Tensor,
     sharding: dict[str, int],
     shapes: list[Shapes],
     topology: Topology,
     numbers: tuple[int, ...] | None,
-) -> Layout:
+) -> ShardSpec:
     managed = isinstance(tensor, DTensor)
     if not sharding:
-        return Layout(tuple(tensor.shape), topology.mp if managed else topology.world)
+        return ShardSpec(tuple(tensor.shape), topology.mp if managed else topology.world)
     shape = list(tensor.shape)
     for dim in set(sharding.values()) - {NAMED}:
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
@@ -154,16 +209,16 @@ def _layout(
     everywhere, group = NAMED not in sharding.values(), holders(sharding, topology)
     if "mp" not in sharding:
         placements = tuple(_placement(sharding.get(axis, NAMED)) for axis in ("edp", "ep", "esp"))
-        return Layout(tuple(shape), group, True, everywhere, topology.expert_mesh, placements, numbers, starts)
+        return ShardSpec(tuple(shape), group, True, everywhere, topology.expert_mesh, placements, numbers, starts)
     by_mp, mesh = _placement(sharding["mp"]), topology.dense_mesh
     if not isinstance(tensor, DTensor):
-        return Layout(tuple(shape), group, True, everywhere, mesh, (Replicate(), by_mp))
+        return ShardSpec(tuple(shape), group, True, everywhere, mesh, (Replicate(), by_mp))
     assert mesh is not None
     # FSDP has split what mp had split before: a mesh whose dimensions stand in that order says so. It serves only to
     # find places, so it needs no process groups.
     mesh = DeviceMesh(mesh.device_type, mesh.mesh.T, mesh_dim_names=("mp", "dp"), _init_backend=False)
     alone = topology.subgroup("own", (topology.rank,))
-    return Layout(tuple(shape), alone, True, everywhere, mesh, (by_mp, *tensor.placements))
+    return ShardSpec(tuple(shape), alone, True, everywhere, mesh, (by_mp, *tensor.placements))
 
 
 def _placement(dim: int) -> Placement:

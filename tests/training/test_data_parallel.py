@@ -1,3 +1,5 @@
+"""Gradients over ranks, and their norm, are those of the whole model in one process."""
+
 from __future__ import annotations
 
 import itertools
@@ -5,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fusedmoe
+from fusedmoe import training
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.training import broadcast_parameters, buckets, clip_grad_norm, sync_gradients
+from fusedmoe.training import broadcast_parameters, clip_grad_norm, copies, sync_gradients
 from tests.cluster import Cluster
 from tests.training.host_reads import HostReads, on_a_made_up_gpu
 from tests.training.toy import ONE, Sizes, Toy, part, sharding, whole
@@ -61,7 +65,7 @@ def _sync(rank: int, world: int, sizes: Sizes, bucket_bytes: int) -> dict[str, t
     topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
     _give_gradients(model, sizes, rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "BUCKET_BYTES", bucket_bytes)
+        patch.setattr(copies, "BUCKET_BYTES", bucket_bytes)
         sync_gradients(model, topology)
     return {name: (p.grad, _expected(name, sizes, rank)) for name, p in model.named_parameters()}
 
@@ -242,3 +246,59 @@ def _broadcast(rank: int, world: int, sizes: Sizes) -> dict[str, bool]:
 def test_broadcast_gives_every_copy_the_first_holders_value(cluster: Cluster) -> None:
     for result in cluster.run(4, _broadcast, Sizes(4, ep=2, mp=2)):
         assert all(result.values()), result
+
+
+def build(topology: Topology | None, mp_input: str) -> nn.Module:
+    torch.manual_seed(5)
+    layer = fusedmoe.MoELayer(
+        8,
+        fusedmoe.gates.TopK(experts=4, k=2, aux={}),  # without drops and losses that depend on how tokens are sliced
+        fusedmoe.experts.SwiGLU(8),
+        shared=fusedmoe.experts.FeedForward(4),
+        topology=topology,
+        mp_input=mp_input,  # type: ignore[arg-type]
+    )
+    return nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 3)).double()
+
+
+def data(replica: int) -> Tensor:
+    return torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(replica))
+
+
+def gradients(rank: int, world: int, ep: int, mp: int, wrapped: bool) -> dict[str, Tensor]:
+    topology = Topology.from_sizes(ep=ep, mp=mp)
+    model = build(topology, "replicated")
+    x = data(topology.dp.index)
+    if wrapped:
+        wrapper = training.distributed_data_parallel(model, topology, mp_loss="replicated")
+        wrapper(x).square().mean().backward()
+    else:
+        model(x).square().mean().backward()
+        training.sync_gradients(model, topology, mp_loss="replicated")
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[name] = parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["synced", "wrapped"])
+@pytest.mark.parametrize(("world", "ep", "mp"), [(2, 1, 2), (4, 2, 2), (4, 4, 4)])
+def test_gradients_are_those_of_one_process(cluster: Cluster, world: int, ep: int, mp: int, wrapped: bool) -> None:
+    whole = build(None, "replicated")
+    torch.stack([whole(data(replica)).square().mean() for replica in range(world // mp)]).mean().backward()
+    for rank, found in enumerate(cluster.run(world, gradients, ep, mp, wrapped)):
+        for name, parameter in whole.named_parameters():
+            assert parameter.grad is not None
+            expected = parameter.grad
+            if name.startswith("1.experts."):
+                expected = expected.chunk(ep)[rank % ep]
+            error = (found[name] - expected).norm() / expected.norm().clamp(min=1e-6)  # an expert may be idle
+            assert error < 1e-10, (rank, name, float(error))
+
+
+def test_unknown_convention_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    replica = training.copies.replicas(model, Topology())[0]
+    with pytest.raises(fusedmoe.ConfigError, match="choose summands or replicated"):
+        training.copies.divisor(replica, Topology(), "shared")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Gradients of the dense parts as one stream, reduced piece by piece while the backward pass goes on."""
+"""Gradients of the dense parts in buckets, each reduced when a plan says so while the backward pass goes on."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.task import Task
-from fusedmoe.training.replicas import MpLoss, Replica, divisor, local_part, replicas
+from fusedmoe.training.copies import MpLoss, Replica, divisor, local_part, replicas
 
 
 @dataclass(eq=False)
 class _Item:
-    """A parameter in the stream.
+    """A parameter in the buckets.
 
     `gradient`: what was given; None: it is where autograd puts it. `sent`: it was there when the first part of it went.
     `whole`: a scalar on the device, whether that was so on every rank.
@@ -41,15 +41,15 @@ class _Item:
         return self.replica.parameter.numel()
 
 
-class GradientStream:
+class GradientBuckets:
     """The gradients of a model's dense parts in the order of back-propagation, last layer first.
 
     A layer's dense part is what comes before its experts in the order of the model's parameters, back to the experts of
-    the layer before; its gate belongs to it. What comes after the last experts, and experts themselves, are not in the
-    stream.
+    the layer before; its gate belongs to it. What comes after the last experts, and experts themselves, are not
+    in them.
 
-    Pieces are cut off in the order in which plans run them, the same on every rank. A parameter whose gradient is not
-    there on every rank when its first piece goes is left out, and `sync_gradients(…, stream=…)` reduces it. The host
+    Buckets are filled in the order in which plans run them, the same on every rank. A parameter whose gradient is not
+    there on every rank when its first part goes is left out, and `sync_gradients(…, buckets=…)` reduces it. The host
     learns which these are at the end of the step, and waits for nothing before.
 
     Args:
@@ -79,7 +79,7 @@ class GradientStream:
             item.replica.parameter.register_post_accumulate_grad_hook(self._note)
         self._open = False
         self._recorder: Recorder | None = None
-        self._place = 0, 0  # the item that the next piece starts in, and the element
+        self._place = 0, 0  # the item that the next bucket starts in, and the element
         self._working: threading.Thread | None = None
         self._streams = Streams()
         self._beside: torch.cuda.Stream | None = None
@@ -88,7 +88,7 @@ class GradientStream:
     def open(self, recorder: Recorder | None = None) -> None:
         """To be called before the backward pass whose gradients are the step's: the last, where several add up.
 
-        Pieces of passes before it do nothing. `recorder` measures the pieces that `begin` is given.
+        Buckets of passes before it do nothing. `recorder` measures those that `begin` is given.
         """
         self._open, self._place, self._recorder = True, (0, 0), recorder
         for item in self._items:
@@ -100,7 +100,7 @@ class GradientStream:
         return self._open
 
     def give(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """A gradient before autograd has it, in contiguous memory of its own: pieces are reduced in place."""
+        """A gradient before autograd has it, in contiguous memory of its own: it is reduced in place."""
         item = self._by_parameter.get(id(parameter))
         if item is not None:
             item.gradient, item.ready = gradient, True
@@ -111,7 +111,7 @@ class GradientStream:
             self._reduce(task.size)
 
     def begin(self, tasks: Sequence[Task]) -> None:
-        """Reduces pieces beside what the caller does; `wait` sees to the end of it.
+        """Reduces buckets beside what the caller does; `wait` sees to the end of it.
 
         On a CPU a thread does it. On CUDA a stream does, and all of it is issued here: of several communicators NCCL
         asks for one order on all ranks, which two threads would not keep (`fusedmoe/runtime/nccl.md`).
@@ -127,7 +127,7 @@ class GradientStream:
         self._beside = streams["inter"]
         self._beside.wait_stream(streams["compute"])
         with torch.cuda.stream(self._beside):
-            self._pieces(tasks)
+            self._reduce_all(tasks)
 
     def wait(self) -> None:
         """Until what was begun is done (on CUDA the current stream waits). Raises what went wrong there."""
@@ -166,11 +166,11 @@ class GradientStream:
 
     def _work(self, tasks: Sequence[Task]) -> None:
         try:
-            self._pieces(tasks)
+            self._reduce_all(tasks)
         except BaseException as error:
             self._error = error
 
-    def _pieces(self, tasks: Sequence[Task]) -> None:
+    def _reduce_all(self, tasks: Sequence[Task]) -> None:
         for kind, chunk, layer, phase, size in tasks:
             with span(self._recorder, kind, kind=kind, resource="inter", chunk=chunk, layer=layer, phase=phase):
                 self.reduce(Task(kind, chunk, layer, phase, size))
@@ -239,14 +239,14 @@ def _flat(item: _Item) -> Tensor:
     return local_part(parameter.grad).view(-1)
 
 
-def streamed_bytes(
+def bucketed_bytes(
     model: nn.Module, ranks: int, mp: int, dense: Sequence[Sequence[nn.Parameter]] | None = None
 ) -> list[int]:
-    """`GradientStream.layer_bytes` of a rank of a larger world, of a model that was made in a world of one.
+    """`GradientBuckets.layer_bytes` of a rank of a larger world, of a model that was made in a world of one.
 
     Args:
         ranks, mp: of that world.
-        dense: as for `GradientStream`.
+        dense: as for `GradientBuckets`.
     """
     shardings, names = parameter_shardings(model), {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -268,8 +268,8 @@ def _dense_parts(
 ) -> list[list[Replica]]:
     """For each MoE layer, in order, the replicated parameters that come before its experts, or those that are given."""
     own = [{id(parameter) for parameter in of} for of in (_before_experts(model) if dense is None else dense)]
-    streamed = [replica for replica in replicas(model, topology) if _streams(replica)]
-    return [[replica for replica in streamed if id(replica.parameter) in of] for of in own]
+    bucketed = [replica for replica in replicas(model, topology) if _bucketed(replica)]
+    return [[replica for replica in bucketed if id(replica.parameter) in of] for of in own]
 
 
 def _before_experts(model: nn.Module) -> list[list[nn.Parameter]]:
@@ -288,7 +288,7 @@ def _before_experts(model: nn.Module) -> list[list[nn.Parameter]]:
     return found
 
 
-def _streams(replica: Replica) -> bool:
+def _bucketed(replica: Replica) -> bool:
     return replica.group.size > 1 and not (replica.managed or replica.named)
 
 
