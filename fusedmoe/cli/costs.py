@@ -14,7 +14,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.stage import must_wait
 from fusedmoe.models.block import make_gate, make_order
-from fusedmoe.runtime.runnable import Here, runnable_kinds
+from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.training.gradient_buckets import bucketed_bytes

@@ -20,7 +20,7 @@ from fusedmoe.placement.placement import Nodes
 from fusedmoe.placement.placement_policies import Policy, expert_parallelism, hecate, replication, shadowing, swaps
 from fusedmoe.placement.price import CLUSTER_A
 from fusedmoe.placement.replay import Outcome, draw, replay
-from fusedmoe.runtime.bar import Bar
+from fusedmoe.runtime.progress import WorkBar
 
 SUMMARY = "show experts' loads over time, and what placements make of them"
 
@@ -162,7 +162,7 @@ def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> 
     )
     outcomes = {}
     for name, policy in zip(POLICIES, policies, strict=True):
-        with Bar(f"simulating {name}") as bar:
+        with WorkBar(f"simulating {name}") as bar:
             outcomes[name] = replay(trace, policy, nodes, CLUSTER_A, show=bar.show)
     return outcomes
 

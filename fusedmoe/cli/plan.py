@@ -13,7 +13,7 @@ from fusedmoe.cli.plan_report import Report
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import compute_dtype
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.policies import POLICIES

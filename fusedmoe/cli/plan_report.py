@@ -19,8 +19,8 @@ from fusedmoe.cli.plan_copies import Copies
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import cuttable, follows_plan, policy_of, unsplit
 from fusedmoe.comm.topology import Topology
+from fusedmoe.runtime.execute import Here, require_runnable, runnable_kinds
 from fusedmoe.runtime.plan_cache import cached_plans
-from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.critical import Stretch, at_work, critical_path, stretches

@@ -16,8 +16,8 @@ from fusedmoe.cli.layout import Launch, choose_device, choose_sizes, make_topolo
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import compute_dtype
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.profile import BUDGET_S, Profile
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.profiler import BUDGET_S, Profile
 from fusedmoe.schedule.cost import Line
 
 SUMMARY = "measure what links and matrix products take"

@@ -18,7 +18,7 @@ from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.trainer import Trainer, compute_dtype, follows_plan
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES

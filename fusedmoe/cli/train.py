@@ -16,7 +16,6 @@ from fusedmoe.cli.data import Corpus, load_corpus
 from fusedmoe.cli.flags import add_flags, changes_of, describe
 from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.load_log import LoadLog
-from fusedmoe.cli.progress import Display, make_display
 from fusedmoe.cli.rundir import RunDir
 from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.stop import StopRequest
@@ -24,7 +23,8 @@ from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_pla
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.progress import Display, make_display
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.timeline import Timeline

@@ -22,8 +22,8 @@ from fusedmoe.layers.pipeline import Along, unsplit_part
 from fusedmoe.models.block import block_workload, make_gate, make_order
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Loss, Transformer
+from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.graph.instructions import bytes_of, computes, concrete
-from fusedmoe.runtime.cache import cache_dir, fingerprint, read, write
-from fusedmoe.runtime.profile_cache import machine_facts
+from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, read, write
 
 #: The smallest collective that is measured; each further one is twice as large.
 FIRST_BYTES = 1024

@@ -34,9 +34,8 @@ from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_
 from fusedmoe.graph.micro import Range, chosen_ranges, rewrite
 from fusedmoe.graph.report import Collective, Pipelined, Report
 from fusedmoe.graph.weights import gaps_of, ordered, place, reorder, skeleton
-from fusedmoe.runtime.bar import Bar
-from fusedmoe.runtime.cache import cache_dir, fingerprint, read, write
-from fusedmoe.runtime.profile_cache import machine_facts
+from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, read, write
+from fusedmoe.runtime.progress import WorkBar
 
 Show = Callable[[int, int], None]
 
@@ -86,7 +85,7 @@ def planned(
         if text is not None and _valid(text):
             kept.append(True)
             return text
-        with Bar(f"planning the {phase} pass") as bar:
+        with WorkBar(f"planning the {phase} pass") as bar:
             costs = given if points is None else Measured.load(points, device)
             assert costs is not None
             text = json.dumps(_decided(of, gradients, costs, splits, bar.show))

@@ -20,8 +20,8 @@ from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.bar import Bar
 from fusedmoe.runtime.cache import cache_dir, fingerprint, own_version, read, write
+from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
@@ -60,7 +60,7 @@ def cached_plans(
     found = {name: _valid(texts[name], costs) for name in paths}
     plans = {name: plan for name, plan in found.items() if plan is not None}
     if len(plans) < len(paths):
-        with Bar("planning") as bar:
+        with WorkBar("planning") as bar:
             model = WholeModel(costs, limit, samples, bar.show if first else lambda done, total: None)
             plans = {name: plans.get(name) or model.plan(name) for name in paths}
     for name in paths:

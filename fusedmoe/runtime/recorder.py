@@ -93,16 +93,21 @@ class _Mark(Function):
 class Recorder:
     """Collects the spans of one rank from its creation on. Spans may be opened on several threads.
 
-    `device`: a CUDA device makes it measure with events on the current streams of that device; anything
-    else, and None, with the host's clock. Events count from creation (or `clear`) in float32 milliseconds:
-    exact to a microsecond in the first ten seconds, so make a recorder for the steps to be measured, not
-    for a whole run.
+    `device`: a CUDA device makes it measure with events on the current streams of that device; anything else, and
+    None, with the host's `clock`, in seconds. Events count from creation (or `clear`) in float32 milliseconds: exact to
+    a microsecond in the first ten seconds, so make a recorder for the steps to be measured, not for a whole run.
     """
 
-    def __init__(self, rank: int = 0, *, device: torch.device | str | None = None) -> None:
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int = 0,
+        *,
+        device: torch.device | str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.rank, self._now = rank, clock
         where = torch.device("cpu" if device is None else device)
-        self._clock: _Clock = _CudaClock(where) if where.type == "cuda" else _HostClock()
+        self._clock: _Clock = _CudaClock(where, clock) if where.type == "cuda" else _HostClock(clock)
         self.clear()
 
     def clear(self) -> None:
@@ -135,7 +140,7 @@ class Recorder:
 
     def now(self) -> float:
         """Seconds since zero on the host's clock, for `add`."""
-        return time.perf_counter() - self._clock.zero_s
+        return self._now() - self._clock.zero_s
 
     def add(self, span: Span) -> None:
         """Add a span whose times are known: work that began on one thread and was seen to end on another."""
@@ -184,10 +189,12 @@ class _Clock(Protocol):
 
 class _HostClock:
     zero_s = 0.0
-    mark = staticmethod(time.perf_counter)
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.mark = now
 
     def restart(self) -> float:
-        self.zero_s, anchor_s = _wall_anchor()
+        self.zero_s, anchor_s = _wall_anchor(self.mark)
         return anchor_s
 
     def wait(self) -> None:
@@ -200,15 +207,15 @@ class _HostClock:
 class _CudaClock:
     zero_s = 0.0
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
+        self._device, self._now = device, now
 
     def restart(self) -> float:
         # An idle device passes the event at once, so host and device zero are a few microseconds apart.
         torch.cuda.synchronize(self._device)
         self._zero = self.mark()
         torch.cuda.synchronize(self._device)
-        self.zero_s, anchor_s = _wall_anchor()
+        self.zero_s, anchor_s = _wall_anchor(self._now)
         return anchor_s
 
     def mark(self) -> torch.cuda.Event:
@@ -223,13 +230,13 @@ class _CudaClock:
         return float(self._zero.elapsed_time(mark)) * 1e-3
 
 
-def _wall_anchor() -> tuple[float, float]:
-    """One instant on both clocks: (`time.perf_counter()`, `time.time()`); the tightest of a few readings."""
+def _wall_anchor(now: Callable[[], float]) -> tuple[float, float]:
+    """One instant on both clocks: (`now()`, `time.time()`); the tightest of a few readings."""
     best = (float("inf"), 0.0, 0.0)
     for _ in range(8):
-        before = time.perf_counter()
+        before = now()
         wall = time.time()
-        after = time.perf_counter()
+        after = now()
         best = min(best, (after - before, (before + after) / 2, wall))
     return best[1], best[2]
 

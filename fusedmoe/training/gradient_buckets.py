@@ -14,8 +14,8 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.sharding import parameter_shardings
+from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.task import Task
 from fusedmoe.training.copies import MpLoss, Replica, divisor, local_part, replicas
 

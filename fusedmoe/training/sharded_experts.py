@@ -95,7 +95,7 @@ class ShardedExperts:
         memory: m, how many copies a rank has room for in each layer.
         overlap: t, how many experts may travel for a layer. None: as many as go unnoticed by the time that the model
             takes between two layers of experts, which the first five steps measure, at the bandwidth that this machine
-            was measured to have (`fusedmoe.runtime.profile_cache`). Where costs are known, a search behind Algorithm 1
+            was measured to have (`fusedmoe.runtime.cache`). Where costs are known, a search behind Algorithm 1
             makes more of what it gives (`fusedmoe.placement.hecate`).
         reshard: owners may change (Algorithm 2).
         calibrates: looks again once the gate has chosen, and fetches more copies where that pays.

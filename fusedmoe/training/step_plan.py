@@ -24,8 +24,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.layers.schedule import measured_costs
+from fusedmoe.runtime.execute import Here, require_runnable, runnable_kinds
 from fusedmoe.runtime.plan_cache import cached_plans
-from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.layer import beside, half, pass_of

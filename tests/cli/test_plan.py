@@ -16,7 +16,7 @@ from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.runtime.profile import Profile
+from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.testbeds import TESTBEDS

@@ -22,7 +22,7 @@ from fusedmoe.cli.trainer import Trainer, policy_of, unsplit
 from fusedmoe.models.block import block_workload
 from fusedmoe.models.config import ModelConfig, named_model
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.runtime.runnable import Here, runnable_kinds
+from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.schedule.cost import FusedCosts
 from fusedmoe.schedule.draw import figure
 from fusedmoe.schedule.plan import Plan

@@ -27,7 +27,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.placement.load_trace import LoadTrace
-from fusedmoe.runtime.profile import Profile
+from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from tests.cluster import Cluster
 

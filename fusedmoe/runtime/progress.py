@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a bar on a terminal, a line now and then elsewhere."""
+"""Progress on a terminal: of work that may take a moment or a minute, and of a training run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,43 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+# Work that is over sooner shows no bar.
+_AFTER_S = 2.0
+
 # Between two lines when there is no terminal to draw on.
 _LINE_EVERY_S = 15.0
+
+
+class WorkBar:
+    """A bar on stderr that appears once the work has taken a while; without a terminal one line then says what goes on.
+
+    with WorkBar("simulating") as bar:
+        work(bar.show)              # calls show(done, total) now and then
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._began = what, time.monotonic()
+        self._console = Console(stderr=True)
+        parts = (TextColumn(what, markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        terminal = self._console.is_terminal
+        self._progress = Progress(*parts, console=self._console, transient=True, disable=not terminal)
+        self._task = self._progress.add_task(what, total=None)
+        self._said = terminal
+
+    def __enter__(self) -> WorkBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, done: int, total: int) -> None:
+        if time.monotonic() - self._began <= _AFTER_S:
+            return
+        if not self._said:
+            self._said = True
+            print(f"fusedmoe: {self._what} …", file=sys.stderr, flush=True)
+        self._progress.start()
+        self._progress.update(self._task, completed=done, total=total)
 
 
 class Display(Protocol):
@@ -34,7 +69,7 @@ def make_display(rank: int, total: int, done: int) -> Display:
     """What fits: nothing on ranks other than 0, a bar on a terminal, else lines."""
     if rank:
         return Silent()
-    return Bar(total, done) if sys.stdout.isatty() else Lines(total)
+    return TrainingBar(total, done) if sys.stdout.isatty() else Lines(total)
 
 
 class Silent:
@@ -79,7 +114,7 @@ class Lines(Silent):
         print(text, flush=True)
 
 
-class Bar(Silent):
+class TrainingBar(Silent):
     """A bar that moves, with the loss, the speed and the time left."""
 
     def __init__(self, total: int, done: int) -> None:
@@ -95,7 +130,7 @@ class Bar(Silent):
         )
         self._task = self._progress.add_task("training", total=total, completed=done, loss="–", speed="–")
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> TrainingBar:
         self._progress.start()
         return self
 

@@ -30,9 +30,8 @@ from fusedmoe.comm.collectives import (
 )
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.execute import execute
+from fusedmoe.runtime.execute import Streams, execute
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.cost import LEAST_BETA, CostModel, Line, fit
 from fusedmoe.schedule.orders import three_queues
 from fusedmoe.schedule.plan import Plan
@@ -66,6 +65,8 @@ _EMPTY, _EMPTY_ROUNDS = Plan.of(three_queues(PIPELINE, 8)), 9
 
 Show = Callable[[int, int], None]
 T = TypeVar("T")
+
+Sample = tuple[str, int]  # a line and a size
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def profile(
     budget_s: float = BUDGET_S,
     machine: str = "",
     show: Show | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
     """Measures and fits; the result is the same on every rank. Collective over all ranks.
 
@@ -127,6 +129,7 @@ def profile(
         budget_s: what does not fit is cut: first there are fewer sizes, then smaller ones, then fewer rounds.
         machine: for `CostModel.machine`.
         show: told (done, total) now and then.
+        clock: what is measured with on a CPU, in seconds.
     Raises:
         ConfigError: a budget that is not positive.
         RankError: see `fusedmoe.comm.collectives`.
@@ -135,7 +138,7 @@ def profile(
         raise ConfigError(f"profile: the budget must be more than 0 s, not {budget_s}")
     # Autocast would turn the products into others.
     with topology.guard("profile"), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        return _Profiler(topology, device, dtype, budget_s, show or _nothing).run(machine)
+        return _Profiler(topology, device, dtype, budget_s, show or _nothing, clock).run(machine)
 
 
 def _nothing(done: int, total: int) -> None:
@@ -194,16 +197,19 @@ class _Work(NamedTuple):
     n: Callable[[int], int]  # bytes or FLOP of a size
 
 
-Sample = tuple[str, int]  # a line and a size
-
-
 class _Profiler:
     def __init__(
-        self, topology: Topology, device: torch.device, dtype: torch.dtype, budget_s: float, show: Show
+        self,
+        topology: Topology,
+        device: torch.device,
+        dtype: torch.dtype,
+        budget_s: float,
+        show: Show,
+        clock: Callable[[], float],
     ) -> None:
         self._topology, self._device, self._budget_s, self._show = topology, device, budget_s, show
-        self._began = time.perf_counter()
-        self._recorder = Recorder(topology.rank, device=device)
+        self._clock, self._began = clock, clock()
+        self._recorder = Recorder(topology.rank, device=device, clock=clock)
         self._stop, self._streams = partial(topology.stop, "profile"), Streams()
         self._wire = device_of(topology.world)
         self._buffer = torch.zeros(_UNIT * _STEPS, device=self._wire)
@@ -239,9 +245,9 @@ class _Profiler:
         bodies = dict.fromkeys(PIPELINE, _no_work)
         taken = []
         for _ in range(_EMPTY_ROUNDS):
-            began = time.perf_counter()
+            began = self._clock()
             execute(_EMPTY, bodies, stop=self._stop, streams=self._streams.on(self._device))
-            taken.append((time.perf_counter() - began) / len(_EMPTY))
+            taken.append((self._clock() - began) / len(_EMPTY))
         return statistics.median(taken)
 
     def _collectives(self) -> dict[str, _Work]:
@@ -364,7 +370,7 @@ class _Profiler:
 
     def _elapsed_s(self) -> float:
         """The same on every rank; collective."""
-        return float(self._slowest([time.perf_counter() - self._began])[0])
+        return float(self._slowest([self._clock() - self._began])[0])
 
     def _contention(
         self, lines: Mapping[str, Line], points: Mapping[str, Sequence[tuple[float, float]]], total: int

@@ -1,10 +1,11 @@
+""""""
+
 from __future__ import annotations
 
 import itertools
 import json
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,8 @@ from scipy.optimize import lsq_linear
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime import profile as module
-from fusedmoe.runtime.profile import ROUNDS, Profile, contention_of, line_names, line_through, profile
-from fusedmoe.runtime.recorder import _HostClock
+from fusedmoe.runtime import profiler as module
+from fusedmoe.runtime.profiler import ROUNDS, Profile, contention_of, line_names, line_through, profile
 from fusedmoe.schedule.cost import LINES, CostModel, Durations, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
@@ -82,8 +82,6 @@ class Machine:
     def __init__(self, patch: pytest.MonkeyPatch, lines: dict[str, Line]) -> None:
         self.now_s, self.lines = 0.0, lines
         self.calls: list[tuple[str, float]] = []
-        patch.setattr(time, "perf_counter", lambda: self.now_s)
-        patch.setattr(_HostClock, "mark", staticmethod(lambda: self.now_s))
         patch.setattr(module, "line_names", lambda topology: tuple(lines))
         for name, line in (("all_to_all_rows", "all-to-all/ep"), ("all_gather_rows", "all-gather/esp")):
             patch.setattr(module, name, self.does(line))
@@ -110,6 +108,38 @@ class Machine:
         self.calls.append((name, n))
         self.now_s += self.lines[name].seconds(n)
 
+    def clock(self) -> float:
+        return self.now_s
+
+
+class SharingMachine(Machine):
+    """The same where two collectives that go on at once have a share of their speed each while both do.
+
+    The executor runs these on threads of their own, and alone on the caller's. Each thread is at the end of what it has
+    done; a collective of a thread is done when another thread's has begun, too.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, lines: dict[str, Line], share: float) -> None:
+        super().__init__(patch, lines)
+        self.share = share
+        self._own, self._both = threading.local(), threading.Barrier(2, timeout=60)
+        self._seconds: list[float] = []
+
+    def clock(self) -> float:
+        return getattr(self._own, "now_s", self.now_s)
+
+    def go(self, name: str, n: float) -> None:
+        if not threading.current_thread().name.startswith("fusedmoe "):
+            return super().go(name, n)
+        begun_s, seconds = self.now_s, self.lines[name].seconds(n)
+        self._seconds.append(seconds)
+        self._both.wait()
+        assert len(self._seconds) == 2
+        self._own.now_s = begun_s + seconds + min(self._seconds) * (1 / self.share - 1)
+        if self._both.wait() == 0:
+            self.now_s += max(self._seconds) + min(self._seconds) * (1 / self.share - 1)
+            self._seconds.clear()
+
 
 FAST = {
     "all-to-all/ep": Line(1e-4, 2e-10),
@@ -122,7 +152,7 @@ FAST = {
 def test_known_lines_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, FAST)
     shown: list[tuple[int, int]] = []
-    found = profile(Topology(), CPU, machine="made up", show=lambda *at: shown.append(at))
+    found = profile(Topology(), CPU, clock=machine.clock, machine="made up", show=lambda *at: shown.append(at))
     assert list(found.costs.lines) == list(FAST) and found.costs.machine == "made up"
     assert found.costs.contention == 1.0
     for name, line in found.costs.lines.items():
@@ -143,7 +173,7 @@ def test_known_lines_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch, slow: str, budget_s: float) -> None:
     line = Line(1e-3, 1e-11) if slow == "gemm" else Line(1e-3, 3e-7)
     machine = Machine(monkeypatch, FAST | {slow: line})
-    found = profile(Topology(), CPU, budget_s=budget_s)
+    found = profile(Topology(), CPU, budget_s=budget_s, clock=machine.clock)
     assert machine.now_s == pytest.approx(found.seconds) and found.seconds < 1.1 * budget_s
     sizes = [n for n, _ in found.points[slow]]
     assert 6 <= len(sizes) <= 24 and sizes[-1] == len(sizes) * sizes[0]
@@ -155,25 +185,12 @@ def test_a_budget_of_nothing_is_refused() -> None:
         profile(Topology(), CPU, budget_s=0)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own links", "one link"])
-def test_contention_is_measured(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    """Collectives that take turns on one link go on at half their speed while both are under way."""
-    link = threading.Lock()
-
-    def does(group: Any, rows: torch.Tensor, *rest: Any) -> None:
-        for _ in range(10):
-            if shared:
-                with link:
-                    time.sleep(2e-9 * rows.numel())
-                time.sleep(0)
-            else:
-                time.sleep(2e-9 * rows.numel())
-
-    monkeypatch.setattr(module, "line_names", lambda topology: ("all-to-all/ep", "all-gather/esp", "gemm"))
-    monkeypatch.setattr(module, "all_to_all_rows", does)
-    monkeypatch.setattr(module, "all_gather_rows", does)
-    found = profile(Topology(), CPU, budget_s=2.0)
-    assert 0.3 < found.costs.contention < 0.7 if shared else found.costs.contention > 0.75
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.5], ids=["own links", "in part", "one link"])
+def test_contention_is_measured(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Collectives that share a link go on at a part of their speed while both are under way; on one link at half."""
+    machine = SharingMachine(monkeypatch, FAST | {"all-gather/esp": Line(7e-5, 3e-10)}, share)
+    found = profile(Topology(), CPU, clock=machine.clock)
+    assert found.costs.contention == pytest.approx(share, rel=1e-9)
 
 
 # Ranks

@@ -1,10 +1,12 @@
+""""""
+
 from __future__ import annotations
 
 import time
 
 import pytest
 
-from fusedmoe.runtime.bar import Bar
+from fusedmoe.runtime.progress import WorkBar
 
 
 def test_without_a_terminal_long_work_is_one_line(
@@ -12,7 +14,7 @@ def test_without_a_terminal_long_work_is_one_line(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with Bar("counting [sheep]") as bar:
+    with WorkBar("counting [sheep]") as bar:
         bar.show(1, 9)
         now[0] += 1.0
         bar.show(2, 9)

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 import json
@@ -12,10 +14,9 @@ import pytest
 import torch
 
 from fusedmoe.comm.topology import Topology
-from fusedmoe.runtime import profile_cache as module
-from fusedmoe.runtime.cache import CACHE, cache_dir, fingerprint
-from fusedmoe.runtime.profile import Profile, line_names
-from fusedmoe.runtime.profile_cache import cached_profile, describe, machine_facts
+from fusedmoe.runtime import cache as module
+from fusedmoe.runtime.cache import CACHE, cache_dir, cached_profile, describe, fingerprint, machine_facts
+from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import CostModel, Line
 from tests.cluster import Cluster
 
