@@ -1,7 +1,10 @@
-"""Planning a captured pass: one rank decides, all do the same.
+"""Planning a captured pass: one rank decides, all do the same; and a report of it for whoever wants to read it.
 
 First all instructions are put in order, weight gradients beside all-to-alls; then, forward, ranges of instructions are
 split. What the first rank has decided is kept on disk.
+
+The ranks that run a graph meet at the job's store. Nothing is sent over the process groups of the graph: a rank that
+captures a graph which others do not is told so, and does not disturb what these send meanwhile.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +21,14 @@ import torch.distributed as dist
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from fusedmoe.comm.failure import Board
 from fusedmoe.comm.topology import Topology
-from fusedmoe.graph.agree import Meeting, resolve
-from fusedmoe.graph.costs import (
-    Costs,
-    Measured,
+from fusedmoe.errors import RankError
+from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
+from fusedmoe.graph.micro_batches import InstructionRange, Pipelined, chosen_ranges, rewrite
+from fusedmoe.graph.operator_costs import (
+    MeasuredCosts,
+    OperatorCosts,
     Points,
     load_numbers,
     measure_points,
@@ -30,19 +36,160 @@ from fusedmoe.graph.costs import (
     point_sizes,
     start_s,
 )
-from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
-from fusedmoe.graph.micro import Range, chosen_ranges, rewrite
-from fusedmoe.graph.report import Collective, Pipelined, Report
-from fusedmoe.graph.weights import gaps_of, ordered, place, reorder, skeleton
+from fusedmoe.graph.weight_gradients import gaps_of, ordered, place, reorder, skeleton
 from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, read, write
 from fusedmoe.runtime.progress import WorkBar
 
+_OPERATION = "planning a captured graph"
+_CURE = (
+    "every rank must compile the same graphs in the same order: where sizes differ between ranks or change, mark these "
+    "dimensions as dynamic on all of them"
+)
+
 Show = Callable[[int, int], None]
+# Of ranks that do not decide.
+_NONE = Points((1.0,), (0.0,))
+
+
+class Meeting:
+    """The ranks that run a graph together.
+
+    Args:
+        groups: the process groups of the graph's collectives, or their names.
+        timeout_s: how long a rank waits for the others.
+    Attributes:
+        ranks: of the job; `leader`: whether this rank decides.
+    """
+
+    def __init__(self, groups: Sequence[Any], timeout_s: float) -> None:
+        self.handles = [resolve(group) for group in groups]
+        members = [tuple(dist.get_process_group_ranks(handle)) for handle in self.handles]
+        together = sorted({rank for ranks in members for rank in ranks})
+        # Groups that cross each other can touch all ranks, step by step.
+        whole = any(set(ranks) == set(together) for ranks in members)
+        self.ranks = together if whole or not groups else list(range(dist.get_world_size()))
+        self._rank = dist.get_rank() if groups else 0
+        self.leader = not groups or self._rank == self.ranks[0]
+        self._timeout_s = timeout_s
+        self._board = None if len(self.ranks) < 2 else Board(dist.distributed_c10d._get_default_store(), self._rank)
+
+    def all(self, text: str) -> list[str]:
+        """What each rank brings, in the order of `ranks`."""
+        if self._board is None:
+            return [text]
+        return self._board.meet(self.ranks, text, self._timeout_s, operation=_OPERATION, cure=_CURE)
+
+    def same(self, what: str) -> None:
+        """Raises `RankError`, on every rank, where they do not all bring the same."""
+        digests = self.all(hashlib.sha256(what.encode()).hexdigest()[:16])
+        odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
+        if odd:
+            raise RankError(
+                f"{_OPERATION}: ranks {odd} captured another graph than rank {self.ranks[0]}; {_CURE}, and let no "
+                "rank take another way through the model"
+            )
+
+    def decided(self, decide: Callable[[], str]) -> str:
+        """What the first rank decides. An exception there ends all ranks."""
+        text = ""
+        if self.leader:
+            try:
+                text = decide()
+            except BaseException as error:
+                if self._board is not None:
+                    self._board.post(self._rank, _OPERATION, f"{type(error).__name__}: {error}")
+                raise
+        return self.all(text)[0]
+
+
+def resolve(group: Any) -> Any:
+    """The process group of that name; a process group is itself."""
+    find: Any = dist.distributed_c10d._resolve_process_group
+    return find(group) if isinstance(group, str) else group
+
+
+@dataclass
+class Collective:
+    """One all-to-all of a pass.
+
+    Attributes:
+        name: of the node that starts it. `size`: its bytes. `seconds`: what it takes by itself.
+        beside_s: predicted, of the computation between its start and its wait; weight gradients are part of it.
+        weights: of each, the names of its instructions, joined by " + ".
+    """
+
+    name: str
+    size: int
+    seconds: float
+    beside_s: float = 0.0
+    weights: tuple[str, ...] = ()
+
+    @property
+    def hidden_s(self) -> float:
+        return min(self.seconds, self.beside_s)
+
+
+@dataclass
+class PassReport:
+    """The plan of one captured pass.
+
+    Attributes:
+        phase: "forward", "backward", or "inference".
+        instructions: how many the pass has. `collectives`: its all-to-alls, in order, of which those in `ranges` are
+            listed by what they take unsplit.
+        leftover: weight gradients that run beside no all-to-all.
+        planning_s: what planning took. `cached`: whether the plan was found on disk.
+        order: the names of the instructions, as they run.
+    """
+
+    phase: str
+    instructions: int = 0
+    collectives: list[Collective] = field(default_factory=list)
+    ranges: list[Pipelined] = field(default_factory=list)
+    leftover: tuple[str, ...] = ()
+    planning_s: float = 0.0
+    cached: bool = False
+    order: tuple[str, ...] = ()
+
+    @property
+    def hidden_s(self) -> float:
+        """Predicted seconds of all-to-all that computation hides: beside whole ones, and within ranges."""
+        return sum(one.hidden_s for one in self.collectives) + sum(
+            max(0.0, one.whole_s - one.seconds) for one in self.ranges
+        )
+
+    def __str__(self) -> str:
+        total_s = sum(one.seconds for one in self.collectives)
+        found = f", found in {self.planning_s:.2f} s" if not self.cached else ", as planned before"
+        lines = [
+            f"{self.phase}: {self.instructions} instructions, {len(self.collectives)} all-to-alls of "
+            f"{_ms(total_s)}, {_ms(self.hidden_s)} of it hidden{found}"
+        ]
+        for one in self.collectives:
+            beside = f", beside it {', '.join(map(_short, one.weights))}" if one.weights else ""
+            lines.append(f"  {one.name}: {one.size} bytes, {_ms(one.seconds)}, hidden {_ms(one.hidden_s)}{beside}")
+        for of in self.ranges:
+            lines.append(
+                f"  {of.first} … {of.last} in {of.parts} parts: {of.split} of {of.count} instructions split, "
+                f"{of.all_to_alls} all-to-alls, {_ms(of.whole_s)} → {_ms(of.seconds)}"
+            )
+        if self.leftover:
+            lines.append(f"  beside none: {', '.join(map(_short, self.leftover))}")
+        return "\n".join(lines)
+
+
+def _short(unit: str) -> str:
+    names = unit.split(" + ")
+    return unit if len(names) < 3 else f"{names[0]} + … + {names[-1]} ({len(names)})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How passes are planned; see `Backend`."""
+class PlanSettings:
+    """How passes are planned; see `GraphBackend`."""
 
     parts: int
     groups: int
@@ -51,8 +198,12 @@ class Settings:
 
 
 def planned(
-    module: fx.GraphModule, phase: str, gradients: Collection[fx.Node], settings: Settings, given: Costs | None
-) -> Report:
+    module: fx.GraphModule,
+    phase: str,
+    gradients: Collection[fx.Node],
+    settings: PlanSettings,
+    given: OperatorCosts | None,
+) -> PassReport:
     """Plans a pass that has all-to-alls and rewrites its graph. Collective over the ranks of the graph's groups.
 
     Args:
@@ -86,11 +237,11 @@ def planned(
             kept.append(True)
             return text
         with WorkBar(f"planning the {phase} pass") as bar:
-            costs = given if points is None else Measured.load(points, device)
+            costs = given if points is None else MeasuredCosts.load(points, device)
             assert costs is not None
             text = json.dumps(_decided(of, gradients, costs, splits, bar.show))
         if path is not None:
-            assert isinstance(costs, Measured)
+            assert isinstance(costs, MeasuredCosts)
             costs.save()
             write(path, text, "what was planned")
         return text
@@ -102,7 +253,7 @@ def planned(
     if phase == "backward":
         reorder(graph, of, ordered(of, bare, beside))
     for one in plan["ranges"]:
-        rewrite(graph, of, Range(one["start"], one["stop"], one["parts"], one["axes"], one["before"]))
+        rewrite(graph, of, InstructionRange(one["start"], one["stop"], one["parts"], one["axes"], one["before"]))
     graph.lint()
     report.cached = bool(kept)
     report.order = tuple(node.name for node in graph.nodes if node.op not in ("placeholder", "output"))
@@ -114,7 +265,7 @@ def _nothing(node: fx.Node) -> float:
 
 
 def _decided(
-    of: Instructions, gradients: Collection[fx.Node], costs: Costs, split: Settings | None, show: Show
+    of: Instructions, gradients: Collection[fx.Node], costs: OperatorCosts, split: PlanSettings | None, show: Show
 ) -> dict[str, Any]:
     """The plan, as what JSON can hold. `split`: how ranges are split; None: not at all."""
     known: dict[fx.Node, float] = {}
@@ -150,12 +301,12 @@ def _decided(
 
 def _report(
     of: Instructions, phase: str, plan: dict[str, Any], units: list[int], beside: dict[int, list[int]]
-) -> Report:
+) -> PassReport:
     def names(numbers: Collection[int]) -> tuple[str, ...]:
         units_of = ([node.name for node in of.of(units[number]) if computes(node)] for number in numbers)
         return tuple(" + ".join(found) for found in units_of)
 
-    report = Report(phase, len(of.nodes))
+    report = PassReport(phase, len(of.nodes))
     for text, (seconds, beside_s) in plan["collectives"].items():
         node = of.nodes[int(text)]
         weights = names(beside.get(int(text), ()))
@@ -203,10 +354,6 @@ def _points(meeting: Meeting, all_to_alls: list[fx.Node], device: torch.device) 
             write(path, json.dumps(known, indent=0) + "\n", "what all-to-alls take")
     chosen = sorted((int(size), seconds) for size, seconds in known.items())
     return Points(tuple(size for size, _ in chosen), tuple(seconds for _, seconds in chosen)) if chosen else _NONE
-
-
-# Of ranks that do not decide.
-_NONE = Points((1.0,), (0.0,))
 
 
 def _valid(text: str) -> bool:

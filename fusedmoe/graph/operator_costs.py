@@ -34,7 +34,7 @@ _LONG_S = 0.05
 _LAUNCH_S, _BYTES_PER_S = 5e-6, 5e9
 
 
-class Costs(Protocol):
+class OperatorCosts(Protocol):
     """What a plan of a graph has to know."""
 
     def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
@@ -61,8 +61,8 @@ class Points:
 
 
 @dataclass
-class Measured:
-    """Costs of this machine. Operators are measured when they are asked for, unless they are known.
+class MeasuredCosts:
+    """What operators take on this machine. They are measured when they are asked for, unless they are known.
 
     `points`: of all-to-alls. `known`: seconds by operator. `path`: where these are kept; None: nowhere.
     """
@@ -72,7 +72,7 @@ class Measured:
     path: Path | None = None
 
     @classmethod
-    def load(cls, points: Points, device: torch.device) -> Measured:
+    def load(cls, points: Points, device: torch.device) -> MeasuredCosts:
         path = cache_dir() / f"operators-{fingerprint(machine_facts(Topology(), device, torch.float32))}.json"
         return cls(points, load_numbers(path), path)
 
@@ -90,7 +90,7 @@ class Measured:
         return self.points.at(size)
 
 
-def node_s(costs: Costs, node: fx.Node) -> float:
+def node_s(costs: OperatorCosts, node: fx.Node) -> float:
     """Seconds of a node that computes; 0 for one that does not."""
     if not computes(node) or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
     return concrete(value) if isinstance(value, torch.SymInt) else value
 
 
-def start_s(costs: Costs, node: fx.Node) -> float:
+def start_s(costs: OperatorCosts, node: fx.Node) -> float:
     """Seconds of the collective that a node starts."""
     return costs.collective_s(bytes_of(node.all_input_nodes[0]))
 
@@ -192,7 +192,7 @@ def measure_points(group: Any, device: torch.device, sizes: list[int]) -> list[f
 
 
 def load_numbers(path: Path) -> dict[str, float]:
-    """What `Measured.save` has written; nothing where it cannot be read."""
+    """What `MeasuredCosts.save` has written; nothing where it cannot be read."""
     try:
         found: Any = json.loads(read(path) or "{}")
     except json.JSONDecodeError:

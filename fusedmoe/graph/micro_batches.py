@@ -6,7 +6,9 @@ each part's all-to-all starts as soon as its stage has been computed, and runs b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,20 +16,48 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from fusedmoe.graph.axes import Axis, shape_of, way_of
-from fusedmoe.graph.costs import Costs, start_s
-from fusedmoe.graph.infer import Split, infer
-from fusedmoe.graph.instructions import Instructions, bytes_of, is_all_to_all, is_random, is_start, is_wait, mutates
-from fusedmoe.graph.parts import Call, cut, fake_call, join, node_call, rebuilt, run_part
-from fusedmoe.graph.report import Pipelined
+from fusedmoe.graph.axes import Axis, OperatorSplit, RangeSplit, infer, part_shape, shape_of, way_of
+from fusedmoe.graph.instructions import (
+    Instructions,
+    bytes_of,
+    is_all_to_all,
+    is_random,
+    is_start,
+    is_view,
+    is_wait,
+    mutates,
+)
+from fusedmoe.graph.operator_costs import OperatorCosts, start_s
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.ranges import best_ranges
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.task import Task
 
+_aten = torch.ops.aten
+#: Calls an operator: on tensors, or by adding a node to a graph.
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_SHAPED = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze", "aten::unsqueeze"})
 
-class Range(NamedTuple):
+
+@dataclass
+class Pipelined:
+    """Instructions in micro-batches, `first` to `last`. `split` of `count` compute in pieces, the others as a whole.
+
+    `seconds`: predicted, of all of them; `whole_s`: unsplit.
+    """
+
+    first: str
+    last: str
+    parts: int
+    split: int
+    count: int
+    all_to_alls: int
+    seconds: float
+    whole_s: float
+
+
+class InstructionRange(NamedTuple):
     """Instructions `start` to `stop` (without it) in so many parts.
 
     `axes`: of the split ones, by their places from `start` on, as (place, dim, outer). `before`: the places of those
@@ -40,7 +70,7 @@ class Range(NamedTuple):
     axes: tuple[tuple[int, int, int], ...]
     before: tuple[int, ...]
 
-    def split(self, of: Instructions) -> Split:
+    def split(self, of: Instructions) -> RangeSplit:
         """How the instructions are split, as they stand in the graph now."""
         nodes = of.nodes[self.start : self.stop]
         ways = {}
@@ -50,30 +80,30 @@ class Range(NamedTuple):
             ways[nodes[place]] = way
         early = tuple(nodes[place] for place in self.before)
         taken = {*ways, *early}
-        return Split(early, ways, tuple(node for node in nodes if node not in taken))
+        return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
 
 
 def chosen_ranges(
     of: Instructions,
     node_s: Callable[[fx.Node], float],
     hidden_s: Callable[[int], float],
-    costs: Costs,
+    costs: OperatorCosts,
     most_parts: int,
     count: int,
     reach: int | None,
     show: Callable[[int, int], None],
-) -> list[tuple[Range, Pipelined]]:
+) -> list[tuple[InstructionRange, Pipelined]]:
     """The ranges of a pass that are worth splitting, by the dynamic programme.
 
     Args:
         hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
-        most_parts, count, reach: `parts`, `groups` and `reach` of `fusedmoe.graph.Backend`.
+        most_parts, count, reach: `parts`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
     """
     groups, layers = grouped(of, node_s, count)
     longest = reach or -(-len(groups) // layers)
     degrees = [2**power for power in range(1, most_parts.bit_length())]
-    found: dict[tuple[int, int, int], tuple[Range, Pipelined]] = {}
-    pieces: dict[Any, Part] = {}
+    found: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
+    pieces: dict[Any, CostedPart] = {}
     said: dict[fx.Node, str] = {}
     whole_s = []
     for start, stop in groups:
@@ -111,7 +141,7 @@ def chosen_ranges(
         if entry is None:
             return float("inf")
         axes, early, taken_s = entry
-        found[first, last, parts] = Range(start, stop, parts, axes, early), Pipelined(
+        found[first, last, parts] = InstructionRange(start, stop, parts, axes, early), Pipelined(
             nodes[0].name, nodes[-1].name, parts, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken_s,
             sum(whole_s[first:last]),
         )  # fmt: skip
@@ -189,7 +219,7 @@ def _described(value: Any) -> Any:
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def stages_of(split: Split) -> dict[fx.Node, int]:
+def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
     """How many all-to-alls each split instruction has behind it."""
     stages: dict[fx.Node, int] = {}
     for node in split.split:
@@ -198,7 +228,7 @@ def stages_of(split: Split) -> dict[fx.Node, int]:
     return stages
 
 
-def loose_of(split: Split) -> tuple[list[fx.Node], list[fx.Node]]:
+def loose_of(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
     """Of what runs before: what the split instructions need, and what may as well run beside them."""
     early = set(split.before)
     needed: set[fx.Node] = set()
@@ -215,12 +245,12 @@ def loose_of(split: Split) -> tuple[list[fx.Node], list[fx.Node]]:
     return [node for node in split.before if node in needed], [node for node in split.before if node not in needed]
 
 
-def joined_nodes(nodes: Sequence[fx.Node], split: Split) -> list[fx.Node]:
+def joined_nodes(nodes: Sequence[fx.Node], split: RangeSplit) -> list[fx.Node]:
     """The split instructions whose wholes somebody needs."""
     return [node for node in nodes if node in split.split and any(user not in split.split for user in node.users)]
 
 
-class Part(NamedTuple):
+class CostedPart(NamedTuple):
     """One part of a split instruction: its fake value, and its seconds with those of cutting its inputs."""
 
     value: Any
@@ -229,11 +259,11 @@ class Part(NamedTuple):
 
 def pipeline_s(
     nodes: Sequence[fx.Node],
-    split: Split,
+    split: RangeSplit,
     parts: int,
     node_s: Callable[[fx.Node], float],
-    costs: Costs,
-    known: dict[Any, Part],
+    costs: OperatorCosts,
+    known: dict[Any, CostedPart],
 ) -> float:
     """P(i, n, k): the seconds of a range in parts, by the simulator.
 
@@ -265,7 +295,7 @@ def pipeline_s(
         if key not in known:
             taken_s = 0.0
             part = run_part(call, node, way, parts, value)
-            known[key] = Part(part, taken_s)
+            known[key] = CostedPart(part, taken_s)
         values[node] = known[key].value
         compute[stages[node]] += known[key].seconds
         if is_all_to_all(node):
@@ -277,7 +307,7 @@ def pipeline_s(
             if (node, axis, parts) not in known:
                 taken_s = 0.0
                 join(call, [values[node]] * parts, node.meta["val"], axis)
-                known[node, axis, parts] = Part(None, taken_s)
+                known[node, axis, parts] = CostedPart(None, taken_s)
             around_s += known[node, axis, parts].seconds
     needed, loose = loose_of(split)
     around_s += sum(map(node_s, needed))
@@ -320,7 +350,7 @@ def stage_plan(
     return Plan.of(order, after), seconds
 
 
-def rewrite(graph: fx.Graph, of: Instructions, chosen: Range) -> None:
+def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None:
     """Puts a range in parts into the graph."""
     nodes, split, parts = of.nodes[chosen.start : chosen.stop], chosen.split(of), chosen.parts
     anchor = nodes[-1].next
@@ -364,7 +394,7 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: Range) -> None:
 
 
 def _whole(
-    call: Call, node: fx.Node, split: Split, pieces: dict[fx.Node, list[fx.Node]], wholes: dict[fx.Node, fx.Node]
+    call: Call, node: fx.Node, split: RangeSplit, pieces: dict[fx.Node, list[fx.Node]], wholes: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     """The whole of a split instruction: of its parts, or the view of another whole. `wholes`: those there are."""
     if node not in wholes:
@@ -376,3 +406,105 @@ def _whole(
         else:
             wholes[node] = join(call, pieces[node], node.meta["val"], split.split[node].axis)
     return wholes[node]
+
+
+def cut(call: Call, whole: Any, shape: Sequence[int], axis: Axis, part: int, parts: int) -> Any:
+    """Part `part` of a tensor of that shape; a view where the parts are consecutive."""
+    dim, outer = axis
+    if outer == 1:
+        size = shape[dim] // parts
+        return call(_aten.slice.Tensor, (whole, dim, part * size, (part + 1) * size), {})
+    inner = shape[dim] // (outer * parts)
+    apart = call(_aten.reshape.default, (whole, [*shape[:dim], outer, parts, inner, *shape[dim + 1 :]]), {})
+    mine = call(_aten.select.int, (apart, dim + 1, part), {})
+    return call(_aten.reshape.default, (mine, part_shape(shape, axis, parts)), {})
+
+
+def join(call: Call, pieces: Sequence[Any], like: torch.Tensor, axis: Axis) -> Any:
+    """The tensor of these parts, with the shape and the strides of `like`."""
+    dim, outer = axis
+    shape, parts = [int(size) for size in like.shape], len(pieces)
+    order = _layout(like)
+    moved = order != list(range(len(shape)))
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    if outer == 1:
+        if not moved:
+            return call(_aten.cat.default, (list(pieces), dim), {})
+        turned = [call(_aten.permute.default, (piece, order), {}) for piece in pieces]
+        whole = call(_aten.cat.default, (turned, order.index(dim)), {})
+        return call(_aten.permute.default, (whole, back), {})
+    inner = shape[dim] // (outer * parts)
+    apart = [*shape[:dim], outer, 1, inner, *shape[dim + 1 :]]
+    wide = [call(_aten.reshape.default, (piece, apart), {}) for piece in pieces]
+    whole = call(_aten.reshape.default, (call(_aten.cat.default, (wide, dim + 1), {}), shape), {})
+    if not moved:
+        return whole
+    turned_whole = call(_aten.permute.default, (whole, order), {})
+    laid = call(_aten.clone.default, (turned_whole,), {"memory_format": torch.contiguous_format})
+    return call(_aten.permute.default, (laid, back), {})
+
+
+def run_part(
+    call: Call, node: fx.Node, way: OperatorSplit, parts: int, value: Callable[[fx.Node, Axis | None], Any]
+) -> Any:
+    """One part of a split instruction. `value(input, axis)`: of an input the part along that axis, or the whole."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, way.inputs[one]))
+    target = node.target
+    shape, axis = shape_of(node), way.axis
+    assert shape is not None
+    if target is operator.getitem:
+        return call(target, args, kwargs)
+    name = target._schema.name  # type: ignore[union-attr]
+    if name in _SHAPED:
+        return call(_aten.reshape.default, (args[0], part_shape(shape, axis, parts)), {})
+    if name == "aten::expand":
+        return call(target, (args[0], part_shape(shape, axis, parts)), kwargs)
+    if is_all_to_all(node):
+        rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
+        if not rows.is_contiguous():
+            args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
+    return call(target, args, kwargs)
+
+
+def rebuilt(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
+    """The split instruction of whose whole the whole of `node` is a view; None: it is put together from its parts."""
+    sources = [one for one in node.all_input_nodes if one in split]
+    if len(sources) != 1 or not is_view(node):
+        return None
+    return None if node.target is operator.getitem and not is_view(sources[0]) else sources[0]
+
+
+def fake_call(mode: Any) -> Call:
+    """Calls operators on fake tensors."""
+
+    def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode, torch.no_grad():
+            return target(*args, **kwargs)
+
+    return call
+
+
+def node_call(graph: fx.Graph) -> Call:
+    """Adds nodes where the graph inserts, each with its fake value."""
+
+    def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
+        mode = next(one.meta["val"] for one in node.all_input_nodes)
+        mode = mode[0].fake_mode if isinstance(mode, (tuple, list)) else mode.fake_mode
+        node.meta["val"] = fake_call(mode)(target, fake_args, fake_kwargs)
+        return node
+
+    return call
+
+
+def _layout(like: torch.Tensor) -> list[int]:
+    """The dimensions in the order in which they lie in memory; as they are where the tensor has gaps or overlaps."""
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
+    step = 1
+    for dim in reversed(order):
+        if like.shape[dim] != 1 and strides[dim] != step:
+            return list(range(like.dim()))
+        step *= like.shape[dim]
+    return order

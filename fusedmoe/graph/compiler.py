@@ -2,7 +2,7 @@
 
     model = torch.compile(model, backend=fusedmoe.graph.backend)
 
-    own = fusedmoe.graph.Backend(parts=4)
+    own = fusedmoe.graph.GraphBackend(parts=4)
     model = torch.compile(model, backend=own)
     ...                                     # a training step
     for report in own.reports:
@@ -10,26 +10,33 @@
 
 Results are those of the model as it is. Backward, weight gradients run while rows are on the wire; forward, what lies
 around an all-to-all goes in micro-batches.
+
+All-to-alls may be irregular: rows of zeros, such as places that no token took, stay where they are (Lancet §5.1). One
+small all-to-all tells every rank which rows come, then these alone travel; buffers keep their shapes, and what was not
+sent is zero again on the other side. A row counts as zeros where all its bits are 0, so results are the same to the
+last bit whatever a model sends.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.costs import Costs
-from fusedmoe.graph.instructions import is_all_to_all, is_assertion
-from fusedmoe.graph.plan import Settings, planned
-from fusedmoe.graph.report import Report
-from fusedmoe.graph.rows import Irregular
+from fusedmoe.graph.instructions import argument_of, group_of, is_all_to_all, is_assertion, is_wait
+from fusedmoe.graph.operator_costs import OperatorCosts
+from fusedmoe.graph.planning import PassReport, PlanSettings, planned
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_all_to_all = torch.ops._c10d_functional.all_to_all_single
+_wait = torch.ops._c10d_functional.wait_tensor
 
 
-class Backend:
+class GraphBackend:
     """A backend of `torch.compile` that hides all-to-alls. Every rank of their groups compiles the same graphs.
 
     Args:
@@ -37,8 +44,8 @@ class Backend:
         groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
             consist of whole groups.
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
-        irregular: rows of zeros, such as places that no token took, do not travel (`fusedmoe.graph.rows`); the host
-            then waits for a small all-to-all before each. Plans are made as if all rows travelled.
+        irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
+            waits for a small all-to-all before each. Plans are made as if all rows travelled.
         costs: what operators and all-to-alls take; None: measured, once for each machine, and kept on disk.
         timeout_s: how long a rank waits for the others to capture the same graph and for the first to plan it.
     Attributes:
@@ -56,7 +63,7 @@ class Backend:
         groups: int = 5,
         reach: int | None = None,
         irregular: bool = False,
-        costs: Costs | None = None,
+        costs: OperatorCosts | None = None,
         timeout_s: float = 1200.0,
     ) -> None:
         if min(parts, groups, reach or 1) < 1 or timeout_s <= 0:
@@ -65,10 +72,10 @@ class Backend:
                 f"timeout_s = {timeout_s} above 0"
             )
         self.__name__ = "fusedmoe"
-        self.settings = Settings(parts, groups, reach, timeout_s)
+        self.settings = PlanSettings(parts, groups, reach, timeout_s)
         self.irregular = Irregular() if irregular else None
         self.costs = costs
-        self.reports: list[Report] = []
+        self.reports: list[PassReport] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Called by `torch.compile` with each graph that it has captured."""
@@ -112,8 +119,8 @@ class Backend:
 
 
 def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-    """The backend as it is by default; a `Backend` of one's own has settings and reports."""
-    return Backend()(gm, example_inputs)
+    """The backend as it is by default; a `GraphBackend` of one's own has settings and reports."""
+    return GraphBackend()(gm, example_inputs)
 
 
 def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
@@ -140,7 +147,7 @@ def _explained(run: Callable[..., Any], parts: int) -> Callable[..., Any]:
             fewer = f"parts={parts // 2}" if parts > 2 else "parts=1, which splits nothing"
             raise torch.OutOfMemoryError(
                 f"{error}\nThis pass runs in up to {parts} micro-batches, which are all in memory where they are put "
-                f"together: on every rank, compile with fusedmoe.graph.Backend({fewer})"
+                f"together: on every rank, compile with fusedmoe.graph.GraphBackend({fewer})"
             ) from error
 
     call._boxed_call = True  # type: ignore[attr-defined]
@@ -165,3 +172,54 @@ def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+class Underway(NamedTuple):
+    """An all-to-all that has started: the rows that come, and where each goes in a buffer of `shape`."""
+
+    came_NM: Tensor
+    place_N: Tensor
+    shape: torch.Size
+
+
+class Irregular:
+    """Irregular all-to-alls of captured passes, and how many of their rows travelled.
+
+    Attributes:
+        rows: of all buffers that were sent. `sent`: those of them that travelled.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.sent = 0
+
+    def put_into(self, graph: fx.Graph) -> None:
+        """Makes the all-to-alls of a graph irregular, but for vectors, complex numbers and unequal shares."""
+        for node in graph.nodes:
+            if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(next(iter(node.users))):
+                continue
+            shares = {str(rows) for name in ("output", "input") for rows in argument_of(node, f"{name}_split_sizes")}
+            sent = argument_of(node, "input")
+            value = sent.meta["val"]
+            if len(shares) != 1 or value.dim() < 2 or value.is_complex() or value.element_size() not in _BITS:
+                continue
+            wait = next(iter(node.users))
+            ranks = len(argument_of(node, "input_split_sizes"))
+            node.target, node.args, node.kwargs = self.start, (sent, ranks, group_of(node)), {}
+            wait.target = self.wait
+
+    def start(self, x: Tensor, ranks: int, group: object) -> Underway:
+        """Sends an equal share of the first dimension to each rank. The host learns how many rows come."""
+        x_NM = x.flatten(0, -2).contiguous()
+        sends_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
+        share = [len(x_NM) // ranks] * ranks
+        comes_N = _wait(_all_to_all(sends_N.to(torch.uint8), share, share, group)).bool()
+        counts = torch.stack([comes_N.reshape(ranks, -1).sum(-1), sends_N.reshape(ranks, -1).sum(-1)]).tolist()
+        self.rows += len(x_NM)
+        self.sent += sum(counts[1])
+        return Underway(_all_to_all(x_NM[sends_N], *counts, group), comes_N.nonzero().squeeze(-1), x.shape)
+
+    def wait(self, underway: Underway) -> Tensor:
+        came_NM, place_N, shape = underway
+        out = came_NM.new_zeros(shape)
+        out.flatten(0, -2).index_copy_(0, place_N, _wait(came_NM))
+        return out

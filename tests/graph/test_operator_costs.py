@@ -1,4 +1,4 @@
-"""Costs of captured instructions."""
+"""OperatorCosts of captured instructions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusedmoe.graph import costs
-from fusedmoe.graph.costs import Measured, Points, load_numbers, measure, node_s, operator_key, point_sizes
+from fusedmoe.graph import operator_costs as costs
+from fusedmoe.graph.operator_costs import (
+    MeasuredCosts,
+    Points,
+    load_numbers,
+    measure,
+    node_s,
+    operator_key,
+    point_sizes,
+)
 
 aten = torch.ops.aten
 
@@ -29,7 +37,7 @@ def test_sizes_that_are_measured() -> None:
 def test_an_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(costs, "measure", lambda target, args, kwargs: calls.append(str(target)) or 0.5)
-    measured = Measured(Points((1024,), (1.0,)), {}, tmp_path / "operators.json")
+    measured = MeasuredCosts(Points((1024,), (1.0,)), {}, tmp_path / "operators.json")
     inputs = (torch.randn(4, 8), torch.randn(8, 2))
     module = make_fx(lambda a, b: ((a @ b).relu() @ b.t(), a @ b), tracing_mode="fake")(*inputs)
     total = sum(node_s(measured, node) for node in module.graph.nodes if node.op == "call_function")
@@ -37,7 +45,7 @@ def test_an_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert calls == ["aten.mm.default", "aten.relu.default", "aten.mm.default"] and total == 2.0
     measured.save()
     assert load_numbers(tmp_path / "operators.json") == measured.known
-    again = Measured(Points((1024,), (1.0,)), load_numbers(tmp_path / "operators.json"))
+    again = MeasuredCosts(Points((1024,), (1.0,)), load_numbers(tmp_path / "operators.json"))
     assert again.operator_s(aten.mm.default, inputs, {}) == 0.5 and len(calls) == 3
 
 
