@@ -55,9 +55,7 @@ def _span(measured: Measured | None, phase: str, chunk: int) -> AbstractContextM
     return span(recorder, kind, kind=kind, chunk=chunk, phase=phase, also=links)
 
 
-def make_route(
-    x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, degree: int = 1
-) -> Route:
+def make_route(x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, degree: int = 1) -> Route:
     """The way of a batch's tokens, for one of each of the functions below. Nothing is sent yet.
 
     Args:
