@@ -9,8 +9,8 @@ import torch
 
 from bench.cluster.setting import Setting
 from fusedmoe.cli.data import random_corpus
+from fusedmoe.cli.launch import StopRequest
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig

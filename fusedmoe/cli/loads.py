@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.cli.costs import file_to_write, picture_to_write
+from fusedmoe.cli.settings import add_parser, file_to_write, picture_to_write
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.load_trace import LoadTrace, make_loads
 from fusedmoe.placement.placement import Nodes
@@ -64,14 +64,7 @@ POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "hecate")
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `loads` to the commands of `fusedmoe`."""
-    parser = commands.add_parser(
-        "loads",
-        help=SUMMARY,
-        usage="fusedmoe loads [FLAG ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "loads", SUMMARY, DESCRIPTION, EXAMPLES, run)
     source = parser.add_argument_group("loads")
     source.add_argument("--trace", type=Path, metavar="FILE", help="recorded loads; the other flags here make some up")
     for flag, default, what in (
@@ -105,7 +98,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     output.add_argument("--png", type=picture_to_write, metavar="FILE", help="that layer as .png, .svg or .pdf")
     output.add_argument("--save", type=file_to_write, metavar="FILE", help="write the loads, for --trace")
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

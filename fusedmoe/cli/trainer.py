@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.cli.data import Batch, Batches, Corpus, mix
+from fusedmoe.cli.launch import Launch, Sizes, StopRequest
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.stop import StopRequest
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.hooks import Hooks, WireCast
 from fusedmoe.layers.pipeline import Along, unsplit_part
+from fusedmoe.layers.stage import must_wait
 from fusedmoe.models.block import block_workload, make_gate, make_order
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Loss, Transformer
@@ -34,7 +35,7 @@ from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import ShardedExperts, clip_grad_norm, plan_step, sync_gradients
-from fusedmoe.training.gradient_buckets import GradientBuckets
+from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
 from fusedmoe.training.step_plan import BucketTuning, blocks_costs
 
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -287,6 +288,29 @@ def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
     """One of the layers of a step, as one of so many ranks sees it."""
     travels = _WIRE.get(settings.wire_dtype, compute_dtype(settings))
     return block_workload(settings.model, ep, esp, mp, travels.itemsize)
+
+
+def step_costs(
+    settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False
+) -> StackCosts:
+    """What the model's layers with experts cost in a step, as training has it (`Trainer.follow`), without the ranks.
+
+    `whole`: micro-batches can go through all of a layer.
+
+    Raises:
+        ConfigError: costs that lack what the layout needs.
+    """
+    workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
+    model = settings.model
+    if model.layers < model.moe_every:
+        raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
+    cut = along(settings, sizes.mp)
+    made = make_model(settings, model, Topology(), torch.device("meta"))
+    dense = made.in_micro_batches(cut).dense_parameters if whole else None
+    reduced = bucketed_bytes(made, launch.ranks, sizes.mp, dense)
+    kinds = runnable_kinds(Here(sizes.ep, sizes.esp), "blocks" if whole else "step")
+    waits = whole and must_wait(make_gate(model), make_order(model), cut == "positions")
+    return workload.step_costs(costs, reduced, kinds, whole=whole, waits=waits)
 
 
 def make_hooks(settings: Settings) -> tuple[Hooks, ...]:

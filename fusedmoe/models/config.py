@@ -139,95 +139,38 @@ class ModelConfig:
 
 _GPT2 = ModelConfig(norm="layer", positions="learned", bias=True, expert="ffn")
 _LLAMA = ModelConfig(norm="rms", positions="rope", bias=False, expert="swiglu")
+_FLOWMOE: dict[str, Any] = {"batch": 4, "experts": None, "capacity_factor": 1.0}
+_FSMOE: dict[str, Any] = {"batch": 1, "experts": 8, "capacity_factor": 1.2, "k": 2, "seq_len": 1024}
+
+
+def _sized(
+    family: ModelConfig, name: str, layers: int, model_dim: int, heads: int, hidden: int, **other: Any
+) -> ModelConfig:
+    return replace(family, name=name, layers=layers, model_dim=model_dim, heads=heads, hidden=hidden, **other)
+
 
 MODELS: dict[str, ModelConfig] = {
     model.name: model
     for model in (
         ModelConfig(),
-        replace(
+        _sized(_GPT2, "GPT2-Tiny-MoE", 12, 256, 4, 512, seq_len=256, k=2, **_FLOWMOE),
+        _sized(
             _GPT2,
-            name="GPT2-Tiny-MoE",
-            layers=12,
-            batch=4,
-            seq_len=256,
-            model_dim=256,
-            heads=4,
-            hidden=512,
-            experts=None,
-            experts_per_rank=1,
-            k=2,
-            capacity_factor=1.0,
-        ),
-        replace(
-            _GPT2,
-            name="BERT-Large-MoE",
+            "BERT-Large-MoE",
+            24,
+            512,
+            8,
+            1024,
+            seq_len=512,
+            k=1,
+            experts_per_rank=2,
             objective="masked",
-            layers=24,
-            batch=4,
-            seq_len=512,
-            model_dim=512,
-            heads=8,
-            hidden=1024,
-            experts=None,
-            experts_per_rank=2,
-            k=1,
-            capacity_factor=1.0,
+            **_FLOWMOE,
         ),
-        replace(
-            _LLAMA,
-            name="LLaMA2-MoE",
-            layers=32,
-            batch=4,
-            seq_len=512,
-            model_dim=1024,
-            heads=16,
-            hidden=4096,
-            experts=None,
-            experts_per_rank=1,
-            k=1,
-            capacity_factor=1.0,
-        ),
-        replace(
-            _LLAMA,
-            name="DeepSeek-V2-S",
-            layers=4,
-            batch=4,
-            seq_len=256,
-            model_dim=5120,
-            heads=40,
-            hidden=1536,
-            experts=None,
-            experts_per_rank=2,
-            k=8,
-            capacity_factor=1.0,
-        ),
-        replace(
-            _GPT2,
-            name="GPT2-XL-MoE",
-            layers=48,
-            batch=1,
-            seq_len=1024,
-            model_dim=1600,
-            heads=25,
-            hidden=6400,
-            experts=8,
-            k=2,
-            capacity_factor=1.2,
-        ),
-        replace(
-            _LLAMA,
-            name="Mixtral-7B",
-            layers=32,
-            batch=1,
-            seq_len=1024,
-            model_dim=4096,
-            heads=32,
-            kv_heads=8,
-            hidden=14336,
-            experts=8,
-            k=2,
-            capacity_factor=1.2,
-        ),
+        _sized(_LLAMA, "LLaMA2-MoE", 32, 1024, 16, 4096, seq_len=512, k=1, **_FLOWMOE),
+        _sized(_LLAMA, "DeepSeek-V2-S", 4, 5120, 40, 1536, seq_len=256, k=8, experts_per_rank=2, **_FLOWMOE),
+        _sized(_GPT2, "GPT2-XL-MoE", 48, 1600, 25, 6400, **_FSMOE),
+        _sized(_LLAMA, "Mixtral-7B", 32, 4096, 32, 14336, kv_heads=8, **_FSMOE),
     )
 }
 

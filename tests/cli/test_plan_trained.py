@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.layout import Launch, Sizes, choose_sizes, make_topology
+from fusedmoe.cli.launch import Launch, Sizes, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.plan_report import Report, plans_of
 from fusedmoe.cli.settings import DTYPES, Settings
-from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.trainer import Trainer, policy_of, unsplit
 from fusedmoe.models.block import block_workload
 from fusedmoe.models.config import ModelConfig, named_model

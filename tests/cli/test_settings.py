@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from fusedmoe.cli.flags import GROUPS, changes_of
-from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes
+from fusedmoe.cli.launch import Launch, Sizes, choose_device, choose_sizes
 from fusedmoe.cli.main import main, make_parser
-from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.settings import GROUPS, Settings, changes_of
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import GATES
 from fusedmoe.models.config import MODELS, ModelConfig, named_model

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fusedmoe.cli import load_log
-from fusedmoe.cli.load_log import LoadLog
+from fusedmoe.cli import run_dir
 from fusedmoe.cli.main import main
-from fusedmoe.cli.rundir import RunDir
+from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.comm.topology import Topology
 from fusedmoe.placement.load_trace import LoadTrace
 from tests.cli.test_train import TINY
@@ -38,7 +37,7 @@ def read(run: Path) -> LoadTrace:
 
 @pytest.mark.parametrize("every", [1, 3, 4, 50])
 def test_chunks_make_one_file(tmp_path: Path, every: int) -> None:
-    with mock.patch.object(load_log, "EVERY", every):
+    with mock.patch.object(run_dir, "EVERY", every):
         log(tmp_path, range(8))
     trace = read(tmp_path)
     assert np.array_equal(trace.tokens_ILWE[:, :, 0], counts(range(8))) and trace.source == "a job"
@@ -64,7 +63,7 @@ def test_a_file_that_cannot_go_on_begins_anew(tmp_path: Path, before: str) -> No
 
 
 def test_a_file_stops_growing(tmp_path: Path) -> None:
-    with mock.patch.object(load_log, "EVERY", 2), mock.patch.object(load_log, "MOST_BYTES", 200):
+    with mock.patch.object(run_dir, "EVERY", 2), mock.patch.object(run_dir, "MOST_BYTES", 200):
         log(tmp_path, range(100))
         size = (tmp_path / "loads.json").stat().st_size
         log(tmp_path, range(100, 110), done=100)

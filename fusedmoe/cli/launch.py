@@ -1,13 +1,15 @@
-"""Which ranks do what: parallel sizes from the world, and the devices and process group under them."""
+"""How a job starts and stops: parallel sizes from the world, devices and process group, and signals while it trains."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import gcd
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -120,3 +122,29 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Ite
 def make_topology(sizes: Sizes, timeout_s: float) -> Topology:
     """The topology of the settled sizes; collective."""
     return Topology.from_sizes(sizes.ep, sizes.esp, sizes.mp, ranks_per_node=sizes.ranks_per_node, timeout_s=timeout_s)
+
+
+class StopRequest:
+    """While the context lasts, SIGINT (Ctrl-C), SIGTERM and SIGHUP only set `wanted`; after it they do what they did.
+
+    A launcher passes a signal on to every rank, but never at the same moment: the ranks must agree on the step after
+    which they stop, so each of them sends its wish along with the loss.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True
