@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.parts import computation
 from bench.cluster.profile import Clock, Profiler
 from bench.cluster.setting import LIMIT, Setting
-from bench.cluster.step import Step
+from bench.cluster.step import Step, computation
 from bench.cluster.turns import in_turns, row, same_results, setting_json, spread, tell
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology

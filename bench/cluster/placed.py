@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from bench.cluster.parts import START_S
 from bench.cluster.setting import Setting
+from bench.cluster.step import START_S
 from bench.cluster.turns import in_turns, setting_json, spread, tell
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
