@@ -87,7 +87,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a transport. `reason`: why it does not work, and what to do; "" where it works."""
+    """What was found of a transport. `reason`: why it does not work, and what to do; "" where it works."""
 
     name: str
     kind: str
@@ -188,7 +188,7 @@ TRANSPORTS = (
 
 
 def versions() -> dict[str, str | None]:
-    """Of what transports depend on."""
+    """The versions of what transports depend on."""
     cuda = torch.cuda.is_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None
     packages = nvshmem_packages()

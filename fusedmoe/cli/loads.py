@@ -162,7 +162,7 @@ def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> 
 def _as_dict(
     trace: LoadTrace, nodes: Nodes, outcomes: dict[str, Outcome], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """In plain types; times in seconds, sizes in bytes."""
+    """The outcomes in plain types; times in seconds, sizes in bytes."""
     ep, layer = outcomes["ep"], arguments.layer
     return {
         "source": trace.source,

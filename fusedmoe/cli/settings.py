@@ -145,7 +145,7 @@ class Settings:
         return replace(self, model=replace(own.pop("model", self.model), **model), **own)
 
     def to_json(self) -> dict[str, Any]:
-        """In plain types; `from_json` gives equal settings back."""
+        """The settings in plain types; `from_json` gives equal ones back."""
         return asdict(self)
 
     @classmethod
@@ -374,7 +374,7 @@ def file_to_write(text: str) -> Path:
 
 
 def picture_to_write(text: str) -> Path:
-    """The same, with an ending that says which kind of picture."""
+    """A path in a folder that is there, with an ending that says which kind of picture."""
     path = file_to_write(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{path.name} ends in none of .png, .svg and .pdf")

@@ -47,7 +47,7 @@ loads.json has what the gates chose, step by step, for `fusedmoe loads --trace`.
 step, to the ranks that would otherwise send them their tokens (Hecate); losses stay.
 
 --schedule auto hides what travels behind what is computed: tokens in chunks, gradients in
-pieces during the backward pass. What this machine takes is measured once and kept; the
+buckets during the backward pass. What this machine takes is measured once and kept; the
 folder then also has costs.json and plan.txt, and a resumed job keeps to them.
 
 Ctrl-C finishes the step, saves and ends; --resume goes on to the same losses.

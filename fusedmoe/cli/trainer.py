@@ -126,7 +126,7 @@ class Trainer:
         return self._step(step, None)
 
     def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
-        """The same, with this rank's timeline of it."""
+        """One step, as `step` does it, with this rank's timeline of it."""
         recorder = Recorder(self._topology.rank, device=self._device)
         self.model.record(recorder)
         try:
@@ -261,7 +261,7 @@ def along(settings: Settings, mp: int) -> Along:
 
 
 def cuttable(settings: Settings, mp: int) -> int:
-    """How many of them there are."""
+    """How many samples or positions micro-batches can be cut from."""
     return settings.model.seq_len if along(settings, mp) == "positions" else settings.model.batch
 
 

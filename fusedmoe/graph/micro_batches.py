@@ -194,7 +194,7 @@ def in_order(of: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def likeness(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
-    """The same for ranges that are split alike: the same operators on the same shapes, with the same users.
+    """A text that is the same for ranges that are split alike: of the same operators, shapes and users.
 
     `said`: what is known of the result of each node, filled as needed.
     """
@@ -229,7 +229,7 @@ def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
 
 
 def loose_of(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Of what runs before: what the split instructions need, and what may as well run beside them."""
+    """What runs before, in two lists: what the split instructions need, and what may as well run beside them."""
     early = set(split.before)
     needed: set[fx.Node] = set()
     ends = [one for node in split.split for one in node.all_input_nodes]

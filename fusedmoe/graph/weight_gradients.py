@@ -100,7 +100,7 @@ def skeleton(of: Instructions, gradients: Collection[fx.Node], seconds: Callable
         return blocked
 
     def run_late(indices: int) -> None:
-        """All of them, each wait after all that does not need it."""
+        """Runs these instructions, each wait after all that does not need it."""
         while True:
             run(indices & ~behind_pending())
             wanted = [start for start in pending if of.waits[start] & indices & ~done]
@@ -145,7 +145,7 @@ def gaps_of(of: Instructions, bare: Skeleton, comm_s: Callable[[fx.Node], float]
 
 
 def place(gaps: Sequence[Gap], seconds: Sequence[float]) -> Placement:
-    """Where each unit goes, leftovers too; exactly where the choices are few and OR-Tools is there."""
+    """The all-to-all beside which each unit goes, leftovers too; exact where choices are few and OR-Tools is there."""
     placed = place_greedily(gaps, seconds)
     if 0 < sum(len(gap.allowed) for gap in gaps) <= _EXACT:
         with suppress(ConfigError):  # without OR-Tools the greedy placement stands

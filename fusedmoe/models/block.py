@@ -148,7 +148,7 @@ class BeforeExperts(nn.Module):
 
 
 class BeforeExpertsInPositions(BeforeExperts):
-    """The same for some positions of all samples, on one MP rank; keys and values go on to those that follow."""
+    """What comes before experts, for some positions of all samples, on one MP rank; keys and values go on."""
 
     def forward(  # type: ignore[override]
         self, x_BPM: Tensor, past: Sequence[tuple[Tensor, ...]]

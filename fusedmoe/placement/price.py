@@ -110,7 +110,7 @@ class PlacementCosts:
 
     @property
     def move_bytes(self) -> int:
-        """Of an expert that moves for good: parameters and optimizer state."""
+        """Bytes of an expert that moves for good: parameters and optimizer state."""
         return self.expert_bytes + self.state_bytes
 
     @classmethod
@@ -124,7 +124,7 @@ class PlacementCosts:
         intra_bytes_s: float,
         wire_bytes: int = 2,
     ) -> PlacementCosts:
-        """Of experts of two matrices, trained by Adam in mixed precision (optimizer state: 6 times the parameters).
+        """The costs of experts of two matrices, trained by Adam in mixed precision (state: 6 times the parameters).
 
         Args:
             flop_s: what a rank computes in a second.   wire_bytes: of an element of tokens and parameters.
@@ -196,7 +196,7 @@ def compute_s(found: PlacementLoad, costs: PlacementCosts) -> float:
 
 
 def layer_s(found: PlacementLoad, costs: PlacementCosts) -> float:
-    """Both: what a placement is judged by."""
+    """Seconds of an iteration's all-to-alls and experts of the layer: what a placement is judged by."""
     return exchange_s(found, costs) + compute_s(found, costs)
 
 

@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def straggler(self) -> float:
-        """Its mean."""
+        """The mean over iterations and layers of the busiest rank's work over the mean of all."""
         return float(self.straggler_IL.mean())
 
     @property
@@ -84,7 +84,7 @@ class Outcome:
 
     @property
     def iteration_s(self) -> float:
-        """Both: what the experts' layers take of an iteration."""
+        """Mean seconds that the experts' layers take of an iteration, what waits for parameters included."""
         return self.layers_s + self.waits_s
 
     def speedup_L(self, of: Outcome) -> NDArray[np.float64]:

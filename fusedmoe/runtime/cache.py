@@ -44,7 +44,7 @@ def fingerprint(facts: dict[str, Any]) -> str:
 
 
 def own_version() -> str:
-    """The library's."""
+    """The version of this library."""
     try:
         return version("fusedmoe")
     except PackageNotFoundError:  # run from its source
@@ -60,7 +60,7 @@ def read(path: Path) -> str | None:
 
 
 def write(path: Path, text: str, what: str) -> None:
-    """All of it or nothing: a reader never sees a part. A file that cannot be written is a warning.
+    """Writes all of a file or nothing: a reader never sees a part. One that cannot be written is a warning.
 
     `what`: for the warning, "what was measured".
     """

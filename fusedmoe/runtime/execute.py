@@ -91,7 +91,7 @@ class _Run:
         return self._plan.resources[task][0]
 
     def waits(self) -> dict[Task, list[Task]]:
-        """For each task what its thread or stream does not run before it in any case."""
+        """What each task waits for, but for what its own thread or stream runs before it in any case."""
         sequence = self._plan.sequence
         return {
             task: [sequence[one] for one in before if self.on(sequence[one]) != self.on(task)]
@@ -220,12 +220,12 @@ def require_runnable(plan: Plan, kinds: Collection[str], whose: str) -> None:
 
 
 class Streams:
-    """Made on first use, and kept; copies and pickles make their own."""
+    """The CUDA streams that a plan runs on, made on first use; copies and pickles make their own."""
 
     _links: dict[str, torch.cuda.Stream] | None = None
 
     def on(self, device: torch.device) -> dict[str, torch.cuda.Stream] | None:
-        """For work that begins on the current stream of a CUDA device; None elsewhere."""
+        """A stream for each resource, the current one for computation; None where the device is no GPU."""
         if device.type != "cuda":
             return None
         if self._links is None:

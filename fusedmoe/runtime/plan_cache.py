@@ -70,7 +70,7 @@ def cached_plans(
 
 
 def plan_path(policy: str, costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Path:
-    """Where the plan by this policy is kept: another place for all that it depends on."""
+    """The file of the plan by this policy: another one for all that it depends on."""
     facts = {
         "policy": policy,
         "costs": asdict(costs),
@@ -85,7 +85,7 @@ def plan_path(policy: str, costs: StackCosts, limit: int = MAX_DEGREE, samples: 
 
 
 def _source() -> str:
-    """Of the modules that plan: between two versions they change, too."""
+    """A digest of the modules that plan: between two versions they change, too."""
     digest = hashlib.sha256()
     for folder in sorted(schedule.__path__):
         for path in sorted(Path(folder).glob("*.py")):

@@ -369,13 +369,13 @@ class _Profiler:
         return result
 
     def _elapsed_s(self) -> float:
-        """The same on every rank; collective."""
+        """Seconds since this profiler began, the same on every rank; collective."""
         return float(self._slowest([self._clock() - self._began])[0])
 
     def _contention(
         self, lines: Mapping[str, Line], points: Mapping[str, Sequence[tuple[float, float]]], total: int
     ) -> float:
-        """Both collectives alone, then at once, as a layer's plan has them."""
+        """The share of their speed that both collectives keep: each alone, then at once, as a layer's plan has them."""
         names = ("all-to-all/ep", "all-gather/esp")
         left_s = max(0.1 * self._budget_s, self._budget_s - self._elapsed_s())
         # About as long as each other, within the sizes that were measured, and all of it within the time.

@@ -201,7 +201,7 @@ class _ModelState:
         return found and f"{found}. Make the optimizer as it was made for the save, or pass optimizer=None."
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
-        """For everything that this rank has to read, the tensor to read it into; None for plain values."""
+        """What this rank has to read, and for each entry the tensor to read it into; None for plain values."""
         targets: dict[str, Any] = {}
         for name, value in self._values.items():
             spec = self._specs.own.get(name)
@@ -278,7 +278,7 @@ class OptimizerState:
                 self._state[name] = dict(packed["state"].get(index, {}))
 
     def names_of_some(self) -> list[list[str]]:
-        """For each group, the names that not all ranks have."""
+        """The names of each group that not all ranks have."""
         return [[name for name in names if not self._specs[name].everywhere] for names in self.names]
 
     def entries(self, scattered: list[list[list[str]]]) -> dict[str, Any]:
@@ -335,7 +335,7 @@ class OptimizerState:
         return None
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
-        """For every saved value of this rank's parameters, what it is to be read into; None for plain values."""
+        """The saved values of this rank's parameters, and what each is to be read into; None for plain values."""
         names = {f"{STATE}{name}": name for name in self._parameters}
         targets: dict[str, Any] = {}
         for entry, saved in metadata.state_dict_metadata.items():
@@ -369,7 +369,7 @@ class OptimizerState:
         self._optimizer.load_state_dict({"state": state, "param_groups": merged})
 
     def _all_names(self, scattered: list[list[list[str]]]) -> list[list[str]]:
-        """For each group, the names that any rank has."""
+        """The names of each group that any rank has."""
         return [
             list(dict.fromkeys([*own, *(name for on_rank in scattered for name in on_rank[number])]))
             for number, own in enumerate(self.names)

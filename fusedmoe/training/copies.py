@@ -139,12 +139,12 @@ def broadcast(tensor: Tensor, group: Group) -> None:
     if group.size == 1 or part.numel() == 0:
         return
     flat = part.contiguous().view(-1)
-    for piece in flat.split(max(1, BUCKET_BYTES // max(1, flat.element_size()))):
-        piece_bytes = piece.view(torch.uint8).to(device_of(group))
+    for bucket in flat.split(max(1, BUCKET_BYTES // max(1, flat.element_size()))):
+        bucket_bytes = bucket.view(torch.uint8).to(device_of(group))
         if group.index != 0:
-            piece_bytes = torch.zeros_like(piece_bytes)
-        all_reduce(group, piece_bytes, operation="broadcast of parameters")
-        piece.copy_(piece_bytes.to(piece.device).view(piece.dtype))
+            bucket_bytes = torch.zeros_like(bucket_bytes)
+        all_reduce(group, bucket_bytes, operation="broadcast of parameters")
+        bucket.copy_(bucket_bytes.to(bucket.device).view(bucket.dtype))
     part.copy_(flat.view(part.shape))
 
 
@@ -238,7 +238,7 @@ class _Bucket:
         self._group, self._divisor = group, divisor
         self._buffer = torch.empty(size, dtype=dtype, device=device_of(group))
         self._filled = 0
-        self._pieces: list[tuple[Tensor, Tensor]] = []  # (part of a flat gradient, its place in the buffer)
+        self._parts: list[tuple[Tensor, Tensor]] = []  # (part of a flat gradient, its place in the buffer)
         self._copied: list[tuple[Tensor, Tensor]] = []  # (gradient that cannot be viewed flat, its flat copy)
 
     def add(self, gradient: Tensor) -> None:
@@ -247,9 +247,9 @@ class _Bucket:
         while start < flat.numel():
             size = min(flat.numel() - start, self._buffer.numel() - self._filled)
             place = self._buffer[self._filled : self._filled + size]
-            piece = flat[start : start + size]
-            place.copy_(piece)
-            self._pieces.append((piece, place))
+            part = flat[start : start + size]
+            place.copy_(part)
+            self._parts.append((part, place))
             start, self._filled = start + size, self._filled + size
             if self._filled == self._buffer.numel():
                 self.flush()
@@ -260,8 +260,8 @@ class _Bucket:
         if self._filled:
             filled = self._buffer[: self._filled]
             all_reduce(self._group, filled, operation="gradient all-reduce").div_(self._divisor)
-            for piece, place in self._pieces:
-                piece.copy_(place)
+            for part, place in self._parts:
+                part.copy_(place)
         for gradient, flat in self._copied:
             gradient.copy_(flat.view(gradient.shape))
-        self._filled, self._pieces, self._copied = 0, [], []
+        self._filled, self._parts, self._copied = 0, [], []

@@ -266,14 +266,14 @@ def bucketed_bytes(
 def _dense_parts(
     model: nn.Module, topology: Topology, dense: Sequence[Sequence[nn.Parameter]] | None
 ) -> list[list[Replica]]:
-    """For each MoE layer, in order, the replicated parameters that come before its experts, or those that are given."""
+    """The replicated parameters before the experts of each MoE layer, in order, or those that are given."""
     own = [{id(parameter) for parameter in of} for of in (_before_experts(model) if dense is None else dense)]
     bucketed = [replica for replica in replicas(model, topology) if _bucketed(replica)]
     return [[replica for replica in bucketed if id(replica.parameter) in of] for of in own]
 
 
 def _before_experts(model: nn.Module) -> list[list[nn.Parameter]]:
-    """For each MoE layer, in order, the parameters that come before its experts and after those of the one before.
+    """The parameters before the experts of each MoE layer, and after those of the layer before it, in order.
 
     A shared expert, and all else that comes after the experts of a layer, counts to the next one.
     """

@@ -177,7 +177,7 @@ def _told(shape: tuple[int, ...] | None) -> str:
 
 
 def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of the parameters of experts under a placement: which experts are here, row by row."""
+    """Which experts the parameters under a placement hold here, row by row."""
     return {
         plain_name(prefix + name): experts.numbers
         for prefix, experts in experts_of(model)

@@ -176,7 +176,7 @@ class ShardedExperts:
 
     @property
     def sent_bytes(self) -> int:
-        """Of parameters and gradients of replicas that this rank has sent."""
+        """Bytes of parameters and gradients of replicas that this rank has sent."""
         return sum(one.sent_bytes for one in self._layers)
 
     def memory(self) -> ExpertMemory:

@@ -129,7 +129,7 @@ def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedR
 
 
 def index_digest(folder: Path) -> str:
-    """Of the index, which is another one after each save."""
+    """The digest of the index, which is another one after each save."""
     with (folder / INDEX).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
