@@ -28,7 +28,7 @@ from bench.cluster.setting import LIMIT, SETTINGS, Setting
 from bench.cluster.step import Step, computation
 from bench.cluster.turns import cross, degrees_of, in_turns, plan_of, row, same_results, setting_json, spread, tell
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.launch import StopRequest
+from fusedmoe.cli.job import StopRequest
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fusedmoe.cli.launch import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.plan_report import Report
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, picture_to_write, read_costs
 from fusedmoe.cli.trainer import compute_dtype

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from fusedmoe.cli.launch import Sizes
+from fusedmoe.cli.job import Sizes
 from fusedmoe.cli.settings import Settings
 from fusedmoe.layers.experts.base import Place
 from fusedmoe.models.block import make_experts

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.cli.launch import Launch, Sizes
+from fusedmoe.cli.job import Launch, Sizes
 from fusedmoe.cli.plan_copies import Copies
 from fusedmoe.cli.settings import Settings, describe
 from fusedmoe.cli.trainer import cuttable, follows_plan, policy_of, step_costs, unsplit

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.cli.launch import Launch, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.job import Launch, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
 from fusedmoe.cli.trainer import compute_dtype
 from fusedmoe.errors import ConfigError

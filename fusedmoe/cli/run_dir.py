@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fusedmoe.cli.launch import Launch, Sizes
+from fusedmoe.cli.job import Launch, Sizes
 from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology

@@ -53,7 +53,7 @@ class Settings:
 
     Attributes:
         model: the model, `batch` and `seq_len` included.
-        ranks_per_node, ep, esp, mp: the parallel layout (`fusedmoe.cli.launch`).
+        ranks_per_node, ep, esp, mp: the parallel layout (`fusedmoe.cli.job`).
         dispatch, wire_dtype: the all-to-all algorithm, and what rows travel in ("same": as they are).
         schedule: what overlaps with computation, and by which policy (`SCHEDULES`).
         placement: which ranks have which experts (`PLACEMENTS`).

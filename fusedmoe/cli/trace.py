@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.launch import Launch, StopRequest, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.job import Launch, StopRequest, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.settings import (
     Settings,
     add_flags,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fusedmoe.cli.data import Corpus, load_corpus
-from fusedmoe.cli.launch import Launch, Sizes, StopRequest, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
 from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_plan

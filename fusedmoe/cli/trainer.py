@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.cli.data import Batch, Batches, Corpus, mix
-from fusedmoe.cli.launch import Launch, Sizes, StopRequest
+from fusedmoe.cli.job import Launch, Sizes, StopRequest
 from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology

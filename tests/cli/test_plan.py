@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.launch import Launch, StopRequest, choose_sizes, make_topology
+from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer, step_costs

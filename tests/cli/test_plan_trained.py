@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.launch import Launch, Sizes, StopRequest, choose_sizes, make_topology
+from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.plan_report import Report, plans_of
 from fusedmoe.cli.settings import DTYPES, Settings

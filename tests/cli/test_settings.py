@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusedmoe.cli.launch import Launch, Sizes, choose_device, choose_sizes
+from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes
 from fusedmoe.cli.main import main, make_parser
 from fusedmoe.cli.settings import GROUPS, Settings, changes_of
 from fusedmoe.errors import ConfigError

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusedmoe.cli.launch import Launch, StopRequest, choose_sizes, make_topology
+from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.train import TrainingJob, count_parameters
