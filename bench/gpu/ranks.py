@@ -25,7 +25,7 @@ from fusedmoe.autograd.order import permute, take_slots, unpermute
 from fusedmoe.autograd.route import Route
 from fusedmoe.comm.heaps.local import local_heaps
 from fusedmoe.comm.windows import Room, Windows
-from fusedmoe.kernels.puts import return_rows
+from fusedmoe.kernels.triton.one_sided.put import return_rows
 
 _DEGREE = 2
 
@@ -59,9 +59,7 @@ def in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
 
 class _Puts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, ranks: _Ranks
-    ) -> Tensor:
+    def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, ranks: _Ranks) -> Tensor:
         experts = zip(w1.tensor_split(ranks.count), w2.tensor_split(ranks.count), strict=True)
         runs = [
             Forward(x, route, FusedChunks(ops.Weights(*own), "swiglu"))

@@ -25,10 +25,10 @@ from fusedmoe.autograd.chunk_experts import FusedChunks, Totals
 from fusedmoe.autograd.route import Route
 from fusedmoe.comm.windows import Windows
 from fusedmoe.kernels.gather_sum import put_slots, take_slots
-from fusedmoe.kernels.grouped.fused import experts_backward_rows, experts_forward
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.puts import put_values, return_rows
-from fusedmoe.kernels.routes import contiguous
+from fusedmoe.kernels.one_sided import contiguous
+from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
+from fusedmoe.kernels.triton.one_sided.put import put_values, return_rows
 from fusedmoe.kernels.weights import Hidden
 from fusedmoe.runtime.recorder import Recorder, span
 
@@ -55,9 +55,7 @@ def _span(measured: Measured | None, phase: str, chunk: int) -> AbstractContextM
     return span(recorder, kind, kind=kind, chunk=chunk, phase=phase, also=links)
 
 
-def make_route(
-    x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, degree: int = 1
-) -> Route:
+def make_route(x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, degree: int = 1) -> Route:
     """The way of a batch's tokens, for one of each of the functions below. Nothing is sent yet.
 
     Args:
@@ -90,7 +88,7 @@ class Forward:
             x_CM, layout, wait = route.arriving(chunk, self._tokens)
             put = route.put(chunk, self._results, arrivals[chunk].weight_R)
             with route.windows.watch.over(), _span(self.measured, "forward", chunk):
-                _, h_RH = experts_forward(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
+                _, h_RH = forward_in_flight(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
             self.kept.append(_Kept(route.take(chunk, self._tokens), h_RH))
         route.read(self._tokens)
 
@@ -124,7 +122,7 @@ class Backward:
             weight_R, put = route.arrivals[chunk].weight_R, route.put(chunk, self._results)
             values = route.value_addresses(chunk, self._results)
             with route.windows.watch.over(), _span(self._measured, "backward", chunk):
-                _, _, dy_RM, hidden = experts_backward_rows(
+                _, _, dy_RM, hidden = backward_rows_in_flight(
                     dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values
                 )
             left.append((dy_RM, hidden))
@@ -282,7 +280,7 @@ class _DispatchExperts(torch.autograd.Function):
         for chunk in range(route.degree):
             x_CM, layout, wait = route.arriving(chunk, epoch)
             with route.windows.watch.over():
-                out_RM, h_RH = experts_forward(x_CM, layout, experts.weights, experts.activation, wait, None)
+                out_RM, h_RH = forward_in_flight(x_CM, layout, experts.weights, experts.activation, wait, None)
             out.append(out_RM)
             ctx.kept.append(_Kept(route.take(chunk, epoch), h_RH))
         route.read(epoch)
@@ -298,7 +296,7 @@ class _DispatchExperts(torch.autograd.Function):
         left: list[tuple[Tensor, Hidden]] = []
         for chunk, (dy_RM, one) in enumerate(zip(dout, kept, strict=True)):
             put, layout = route.put(chunk, epoch), contiguous(route.arrivals[chunk])
-            _, _, _, hidden = experts_backward_rows(
+            _, _, _, hidden = backward_rows_in_flight(
                 dy_RM, one.h_RH, layout, None, experts.weights, experts.activation, None, put
             )
             left.append((dy_RM, hidden))
@@ -330,7 +328,7 @@ class _ExpertsCombine(torch.autograd.Function):
         for chunk, (x_RM, weight_R) in enumerate(zip(rows, weights, strict=True)):
             assert x_RM is not None
             put, layout = route.put(chunk, epoch, weight_R), contiguous(route.arrivals[chunk])
-            _, h_RH = experts_forward(x_RM, layout, experts.weights, experts.activation, None, put)
+            _, h_RH = forward_in_flight(x_RM, layout, experts.weights, experts.activation, None, put)
             ctx.kept.append(_Kept(x_RM, h_RH))
         ctx.route, ctx.experts, ctx.weights = route, experts, weights
         return route.receive(epoch)[0]
@@ -346,7 +344,7 @@ class _ExpertsCombine(torch.autograd.Function):
         for chunk, (one, weight_R) in enumerate(zip(kept, weights, strict=True)):
             dy_CM, layout, wait = route.arriving(chunk, epoch)
             with route.windows.watch.over():
-                dx_RM, dweight_R, dy_RM, hidden = experts_backward_rows(
+                dx_RM, dweight_R, dy_RM, hidden = backward_rows_in_flight(
                     dy_CM, one.h_RH, layout, weight_R, experts.weights, experts.activation, wait, None
                 )
             by_expert = contiguous(route.arrivals[chunk])

@@ -260,4 +260,3 @@ def pipeline(x_SM: Tensor, weight_N: Tensor | None, run: Pipeline) -> Tensor:
             f"forward and {run.degree('backward')} backward: their backward follows the forward's chunks"
         )
     return _Pipelined.apply(x_SM, weight_N, run, *run.experts.parameters)
-

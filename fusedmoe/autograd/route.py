@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.windows import Windows
-from fusedmoe.kernels.awaits import await_letters, await_signals
 from fusedmoe.kernels.gather_sum import gather_sum, permute
-from fusedmoe.kernels.grouped.products import Wait
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.places import Addresses, Put
-from fusedmoe.kernels.puts import give_credit, put_rows
-from fusedmoe.kernels.routes import Arrivals, Sends, plan_sends, read_letters
+from fusedmoe.kernels.one_sided import Addresses, Arrivals, Put, Sends, Wait, plan_sends, read_letters
+from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
+from fusedmoe.kernels.triton.one_sided.wait import await_letters, await_signals
 
 
 class Route:

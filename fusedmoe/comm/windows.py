@@ -1,7 +1,7 @@
 """The windows of one layer: room on every rank for the tokens, letters and results that kernels of its peers put there.
 
 Each exchange has the next number and uses the next of two slots, so that one can begin while the one before is still
-read; a peer that is further behind is waited for (`fusedmoe/kernels/remote.py` has the protocol).
+read; a peer that is further behind is waited for (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
 
 Where a peer is far, there is room too for what is on its way to it. What a rank makes of all ranks' tokens may be much:
 of results only one exchange is on its way at a time, so that a new one waits until peers have read the one before.
@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedmoe.comm.heap import Heap, Symmetric
 from fusedmoe.comm.watch import Watch
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.places import Addresses, Bounds, Mark, Place
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Place
 
 #: Exchanges that may be under way at once.
 SLOTS = 2

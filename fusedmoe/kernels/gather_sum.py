@@ -1,6 +1,6 @@
 """Rows out of tokens, and tokens out of rows: a copy for every kept slot, and the weighted sum that brings them back.
 
-Triton on CUDA (fusedmoe/kernels/rows/gather.py). Definitions: `define_permute`, `define_gather_sum`.
+Triton on CUDA (`triton/gather_sum.py`). Definitions: `define_permute`, `define_gather_sum`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.kernels.cost import Cost
 from fusedmoe.kernels.layout import Layout
 
 
@@ -18,7 +17,7 @@ def permute(x_SM: Tensor, layout: Layout) -> Tensor:
     if layout.source_N is None:
         return x_SM
     if uses_triton(x_SM):
-        from fusedmoe.kernels.rows.gather import gather_rows
+        from fusedmoe.kernels.triton.gather_sum import gather_rows
 
         return gather_rows(x_SM, layout.source_N, layout.offsets_E1)
     return layout.zero_padding(x_SM.index_select(0, layout.source_N))
@@ -33,7 +32,7 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
     if layout.source_N is None and weight_N is None:
         return rows_NM
     if uses_triton(rows_NM):
-        from fusedmoe.kernels.rows.gather import sum_rows
+        from fusedmoe.kernels.triton.gather_sum import sum_rows
 
         return sum_rows(rows_NM, layout.row_SK, weight_N)
     if layout.source_N is None and weight_N is not None:
@@ -68,18 +67,6 @@ def put_slots(value_N: Tensor, layout: Layout) -> Tensor:
     if layout.rows == 0:
         return value_N.new_zeros(layout.row_SK.shape)
     return torch.where(layout.row_SK < 0, 0, value_N[layout.row_SK.clamp(min=0)])
-
-
-def permute_cost(rows: int, dim: int, element_size: int) -> Cost:
-    """Rows are read (again for each of their copies) and written, and their sources read."""
-    return Cost(0, rows * (2 * dim * element_size + 8))
-
-
-def gather_sum_cost(rows: int, tokens: int, slots: int, dim: int, element_size: int, weighted: bool) -> Cost:
-    """Rows kept are read once, tokens written once; indices, and 4 bytes of weight a row."""
-    flops = rows * dim * (2 if weighted else 1)
-    moved = (rows + tokens) * dim * element_size + tokens * slots * 8 + (rows * 4 if weighted else 0)
-    return Cost(flops, moved)
 
 
 def define_permute(x_SM: Tensor, layout: Layout) -> Tensor:

@@ -18,9 +18,8 @@ from torch import Tensor
 from fusedmoe.kernels import experts as _experts
 from fusedmoe.kernels import gather_sum, wire
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.gate.rule import GateRule
-from fusedmoe.kernels.layout import Layout, row_bound
-from fusedmoe.kernels.order import build_layout
+from fusedmoe.kernels.gate import GateRule
+from fusedmoe.kernels.layout import Layout, build_layout, row_bound
 from fusedmoe.kernels.weights import Weights
 
 
@@ -32,7 +31,7 @@ def _operator(name: str) -> Any:
 def order(
     expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The five tensors of a `Layout`; `padded`: with slack up to the bound on a CPU, too."""
+    """The five tensors of a `Layout`; `padded`: with padding up to the bound on a CPU, too."""
     layout = build_layout(expert_SK, experts, capacity, priority_S)
     if padded:
         layout = layout.padded(row_bound(layout.tokens, layout.slots, experts, capacity))
@@ -199,7 +198,7 @@ def gate(
     logsumexp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The six tensors of a `GateChoice`, by Triton's kernels; an empty one for each that the rule does not ask for."""
-    from fusedmoe.kernels.gate import choose
+    from fusedmoe.kernels.triton.gate import choose
 
     rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
     return _all_six(choose.gate(x_SM, weight_EM, rule, bias_E))
@@ -223,7 +222,7 @@ def gate_from_logits(
     logsumexp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same from float32 logits, which are not returned."""
-    from fusedmoe.kernels.gate import choose
+    from fusedmoe.kernels.triton.gate import choose
 
     rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
     choice = choose.choose(logits_SE, rule, bias_E)
@@ -272,7 +271,7 @@ def gate_backward(
     logsumexp: bool,
 ) -> Tensor:
     """The logits' gradient, [S, E] float32."""
-    from fusedmoe.kernels.gate import choose
+    from fusedmoe.kernels.triton.gate import choose
 
     rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
     return choose.dlogits(logits_SE, expert_SK, rule, dweight_SK, dscore_BE, dlogsumexp_S)
@@ -286,9 +285,9 @@ def _(logits_SE: Tensor, *others: Any) -> Tensor:
 @_operator("router_product")
 def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     """x·Wᵀ, [S, E] float32, by Triton's kernel."""
-    from fusedmoe.kernels.gate import product
+    from fusedmoe.kernels.triton.gate import router
 
-    return product.logits(x_SM, weight_EM)
+    return router.logits(x_SM, weight_EM)
 
 
 @router_product.register_fake
@@ -299,9 +298,9 @@ def _(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
 @_operator("router_dx")
 def router_dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
     """dlogits·W, [S, M]."""
-    from fusedmoe.kernels.gate import product
+    from fusedmoe.kernels.triton.gate import router
 
-    return product.dx(dlogits_SE, weight_EM, dtype)
+    return router.dx(dlogits_SE, weight_EM, dtype)
 
 
 @router_dx.register_fake
@@ -312,9 +311,9 @@ def _(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
 @_operator("router_dw")
 def router_dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
     """dlogitsᵀ·x, [E, M]."""
-    from fusedmoe.kernels.gate import product
+    from fusedmoe.kernels.triton.gate import router
 
-    return product.dw(dlogits_SE, x_SM, dtype)
+    return router.dw(dlogits_SE, x_SM, dtype)
 
 
 @router_dw.register_fake

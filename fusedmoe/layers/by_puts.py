@@ -70,7 +70,7 @@ def fused_experts(
         RankError: a rank failed, or did not come in time.
     """
     from fusedmoe.autograd import fused
-    from fusedmoe.kernels.routes import for_all_shards
+    from fusedmoe.kernels.one_sided import for_all_shards
 
     assert isinstance(experts, FusedChunks)
     group = _group(topology)

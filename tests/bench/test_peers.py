@@ -23,7 +23,7 @@ from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.gather_sum import take_slots
-from fusedmoe.kernels.order import define_layout
+from fusedmoe.kernels.layout import define_layout
 from fusedmoe.kernels.weights import Weights
 
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ from triton import knobs
 from bench.aot import compiling, layers, standin
 from bench.gpu.shapes import Shape
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.grouped.configs import candidates
 from fusedmoe.kernels.layout import offsets
-from fusedmoe.kernels.rows.gather import gather_rows
-from fusedmoe.kernels.rows.sort import sort_slots
+from fusedmoe.kernels.triton.gather_sum import gather_rows
+from fusedmoe.kernels.triton.grouped.configs import candidates
+from fusedmoe.kernels.triton.layout import sort_slots
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
 

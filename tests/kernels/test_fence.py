@@ -16,11 +16,13 @@ from bench.aot import compiling, standin
 from bench.aot.machine_code import judge, unfenced
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.fence import with_fences
-from fusedmoe.kernels.gate.product import logits
-from fusedmoe.kernels.grouped import products
-from fusedmoe.kernels.grouped.tuning import untuned
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.triton.gate.router import logits
+from fusedmoe.kernels.triton.grouped.autotune import untuned
+from fusedmoe.kernels.triton.grouped.call import GroupedCall
+from fusedmoe.kernels.triton.grouped.dweight import dweight
+from fusedmoe.kernels.triton.grouped.up import up
+from fusedmoe.kernels.triton.jit import with_fences
 from fusedmoe.kernels.weights import Weights
 from tests.kernels.aot import ROOT
 
@@ -85,9 +87,9 @@ def gathering_launches(target: int) -> list[standin.Launch]:
         empty(333, 3, dtype=torch.int64),
     )
     with standin.recording(target) as launches:
-        plan = products.Plan(layout, empty(0), untuned(divmod(target, 10)), True, 4)
-        products.up(plan, empty(333, 512), Weights(empty(4, 2, 256, 512), empty(4, 512, 256)), ACTIVATIONS["swiglu"])
-        products.dweight(plan, "dw1", empty(999, 512), empty(333, 256), "right")
+        call = GroupedCall(layout, empty(0), untuned(divmod(target, 10)), True, 4)
+        up(call, empty(333, 512), Weights(empty(4, 2, 256, 512), empty(4, 512, 256)), ACTIVATIONS["swiglu"])
+        dweight(call, "dw1", empty(999, 512), empty(333, 256), "right")
         logits(empty(333, 512), empty(4, 512))
     return [launch for launch in launches if launch.kernel != "tiles_kernel"]
 
@@ -151,6 +153,6 @@ def test_a_triton_that_leaves_it_out_is_helped(tmp_path: Any) -> None:
 
 
 def test_an_old_triton_is_refused() -> None:
-    line = "import triton; triton.__version__ = '3.5.1'; import fusedmoe.kernels.grouped.up"
+    line = "import triton; triton.__version__ = '3.5.1'; import fusedmoe.kernels.triton.grouped.up"
     done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert "ConfigError: these kernels need Triton 3.6 or newer, and this is 3.5.1" in done.stderr

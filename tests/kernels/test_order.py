@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedmoe.kernels.order import build_layout, cost, define_layout
+from fusedmoe.kernels.layout import build_layout, define_layout
 from tests.kernels.routings import choose
 
 cases = st.tuples(
@@ -36,10 +36,3 @@ def test_worked_example() -> None:
     assert layout.source_N is not None and layout.source_N.tolist() == [0, 1, 0, 1]
     assert layout.slot_N.tolist() == [0, 2, 1, 3]
     assert layout.row_SK.tolist() == [[0, 2], [1, 3], [-1, -1]]
-
-
-def test_cost_counts_every_array_once() -> None:
-    expert_SK = choose(11, 3, 4)
-    layout = build_layout(expert_SK, 4, 7)
-    arrays = (expert_SK, layout.counts_E, layout.offsets_E1, layout.source_N, layout.slot_N, layout.row_SK)
-    assert cost(11, 3, 4, layout.rows) == (0, sum(a.numel() * a.element_size() for a in arrays if a is not None))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fusedmoe.autograd.order import order
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.routes import chunk_of, for_all_shards, plan_sends, read_letters
+from fusedmoe.kernels.one_sided import chunk_of, for_all_shards, plan_sends, read_letters
 
 
 def ranges(count: int, degree: int) -> list[int]:
@@ -29,9 +29,7 @@ def route(seed: int, tokens: int, slots: int, experts: int, capacity: int | None
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.booleans()
-)
+@given(st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.booleans())
 def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, slots: int, drops: bool) -> None:
     experts, slots = peers * local, min(slots, peers * local)
     random = torch.Generator().manual_seed(seed)

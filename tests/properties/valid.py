@@ -13,7 +13,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute
-from fusedmoe.kernels.order import define_layout
+from fusedmoe.kernels.layout import define_layout
 from tests.layers.dense import dense_forward
 from tests.layers.gate_cases import best_first
 from tests.layers.gate_cases import make as make_gate

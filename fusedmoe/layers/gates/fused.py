@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from fusedmoe.autograd.gate import GateChoice, GateRule
-from fusedmoe.kernels.gate.rule import fits_kernels, has_kernels
+from fusedmoe.kernels.gate import fits_kernels, has_kernels
 from fusedmoe.layers.gates.base import Gate, Routing
 
 

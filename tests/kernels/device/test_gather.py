@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_slots, take_slots
-from fusedmoe.kernels.order import build_layout, define_layout
+from fusedmoe.kernels.layout import build_layout, define_layout
 from tests.kernels.routings import choose
 
 

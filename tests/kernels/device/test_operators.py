@@ -14,8 +14,8 @@ import fusedmoe
 from fusedmoe.autograd.gate import gate
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import operators
-from fusedmoe.kernels.gate.rule import GateRule
-from fusedmoe.kernels.order import build_layout
+from fusedmoe.kernels.gate import GateRule
+from fusedmoe.kernels.layout import build_layout
 from tests.kernels.operator_cases import cases, check
 from tests.kernels.routings import choose
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots, take_slots
-from fusedmoe.kernels.layout import Layout, row_bound
-from fusedmoe.kernels.order import build_layout, define_layout
-from fusedmoe.kernels.rows import sort
+from fusedmoe.kernels.layout import Layout, build_layout, define_layout, row_bound
+from fusedmoe.kernels.triton import layout as kernels
 from tests.kernels.routings import choose
 
 
@@ -68,7 +67,7 @@ def test_runs_of_empty_experts_and_all_on_one(device: torch.device) -> None:
 
 
 def test_more_blocks_than_a_scan_takes_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sort, "_SCAN_BLOCKS", 4)
+    monkeypatch.setattr(kernels, "SCAN_BLOCKS", 4)
     compare(choose(1500, 2, 20, 0.1).to(device), 20, 120)
 
 
@@ -87,7 +86,7 @@ def test_numbers_that_are_no_experts_are_empty_slots(device: torch.device) -> No
 
 def test_too_many_rows_for_32_bits() -> None:
     with pytest.raises(ValueError, match="split the batch"):
-        sort.sort_slots(torch.empty(1, 1, dtype=torch.long).expand(2**30, 2), 8, None, None)
+        kernels.sort_slots(torch.empty(1, 1, dtype=torch.long).expand(2**30, 2), 8, None, None)
 
 
 @pytest.mark.parametrize(("tokens", "capacity"), [(0, 3), (50, None), (50, 7)])

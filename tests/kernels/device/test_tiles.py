@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from fusedmoe.kernels.grouped.tiles import define_tiles, make_tiles, tile_bound
 from fusedmoe.kernels.layout import offsets
+from fusedmoe.kernels.triton.grouped.tiles import define_tiles, make_tiles, tile_bound
 
 
 def test_worked_example() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.grouped import checks, launch, products, tuning
-from fusedmoe.kernels.grouped.checks import check
-from fusedmoe.kernels.grouped.configs import (
+from fusedmoe.kernels.layout import contiguous_layout
+from fusedmoe.kernels.triton import experts as triton_experts
+from fusedmoe.kernels.triton.grouped import autotune, correctness
+from fusedmoe.kernels.triton.grouped import call as grouped_call
+from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, default_folder
+from fusedmoe.kernels.triton.grouped.call import GroupedCall
+from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
     Candidate,
     Config,
@@ -27,10 +31,10 @@ from fusedmoe.kernels.grouped.configs import (
     candidates,
     is_even,
 )
-from fusedmoe.kernels.grouped.record import Record, default_folder
-from fusedmoe.kernels.grouped.tiles import Tiles
-from fusedmoe.kernels.grouped.tuning import Tuner
-from fusedmoe.kernels.layout import contiguous_layout
+from fusedmoe.kernels.triton.grouped.correctness import check
+from fusedmoe.kernels.triton.grouped.product import product
+from fusedmoe.kernels.triton.grouped.tiles import Tiles
+from fusedmoe.kernels.weights import Weights
 
 COUNTS = (0, 1, 37, 0, 0, 65, 0)
 # Two steps and more than a tile; neither a whole number of tiles, nor the second of steps.
@@ -72,7 +76,7 @@ def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.d
     fails is named and left out, as the tuner does, so long as others are right. Specialised ones: see there."""
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     bulk = capability is None or capability >= (9, 0)
-    for even, flag in product((True, False), repeat=2):
+    for even, flag in itertools.product((True, False), repeat=2):
         if capability is None and even != flag:
             continue
         case = variant(operation, dtype=dtype, even=even, bulk=bulk, gather=flag, extra=flag)
@@ -119,8 +123,8 @@ def test_configurations_of_hopper(operation: str, device: torch.device) -> None:
 
 
 def test_real_sizes_are_what_they_are_said_to_be() -> None:
-    assert all(is_even(*checks.EVEN, dtype) for dtype in (torch.bfloat16, torch.float32))
-    assert not any(is_even(*checks.ODD, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert all(is_even(*correctness.EVEN, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert not any(is_even(*correctness.ODD, dtype) for dtype in (torch.bfloat16, torch.float32))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -129,7 +133,7 @@ def test_check_finds_one_wrong_value(
     operation: str, error: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = {"down": "product", "dinput": "product", "dw1": "dweight", "dw2": "dweight"}.get(operation, operation)
-    launcher = getattr(checks, name)
+    launcher = getattr(correctness, name)
 
     def wrong(*args: object) -> object:
         found = launcher(*args)
@@ -137,20 +141,20 @@ def test_check_finds_one_wrong_value(
         last[min(COUNTS[-2] + 30, len(last) - 2)] += error * last[1].abs().mean()
         return found
 
-    monkeypatch.setattr(checks, name, wrong)
+    monkeypatch.setattr(correctness, name, wrong)
     assert "wrong" in small(variant(operation), SMALL, device)
 
 
 @pytest.mark.parametrize("operation", ["up", "down", "dhidden", "dinput"])
 def test_check_finds_a_lost_tile(operation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiles = products.make_tiles
+    make_tiles = grouped_call.make_tiles
 
     def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
         tiles = make_tiles(offsets_E1, rows, block_rows)
         tiles.table[2, 0] = -1
         return tiles
 
-    monkeypatch.setattr(products, "make_tiles", lossy)
+    monkeypatch.setattr(grouped_call, "make_tiles", lossy)
     monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: Tensor.new_zeros(self, *args, **kwargs))
     assert "wrong" in small(variant(operation), SMALL, device)
 
@@ -167,7 +171,7 @@ def test_default_depends_on_the_shape() -> None:
     assert [(config.bm, config.bn) for config in first] == [(128, 256), (128, 128), (64, 256), (64, 128)]
     for shape in shapes:
         assert sorted(map(str, by_shape(choices, *shape))) == sorted(str(choice.config) for choice in choices)
-    for operation, dtype, capability, even in product(
+    for operation, dtype, capability, even in itertools.product(
         OPERATIONS, (torch.bfloat16, torch.float32), ((8, 0), (9, 0), (10, 0), (12, 0), None), (True, False)
     ):
         found = candidates(operation, dtype, capability, even)
@@ -176,12 +180,12 @@ def test_default_depends_on_the_shape() -> None:
 
 
 def test_specialised_programs_serve_only_where_a_gpu_has_checked_them() -> None:
-    for operation, capability in product(OPERATIONS, ((8, 0), (9, 0), (10, 0), (12, 0))):
+    for operation, capability in itertools.product(OPERATIONS, ((8, 0), (9, 0), (10, 0), (12, 0))):
         choices = candidates(operation, torch.bfloat16, capability)
         special = [choice for choice in choices if choice.config.specialised]
         assert bool(special) == (operation in ("down", "dinput") and capability == (9, 0))
-        choose = tuning.untuned(capability)
-        for rows, depth in product((1, 512, 4096), (64, 512, 14336)):
+        choose = autotune.untuned(capability)
+        for rows, depth in itertools.product((1, 512, 4096), (64, 512, 14336)):
             key = Key(variant(operation, dtype=torch.bfloat16), depth, 4096, 8, rows)
             assert not choose(key, lambda config: None).specialised
             assert all(not config.specialised for config in by_shape(choices, rows, depth)[: -len(special) or None])
@@ -294,8 +298,8 @@ def test_an_exception_is_a_fault(file: Path) -> None:
 def test_one_that_never_ends_ends_one_run_only(file: Path) -> None:
     fake = Fake(file)
     ended = iter([False, False, True])
-    checks.wait(lambda: next(ended), 60)
-    fake.tuner._check = lambda variant, config: checks.wait(lambda: config != SLOW, 0.01) or ""
+    correctness.wait(lambda: next(ended), 60)
+    fake.tuner._check = lambda variant, config: correctness.wait(lambda: config != SLOW, 0.01) or ""
     with pytest.raises(RuntimeError, match="has not ended after 0.01 seconds.*please start again"):
         fake.choose()
     again = Fake(file)
@@ -315,7 +319,7 @@ def test_one_that_takes_the_gpu_ends_one_run_only(file: Path, monkeypatch: pytes
         return ""
 
     fake.tuner._check = check
-    monkeypatch.setattr(tuning, "_is_lost", lambda: bool(lost))
+    monkeypatch.setattr(autotune, "_is_lost", lambda: bool(lost))
     with pytest.raises(RuntimeError, match="illegal memory access.*nothing else can run.*please start again"):
         fake.choose()
     assert fake.checked[-1] == SLOW and set(json.loads(file.read_text())["faults"].values()) - {""} == {
@@ -338,7 +342,7 @@ def test_one_that_fails_at_the_sizes_themselves(lost: bool, file: Path, monkeypa
         return taken
 
     fake.tuner._measure = failing
-    monkeypatch.setattr(tuning, "_is_lost", lambda: lost)
+    monkeypatch.setattr(autotune, "_is_lost", lambda: lost)
     if lost:
         with pytest.raises(RuntimeError, match="misaligned address.*please start again"):
             fake.choose()
@@ -478,8 +482,8 @@ def test_two_processes_write(file: Path) -> None:
 
 def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """With real checks and launches: the fastest of the right ones runs, and not the one that loses rows."""
-    monkeypatch.setattr(tuning, "LEAST_FLOPS", 0)
-    make_tiles = products.make_tiles
+    monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
+    make_tiles = grouped_call.make_tiles
 
     def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
         tiles = make_tiles(offsets_E1, rows, block_rows)
@@ -487,7 +491,7 @@ def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch
             tiles.table[1:, 0] = -1
         return tiles
 
-    monkeypatch.setattr(products, "make_tiles", lossy)
+    monkeypatch.setattr(grouped_call, "make_tiles", lossy)
     broken, slow, fast = (Config(bm, 64, 32, 4, 1) for bm in (16, 32, 64))
     times = {broken: 1.0, slow: 3.0, fast: 2.0}
     ran: list[Config] = []
@@ -506,26 +510,26 @@ def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch
         lambda: True,
     )
     layout = contiguous_layout(torch.tensor([20, 0, 30], device=device), 50)
-    plan = products.Plan(layout, torch.empty(0, device=device), tuner.choose, True, 4)
+    call = GroupedCall(layout, torch.empty(0, device=device), tuner.choose, True, 4)
     a, b = torch.randn(50, 64, device=device), torch.randn(3, 32, 64, device=device)
-    out = products.product(plan, "down", a, b, True)
+    out = product(call, "down", a, b, True)
     assert ran == [slow, fast]
     assert [*tuner._chosen.values()] == [fast]
     expert_N = torch.arange(3, device=device).repeat_interleave(torch.tensor([20, 0, 30], device=device))
     torch.testing.assert_close(out, torch.einsum("nk,nmk->nm", a, b[expert_N]), rtol=1e-4, atol=1e-4)
-    products.product(plan, "down", a, b, True)
+    product(call, "down", a, b, True)
     assert len(ran) == 2
 
 
 def test_the_interpreter_is_never_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cuda":
         pytest.skip("there is a GPU")
-    monkeypatch.setattr(tuning, "LEAST_FLOPS", 0)
-    monkeypatch.setattr(launch, "tuner", lambda device: pytest.fail("asked for a tuner"))
+    monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(triton_experts, "tuner", lambda device: pytest.fail("asked for a tuner"))
     layout = contiguous_layout(torch.tensor([3]), 3)
     x_SM, w1, w2 = torch.randn(3, 32), torch.randn(1, 32, 32), torch.randn(1, 32, 32)
-    weights = products.Weights(w1, w2)
-    y_SM, _ = launch.experts_forward(x_SM, layout, None, weights, ACTIVATIONS["relu"])
+    weights = Weights(w1, w2)
+    y_SM, _ = triton_experts.experts_forward(x_SM, layout, None, weights, ACTIVATIONS["relu"])
     torch.testing.assert_close(y_SM, (x_SM @ w1[0].t()).relu() @ w2[0].t(), rtol=1e-4, atol=1e-4)
 
 
@@ -534,20 +538,20 @@ def test_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_pat
         pytest.skip("there is no GPU")
     torch.use_deterministic_algorithms(False)  # the fixture of this folder asks for them
     monkeypatch.setenv("FUSEDMOE_CACHE", str(tmp_path))
-    monkeypatch.setattr(tuning, "LEAST_FLOPS", 0)
-    tuner = tuning.tuner.__wrapped__(torch.device("cuda", torch.cuda.current_device()))
+    monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
+    tuner = autotune.tuner.__wrapped__(torch.device("cuda", torch.cuda.current_device()))
     tuner.leave_out(lambda config: config.specialised)
     layout = contiguous_layout(torch.tensor([200, 0, 300], device=device), 500)
     a = torch.randn(500, 128, device=device, dtype=torch.bfloat16)
     b = torch.randn(3, 256, 128, device=device, dtype=torch.bfloat16)
-    plan = products.Plan(layout, a, tuner.choose, torch.cuda.get_device_capability() >= (9, 0), 4)
-    out = products.product(plan, "down", a, b, True)
+    call = GroupedCall(layout, a, tuner.choose, torch.cuda.get_device_capability() >= (9, 0), 4)
+    out = product(call, "down", a, b, True)
     (written,) = tmp_path.iterdir()
     (choice,) = json.loads(written.read_text())["choices"].values()
     assert choice["config"] in choice["microseconds"] and min(choice["microseconds"].values()) > 0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = products.product(plan, "down", a, b, True)
-        products.product(plan, "down", a[:, :64].contiguous(), b[:, :, :64].contiguous(), True)
+        again = product(call, "down", a, b, True)
+        product(call, "down", a[:, :64].contiguous(), b[:, :, :64].contiguous(), True)
     graph.replay()
     assert torch.equal(out, again)
