@@ -51,9 +51,7 @@ class _wire:
     def __init__(self, name: str, move: Move) -> None:
         self.name, self.move = name, move
 
-    def __call__(
-        self, hooks: Sequence[Hooks], recorder: Recorder | None, direction: Direction, rows: Tensor
-    ) -> Tensor:
+    def __call__(self, hooks: Sequence[Hooks], recorder: Recorder | None, direction: Direction, rows: Tensor) -> Tensor:
         context = HookContext(direction)
         rows = run_hooks(hooks, f"before_{self.name}", rows, context)
         with span(recorder, self.name, kind=self.name, resource=self.resource, phase=direction):
