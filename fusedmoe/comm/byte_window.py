@@ -15,7 +15,7 @@ from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.watch import Watch
 from fusedmoe.comm.windows import make_place
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
-from fusedmoe.kernels.triton.one_sided.wait import await_signals
+from fusedmoe.kernels.triton.one_sided.wait import wait_signals
 
 # Elements of a row, of four bytes each; and rows for each peer in a round, by default a quarter of a MiB.
 _WIDTH, _ROWS = 1024, 64
@@ -77,7 +77,7 @@ class ByteWindow:
         slot, size = place.slot(self._epoch), self.heap.group.size
         index_W = slot * size + torch.arange(size, dtype=torch.int32, device=device)
         with self._watch.over():
-            await_signals(place.signals, index_W, self._epoch, bounds, place.network)
+            wait_signals(place.signals, index_W, self._epoch, bounds, place.network)
 
 
 def _rows_of(count: int) -> int:

@@ -74,8 +74,8 @@ def far_pointers(network: Network | None) -> tuple[Tensor | None, Tensor | None]
     return (None, None) if network is None else (network.pe_W, network.spare)
 
 
-class Place(NamedTuple):
-    """A window as kernels see it.
+class ReceiveBuffer(NamedTuple):
+    """A receive buffer as kernels see it.
 
     Attributes:
         rows: [slots, W, C, M], this rank's copy: what the W ranks put here; or [slots, 1, C, M], the same rows for all.
@@ -158,10 +158,10 @@ class Put(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Rows lie in a window and may still be on their way: those that `layout.source_N` names are waited for.
+    """Rows lie in a receive buffer and may still be on their way: those that `layout.source_N` names are waited for.
 
     Attributes:
-        signals: [..., T] int64, of the rows of the window in order, one for each `tile` of them.
+        signals: [..., T] int64, of the rows of the buffer in order, one for each `tile` of them.
         epoch: the exchange that they come with.
         network: leads to far peers; None where none is.
     """
@@ -177,13 +177,13 @@ class Sends(NamedTuple):
     """What a rank puts.
 
     Attributes:
-        token_WC: int32, the token at each place of a peer's window; token_used_W: int32, how many there are.
-        letter: [E + N, 2] int32, lines of all letters; line_WC, line_used_W: those of each peer.
+        token_WC: int32, the token at each place of a peer's buffer; token_used_W: int32, how many there are.
+        metadata: [E + N, 2] int32, lines for all peers; line_WC, line_used_W: those of each peer.
     """
 
     token_WC: Tensor
     token_used_W: Tensor
-    letter: Tensor
+    metadata: Tensor
     line_WC: Tensor
     line_used_W: Tensor
 
@@ -192,7 +192,7 @@ class Arrivals(NamedTuple):
     """One chunk of what has been put here, sorted by local expert, then source, then the sender's order.
 
     Attributes:
-        layout: `source_N` are rows of a slot of the window; slack may follow.
+        layout: `source_N` are rows of a slot of the buffer; padding may follow.
         weight_R: float32 router weights.   peer_R: int32, sources.   place_R: int64, the result's row there.
         wanted_W: int32, rows of each source.
     """
@@ -216,7 +216,7 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
         layout: of its tokens over all E experts; rank p has those from p·E/peers on.
         weight_N: [N] router weight of each sorted row; None for 1.
         degree: chunks in which receivers compute; decides the order of tokens.
-        capacity, lines: places that each rank has in a peer's windows of tokens and of lines.
+        capacity, lines: places that each rank has in a peer's buffers of tokens and of lines.
     """
     assert layout.source_N is not None
     device, tokens, rows = layout.counts_E.device, layout.tokens, layout.rows
@@ -256,19 +256,21 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
     )
 
 
-def read_letters(letters_WC2: Tensor, experts: int, degree: int, capacity: int, rows: Sequence[int]) -> list[Arrivals]:
+def read_metadata(
+    metadata_WC2: Tensor, experts: int, degree: int, capacity: int, rows: Sequence[int]
+) -> list[Arrivals]:
     """What has been put here, chunk by chunk.
 
     Args:
-        letters_WC2: int32, all ranks' letters.
+        metadata_WC2: int32, all ranks' routing metadata.
         experts: of this rank.
-        capacity: places of each source in a window's slot.
+        capacity: places of each source in a slot of the buffer.
         rows: of each chunk, or bounds on them.
     """
-    peers, device = letters_WC2.shape[0], letters_WC2.device
-    counts_We, start_We = letters_WC2[:, :experts, 0].long(), letters_WC2[:, :experts, 1].long()
+    peers, device = metadata_WC2.shape[0], metadata_WC2.device
+    counts_We, start_We = metadata_WC2[:, :experts, 0].long(), metadata_WC2[:, :experts, 1].long()
     before_We = counts_We.cumsum(1) - counts_We
-    flat = letters_WC2.view(peers * letters_WC2.shape[1], 2)
+    flat = metadata_WC2.view(peers * metadata_WC2.shape[1], 2)
     found = []
     for chunk, bound in enumerate(rows):
         skipped_We = counts_We * chunk // degree
@@ -279,7 +281,7 @@ def read_letters(letters_WC2: Tensor, experts: int, degree: int, capacity: int, 
         inside_R = row_R - (end_G - count_eW.reshape(-1))[group_R]
         expert_R, peer_R = group_R // peers, group_R % peers
         inside_R = inside_R + skipped_We[peer_R, expert_R]
-        line_R = peer_R * letters_WC2.shape[1] + experts + before_We[peer_R, expert_R] + inside_R
+        line_R = peer_R * metadata_WC2.shape[1] + experts + before_We[peer_R, expert_R] + inside_R
         kept_R = row_R < end_G[-1]
         line = flat[torch.where(kept_R, line_R, 0)]
         source_R = peer_R * capacity + torch.where(kept_R, line[:, 0].long(), 0)
@@ -292,7 +294,7 @@ def read_letters(letters_WC2: Tensor, experts: int, degree: int, capacity: int, 
 
 
 def contiguous(arrivals: Arrivals) -> Layout:
-    """The layout once the rows have been copied out of the window in its order."""
+    """The layout once the rows have been copied out of the buffer in its order."""
     return replace(arrivals.layout, source_N=None)
 
 
@@ -304,7 +306,7 @@ def for_all_shards(layout: Layout, shards: int) -> Layout:
     """The layout by which every row goes to all shards of its expert, and the shards' results are added up in order.
 
     Args:
-        layout: without slack, over the e experts of which each of the `shards` ranks has a part.
+        layout: without padding, over the e experts of which each of the `shards` ranks has a part.
     Returns:
         over shards·e experts, those of rank q from q·e on; slot k of a token becomes slots k·shards + q.
     """

@@ -111,7 +111,7 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
         assert {(c.bm, c.bn, c.bk, c.warps, c.stages) for c in configs} == tiles[name]
     kernels = {launch.kernel.removesuffix("_kernel") for launch in launches}
     assert kernels >= {"choose", "dlogits", "dx", "dw", "count", "scan", "place", "gather_rows", "sum_rows", "tiles"}
-    assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "await_letters", "await"}
+    assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals"}
     assert ("specialised" in kernels) == (target == 90)
     put = [launch for launch in launches if launch.kernel == "product_kernel" and launch.arguments["PUT"]]
     awaited = [launch for launch in launches if launch.arguments.get("AWAITED")]

@@ -40,7 +40,7 @@ def test_every_kernel_that_puts_waits_or_signals_has_both_kinds_of_cases() -> No
     cases = {case.name: case for _, case in aot.cases()}
     linked = {name: case for name, case in cases.items() if name.endswith("nvshmem")}
     kernels = {case.kernel.__name__ for case in linked.values()}
-    moving = ["put_rows", "return_rows", "put_values", "credit", "await_letters", "await", "signal_far"]
+    moving = ["put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals", "signal_far"]
     assert kernels == {f"{name}_kernel" for name in (*moving, "up", "dhidden", "product")}
     for name, case in linked.items():
         assert case.libraries is libraries.nvshmem_bitcode and not case.quick
@@ -142,7 +142,7 @@ def test_signals_and_credits_come_behind_a_fence(nvshmem_site: Path) -> None:
 @pytest.mark.timeout(300)
 def test_readers_wait_and_then_ask(nvshmem_site: Path) -> None:
     up = "up bfloat16 ieee swiglu gather extra even bulk 128x128x64 w8 s3 g8 in flight nvshmem"
-    for module, name in ((ONE_SIDED, "await 256 nvshmem"), (PRODUCTS, up)):
+    for module, name in ((ONE_SIDED, "wait 256 nvshmem"), (PRODUCTS, up)):
         code = body(nvshmem_site, module, name)
         asked = code.index("nvshmemi_transfer_syncapi_update_mem")
         assert code.rindex("acquire", 0, asked) > 0 and "acquire" not in code[asked:], name

@@ -74,13 +74,13 @@ def _of_puts() -> list[AotCase]:
 def _of_waits() -> list[AotCase]:
     i32, i64 = torch.int32, torch.int64
     stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
-    letters = {"letters_ptr": i32, "signals_ptr": i64, **stop, "slot": "i32", "epoch": "i32", "W": 8, "C": 65536}
+    metadata = {"metadata_ptr": i32, "signals_ptr": i64, **stop, "slot": "i32", "epoch": "i32", "W": 8, "C": 65536}
     shape = {"T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
     some = {"signals_ptr": i64, "index_ptr": i32, **stop, "epoch": "i32", "count": "i32", "INTERPRET": False}
     kernels: list[tuple[str, Any, dict[str, Any]]] = [
-        ("await letters", wait.await_letters_kernel, {**letters, **shape})
+        ("wait metadata", wait.wait_metadata_kernel, {**metadata, **shape})
     ]
-    kernels += [(f"await {block}", wait.await_kernel, {**some, "BLOCK": block}) for block in (16, 256, 1024)]
+    kernels += [(f"wait {block}", wait.wait_signals_kernel, {**some, "BLOCK": block}) for block in (16, 256, 1024)]
     return [
         case
         for name, kernel, arguments in kernels

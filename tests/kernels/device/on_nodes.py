@@ -49,7 +49,7 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
             epoch = windows.begin(results)
             with windows.watch.over():
                 every = torch.arange(world, dtype=torch.int32)
-                wait.await_signals(results.credits, every, windows.results_behind(epoch) - sooner, windows.bounds)
+                wait.wait_signals(results.credits, every, windows.results_behind(epoch) - sooner, windows.bounds)
             if rank == 0 and number == 1:
                 heap.wire.hold(held_s)
             mark = windows.result_mark(0, epoch)
@@ -62,7 +62,7 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
                 early = heap.wire.let_go()
             with windows.watch.over():
                 index = windows.awaited_results(1, epoch)
-                wait.await_signals(results.signals, index, epoch, windows.bounds, windows.network)
+                wait.wait_signals(results.signals, index, epoch, windows.bounds, windows.network)
             slot = results.slot(epoch)
             wrong += int((results.rows[slot, 0] != number).any(1).sum() + (windows.values.own[slot] != number).sum())
             put.give_credit(results, epoch)

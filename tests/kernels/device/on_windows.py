@@ -216,7 +216,7 @@ class Exchanges:
         windows, slot = self.windows, self.windows.tokens.slot(epoch)
         index = self.index + slot * windows.tokens.signals[0].numel()
         with windows.watch.over():
-            wait.await_signals(windows.tokens.signals, index, epoch, windows.bounds, windows.network)
+            wait.wait_signals(windows.tokens.signals, index, epoch, windows.bounds, windows.network)
         rows = windows.tokens.rows[slot, :, : windows.room.tokens]
         found = [of.unique().tolist() for of in rows]
         put.give_credit(windows.tokens, epoch)
@@ -235,7 +235,7 @@ def delay(run: Any, most_s: float, draw: random.Random) -> Any:
 def exchange_often(rank: int, world: int, count: int, ahead: bool, nodes: Sequence[int] = ()) -> int:
     """Exchanges with delays before puts, signals and waits. `ahead`: the next one is put before one is read."""
     draw = random.Random(rank)
-    places = ((put, "put_rows"), (wait, "await_signals"), (put, "give_credit"), (put, "signal"))
+    places = ((put, "put_rows"), (wait, "wait_signals"), (put, "give_credit"), (put, "signal"))
     kept = [(module, name, getattr(module, name)) for module, name in places]
     for module, name, run in kept:
         setattr(module, name, delay(run, 0.002, draw))

@@ -13,7 +13,7 @@ from fusedmoe.kernels.triton.grouped import call as grouped_call
 from fusedmoe.kernels.triton.grouped.configs import Config, candidates
 from fusedmoe.kernels.triton.grouped.correctness import check
 from fusedmoe.kernels.triton.grouped.tiles import Tiles
-from tests.kernels.device.test_tuning import COUNTS, SIDES, variant
+from tests.kernels.device.test_autotune import COUNTS, SIDES, variant
 
 
 @pytest.mark.parametrize("operation", ["down", "dinput"])

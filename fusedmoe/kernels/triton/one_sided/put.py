@@ -1,12 +1,12 @@
-"""Rows to other ranks' windows, started by kernels: puts with a signal for every tile, results, and credits.
+"""Rows to other ranks' receive buffers, started by kernels: puts with a signal for every tile, results, and credits.
 
-A window (`Place`) is a ring of slots of a symmetric heap; in each slot every rank has room for C rows, of which it
+A receive buffer is a ring of slots of a symmetric heap; in each slot every rank has room for C rows, of which it
 signals TILE at a time. Kernels here write to it, those of `wait.py` wait; those that compute on what has come wait
 for their own rows, and put what they make (`triton/grouped`). Nothing here waits for the host.
 
 With `NVSHMEM`, rows and signals for far peers go through the network (`network.py`); without, no peer is far.
 
-Contract: the caller owns the windows, counts the exchanges and gives credit once it has read (`comm/windows.py`).
+Contract: the caller owns the buffers, counts the exchanges and gives credit once it has read (`comm/windows.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.one_sided import Addresses, Bounds, Place, Put, far_pointers, linked
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Put, ReceiveBuffer, far_pointers, linked
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 from fusedmoe.kernels.triton.one_sided.network import fence, put_runs, put_signal_nbi, signal_far, signal_pe
 from fusedmoe.kernels.triton.one_sided.remote import at_peer, signal, wait
@@ -187,55 +187,55 @@ def put_values_kernel(
         put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, BLOCK)
 
 
-def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, place: Place, epoch: int, bounds: Bounds) -> None:
-    """Puts x[source_WC[p, i]] to peer p's window, row i, for i < used_W[p], and signals each tile.
+def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, buffer: ReceiveBuffer, epoch: int, bounds: Bounds) -> None:
+    """Puts x[source_WC[p, i]] to peer p's buffer, row i, for i < used_W[p], and signals each tile.
 
     Args:
-        x: [n, M] contiguous, of the window's dtype. source_WC: int32. used_W: int32.
+        x: [n, M] contiguous, of the buffer's dtype. source_WC: int32. used_W: int32.
         epoch: of the exchange; waits until the peer has read what was in the slot before.
     """
-    width, capacity = place.rows.shape[-1], place.rows.shape[2]
-    tiles = capacity // place.tile
-    put_rows_kernel[(place.peers * tiles,)](
+    width, capacity = buffer.rows.shape[-1], buffer.rows.shape[2]
+    tiles = capacity // buffer.tile
+    put_rows_kernel[(buffer.peers * tiles,)](
         x,
         source_WC,
         used_W,
-        place.rows,
-        place.row_table,
-        place.signals,
-        place.signal_table,
-        place.credits,
-        place.staging,
-        *far_pointers(place.network),
+        buffer.rows,
+        buffer.row_table,
+        buffer.signals,
+        buffer.signal_table,
+        buffer.credits,
+        buffer.staging,
+        *far_pointers(buffer.network),
         bounds.stop,
         bounds.record,
-        place.me,
-        place.slot(epoch),
+        buffer.me,
+        buffer.slot(epoch),
         epoch,
-        epoch - place.slots,
+        epoch - buffer.slots,
         bounds.limit_ns,
-        place.peers,
+        buffer.peers,
         capacity,
         tiles,
         width,
-        TILE=place.tile,
-        **columns(width, place.tile),
-        **linked(place.network),
+        TILE=buffer.tile,
+        **columns(width, buffer.tile),
+        **linked(buffer.network),
         INTERPRET=INTERPRET,
-        **launch_options(place.network is not None),
+        **launch_options(buffer.network is not None),
     )
 
 
-def give_credit(place: Place, epoch: int) -> None:
+def give_credit(buffer: ReceiveBuffer, epoch: int) -> None:
     """Tells all peers that their rows of this exchange have been read."""
-    credit_kernel[(place.peers,)](
-        place.credits,
-        place.credit_table,
-        *far_pointers(place.network),
-        place.me,
+    credit_kernel[(buffer.peers,)](
+        buffer.credits,
+        buffer.credit_table,
+        *far_pointers(buffer.network),
+        buffer.me,
         epoch,
-        **linked(place.network),
-        **credit_options(place.network is not None),
+        **linked(buffer.network),
+        **credit_options(buffer.network is not None),
     )
 
 

@@ -1,5 +1,5 @@
 """Waits for what other ranks put here, by kernels: nobody on the host waits. Products wait for their own rows
-(`triton/grouped`); here are letters, and whole sets of signals.
+(`triton/grouped`); here are routing metadata, and whole sets of signals.
 
 With `NVSHMEM`, what a far peer has put is read after NVSHMEM was told (`arrived`).
 """
@@ -11,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.one_sided import Bounds, Network, Place, linked
+from fusedmoe.kernels.one_sided import Bounds, Network, ReceiveBuffer, linked
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
 
 
 @jit(do_not_specialize=["slot", "epoch", "limit_ns"])
-def await_letters_kernel(
-    letters_ptr,
+def wait_metadata_kernel(
+    metadata_ptr,
     signals_ptr,
     stop_ptr,
     record_ptr,
@@ -36,7 +36,7 @@ def await_letters_kernel(
     NVSHMEM: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Waits for all of one peer's letter, whose first tile tells how long it is."""
+    """Waits for all routing metadata of one peer, whose first tile tells how much there is."""
     peer = tl.program_id(0)
     base = (slot * W + peer) * T
     one = tl.arange(0, 1)
@@ -44,8 +44,8 @@ def await_letters_kernel(
     if NVSHMEM:
         arrived(signals_ptr + base, epoch)
     e = tl.arange(0, EP)
-    letter = letters_ptr + (slot.to(tl.int64) * W + peer) * C * 2
-    used = E + tl.sum(tl.load(letter + 2 * e, mask=e < E, other=0, volatile=True), 0)
+    first = metadata_ptr + (slot.to(tl.int64) * W + peer) * C * 2
+    used = E + tl.sum(tl.load(first + 2 * e, mask=e < E, other=0, volatile=True), 0)
     tile = tl.arange(0, TILES)
     wait(signals_ptr, base + tile, tile * TILE < used, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
     if NVSHMEM:
@@ -53,7 +53,7 @@ def await_letters_kernel(
 
 
 @jit(do_not_specialize=["epoch", "limit_ns", "count"])
-def await_kernel(
+def wait_signals_kernel(
     signals_ptr,
     index_ptr,
     stop_ptr,
@@ -72,39 +72,39 @@ def await_kernel(
         arrived(signals_ptr + tl.load(index_ptr + tl.program_id(0) * BLOCK), epoch)
 
 
-def await_letters(letters: Place, experts: int, epoch: int, bounds: Bounds) -> None:
-    """Waits for every rank's letter: rows of two int32, of which the first `experts` begin with the number of rows that
-    follow for each of them."""
-    capacity = letters.rows.shape[2]
-    tiles = capacity // letters.tile
-    await_letters_kernel[(letters.peers,)](
-        letters.rows,
-        letters.signals,
+def wait_metadata(metadata: ReceiveBuffer, experts: int, epoch: int, bounds: Bounds) -> None:
+    """Waits for every rank's routing metadata: rows of two int32, of which the first `experts` begin with the number of
+    rows that follow for each of them."""
+    capacity = metadata.rows.shape[2]
+    tiles = capacity // metadata.tile
+    wait_metadata_kernel[(metadata.peers,)](
+        metadata.rows,
+        metadata.signals,
         bounds.stop,
         bounds.record,
-        letters.slot(epoch),
+        metadata.slot(epoch),
         epoch,
         bounds.limit_ns,
-        letters.peers,
+        metadata.peers,
         capacity,
         tiles,
         experts,
-        TILE=letters.tile,
+        TILE=metadata.tile,
         TILES=triton.next_power_of_2(tiles),
         EP=triton.next_power_of_2(experts),
-        **linked(letters.network),
+        **linked(metadata.network),
         INTERPRET=INTERPRET,
     )
 
 
-def await_signals(signals: Tensor, index: Tensor, epoch: int, bounds: Bounds, network: Network | None = None) -> None:
+def wait_signals(signals: Tensor, index: Tensor, epoch: int, bounds: Bounds, network: Network | None = None) -> None:
     """Waits until the signals with these (int32) indices have come to `epoch`.
 
     `network`: where one leads to far peers, and what they have put is read afterwards.
     """
     block = min(1024, max(16, triton.next_power_of_2(index.numel())))
     if index.numel():
-        await_kernel[(triton.cdiv(index.numel(), block),)](
+        wait_signals_kernel[(triton.cdiv(index.numel(), block),)](
             signals,
             index,
             bounds.stop,

@@ -130,7 +130,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 make_ptx = CUDABackend.make_ptx
 CUDABackend.make_ptx = lambda *args: re.sub(r"fence\\.proxy\\.async\\S*;", "", make_ptx(*args))
 hits = []
-from tests.kernels.test_fence import compiling, gathering_launches, ptx, unfenced
+from tests.kernels.test_jit import compiling, gathering_launches, ptx, unfenced
 
 for launch in gathering_launches(90)[:1]:
     for _ in range(2):

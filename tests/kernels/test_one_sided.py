@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fusedmoe.autograd.order import order
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.one_sided import chunk_of, for_all_shards, plan_sends, read_letters
+from fusedmoe.kernels.one_sided import chunk_of, for_all_shards, plan_sends, read_metadata
 
 
 def ranges(count: int, degree: int) -> list[int]:
@@ -41,10 +41,10 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
 
     # What each rank wants to know of (sender, sorted row): which token, its weight, in the receiver's order.
     for me in range(peers):
-        letters = torch.full((peers, lines, 2), -7, dtype=torch.int32)
+        metadata = torch.full((peers, lines, 2), -7, dtype=torch.int32)
         for sender, send in enumerate(sends):
             used = int(send.line_used_W[me])
-            letters[sender, :used] = send.letter[send.line_WC[me, :used].long()]
+            metadata[sender, :used] = send.metadata[send.line_WC[me, :used].long()]
         wanted: list[list[tuple[int, int, float, int]]] = [[] for _ in range(degree)]
         for e in range(me * local, (me + 1) * local):
             for sender, (layout, weight_SK) in enumerate(batches):
@@ -55,7 +55,7 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
                     weight = float(weight_SK.reshape(-1)[layout.slot_N[n]])
                     wanted[chunk].append((sender, int(layout.source_N[n]), weight, n))
         rows = [len(chunk) + 3 for chunk in wanted]  # bounds
-        for chunk, arrivals in zip(wanted, read_letters(letters, local, degree, capacity, rows), strict=True):
+        for chunk, arrivals in zip(wanted, read_metadata(metadata, local, degree, capacity, rows), strict=True):
             count = int(arrivals.layout.offsets_E1[-1])
             assert count == len(chunk) == int(arrivals.wanted_W.sum()) == int(arrivals.layout.counts_E.sum())
             found = []
