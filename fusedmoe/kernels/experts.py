@@ -229,7 +229,7 @@ class _Rows:
         self._act, self._da = self.scratch.take(self._hidden), self.scratch.take(self._hidden)
 
     def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> None:
-        """Of a block; its activations are put into a_b and the gradients of their inputs into dh_b."""
+        """Adds a block's gradients; its activations are put into a_b and the gradients of their inputs into dh_b."""
         weights, activation, hidden = self._weights, self._activation, self._hidden
         act_b, da_b = self._act[: stop - start], self._da[: stop - start]
         dy_b = self.scratch.gather(self._dy_SM, self._layout, start, stop)
@@ -253,7 +253,7 @@ class _Rows:
         torch.mm(dh_b, weights.up(expert), out=self._dx_NM[start:stop])
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
-        """Of x_SM and of weight_N."""
+        """The gradients of x_SM and of weight_N."""
         return gather_sum(self._dx_NM, self._layout, self._weight_N), self._ds_N
 
 
@@ -287,7 +287,7 @@ class _Parameters:
         self.scratch, self._scratch_y = _Scratch(self._x_SM, layout), _Scratch(self._dy_SM, layout)
 
     def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> None:
-        """Of a block, from its activations and the gradients of their inputs."""
+        """Adds a block's gradients, from its activations and the gradients of their inputs."""
         rows, factor_N1 = stop - start, self._factor_N1
         x_b = self.scratch.gather(self._x_SM, self._layout, start, stop)
         dy_b = self._scratch_y.gather(self._dy_SM, self._layout, start, stop)
@@ -349,7 +349,7 @@ class _Scratch:
 
 
 def define_experts(x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: str) -> Tensor:
-    """What the operation computes, in plain differentiable torch, row by row."""
+    """Defines the experts' operation in plain differentiable torch, row by row."""
     y_SM = [x_SM.new_zeros(weights.w2.shape[1]) for _ in x_SM]
     expert_N = [e for e, count in enumerate(layout.counts) for _ in range(count)]
     source_N = range(len(expert_N)) if layout.source_N is None else layout.source_N.tolist()

@@ -69,7 +69,7 @@ class Layout:
         return self.slot_N.shape[0]
 
     def exact(self) -> Layout:
-        """The same without padding (on CUDA this waits for the device once)."""
+        """This layout without padding (on CUDA this waits for the device once)."""
         kept = sum(self.counts)
         if kept == self.rows:
             return self
@@ -91,7 +91,7 @@ class Layout:
         return value_N.masked_fill_(padding_N, 0)
 
     def padded(self, rows: int) -> Layout:
-        """The same with padding up to `rows` rows."""
+        """This layout with padding up to `rows` rows."""
         more = (0, rows - self.rows)
         source_N = None if self.source_N is None else torch.nn.functional.pad(self.source_N, more)
         return replace(self, source_N=source_N, slot_N=torch.nn.functional.pad(self.slot_N, more))

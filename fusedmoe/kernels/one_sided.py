@@ -38,7 +38,7 @@ TIME_IS_UP = 1
 
 
 class Bounds(NamedTuple):
-    """What ends the waits of kernels; see `fusedmoe.kernels.triton.one_sided.remote.wait`."""
+    """Bounds of the waits of kernels (`fusedmoe.kernels.triton.one_sided.remote.wait`)."""
 
     stop: Tensor
     record: Tensor
@@ -60,17 +60,17 @@ class Network(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a launch of such a kernel takes."""
+        """Options of a launch whose kernel calls NVSHMEM."""
         return {"extern_libs": dict(self.libraries)}
 
 
 def linked(network: Network | None) -> dict[str, Any]:
-    """The same of a kernel that has the constexpr `NVSHMEM`."""
+    """The constexpr `NVSHMEM` of a kernel, and with a network the options of its launch."""
     return {"NVSHMEM": False} if network is None else {"NVSHMEM": True, **network.options}
 
 
 def far_pointers(network: Network | None) -> tuple[Tensor | None, Tensor | None]:
-    """PEs and the spare signal, for kernels."""
+    """The PEs and the spare signal that a kernel takes; None twice where nobody is far."""
     return (None, None) if network is None else (network.pe_W, network.spare)
 
 
@@ -112,7 +112,7 @@ class ReceiveBuffer(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Where each of some rows goes.
+    """Addresses to which rows go, and through which network.
 
     Attributes:
         peer_N: int32, to whom.
@@ -174,7 +174,7 @@ class Wait(NamedTuple):
 
 
 class Sends(NamedTuple):
-    """What a rank puts.
+    """Tokens and routing metadata that a rank puts into its peers' receive buffers.
 
     Attributes:
         token_WC: int32, the token at each place of a peer's buffer; token_used_W: int32, how many there are.
@@ -210,7 +210,7 @@ def chunk_of(place: Tensor, count: Tensor, degree: int) -> Tensor:
 
 
 def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
-    """What this rank puts.
+    """Plans what this rank puts: which tokens to which peer in which order, and the routing metadata.
 
     Args:
         layout: of its tokens over all E experts; rank p has those from p·E/peers on.
@@ -259,7 +259,7 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
 def read_metadata(
     metadata_WC2: Tensor, experts: int, degree: int, capacity: int, rows: Sequence[int]
 ) -> list[Arrivals]:
-    """What has been put here, chunk by chunk.
+    """Reads the routing metadata: the layout of what has been put here, chunk by chunk.
 
     Args:
         metadata_WC2: int32, all ranks' routing metadata.

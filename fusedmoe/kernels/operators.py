@@ -221,7 +221,7 @@ def gate_from_logits(
     sequence: int | None,
     logsumexp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same from float32 logits, which are not returned."""
+    """A `GateChoice` from float32 logits, which are not returned."""
     from fusedmoe.kernels.triton.gate import choose
 
     rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)

@@ -1,8 +1,8 @@
 """The experts' operation on grouped kernels, forward and backward; also on rows that are still on their way, and with
 results that go straight to where they belong.
 
-Contract: no host synchronisation (but when a configuration is tuned), no autograd; shapes are bounds, rows past the
-true count are never read as results.
+The contract is that of `fusedmoe.kernels.experts`. No host synchronisation (but when a configuration is tuned); shapes
+are bounds, rows past the true count are never read as results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
 
 def make_call(layout: Layout, like: Tensor, in_flight: bool = False) -> GroupedCall:
-    """What the launches of one call share; `like`: a tensor of the call's dtype and device.
+    """Prepares the launches of one call; `like`: a tensor of the call's dtype and device.
 
     `in_flight`: launches wait for rows or put them, so that none can be repeated to tune it.
     """
@@ -44,7 +44,7 @@ def make_call(layout: Layout, like: Tensor, in_flight: bool = False) -> GroupedC
 def experts_forward(
     x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """y_SM and h, as `fusedmoe.kernels.experts.experts_forward`."""
+    """The forward, as in the contract."""
     call = make_call(layout, x_SM)
     h, a = up(call, x_SM, weights, activation)
     out_NM = product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start)
@@ -62,7 +62,7 @@ def experts_backward(
     weights: Weights,
     activation: Activation,
 ) -> Gradients:
-    """Gradients, as `fusedmoe.kernels.experts.experts_backward`."""
+    """The backward, as in the contract."""
     dx_SM, ds_N, left = experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
     grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
     return replace(grads, x_SM=dx_SM, weight_N=ds_N)
@@ -77,7 +77,7 @@ def experts_backward_rows(
     weights: Weights,
     activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Hidden]:
-    """As `fusedmoe.kernels.experts.experts_backward_rows`; what is left is times the router weights."""
+    """The rows' half of the backward, as in the contract; what it leaves is times the router weights."""
     dy_SM = solid(dy_SM)
     call = make_call(layout, x_SM)
     h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
@@ -94,7 +94,7 @@ def experts_backward_rows(
 def experts_backward_weights(
     dy_SM: Tensor, x_SM: Tensor, left: Hidden, layout: Layout, weight_N: Tensor | None, weights: Weights
 ) -> Gradients:
-    """As `fusedmoe.kernels.experts.experts_backward_weights`."""
+    """The parameters' half of the backward, as in the contract."""
     x_SM, dy_SM, dh, a = solid(x_SM), solid(dy_SM), left.dh_NH, left.a_NH
     call = make_call(layout, x_SM)
     dw1 = dweight(call, "dw1", dh, x_SM, "right").view_as(weights.w1)
@@ -113,7 +113,7 @@ def experts_backward_weights(
 def forward_in_flight(
     x_CM: Tensor, layout: Layout, weights: Weights, activation: Activation, wait: Wait | None, put: Put | None
 ) -> tuple[Tensor, Tensor]:
-    """Of rows in a receive buffer: results [R, M], none where they are put, and the pre-activation h [R, (2,) H].
+    """The forward of rows in a receive buffer: results [R, M], none where they are put, and h [R, (2,) H].
 
     Args:
         layout: `source_N` are the rows of x; padding may follow.
@@ -136,8 +136,10 @@ def backward_rows_in_flight(
     put: Put | None,
     values: Addresses | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Hidden]:
-    """The same backward: gradients of rows [R, M], none where they are put, of router weights [R], and what is left for
-    those of parameters: dy, [R, M] sorted by expert, and activations.
+    """The rows' half of the backward of `forward_in_flight`.
+
+    Gradients of rows [R, M], none where they are put, of router weights [R], and what is left for those of parameters:
+    dy, [R, M] sorted by expert, and activations.
 
     Args:
         values: where the gradients of router weights go as well.

@@ -99,7 +99,7 @@ def columns(dim: int) -> tuple[int, int]:
 
 
 def total_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What rows are summed in."""
+    """The dtype in which rows are summed."""
     if dtype.is_floating_point:
         return tl.float64 if dtype == torch.float64 else tl.float32
     return tl.int64

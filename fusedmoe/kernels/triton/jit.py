@@ -52,7 +52,7 @@ class Kernel(JITFunction):
 
 
 def with_fences(ptx: str) -> str:
-    """The same code, with a fence behind each wait for asynchronous copies where products need it."""
+    """PTX with a fence behind each wait for asynchronous copies where products need it."""
     return _WAIT.sub(rf"\1\2\n\1{_FENCE}", ptx) if _PRODUCT.search(ptx) else ptx
 
 

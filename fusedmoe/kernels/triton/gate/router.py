@@ -230,7 +230,7 @@ def dw_kernel(
 
 
 def taken_apart(a: torch.dtype, b: torch.dtype) -> str:
-    """See `mac`."""
+    """Which operand of a product is float32 and must be taken apart, as `mac` wants to be told."""
     if a == b and a != torch.float32:
         return ""
     if (a, b) == (torch.float32, torch.bfloat16):
@@ -241,7 +241,7 @@ def taken_apart(a: torch.dtype, b: torch.dtype) -> str:
 
 
 def capability(tensor: Tensor) -> Capability | None:
-    """Of the tensor's GPU; None in the interpreter."""
+    """Compute capability of the tensor's GPU; None in the interpreter."""
     return None if INTERPRET else torch.cuda.get_device_capability(tensor.device)
 
 

@@ -29,7 +29,7 @@ class Choose(Protocol):
 
 
 class GroupedCall:
-    """What the launches of one call share: the layout's tables on the device, and row tiles by their height.
+    """Shared by the launches of one call: the layout's tables on the device, and row tiles by their height.
 
     Args:
         like: a tensor of the call's dtype and device.

@@ -47,7 +47,7 @@ class Config:
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton's compiler is told."""
+        """Options for Triton's compiler."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return {**options, "maxnreg": MOST_REGISTERS} if self.all_registers else options
 

@@ -67,7 +67,7 @@ def check(
 
 
 class RandomRows:
-    """Of some experts, and the call that runs them."""
+    """Random rows of some experts, and the call that runs them."""
 
     def __init__(self, variant: Variant, config: Config, device: torch.device, counts: tuple[int, ...]) -> None:
         self.variant, self.config, self.device = variant, config, device
@@ -169,7 +169,7 @@ def _dhidden(case: RandomRows, dim: int, hidden: int) -> Results:
 
 
 def _dweight(case: RandomRows, depth: int, columns: int) -> Results:
-    """Of W1 the gathered side is the right one, of W2 the left one."""
+    """The gradient of W1 or W2; of W1 the gathered side is the right one, of W2 the left one."""
     gather = "right" if case.variant.operation == "dw1" else "left"
     left, right = (
         case.random(case.tokens, width) if side == gather else case.random_rows(width)

@@ -281,12 +281,12 @@ def finish(put: Put) -> None:
 
 
 def launch_options(nvshmem: bool) -> dict[str, int]:
-    """Of programs that move rows. With calls of NVSHMEM the assembler would spill a few bytes for one more program."""
+    """Options of launches that move rows. With calls of NVSHMEM the assembler would spill to fit one more program."""
     return {"num_warps": _WARPS, "maxnreg": MOST_REGISTERS} if nvshmem else {"num_warps": _WARPS}
 
 
 def credit_options(nvshmem: bool) -> dict[str, int]:
-    """Every thread fences."""
+    """Options of launches that give credit: every thread fences, so one warp is enough."""
     return {"num_warps": 1} if nvshmem else {}
 
 
