@@ -54,10 +54,10 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
                 heap.wire.hold(held_s)
             mark = windows.result_mark(0, epoch)
             addresses = windows.result_addresses(peer_R, place_R, epoch, 0)
-            put = Put(results.rows, addresses, None, wanted_W, windows.result_signals(mark), epoch, mark)
+            told = Put(results.rows, addresses, None, wanted_W, windows.result_signals(mark), epoch, mark)
             values = windows.value_addresses(peer_R, place_R, epoch, 0)
             put.put_values(torch.full((rows,), float(number)), values, last)
-            put.return_rows(torch.full((rows, 4), float(number)), last, put)
+            put.return_rows(torch.full((rows, 4), float(number)), last, told)
             if number == 2:
                 early = heap.wire.let_go()
             with windows.watch.over():
