@@ -79,7 +79,7 @@ def rows(device: torch.device) -> Pairs:
         ).exact()
         right = define_layout(expert_SK, _E, capacity, priority_S)
         assert found.source_N is not None and right.source_N is not None
-        for name in ("counts_E", "offsets_E1", "source_N", "slot_N", "row_SK"):
+        for name in ("counts_E", "offsets_E1", "source_N", "pair_N", "row_SK"):
             yield f"order {name}", getattr(found, name), getattr(right, name)
         x_SM, weight_N = _normal(_S, _M), torch.rand(right.rows)
         yield "permute", permute(x_SM.to(device), found), define_permute(x_SM, right)

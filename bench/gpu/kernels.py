@@ -84,7 +84,7 @@ def row_steps(case: Case) -> list[Step]:
     """Order, and the two sums over a token's rows."""
     layout = ops.order(case.expert_SK, case.shape.E)
     rows_NM = torch.randn((layout.rows, case.shape.M), device=case.x_SM.device, dtype=case.x_SM.dtype)
-    weight_N = gather_sum.take_slots(case.weight_SK, layout)
+    weight_N = gather_sum.take_pairs(case.weight_SK, layout)
     return [
         Step("order", lambda _: ops.order(case.expert_SK, case.shape.E)),
         Step("gather-and-sum", lambda _: gather_sum.gather_sum(rows_NM, layout, weight_N)),
@@ -97,7 +97,7 @@ def grouped_steps(case: Case) -> list[Step]:
     from fusedmoe.kernels.triton import experts
 
     layout, swiglu = ops.order(case.expert_SK, case.shape.E), ACTIVATIONS["swiglu"]
-    weights, weight_N = Weights(case.w1, case.w2), gather_sum.take_slots(case.weight_SK, layout)
+    weights, weight_N = Weights(case.w1, case.w2), gather_sum.take_pairs(case.weight_SK, layout)
     call = experts.make_call(layout, case.x_SM)
     h, a = experts.up(call, case.x_SM, weights, swiglu)
     dh, scaled_a, _ = experts.dhidden(call, case.dy_SM, h, weight_N, weights, swiglu)

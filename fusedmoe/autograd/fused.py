@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from fusedmoe.autograd.chunk_experts import FusedChunks, Totals
 from fusedmoe.autograd.route import Route
 from fusedmoe.comm.windows import Windows
-from fusedmoe.kernels.gather_sum import put_slots, take_slots
+from fusedmoe.kernels.gather_sum import put_pairs, take_pairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import contiguous
 from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
@@ -65,7 +65,7 @@ def make_route(x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: 
     Raises:
         ConfigError: more tokens, slots or chunks than the windows have room for.
     """
-    weight_N = None if weight_SK is None else take_slots(weight_SK.detach(), layout)
+    weight_N = None if weight_SK is None else take_pairs(weight_SK.detach(), layout)
     return Route(windows, layout, weight_N, degree, x_SM.dtype, x_SM.shape[1])
 
 
@@ -135,7 +135,7 @@ class Backward:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Gradients of tokens, [S, M], and of router weights, [S, K] float32."""
         dx_SM, dweight_N = self._route.receive(self._results)
-        return dx_SM, put_slots(dweight_N, self._route.layout)
+        return dx_SM, put_pairs(dweight_N, self._route.layout)
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -218,7 +218,7 @@ class _Dispatch(torch.autograd.Function):
             put_values(dweight.float().contiguous(), route.value_addresses(chunk, epoch), last)
             return_rows(drows, last, route.put(chunk, epoch))
         dx_SM, dweight_N = route.receive(epoch)
-        dweight_SK = None if ctx.weighted is None else put_slots(dweight_N, route.layout).to(ctx.weighted)
+        dweight_SK = None if ctx.weighted is None else put_pairs(dweight_N, route.layout).to(ctx.weighted)
         return dx_SM, dweight_SK, None
 
 

@@ -32,7 +32,7 @@ class Route:
     def __init__(
         self, windows: Windows, layout: Layout, weight_N: Tensor | None, degree: int, dtype: torch.dtype, width: int
     ) -> None:
-        windows.refuse(layout.tokens, layout.slots if layout.tokens else 0, degree, dtype, width)
+        windows.refuse(layout.tokens, layout.k if layout.tokens else 0, degree, dtype, width)
         self.windows, self.layout, self.degree = windows, layout, degree
         self._capacity, lines = windows.tokens.rows.shape[2], windows.letters.rows.shape[2]
         self._sends: Sends = plan_sends(layout, weight_N, windows.heap.group.size, degree, self._capacity, lines)

@@ -228,8 +228,8 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
     chunk_N = chunk_of(row_N - layout.offsets_E1[expert_N], layout.counts_E[expert_N], degree)
 
     # Of each token and peer the first chunk that needs it; `degree` where none does.
-    slot_N = torch.where(kept_N, layout.source_N * peers + peer_N, tokens * peers)
-    first = torch.full((tokens * peers + 1,), degree, device=device).scatter_reduce(0, slot_N, chunk_N, "amin")
+    pair_N = torch.where(kept_N, layout.source_N * peers + peer_N, tokens * peers)
+    first = torch.full((tokens * peers + 1,), degree, device=device).scatter_reduce(0, pair_N, chunk_N, "amin")
     first_SW = first[:-1].view(tokens, peers)
     token_SW = first_SW.argsort(dim=0, stable=True)
     place_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _rows_like(token_SW))
@@ -238,7 +238,7 @@ def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int,
 
     start_E = layout.offsets_E1[:-1]
     head = torch.stack([layout.counts_E.to(torch.int32), start_E], 1)
-    place_N = place_SW.view(-1)[slot_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
+    place_N = place_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
     weight = torch.ones(rows, device=device) if weight_N is None else weight_N.float()
     body = torch.stack([place_N.to(torch.int32), weight.contiguous().view(torch.int32)], 1)
     count_W = layout.counts_E.view(peers, local).sum(1)
@@ -308,11 +308,11 @@ def for_all_shards(layout: Layout, shards: int) -> Layout:
     Args:
         layout: without padding, over the e experts of which each of the `shards` ranks has a part.
     Returns:
-        over shards·e experts, those of rank q from q·e on; slot k of a token becomes slots k·shards + q.
+        over shards·e experts, those of rank q from q·e on; pair k of a token becomes pairs k·shards + q.
     """
     assert layout.source_N is not None
     rows, shard_Q1 = layout.rows, torch.arange(shards, device=layout.counts_E.device)[:, None]
     counts_E = layout.counts_E.repeat(shards)
     row_SKQ = torch.where(layout.row_SK[..., None] < 0, -1, layout.row_SK[..., None] + shard_Q1.view(-1) * rows)
-    slot_N = (layout.slot_N * shards + shard_Q1).view(-1)
-    return Layout(counts_E, offsets(counts_E), layout.source_N.repeat(shards), slot_N, row_SKQ.flatten(1))
+    pair_N = (layout.pair_N * shards + shard_Q1).view(-1)
+    return Layout(counts_E, offsets(counts_E), layout.source_N.repeat(shards), pair_N, row_SKQ.flatten(1))

@@ -34,28 +34,28 @@ def order(
     """The five tensors of a `Layout`; `padded`: with padding up to the bound on a CPU, too."""
     layout = build_layout(expert_SK, experts, capacity, priority_S)
     if padded:
-        layout = layout.padded(row_bound(layout.tokens, layout.slots, experts, capacity))
-    counts_E, offsets_E1, source_N, slot_N, row_SK = layout.tensors
+        layout = layout.padded(row_bound(layout.tokens, layout.k, experts, capacity))
+    counts_E, offsets_E1, source_N, pair_N, row_SK = layout.tensors
     assert source_N is not None
-    return counts_E, offsets_E1, source_N, slot_N, row_SK
+    return counts_E, offsets_E1, source_N, pair_N, row_SK
 
 
 @order.register_fake
 def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool) -> Any:
-    tokens, slots = expert_SK.shape
-    rows: Any = row_bound(tokens, slots, experts, capacity)
+    tokens, K = expert_SK.shape
+    rows: Any = row_bound(tokens, K, experts, capacity)
     if not padded and not expert_SK.is_cuda:
         rows = torch.library.get_ctx().new_dynamic_size()
-    sizes = ((experts,), (rows,), (rows,), (tokens, slots))
-    counts_E, source_N, slot_N, row_SK = (expert_SK.new_empty(size, dtype=torch.long) for size in sizes)
-    return counts_E, expert_SK.new_empty(experts + 1, dtype=torch.int32), source_N, slot_N, row_SK
+    sizes = ((experts,), (rows,), (rows,), (tokens, K))
+    counts_E, source_N, pair_N, row_SK = (expert_SK.new_empty(size, dtype=torch.long) for size in sizes)
+    return counts_E, expert_SK.new_empty(experts + 1, dtype=torch.int32), source_N, pair_N, row_SK
 
 
 @_operator("permute")
 def permute(
-    x_SM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, slot_N: Tensor, row_SK: Tensor
+    x_SM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
-    return gather_sum.permute(x_SM, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+    return gather_sum.permute(x_SM, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
 @permute.register_fake
@@ -65,9 +65,9 @@ def _(x_SM: Tensor, *layout: Tensor) -> Tensor:
 
 @_operator("unpermute")
 def unpermute(
-    rows_NM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, slot_N: Tensor, row_SK: Tensor
+    rows_NM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
-    return gather_sum.gather_sum(rows_NM, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+    return gather_sum.gather_sum(rows_NM, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
 @unpermute.register_fake
@@ -75,26 +75,26 @@ def _(rows_NM: Tensor, *layout: Tensor) -> Tensor:
     return rows_NM.new_empty((layout[4].shape[0], rows_NM.shape[1]))
 
 
-@_operator("take_slots")
-def take_slots(
-    value_SK: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, slot_N: Tensor, row_SK: Tensor
+@_operator("take_pairs")
+def take_pairs(
+    value_SK: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
-    return gather_sum.take_slots(value_SK, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+    return gather_sum.take_pairs(value_SK, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
-@take_slots.register_fake
+@take_pairs.register_fake
 def _(value_SK: Tensor, *layout: Tensor) -> Tensor:
     return value_SK.new_empty(layout[3].shape)
 
 
-@_operator("put_slots")
-def put_slots(
-    value_N: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, slot_N: Tensor, row_SK: Tensor
+@_operator("put_pairs")
+def put_pairs(
+    value_N: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
-    return gather_sum.put_slots(value_N, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+    return gather_sum.put_pairs(value_N, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
-@put_slots.register_fake
+@put_pairs.register_fake
 def _(value_N: Tensor, *layout: Tensor) -> Tensor:
     return value_N.new_empty(layout[4].shape)
 
@@ -111,12 +111,12 @@ def experts(
     counts_E: Tensor,
     offsets_E1: Tensor,
     source_N: Tensor | None,
-    slot_N: Tensor,
+    pair_N: Tensor,
     row_SK: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """y_SM and the pre-activation."""
-    layout = Layout(counts_E, offsets_E1, source_N, slot_N, row_SK)
+    layout = Layout(counts_E, offsets_E1, source_N, pair_N, row_SK)
     weights = Weights(w1, w2, b1, b2, b2_start)
     return _experts.experts_forward(x_SM, layout, weight_N, weights, ACTIVATIONS[activation])
 
@@ -133,11 +133,11 @@ def _(
     counts_E: Tensor,
     offsets_E1: Tensor,
     source_N: Tensor | None,
-    slot_N: Tensor,
+    pair_N: Tensor,
     row_SK: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), x_SM.new_empty((slot_N.shape[0], *w1.shape[1:-1]))
+    return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), x_SM.new_empty((pair_N.shape[0], *w1.shape[1:-1]))
 
 
 @_operator("experts_backward")
@@ -154,12 +154,12 @@ def experts_backward(
     counts_E: Tensor,
     offsets_E1: Tensor,
     source_N: Tensor | None,
-    slot_N: Tensor,
+    pair_N: Tensor,
     row_SK: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x_SM, weight_N, w1, w2, b1 and b2; an empty tensor for what was None."""
-    layout = Layout(counts_E, offsets_E1, source_N, slot_N, row_SK)
+    layout = Layout(counts_E, offsets_E1, source_N, pair_N, row_SK)
     weights = Weights(w1, w2, b1, b2, b2_start)
     grads = _experts.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, ACTIVATIONS[activation])
     dweight_N = None if weight_N is None or grads.weight_N is None else grads.weight_N.to(weight_N.dtype)

@@ -95,7 +95,7 @@ def _windows(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, way
     from fusedmoe.comm.heap import open_heap
     from fusedmoe.comm.windows import Room, Windows
 
-    room = Room(way.tokens, layout.slots, layout.experts, x_SM.shape[1], x_SM.dtype, way.degree)
+    room = Room(way.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, way.degree)
     known = _shared.setdefault(topology, {})
     if (group.axis, room) not in known:
         known[group.axis, room] = Windows(open_heap(group, x_SM.device), room)

@@ -44,7 +44,7 @@ def test_the_gate_counts_every_operand_once() -> None:
 def test_the_layout_counts_every_array_once() -> None:
     expert_SK = choose(11, 3, 4)
     layout = build_layout(expert_SK, 4, 7)
-    arrays = (expert_SK, layout.counts_E, layout.offsets_E1, layout.source_N, layout.slot_N, layout.row_SK)
+    arrays = (expert_SK, layout.counts_E, layout.offsets_E1, layout.source_N, layout.pair_N, layout.row_SK)
     assert costs.layout(11, 3, 4, layout.rows) == (
         0,
         sum(a.numel() * a.element_size() for a in arrays if a is not None),

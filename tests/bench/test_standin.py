@@ -22,7 +22,7 @@ from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.layout import offsets
 from fusedmoe.kernels.triton.gather_sum import gather_rows
 from fusedmoe.kernels.triton.grouped.configs import candidates
-from fusedmoe.kernels.triton.layout import sort_slots
+from fusedmoe.kernels.triton.layout import sort_pairs
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
 
@@ -35,7 +35,7 @@ def some_launches() -> None:
     source_N, offsets_E1 = torch.empty(300, dtype=torch.int64, device="meta"), offsets(torch.empty(4, device="meta"))
     gather_rows(x_SM, source_N, offsets_E1)
     gather_rows(x_SM[:, 1:], source_N, offsets_E1)
-    sort_slots(torch.empty((100, 2), dtype=torch.int64, device="meta"), 8, None, None)
+    sort_pairs(torch.empty((100, 2), dtype=torch.int64, device="meta"), 8, None, None)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from fusedmoe.kernels.gather_sum import (
     define_gather_sum,
     gather_sum,
     permute,
-    put_slots,
-    take_slots,
+    put_pairs,
+    take_pairs,
 )
 from fusedmoe.kernels.layout import build_layout, contiguous_layout
 from tests.kernels.routings import choose
@@ -54,7 +54,7 @@ def test_integers_are_summed_exactly() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "capacity"), [(0, None), (21, None), (21, 4), (21, 0)])
-def test_put_slots_is_the_adjoint_of_take_slots(tokens: int, capacity: int | None) -> None:
+def test_put_pairs_is_the_adjoint_of_take_pairs(tokens: int, capacity: int | None) -> None:
     layout = build_layout(choose(tokens, 3, 6, 0.2), 6, capacity)
     a_SK, b_N = torch.randn(tokens, 3).double(), torch.randn(layout.rows).double()
-    torch.testing.assert_close((take_slots(a_SK, layout) * b_N).sum(), (a_SK * put_slots(b_N, layout)).sum())
+    torch.testing.assert_close((take_pairs(a_SK, layout) * b_N).sum(), (a_SK * put_pairs(b_N, layout)).sum())

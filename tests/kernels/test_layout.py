@@ -26,7 +26,7 @@ def test_layout_equals_its_definition(case: tuple[int, int, int, float, int | No
     priority_S = torch.randint(0, 4, (tokens,)).double() if ranked else None
     got = build_layout(expert_SK, slots + more, capacity, priority_S)
     expected = define_layout(expert_SK, slots + more, capacity, priority_S)
-    for name in ("counts_E", "offsets_E1", "source_N", "slot_N", "row_SK"):
+    for name in ("counts_E", "offsets_E1", "source_N", "pair_N", "row_SK"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
@@ -34,5 +34,5 @@ def test_worked_example() -> None:
     layout = build_layout(torch.tensor([[0, 1], [0, 1], [0, -1]]), 2, capacity=2)
     assert layout.counts == [2, 2] and layout.offsets_E1.tolist() == [0, 2, 4]
     assert layout.source_N is not None and layout.source_N.tolist() == [0, 1, 0, 1]
-    assert layout.slot_N.tolist() == [0, 2, 1, 3]
+    assert layout.pair_N.tolist() == [0, 2, 1, 3]
     assert layout.row_SK.tolist() == [[0, 2], [1, 3], [-1, -1]]

@@ -37,7 +37,7 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
     tokens = torch.randint(0, most, (peers,), generator=random).tolist()
     capacity, lines = most, local + most * slots
     batches = [route(seed + p, count, slots, experts, 3 if drops else None) for p, count in enumerate(tokens)]
-    sends = [plan_sends(lay, w.reshape(-1)[lay.slot_N], peers, degree, capacity, lines) for lay, w in batches]
+    sends = [plan_sends(lay, w.reshape(-1)[lay.pair_N], peers, degree, capacity, lines) for lay, w in batches]
 
     # What each rank wants to know of (sender, sorted row): which token, its weight, in the receiver's order.
     for me in range(peers):
@@ -52,7 +52,7 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
                 for i, chunk in enumerate(ranges(count, degree)):
                     assert layout.source_N is not None
                     n = first + i
-                    weight = float(weight_SK.reshape(-1)[layout.slot_N[n]])
+                    weight = float(weight_SK.reshape(-1)[layout.pair_N[n]])
                     wanted[chunk].append((sender, int(layout.source_N[n]), weight, n))
         rows = [len(chunk) + 3 for chunk in wanted]  # bounds
         for chunk, arrivals in zip(wanted, read_metadata(metadata, local, degree, capacity, rows), strict=True):
@@ -82,7 +82,7 @@ def test_all_shards() -> None:
     assert both.row_SK.tolist() == [[1, 4, 7], [0, 3, 6], [-1, -1, -1], [2, 5, 8]]
     assert both.source_N is not None and both.source_N.tolist() == [1, 0, 3] * 3
     two = for_all_shards(order(torch.tensor([[1, 0], [0, -1]]), 2), 2)
-    assert two.row_SK.tolist() == [[2, 5, 1, 4], [0, 3, -1, -1]] and two.slot_N.tolist() == [4, 2, 0, 5, 3, 1]
+    assert two.row_SK.tolist() == [[2, 5, 1, 4], [0, 3, -1, -1]] and two.pair_N.tolist() == [4, 2, 0, 5, 3, 1]
     for s, row in enumerate(both.row_SK.tolist()):
         for q, n in enumerate(row):
-            assert n < 0 or int(both.slot_N[n]) == 3 * s + q
+            assert n < 0 or int(both.pair_N[n]) == 3 * s + q

@@ -39,7 +39,7 @@ def sum_rows_kernel(
     s = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=TOTAL)
-    # Unrolled, so that the loads of all slots are under way at once; summed in the slots' order all the same.
+    # Unrolled, so that the loads of all K are under way at once; summed in their order all the same.
     for k in tl.static_range(K):
         row = tl.load(row_ptr + s * K + k)
         kept = row >= 0
@@ -67,7 +67,7 @@ def gather_rows(x_SM: Tensor, source_N: Tensor, offsets_E1: Tensor) -> Tensor:
 def sum_rows(rows_NM: Tensor, row_SK: Tensor, weight_N: Tensor | None) -> Tensor:
     """y_SM[s] = Σ_k weight_N[row_SK[s, k]]·rows_NM[row_SK[s, k]], without the rows that are -1."""
     rows_NM = _rows_of_contiguous_columns(rows_NM)
-    tokens, slots = row_SK.shape
+    tokens, k = row_SK.shape
     dim = rows_NM.shape[1]
     y_SM = rows_NM.new_empty((tokens, dim))
     if y_SM.numel():
@@ -79,7 +79,7 @@ def sum_rows(rows_NM: Tensor, row_SK: Tensor, weight_N: Tensor | None) -> Tensor
             y_SM,
             dim,
             rows_NM.stride(0),
-            K=slots,
+            K=k,
             WEIGHTED=weight_N is not None,
             TOTAL=total_dtype(rows_NM.dtype),
             BLOCK=block,

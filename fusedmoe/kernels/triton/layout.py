@@ -3,10 +3,10 @@
 1. Every block of positions counts its experts and writes the positions' keys down.
 2. For each expert the counts are summed over the blocks before: where in the expert a block's rows begin.
 3. Every position finds its rank among the equal keys of its own block, and with it its row; it fills in its row of
-   `source` and `slot` and its slot of `row`. Positions past the last row fill in padding.
+   `source` and `pair` and its pair of `row`. Positions past the last row fill in padding.
 
-A position is a slot in the order in which experts are filled: p = k·S + i, where i counts tokens by priority. Ranks are
-found by comparing and counting, never by the order in which atomics happen to arrive.
+A position is a (token, k) pair in the order in which experts are filled: p = k·S + i, where i counts tokens by
+priority. Ranks are found by comparing and counting, never by the order in which atomics happen to arrive.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _UNSPECIAL = ["tokens", "positions", "blocks", "capacity", "bound"]
 
 
 @triton.jit(do_not_specialize=_UNSPECIAL)
-def _token_and_slot(p, inside, order_ptr, tokens, K, ORDERED: tl.constexpr):
-    """The token of each position, and its flat slot s·K + k."""
+def _token_and_pair(p, inside, order_ptr, tokens, K, ORDERED: tl.constexpr):
+    """The token of each position, and the flat index s·K + k of its pair."""
     k = p // tokens
     token = (p - k * tokens).to(tl.int64)
     if ORDERED:
@@ -55,9 +55,9 @@ def count_kernel(
     block = tl.program_id(0)
     p = block * BLOCK + tl.arange(0, BLOCK)
     inside = p < positions
-    _, slot = _token_and_slot(p, inside, order_ptr, tokens, K, ORDERED)
-    expert = tl.load(expert_ptr + slot, mask=inside, other=-1)
-    # What is no expert's number is an empty slot: nothing may be written out of bounds, whatever a gate returns.
+    _, pair = _token_and_pair(p, inside, order_ptr, tokens, K, ORDERED)
+    expert = tl.load(expert_ptr + pair, mask=inside, other=-1)
+    # What is no expert's number is an empty pair: nothing may be written out of bounds, whatever a gate returns.
     routed = (expert >= 0) & (expert < E)
     key = tl.where(routed, expert, -1).to(tl.int32)
     tl.store(key_ptr + p, key, mask=inside)
@@ -90,7 +90,7 @@ def place_kernel(
     counts_ptr,
     offsets_ptr,
     source_ptr,
-    slot_ptr,
+    pair_ptr,
     row_ptr,
     tokens,
     positions,
@@ -129,28 +129,28 @@ def place_kernel(
     kept = routed & (rank < capacity)
     row = tl.gather(end_E - kept_E, expert, 0) + rank
 
-    token, slot = _token_and_slot(p, inside, order_ptr, tokens, K, ORDERED)
-    tl.store(row_ptr + slot, tl.where(kept, row, -1).to(tl.int64), mask=inside)
+    token, pair = _token_and_pair(p, inside, order_ptr, tokens, K, ORDERED)
+    tl.store(row_ptr + pair, tl.where(kept, row, -1).to(tl.int64), mask=inside)
     tl.store(source_ptr + row, token, mask=kept)
-    tl.store(slot_ptr + row, slot, mask=kept)
+    tl.store(pair_ptr + row, pair, mask=kept)
     padding = (p >= tl.sum(kept_E, 0)) & (p < bound)
     tl.store(source_ptr + p, tl.zeros((BLOCK,), dtype=tl.int64), mask=padding)
-    tl.store(slot_ptr + p, tl.zeros((BLOCK,), dtype=tl.int64), mask=padding)
+    tl.store(pair_ptr + p, tl.zeros((BLOCK,), dtype=tl.int64), mask=padding)
 
 
-def sort_slots(expert_SK: Tensor, experts: int, capacity: int | None, order_S: Tensor | None) -> Layout:
+def sort_pairs(expert_SK: Tensor, experts: int, capacity: int | None, order_S: Tensor | None) -> Layout:
     """Launches the sort. `order_S`: tokens in the order in which experts take them, or None for their own order."""
-    tokens, slots = expert_SK.shape
-    positions = tokens * slots
+    tokens, K = expert_SK.shape
+    positions = tokens * K
     if positions >= 2**31:
-        raise ValueError(f"{tokens} tokens with {slots} experts each are more than 2**31 - 1 rows: split the batch")
-    bound = row_bound(tokens, slots, experts, capacity)
+        raise ValueError(f"{tokens} tokens with {K} experts each are more than 2**31 - 1 rows: split the batch")
+    bound = row_bound(tokens, K, experts, capacity)
     if positions == 0:
         # Memory of their own: what an operator of PyTorch returns must not share any.
         counts_E = expert_SK.new_zeros(experts, dtype=torch.long)
         offsets_E1 = expert_SK.new_zeros(experts + 1, dtype=torch.int32)
-        source_N, slot_N, row_N = (expert_SK.new_empty(0, dtype=torch.long) for _ in range(3))
-        return Layout(counts_E, offsets_E1, source_N, slot_N, row_N.view(tokens, slots))
+        source_N, pair_N, row_N = (expert_SK.new_empty(0, dtype=torch.long) for _ in range(3))
+        return Layout(counts_E, offsets_E1, source_N, pair_N, row_N.view(tokens, K))
     expert_SK = expert_SK.contiguous()
     blocks = triton.cdiv(positions, BLOCK)
     scratch = expert_SK.new_empty(positions + (blocks + 1) * experts, dtype=torch.int32)
@@ -160,12 +160,10 @@ def sort_slots(expert_SK: Tensor, experts: int, capacity: int | None, order_S: T
         expert_SK.new_empty(experts + 1, dtype=torch.int32),
         expert_SK.new_empty(bound, dtype=torch.long),
         expert_SK.new_empty(bound, dtype=torch.long),
-        expert_SK.new_empty((tokens, slots), dtype=torch.long),
+        expert_SK.new_empty((tokens, K), dtype=torch.long),
     )
     constants = {"ORDERED": order_S is not None, "BLOCK": BLOCK, "EP": triton.next_power_of_2(experts)}
-    count_kernel[(blocks,)](
-        expert_SK, order_S, key_P, count, tokens, positions, experts, slots, **constants, num_warps=4
-    )
+    count_kernel[(blocks,)](expert_SK, order_S, key_P, count, tokens, positions, experts, K, **constants, num_warps=4)
     scan_kernel[(triton.cdiv(experts, SCAN_EXPERTS),)](
         count, total_E, blocks, experts, EXPERTS=SCAN_EXPERTS, BLOCKS=SCAN_BLOCKS, num_warps=4
     )
@@ -177,14 +175,14 @@ def sort_slots(expert_SK: Tensor, experts: int, capacity: int | None, order_S: T
         layout.counts_E,
         layout.offsets_E1,
         layout.source_N,
-        layout.slot_N,
+        layout.pair_N,
         layout.row_SK,
         tokens,
         positions,
         positions if capacity is None else capacity,
         bound,
         experts,
-        slots,
+        K,
         **constants,
         CHUNK=CHUNK,
         num_warps=8,

@@ -25,17 +25,17 @@ def _of_layouts() -> list[AotCase]:
         constants = {"EXPERTS": layout.SCAN_EXPERTS, "BLOCKS": layout.SCAN_BLOCKS}
         cases.append(AotCase(f"order scan E={experts}", layout.scan_kernel, {**table, **constants}, {"num_warps": 4}))
     kinds = [(experts, 8) for experts in (1, 7, 24, 64, 128, 256, 512, 1024, 2048)] + [(128, 1), (128, 16)]
-    for (experts, slots), ordered in product(kinds, (False, True)):
+    for (experts, k), ordered in product(kinds, (False, True)):
         order = i64 if ordered else None
         constants = {"E": experts, "ORDERED": ordered, "BLOCK": layout.BLOCK, "EP": triton.next_power_of_2(experts)}
-        name = f"E={experts} K={slots}{' by priority' if ordered else ''}"
+        name = f"E={experts} K={k}{' by priority' if ordered else ''}"
         inputs = {"expert_ptr": i64, "order_ptr": order, "key_ptr": i32, "count_ptr": "*i32"}
-        outputs = {"counts_ptr": i64, "offsets_ptr": i32, "source_ptr": i64, "slot_ptr": i64, "row_ptr": i64}
+        outputs = {"counts_ptr": i64, "offsets_ptr": i32, "source_ptr": i64, "pair_ptr": i64, "row_ptr": i64}
         read = {"key_ptr": i32, "before_ptr": "*i32", "total_ptr": "*i32", "order_ptr": order}
         limits = {"capacity": "i32", "bound": "i32", "CHUNK": layout.CHUNK}
-        count = {**inputs, **sizes, **constants, "K": slots}
-        place = {**read, **outputs, **sizes, **limits, **constants, "K": slots}
-        quick, rare = (experts, slots, ordered) == (128, 8, False), (experts, slots) not in ((7, 8), (128, 8), (512, 8))
+        count = {**inputs, **sizes, **constants, "K": k}
+        place = {**read, **outputs, **sizes, **limits, **constants, "K": k}
+        quick, rare = (experts, k, ordered) == (128, 8, False), (experts, k) not in ((7, 8), (128, 8), (512, 8))
         cases += [
             AotCase(f"order count {name}", layout.count_kernel, count, {"num_warps": 4}, quick=quick, rare=rare),
             AotCase(f"order place {name}", layout.place_kernel, place, {"num_warps": 8}, quick=quick, rare=rare),
@@ -78,9 +78,9 @@ def _of_sums() -> list[AotCase]:
             options, quick, rare = {"num_warps": warps}, (dtype, dim) == (half, 4096), dim != 4096
             cases.append(AotCase(name, gather_sum.gather_rows_kernel, arguments, options, quick=quick, rare=rare))
     sizes = ((100, 1), (100, 3), (256, 8), (512, 2), (4096, 1), (4096, 2), (4096, 8), (4096, 16))
-    every_k = tuple((4096, slots) for slots in range(1, 17))
+    every_k = tuple((4096, k) for k in range(1, 17))
     for dtype in (half, torch.float16, single, double, long):
-        for dim, slots in dict.fromkeys(sizes + every_k) if dtype == half else sizes:
+        for dim, k in dict.fromkeys(sizes + every_k) if dtype == half else sizes:
             weights = (None, *dict.fromkeys((single, dtype))) if dtype.is_floating_point else (None,)
             for weight in weights:
                 block, warps = gather_sum.columns(dim)
@@ -91,15 +91,15 @@ def _of_sums() -> list[AotCase]:
                     "y_ptr": dtype,
                     "M": dim,
                     "stride": dim,
-                    "K": slots,
+                    "K": k,
                     "WEIGHTED": weight is not None,
                     "TOTAL": gather_sum.total_dtype(dtype),
                     "BLOCK": block,
                 }
-                name = f"gather_sum {str(dtype)[6:]} M={dim} K={slots}"
+                name = f"gather_sum {str(dtype)[6:]} M={dim} K={k}"
                 name += "" if weight is None else f" weights {str(weight)[6:]}"
-                quick = (dtype, dim, slots, weight) == (half, 4096, 8, single)
-                rare = (dim, slots) not in ((100, 3), (4096, 16)) and not quick
+                quick = (dtype, dim, k, weight) == (half, 4096, 8, single)
+                rare = (dim, k) not in ((100, 3), (4096, 16)) and not quick
                 cases.append(
                     AotCase(name, gather_sum.sum_rows_kernel, summands, {"num_warps": warps}, quick=quick, rare=rare)
                 )

@@ -9,7 +9,7 @@ from fusedmoe.autograd.fused import fused_experts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.kernels.one_sided import Put
-from fusedmoe.kernels.triton.one_sided import wait
+from fusedmoe.kernels.triton.one_sided import put, wait
 from fusedmoe.kernels.weights import Weights
 from tests.kernels.device.far import FarHeap
 from tests.kernels.device.on_windows import CPU, EXPERTS, SLOTS, WIDTH, Case

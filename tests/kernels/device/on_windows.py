@@ -34,7 +34,7 @@ from fusedmoe.comm.heap import Heap, open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.gather_sum import take_slots
+from fusedmoe.kernels.gather_sum import take_pairs
 from fusedmoe.kernels.one_sided import for_all_shards
 from fusedmoe.kernels.triton.one_sided import put, wait
 from fusedmoe.kernels.weights import Weights
@@ -88,7 +88,7 @@ def by_collectives(case: Case, topology: Topology, degree: int) -> list[Tensor]:
     }
     plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
     run = Pipeline(layout, exchange, experts, plans, partial(topology.stop, "test"))
-    y = pipeline(x, take_slots(weight, layout), run)
+    y = pipeline(x, take_pairs(weight, layout), run)
     return results(y, x, weight, experts, case.dy_SM)
 
 
@@ -179,7 +179,7 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
             exchange = Exchange(make_all_to_all("direct", topology), topology.esp, layout.counts_E, x.dtype)
             compute = partial(local_experts, weights=experts.weights, activation="swiglu")
             x_NM = x[layout.source_N]
-            y_NM = through_experts(x_NM, take_slots(weight[:, :1], layout), exchange, compute)
+            y_NM = through_experts(x_NM, take_pairs(weight[:, :1], layout), exchange, compute)
             y = torch.zeros_like(x).index_put((layout.source_N,), y_NM)
             wanted = results(y, x, weight, experts, case.dy_SM)
             for place, (one, other) in enumerate(zip(found, wanted, strict=True)):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_slots, take_slots
+from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_pairs, take_pairs
 from fusedmoe.kernels.layout import build_layout, define_layout
 from tests.kernels.routings import choose
 
@@ -55,7 +55,7 @@ def test_sums_in_slot_order(device: torch.device) -> None:
     """(1 + ε) − 1 depends on the order in which float32 numbers are added."""
     layout = build_layout(choose(20, 3, 8).to(device), 8)
     value_SK = torch.tensor([1e8, 1.0, -1e8], device=device)[torch.rand(20, 3, device=device).argsort(1)]
-    rows_NM = take_slots(value_SK, layout)[:, None].expand(-1, 5)
+    rows_NM = take_pairs(value_SK, layout)[:, None].expand(-1, 5)
     expected = (value_SK[:, 0] + value_SK[:, 1]) + value_SK[:, 2]
     assert torch.equal(gather_sum(rows_NM, layout), expected[:, None].expand(-1, 5))
 
@@ -99,8 +99,8 @@ def test_values_of_slots_and_back(device: torch.device) -> None:
     layout, exact = build_layout(expert_SK.to(device), 6), define_layout(expert_SK, 6)
     assert layout.rows > exact.rows
     value_SK = torch.randn(37, 3, device=device)
-    value_N = take_slots(value_SK, layout)
-    assert torch.equal(value_N[: exact.rows].cpu(), value_SK.cpu().reshape(-1)[exact.slot_N])
+    value_N = take_pairs(value_SK, layout)
+    assert torch.equal(value_N[: exact.rows].cpu(), value_SK.cpu().reshape(-1)[exact.pair_N])
     value_N[exact.rows :] = float("nan")
     kept = layout.row_SK >= 0
-    assert torch.equal(put_slots(value_N, layout), torch.where(kept, value_SK, 0))
+    assert torch.equal(put_pairs(value_N, layout), torch.where(kept, value_SK, 0))

@@ -157,7 +157,7 @@ def test_slack_is_never_read(device: torch.device) -> None:
     assert exact.source_N is not None
     pad = torch.zeros(9, dtype=torch.long, device=device)
     loose = Layout(
-        exact.counts_E, exact.offsets_E1, torch.cat([exact.source_N, pad]), torch.cat([exact.slot_N, pad]), exact.row_SK
+        exact.counts_E, exact.offsets_E1, torch.cat([exact.source_N, pad]), torch.cat([exact.pair_N, pad]), exact.row_SK
     )
     weights = make_weights(4, 32, 16, "swiglu", "", device)
     x_SM, dy_SM = torch.randn(20, 32, device=device), torch.randn(20, 32, device=device)

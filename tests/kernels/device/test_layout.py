@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.order import order
-from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots, take_slots
+from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs, take_pairs
 from fusedmoe.kernels.layout import Layout, build_layout, define_layout, row_bound
 from fusedmoe.kernels.triton import layout as kernels
 from tests.kernels.routings import choose
@@ -24,8 +24,8 @@ def compare(expert_SK: Tensor, experts: int, capacity: int | None = None, priori
     assert got.rows == row_bound(*expert_SK.shape, experts, capacity)
     assert got.source_N is not None and expected.source_N is not None
     assert torch.equal(got.source_N[: expected.rows].cpu(), expected.source_N)
-    assert torch.equal(got.slot_N[: expected.rows].cpu(), expected.slot_N)
-    assert not got.source_N[expected.rows :].any() and not got.slot_N[expected.rows :].any()
+    assert torch.equal(got.pair_N[: expected.rows].cpu(), expected.pair_N)
+    assert not got.source_N[expected.rows :].any() and not got.pair_N[expected.rows :].any()
     return got
 
 
@@ -86,7 +86,7 @@ def test_numbers_that_are_no_experts_are_empty_slots(device: torch.device) -> No
 
 def test_too_many_rows_for_32_bits() -> None:
     with pytest.raises(ValueError, match="split the batch"):
-        kernels.sort_slots(torch.empty(1, 1, dtype=torch.long).expand(2**30, 2), 8, None, None)
+        kernels.sort_pairs(torch.empty(1, 1, dtype=torch.long).expand(2**30, 2), 8, None, None)
 
 
 @pytest.mark.parametrize(("tokens", "capacity"), [(0, 3), (50, None), (50, 7)])
@@ -98,8 +98,8 @@ def test_nobody_waits_for_the_device(
     for _ in range(2):  # compiled at first
         with no_sync():
             layout = build_layout(expert_SK, 9, capacity, priority_S)
-            gather_sum(permute(x_SM, layout), layout, take_slots(value_SK, layout))
-            put_slots(take_slots(value_SK, layout), layout)
+            gather_sum(permute(x_SM, layout), layout, take_pairs(value_SK, layout))
+            put_pairs(take_pairs(value_SK, layout), layout)
     with pytest.raises(RuntimeError), no_sync():
         layout.counts  # noqa: B018
     with pytest.raises(RuntimeError), no_sync():

@@ -20,7 +20,7 @@ from tests.kernels.operator_cases import cases, check
 from tests.kernels.routings import choose
 
 
-@pytest.mark.parametrize("name", ["order", "permute", "take_slots", "experts", "pack_bf16", "pack_fp8"])
+@pytest.mark.parametrize("name", ["order", "permute", "take_pairs", "experts", "pack_bf16", "pack_fp8"])
 def test_operator(name: str, device: torch.device) -> None:
     check(name, cases(device)[name])
 

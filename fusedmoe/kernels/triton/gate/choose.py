@@ -181,9 +181,9 @@ def choose_kernel(
         if NORMALIZE:
             weight = tl.where(chosen, weight, 0.0)
             weight = weight / tl.maximum(tl.sum(weight, 1), _TINY)[:, None]
-    slot = row[:, None] * K + k[None, :]
-    tl.store(expert_ptr + slot, expert.to(tl.int64), mask=inside[:, None] & chosen)
-    tl.store(weight_ptr + slot, weight * scale, mask=inside[:, None] & chosen)
+    pair = row[:, None] * K + k[None, :]
+    tl.store(expert_ptr + pair, expert.to(tl.int64), mask=inside[:, None] & chosen)
+    tl.store(weight_ptr + pair, weight * scale, mask=inside[:, None] & chosen)
 
     if STATISTICS:
         logits = tl.load(logits_ptr + at, mask=known, other=-float("inf"))
@@ -234,9 +234,9 @@ def dlogits_kernel(
     if WEIGHTS:
         k = tl.arange(0, KP)
         chosen = (k < K)[None, :]
-        slot = row[:, None] * K + k[None, :]
-        expert = tl.load(expert_ptr + slot, mask=chosen, other=0).to(tl.int32)
-        grad = tl.load(dweight_ptr + slot, mask=chosen, other=0.0) * scale
+        pair = row[:, None] * K + k[None, :]
+        expert = tl.load(expert_ptr + pair, mask=chosen, other=0).to(tl.int32)
+        grad = tl.load(dweight_ptr + pair, mask=chosen, other=0.0) * scale
         if NORMALIZE or SCORE == 1:
             picked = tl.load(logits_ptr + row[:, None] * E + expert, mask=chosen, other=-float("inf"))
             if SOFTMAX:
