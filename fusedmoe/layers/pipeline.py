@@ -76,7 +76,7 @@ class PipelinedBlocks(nn.Module):
         self.recorder: Recorder | None = None
         for number, layer in enumerate(self._layers()):
             _refuse(layer, number, self.topology)
-        sizes = self.topology.beside(self.topology.esp)
+        sizes = self.topology.beside(self.topology.esp, "sizes")
         self._stages = [BlockStage(*block, sizes, along == "positions", recompute) for block in parts]
         self._streams = Streams()
         kinds, waits = self._layers()[0].parts, self.waits

@@ -173,10 +173,10 @@ def _placement(dim: int) -> Placement:
 def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list[int]:
     """Ranks whose parts, joined along `dim`, give its whole size."""
     if "mp" in sharding:
-        assert topology.dense_mesh is not None
-        return topology.dense_mesh.mesh[0].tolist()
-    assert topology.expert_mesh is not None
-    ranks = topology.expert_mesh.mesh[0]
+        assert topology.dense_grid is not None
+        return topology.dense_grid[0].tolist()
+    assert topology.expert_grid is not None
+    ranks = topology.expert_grid[0]
     for place, axis in enumerate(("ep", "esp")):
         if sharding.get(axis) != dim:
             index = getattr(topology, axis).index if sharding.get(axis) == NAMED else 0

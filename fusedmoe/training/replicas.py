@@ -95,8 +95,8 @@ def holders(sharding: dict[str, int], topology: Topology) -> Group:
     free = [axis for axis in EXPERT_AXES if axis not in axes and getattr(topology, axis).size > 1]
     if not free:
         return topology.edp
-    assert topology.expert_mesh is not None
-    grid = topology.expert_mesh.mesh
+    assert topology.expert_grid is not None
+    grid = topology.expert_grid
     ranks = grid[:, topology.ep.index] if free == ["esp"] else grid[:, :, topology.esp.index]
     return topology.subgroup(f"edp×{free[0]}", tuple(sorted(ranks.flatten().tolist())))
 

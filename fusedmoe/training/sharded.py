@@ -329,7 +329,7 @@ class ShardedExperts:
 
 def _carrier(topology: Topology, heap: Heap | None) -> Carrier:
     if heap is None:
-        return Carrier(topology.beside(topology.ep))
+        return Carrier(topology.beside(topology.ep, "experts that move"))
     from fusedmoe.comm.byte_window import ByteWindow  # which needs Triton
 
     return Carrier(topology.ep, ByteWindow(heap))
