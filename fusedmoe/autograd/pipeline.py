@@ -32,7 +32,7 @@ from fusedmoe.schedule.task import Task
 
 
 class GradientPieces(Protocol):
-    """Reduces gradients in pieces; see `fusedmoe.training.stream`."""
+    """Reduces gradients in pieces; see `fusedmoe.training.gradient_buckets`."""
 
     def reduce(self, task: Task) -> None: ...
 

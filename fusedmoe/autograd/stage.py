@@ -95,7 +95,7 @@ class Stage(Protocol):
 
 
 class Gradients(Protocol):
-    """Reduces the gradients of dense parts while the backward pass goes on; see `fusedmoe.training.stream`."""
+    """Reduces the gradients of dense parts while the backward pass goes on; by `training.gradient_buckets`."""
 
     @property
     def opened(self) -> bool:

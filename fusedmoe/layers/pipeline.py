@@ -21,9 +21,8 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Einsum, Order
 from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.layers.stage import BlockStage
+from fusedmoe.runtime.execute import Here, Streams, require_runnable, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
-from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import ROADS, Task

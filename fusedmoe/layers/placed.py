@@ -26,11 +26,10 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.experts.base import Experts, Place
 from fusedmoe.layers.tables import replace, table
-from fusedmoe.placement.dispatch import dispatch
 from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce
-from fusedmoe.runtime.moment import Moment
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import Moment, Recorder, span
 
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
@@ -50,7 +49,7 @@ class Placed:
         now: the same, and what was added for this step once the gate had chosen.
         nodes: which ranks of the expert-parallel group share a node.
         rematerialises: replicas are given back after each forward, and fetched again for its backward.
-        correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.calibrate`); None: it stays.
+        correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
         neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.

@@ -15,7 +15,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.by_puts import Way, choose_way, has_heap
 from fusedmoe.layers.experts import Experts
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, require_same_plans
-from fusedmoe.runtime.runnable import Here, runnable_kinds
+from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.schedule.task import FUSED, Task
 from fusedmoe.schedule.workload import Workload
 

@@ -24,7 +24,9 @@ def held() -> dict[str, int]:
 
 
 def sums(topology: Topology, rank: int) -> list[float]:
-    return [all_reduce(getattr(topology, name), torch.tensor(10.0**rank)).item() for name in ("world", "ep", "esp", "mp")]
+    return [
+        all_reduce(getattr(topology, name), torch.tensor(10.0**rank)).item() for name in ("world", "ep", "esp", "mp")
+    ]
 
 
 def made_and_dropped(rank: int, world: int) -> None:

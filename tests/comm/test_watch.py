@@ -15,7 +15,7 @@ from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.errors import RankError
-from fusedmoe.training import buckets
+from fusedmoe.training import copies
 
 
 class Gpu:
@@ -143,7 +143,7 @@ def test_gradients_of_a_pass_that_missed_something_are_not_used(gpu: Gpu) -> Non
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     layer = fusedmoe.MoELayer(4, fusedmoe.gates.TopK(2), fusedmoe.experts.FeedForward(4), topology=topology)
-    for step in (lambda: buckets.reduce_gradients([], [], topology), layer.check):
+    for step in (lambda: copies.reduce_gradients([], [], topology), layer.check):
         windows.watch.record.zero_()
         gpu.launched = [misses(windows, windows.letters.signals, 0)]
         with pytest.raises(RankError, match="part 0 of the letter of rank 4"):

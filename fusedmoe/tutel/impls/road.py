@@ -21,8 +21,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
-from fusedmoe.runtime.runnable import Here, runnable_kinds
-from fusedmoe.runtime.streams import Streams
+from fusedmoe.runtime.execute import Here, Streams, runnable_kinds
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.tutel.impls.choice import Choice
 from fusedmoe.tutel.impls.scale import scaled
