@@ -24,7 +24,7 @@ from fusedmoe.autograd.fused import (
 )
 from fusedmoe.comm.heap import open_heap
 from fusedmoe.comm.windows import Room, Windows
-from fusedmoe.kernels.routes import for_all_shards
+from fusedmoe.kernels.one_sided import for_all_shards
 
 __all__ = [
     "FusedChunks",

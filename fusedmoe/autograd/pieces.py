@@ -126,7 +126,7 @@ class Regrouped:
         """For the rows of a chunk that begins with this piece: as received, among received; sorted, among sorted."""
         pieces = slice(first_piece, first_piece + chunk.counts_RpE.shape[1])
         place = self._place_R[chunk.numbers(self._start_pRE[pieces])]
-        return place, self._sorted_place_R[place[chunk.layout.slot_N]]
+        return place, self._sorted_place_R[place[chunk.layout.pair_N]]
 
 
 def counts_of(sizes_QPG: np.ndarray, pieces: int, device: torch.device) -> Tensor:

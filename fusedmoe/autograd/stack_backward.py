@@ -14,7 +14,7 @@ from fusedmoe.autograd.chunks import Kept
 from fusedmoe.autograd.pieces import Received, Regrouped, Sent, counts_of
 from fusedmoe.autograd.stack_state import Chunk, Layer, Output, Pass, Unit, there
 from fusedmoe.autograd.stage import Stack
-from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots
+from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 
 
@@ -96,7 +96,7 @@ class Backward(Pass):
             self._regroup(number)
         chunk = self.chunk(task)
         layout, weights = chunk.received.layout, self.use(there(chunk.weights))
-        weight_R = weights[:, 0][layout.slot_N]
+        weight_R = weights[:, 0][layout.pair_N]
         given = self.use(there(chunk.rows)), self.use(there(chunk.x_RM)), chunk.kept, layout, weight_R
         if self.counts.of(WEIGHT_GRADIENTS["expert"], number):
             chunk.rows, dweight_R, chunk.rest = layer.experts.backward_rows(*given)
@@ -104,7 +104,7 @@ class Backward(Pass):
             chunk.rows, dweight_R, self.totals[number] = layer.experts.backward(*given, self.totals[number])
         chunk.x_RM = chunk.kept = None
         dweight_R = torch.zeros_like(weight_R) if dweight_R is None else dweight_R
-        chunk.weights = put_slots(dweight_R.to(weights.dtype), layout)
+        chunk.weights = put_pairs(dweight_R.to(weights.dtype), layout)
 
     def weight_gradient(self, task: Task) -> None:
         assert task.layer is not None

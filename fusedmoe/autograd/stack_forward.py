@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.chunk_experts import ChunkExperts
 from fusedmoe.autograd.linear_later import Later
-from fusedmoe.autograd.order import order, take_slots
+from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.autograd.pieces import Cuts, Received, Sent, counts_of
 from fusedmoe.autograd.stack_state import Chunk, Counts, Layer, Output, Pass, Piece, Unit, cuts_of, there
 from fusedmoe.autograd.stage import Stack
@@ -105,7 +105,7 @@ class Forward(Pass):
                 layout = order(expert[at].flatten(0, -2), E).exact()
                 with torch.set_grad_enabled(self._keep):
                     weight = self._batch(unit.routing.weight_SK, unit.x)[at].flatten(0, -2)
-                    layer.pieces[p] = Piece(layout, take_slots(weight, layout))
+                    layer.pieces[p] = Piece(layout, take_pairs(weight, layout))
 
     def _full(self, number: int, expert_SK: Tensor, capacity: int) -> Tensor:
         """Which slots come when their expert is full, where each token has one slot and units come in order."""
@@ -114,12 +114,12 @@ class Forward(Pass):
         if taken_E is None:
             taken_E = torch.zeros(E, dtype=torch.long, device=expert_SK.device)
         layout = order(expert_SK, E).exact()
-        chosen_N = expert_SK.reshape(-1)[layout.slot_N]
+        chosen_N = expert_SK.reshape(-1)[layout.pair_N]
         rank_N = torch.arange(layout.rows, device=chosen_N.device) - layout.offsets_E1[:-1].long()[chosen_N]
         full_N = rank_N + taken_E[chosen_N] >= capacity
         self._taken[number] = taken_E + layout.counts_E
         full_S = torch.zeros(expert_SK.numel(), dtype=torch.bool, device=expert_SK.device)
-        full_S[layout.slot_N] = full_N
+        full_S[layout.pair_N] = full_N
         return full_S.view_as(expert_SK)
 
     def dispatch(self, task: Task) -> None:
@@ -144,7 +144,7 @@ class Forward(Pass):
     def expert(self, task: Task) -> None:
         _, layer = self.at(task)
         chunk = self.chunk(task)
-        weight_R = self.use(there(chunk.weights))[:, 0][chunk.received.layout.slot_N]
+        weight_R = self.use(there(chunk.weights))[:, 0][chunk.received.layout.pair_N]
         chunk.x_RM = self.use(there(chunk.rows))
         chunk.rows, chunk.kept = layer.experts.forward(chunk.x_RM, chunk.received.layout, weight_R)
         if not self._keep:

@@ -70,7 +70,7 @@ def fused_experts(
         RankError: a rank failed, or did not come in time.
     """
     from fusedmoe.autograd import fused
-    from fusedmoe.kernels.routes import for_all_shards
+    from fusedmoe.kernels.one_sided import for_all_shards
 
     assert isinstance(experts, FusedChunks)
     group = _group(topology)
@@ -95,7 +95,7 @@ def _windows(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, way
     from fusedmoe.comm.heap import open_heap
     from fusedmoe.comm.windows import Room, Windows
 
-    room = Room(way.tokens, layout.slots, layout.experts, x_SM.shape[1], x_SM.dtype, way.degree)
+    room = Room(way.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, way.degree)
     known = _shared.setdefault(topology, {})
     if (group.axis, room) not in known:
         known[group.axis, room] = Windows(open_heap(group, x_SM.device), room)

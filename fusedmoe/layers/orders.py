@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.order import order, permute, take_slots, unpermute
+from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
 
@@ -69,7 +69,7 @@ class Order:
 
 def slot_weights(routing: Routing, layout: Layout) -> Tensor:
     """The router weight of each sorted row, [N], differentiable."""
-    return take_slots(routing.weight_SK, layout)
+    return take_pairs(routing.weight_SK, layout)
 
 
 class Sparse(Order):

@@ -292,8 +292,8 @@ class Placed:
         if len(to_N):
             row_SK = torch.where(row_SK < 0, row_SK, to_N[row_SK.clamp_min(0)])
         assert layout.source_N is not None
-        source_N, slot_N = layout.source_N[from_N], layout.slot_N[from_N]
-        return Layout(counts_P, offsets(counts_P), source_N, slot_N, row_SK, verified=True)
+        source_N, pair_N = layout.source_N[from_N], layout.pair_N[from_N]
+        return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
 
     def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens of all ranks that have parts of the same experts, who decide as one."""

@@ -70,7 +70,7 @@ def make() -> tuple[MadeUpHeap, Windows]:
 
 
 def misses(windows: Windows, signals: Tensor, index: int, expected: int = 5, seen: int = 3) -> Callable[[], None]:
-    """A kernel whose wait for that signal ends early, as `fusedmoe.kernels.remote.wait` leaves it."""
+    """A kernel whose wait for that signal ends early, as `fusedmoe.kernels.triton.one_sided.remote.wait` leaves it."""
 
     def run() -> None:
         if not windows.watch.record[0]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedmoe.autograd.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
 from fusedmoe.autograd.experts import experts as fused_experts
 from fusedmoe.autograd.moe import through_experts
-from fusedmoe.autograd.order import order, permute, take_slots, unpermute
+from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
 from fusedmoe.comm.all_to_all import AllToAll, make_all_to_all
 from fusedmoe.comm.exchange import Exchange
@@ -130,7 +130,7 @@ class Road:
         elif self.copies > 1:
             share = self.copies
             layout = self._dealt(layout, choice, lambda e, n: e * share + n % share, choice.experts * share)
-        weight_N = take_slots(weight_SK, layout)
+        weight_N = take_pairs(weight_SK, layout)
         if stay or topology.ep.size * topology.esp.size == 1:
             if postscore:
                 return experts(x_SM, layout, weight_N, places)
