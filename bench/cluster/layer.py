@@ -79,7 +79,7 @@ class _Wait(torch.autograd.Function):
 
 
 class WaitingChunks:
-    """The same in chunks; see `fusedmoe.autograd.chunk_experts.ChunkExperts`."""
+    """The same in chunks; see `fusedmoe.engine.chunk_experts.ChunkExperts`."""
 
     any_degree = True
     parameters: Sequence[Tensor | None] = ()

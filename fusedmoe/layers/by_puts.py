@@ -9,11 +9,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts, FusedChunks
-from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks
+from fusedmoe.engine.chunked import Plans
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.task import resources_of
@@ -69,7 +69,7 @@ def fused_experts(
         ConfigError: more tokens than any rank had when the way was chosen, rounded up.
         RankError: a rank failed, or did not come in time.
     """
-    from fusedmoe.autograd import fused
+    from fusedmoe.engine import one_sided as fused
     from fusedmoe.kernels.routes import for_all_shards
 
     assert isinstance(experts, FusedChunks)

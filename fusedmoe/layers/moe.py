@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_results
+from fusedmoe.autograd.exchange import through_experts
 from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
 from fusedmoe.autograd.linear import linear
-from fusedmoe.autograd.moe import through_experts
 from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows, sum_gradient
-from fusedmoe.autograd.pipeline import GradientPieces, Pipeline, Plans, pipeline
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunked import GradientPieces, Pipeline, Plans, pipeline
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.by_puts import Way, fused_experts

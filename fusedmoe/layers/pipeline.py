@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.autograd.pipeline import Plans
-from fusedmoe.autograd.stack import through_stack
-from fusedmoe.autograd.stage import Gradients, Stack
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunked import Plans
+from fusedmoe.engine.stack import through_stack
+from fusedmoe.engine.state import Gradients, Stack
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.moe import MoELayer

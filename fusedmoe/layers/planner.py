@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import FusedChunks
-from fusedmoe.autograd.pipeline import GradientPieces, Plans
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import FusedChunks
+from fusedmoe.engine.chunked import GradientPieces, Plans
 from fusedmoe.layers.by_puts import Way, choose_way, has_heap
 from fusedmoe.layers.experts import Experts
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, require_same_plans

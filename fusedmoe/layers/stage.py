@@ -1,4 +1,4 @@
-"""A block as a stack of layers calls it (`fusedmoe.autograd.stage`): modules, told apart from what runs them."""
+"""A block as a stack of layers calls it (`fusedmoe.engine.stack`): modules, told apart from what runs them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts
 from fusedmoe.autograd.linear_later import Later
-from fusedmoe.autograd.stage import Choice, Dense
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.state import Choice, Dense
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.gates.base import Gate, Routing

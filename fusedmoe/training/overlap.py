@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunked import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.pipeline import PipelinedBlocks

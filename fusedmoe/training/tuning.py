@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.engine.chunked import Plans
 from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.layer import half

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import experts, gates
-from fusedmoe.autograd import stack_state
 from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.engine import state
 from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.whole import Split, micro_schedule
@@ -70,7 +70,7 @@ def test_peak(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
                 bodies[task.kind](task)
 
     # One thread: what counts operations sees its own thread only.
-    monkeypatch.setattr(stack_state, "execute", in_sequence)
+    monkeypatch.setattr(state, "execute", in_sequence)
     # Rows that travel are kept where they arrive: with hooks they travel on one rank, too.
     plain = peak(one_after_the_other(make_blocks(hooks=[Hooks()])))
     blocks = make_blocks()

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
+from fusedmoe.autograd.exchange import through_experts
 from fusedmoe.autograd.experts import experts as fused_experts
-from fusedmoe.autograd.moe import through_experts
 from fusedmoe.autograd.order import order, permute, take_slots, unpermute
-from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
 from fusedmoe.comm.all_to_all import AllToAll, make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
+from fusedmoe.engine.chunked import Pipeline, Plans, pipeline
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans

@@ -14,9 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import FusedChunks
+from fusedmoe.autograd.exchange import through_experts
 from fusedmoe.autograd.experts import experts as local_experts
-from fusedmoe.autograd.fused import (
+from fusedmoe.autograd.order import order
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.heap import Heap, open_heap
+from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.engine.chunk_experts import FusedChunks
+from fusedmoe.engine.chunked import Pipeline, Plans, pipeline
+from fusedmoe.engine.one_sided import (
     combine_results,
     dispatch_experts,
     dispatch_tokens,
@@ -24,15 +33,6 @@ from fusedmoe.autograd.fused import (
     fused_experts,
     make_route,
 )
-from fusedmoe.autograd.moe import through_experts
-from fusedmoe.autograd.order import order
-from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
-from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.exchange import Exchange
-from fusedmoe.comm.group import Group
-from fusedmoe.comm.heap import Heap, open_heap
-from fusedmoe.comm.topology import Topology
-from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import awaits, puts
 from fusedmoe.kernels.gather_sum import take_slots

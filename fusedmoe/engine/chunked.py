@@ -1,6 +1,6 @@
 """The pipelined layer: dispatch, experts and combine in chunks, forward and backward each by a plan of its own.
 
-A chunk has its share of every expert's rows (see `autograd/chunks.py`), so each row meets the same experts and is added
+A chunk has its share of every expert's rows (see `engine/chunked.py`), so each row meets the same experts and is added
 up in the same order whatever the plan. The backward is written out, from what the forward stored: received rows and
 pre-activations of each chunk. Router weights cross in one message of their own before the first chunk, their gradients
 in one after the last.
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts, Totals
-from fusedmoe.autograd.chunks import Kept, chunk_order, in_chunks, inverse
+from fusedmoe.autograd.exchange import received_layout
 from fusedmoe.autograd.hooks import Direction, HookContext, Hooks, carry
-from fusedmoe.autograd.moe import received_layout
 from fusedmoe.comm.exchange import Exchange, Part
+from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
+from fusedmoe.engine.chunks import Kept, chunk_order, in_chunks, inverse
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots
 from fusedmoe.kernels.layout import Layout
@@ -260,4 +260,3 @@ def pipeline(x_SM: Tensor, weight_N: Tensor | None, run: Pipeline) -> Tensor:
             f"forward and {run.degree('backward')} backward: their backward follows the forward's chunks"
         )
     return _Pipelined.apply(x_SM, weight_N, run, *run.experts.parameters)
-

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import Totals
-from fusedmoe.autograd.chunks import Kept
-from fusedmoe.autograd.pieces import Received, Regrouped, Sent, counts_of
-from fusedmoe.autograd.stack_state import Chunk, Layer, Output, Pass, Unit, there
-from fusedmoe.autograd.stage import Stack
+from fusedmoe.engine.chunk_experts import Totals
+from fusedmoe.engine.chunks import Kept, Received, Regrouped, Sent, counts_of
+from fusedmoe.engine.state import Chunk, Layer, Output, Pass, Stack, Unit, there
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 

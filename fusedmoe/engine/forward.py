@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts
 from fusedmoe.autograd.linear_later import Later
 from fusedmoe.autograd.order import order, take_slots
-from fusedmoe.autograd.pieces import Cuts, Received, Sent, counts_of
-from fusedmoe.autograd.stack_state import Chunk, Counts, Layer, Output, Pass, Piece, Unit, cuts_of, there
-from fusedmoe.autograd.stage import Stack
 from fusedmoe.comm.exchange import Exchange
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.chunks import Cuts, Received, Sent, counts_of
+from fusedmoe.engine.state import Chunk, Counts, Layer, Output, Pass, Piece, Stack, Unit, cuts_of, there
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_rows
-from fusedmoe.autograd.moe import Compute
+from fusedmoe.autograd.exchange import Compute
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     experts_backward,

@@ -1,6 +1,6 @@
 """A stack of layers in micro-batches: dense parts, dispatch, experts and combine as tasks of one plan for each pass.
 
-A batch is cut along its samples, or along its positions (`autograd/pieces.py`). Each unit of it goes through a layer's
+A batch is cut along its samples, or along its positions (`engine/chunks.py`). Each unit of it goes through a layer's
 dense part and gate by itself; its rows travel with those of the other pieces of their chunk. The backward is written
 out, task by task, from what the forward stored: of each unit the graph of its dense part and gate, of each chunk
 received rows and pre-activations. What a row meets on its way is what it would meet in the whole batch: the gate
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts
-from fusedmoe.autograd.stack_backward import Backward
-from fusedmoe.autograd.stack_forward import Forward
-from fusedmoe.autograd.stage import Stack
+from fusedmoe.engine.backward import Backward
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.forward import Forward
+from fusedmoe.engine.state import Stack
 
 
 class _Through(torch.autograd.Function):

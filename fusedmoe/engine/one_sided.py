@@ -7,7 +7,7 @@ come, and put results straight back.
     combine_results     results at their experts → tokens' results
     fused_experts       all in one
 
-Values and gradients are those of the collectives (`autograd/pipeline.py`), bit for bit: rows meet in the same order, in
+Values and gradients are those of the collectives (`engine/chunked.py`), bit for bit: rows meet in the same order, in
 the same tiles. The backward of each is the other way by the same means.
 """
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.autograd.chunk_experts import FusedChunks, Totals
-from fusedmoe.autograd.route import Route
 from fusedmoe.comm.windows import Windows
+from fusedmoe.engine.chunk_experts import FusedChunks, Totals
+from fusedmoe.engine.route import Route
 from fusedmoe.kernels.gather_sum import put_slots, take_slots
 from fusedmoe.kernels.grouped.fused import experts_backward_rows, experts_forward
 from fusedmoe.kernels.layout import Layout
@@ -55,9 +55,7 @@ def _span(measured: Measured | None, phase: str, chunk: int) -> AbstractContextM
     return span(recorder, kind, kind=kind, chunk=chunk, phase=phase, also=links)
 
 
-def make_route(
-    x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, degree: int = 1
-) -> Route:
+def make_route(x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, degree: int = 1) -> Route:
     """The way of a batch's tokens, for one of each of the functions below. Nothing is sent yet.
 
     Args:
