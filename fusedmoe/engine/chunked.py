@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Protocol
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Bodies, execute
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.task import PIPELINE, Task
 
 
 class GradientPieces(Protocol):
@@ -50,6 +50,29 @@ class Plans:
 
     def of(self, direction: Direction) -> Plan:
         return self.forward if direction == "forward" else self.backward
+
+
+class Followed(NamedTuple):
+    """Plans that a layer follows.
+
+    Attributes:
+        gradients: reduces the gradient pieces that the backward plan has, and those `beside` what follows it.
+    """
+
+    plans: Plans
+    gradients: GradientPieces | None = None
+    beside: Sequence[Task] = ()
+
+
+@cache
+def one_chunk(sharded: bool) -> Plans:
+    """One chunk, with the steps inside a node where experts are sharded."""
+
+    def of(phase: str) -> Plan:
+        dispatch, gather, expert, scatter, combine = (Task(kind, 0, 0, phase) for kind in PIPELINE)
+        return Plan((expert,), (gather, scatter) if sharded else (), (dispatch, combine))
+
+    return Plans(of("forward"), of("backward"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunked import Plans
 from fusedmoe.engine.stack import through_stack
@@ -237,6 +238,7 @@ def _refuse(layer: MoELayer, number: int, topology: Topology) -> None:
         (part == "gate", f"{gate} looks at whole batches, so that only what follows it can be split: use schedule=…"),
         (part == "order", "an order by products cannot be split: use Sparse() or Dropless()"),
         (part == "hooks", "hooks see whole layers: use MoELayer(schedule=…) with them"),
+        (layer.dispatch not in ALGORITHMS, "a dispatcher of your own takes whole layers: name an all-to-all algorithm"),
         (layer.placed is not None, "experts under a placement are whole layers': use MoELayer(schedule=…) with them"),
         (
             layer.topology is not topology and topology.size * layer.topology.size > 1,

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fusedmoe.autograd.linear_later import Later
+from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.dispatcher import Collectives
 from fusedmoe.engine.state import Choice, Dense
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
@@ -39,6 +41,7 @@ class BlockStage:
         self._layer, self._sizes, self._recompute = layer, sizes, recompute
         self._dense = _DensePart(dense, layer, in_positions)
         self._names = [name for name, _ in self._dense.named_parameters()]
+        self._collectives = Collectives(layer.topology, make_all_to_all(layer.dispatch, layer.topology))
         gate = layer.gate
         self.experts_in_all = gate.experts
         self._limited = _limited(gate, layer.order)
@@ -98,8 +101,7 @@ class BlockStage:
     def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice]) -> Exchange:
         found = (self._layer.refuse_logits(routing) for routing in routings if isinstance(routing, Routing))
         refusal = next((text for text in found if text), None)
-        esp = self._layer.topology.esp
-        return Exchange(self._layer.all_to_all, esp, counts, like.dtype, refusal, self._sizes)
+        return self._collectives.exchange(counts, like.dtype, refusal, sizes=self._sizes)
 
     def experts(self, like: Tensor) -> ChunkExperts:
         experts = self._layer.experts
