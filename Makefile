@@ -92,6 +92,7 @@ test: $(READY)
 lint: $(READY)
 	@export $(RUN_ENV); bad=0; \
 	$(PY) -m ruff check . || bad=1; \
+	$(PY) -m ruff format --check --quiet . || bad=1; \
 	$(PY) -m mypy || bad=1; \
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' || bad=1; \
 	exit $$bad

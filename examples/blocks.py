@@ -1,6 +1,6 @@
 """Blocks in micro-batches: a transformer with a causal attention of its own, chunks going on from block to block.
 
-    torchrun --standalone --nproc-per-node 4 examples/blocks.py      # or: python examples/blocks.py
+torchrun --standalone --nproc-per-node 4 examples/blocks.py      # or: python examples/blocks.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The layer's operations as functions, for a model that brings its own modules and router.
 
-    python examples/functions.py
+python examples/functions.py
 """
 
 from __future__ import annotations

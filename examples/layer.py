@@ -1,6 +1,6 @@
 """A first layer, in one process: sixteen experts learn a function with sixteen regimes.
 
-    python examples/layer.py
+python examples/layer.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parts of your own: a gate, an expert, and a hook that counts what travels.
 
-    python examples/own_parts.py
+python examples/own_parts.py
 """
 
 from __future__ import annotations

@@ -92,10 +92,14 @@ def main(arguments: list[str] | None = None) -> list[float]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, args.dtype))
     model = Model(args, env).to(env.local_device)
-    counts = {kind: sum(p.numel() for _, p in model._moe_layer.get_parameter_iterator(kind))
-              for kind in ("local_experts", "gate")}
-    show(f"[Statistics] param count for MoE local_experts = {counts['local_experts']}, "
-         f"param count for MoE gate = {counts['gate']}.\n")
+    counts = {
+        kind: sum(p.numel() for _, p in model._moe_layer.get_parameter_iterator(kind))
+        for kind in ("local_experts", "gate")
+    }
+    show(
+        f"[Statistics] param count for MoE local_experts = {counts['local_experts']}, "
+        f"param count for MoE gate = {counts['gate']}.\n"
+    )
     show(model)
     path = args.checkpoint_path and system.apply_rank_size_from_pattern(args.checkpoint_path, env.global_rank, size)
     if path and os.path.exists(path):
@@ -106,11 +110,13 @@ def main(arguments: list[str] | None = None) -> list[float]:
     x = drawn.to(env.local_device, torch.get_default_dtype())
     y = torch.zeros(args.batch_size, dtype=torch.long, device=env.local_device)
     torch.set_default_dtype(before)
-    show(f"[Benchmark] world_size = {size}, dtype = {args.dtype}, model_dim = {args.model_dim}, "
-         f"hidden_size = {args.hidden_size}, samples = {args.batch_size * args.num_tokens}, "
-         f"num_local_experts = {args.num_local_experts}, topK = {args.top}, "
-         f"a2a_ffn_overlap_degree = {args.a2a_ffn_overlap_degree}, parallel_type = `{args.parallel_type}`, "
-         f"device = `{env.local_device}`")
+    show(
+        f"[Benchmark] world_size = {size}, dtype = {args.dtype}, model_dim = {args.model_dim}, "
+        f"hidden_size = {args.hidden_size}, samples = {args.batch_size * args.num_tokens}, "
+        f"num_local_experts = {args.num_local_experts}, topK = {args.top}, "
+        f"a2a_ffn_overlap_degree = {args.a2a_ffn_overlap_degree}, parallel_type = `{args.parallel_type}`, "
+        f"device = `{env.local_device}`"
+    )
     shared = [p for p in model.parameters() if not hasattr(p, "skip_allreduce") and p.requires_grad]
     if args.allreduce_degree == -1:
         shared = []

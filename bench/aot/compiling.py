@@ -104,9 +104,7 @@ def compile_all(
             pool.shutdown(cancel_futures=True)
 
 
-def processes(
-    workers: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
-) -> ProcessPoolExecutor:
+def processes(workers: int | None = None, environment: Mapping[str, str] = MappingProxyType({})) -> ProcessPoolExecutor:
     """For what compiles. They end with this one, and none of them interprets kernels."""
     begin = partial(_begin, os.getpid(), {**environment, "TRITON_INTERPRET": "0"})
     return ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn"), initializer=begin)

@@ -1,7 +1,7 @@
 """Layers of given sizes run through the library without values: what a benchmark of them launches.
 
-    with standin.recording(90) as launches:
-        run(SHAPES[0])
+with standin.recording(90) as launches:
+    run(SHAPES[0])
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ class Setting:
 #: is enough: what travels takes little of the processors then. The dense part's gradient is as many bytes as all rows,
 #: as in a model of M = 2048, whose attention has four matrices of M×M and whose ranks send 8192 rows; there are layers
 #: enough that the first one's, which nothing can hide, is a small part.
-COMPUTED = Setting(
-    "computed", 1, None, 400, 64, layers=4, S=8192, M=96, H=10752, E=4, gradient_bytes=4 * 8192 * 96
-)
+COMPUTED = Setting("computed", 1, None, 400, 64, layers=4, S=8192, M=96, H=10752, E=4, gradient_bytes=4 * 8192 * 96)
 
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(

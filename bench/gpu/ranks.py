@@ -59,9 +59,7 @@ def in_turn(runs: Sequence[Forward] | Sequence[Backward]) -> None:
 
 class _Puts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, ranks: _Ranks
-    ) -> Tensor:
+    def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, ranks: _Ranks) -> Tensor:
         experts = zip(w1.tensor_split(ranks.count), w2.tensor_split(ranks.count), strict=True)
         runs = [
             Forward(x, route, FusedChunks(ops.Weights(*own), "swiglu"))

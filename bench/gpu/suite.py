@@ -114,4 +114,3 @@ def _row(shape: Shape, kind: str, name: str, variant: str, parts: list[Cost], fl
         "high_ms": times.high_ms,
         "runs": times.runs,
     }
-

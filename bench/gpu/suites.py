@@ -78,9 +78,7 @@ def _keeper(place: Place, spool_file: Path) -> Callable[[], int]:
 def _judge(spool: Spool, suite: str, shapes: Sequence[Shape]) -> Outcome:
     done = [shape.name for shape in shapes if spool.is_done(suite, shape.name)]
     failed = {record["shape"]: record["word"] for record in spool.of("failed") if record["suite"] == suite}
-    failed |= {
-        shape.name: "its process ended twice" for shape in shapes if spool.stops(suite, shape.name) > 1
-    }
+    failed |= {shape.name: "its process ended twice" for shape in shapes if spool.stops(suite, shape.name) > 1}
     wrong = [f"{record['name']} at {record['shape']}" for record in spool.of("wrong") if record["suite"] == suite]
     missing = [shape.name for shape in shapes if shape.name not in done and shape.name not in failed]
     words = [f"{len(done)} of {len(shapes)} shapes"]

@@ -46,9 +46,7 @@ def experts(
     check_weights("experts", weights, activation, x_SM, layout.experts)
     w = weights.contiguous()
     with span(recorder, "experts", kind="expert", phase="forward"):
-        y_SM, _ = operators.experts(
-            x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, *layout.tensors, activation
-        )
+        y_SM, _ = operators.experts(x_SM, weight_N, w.w1, w.w2, w.b1, w.b2, w.b2_start, *layout.tensors, activation)
     if recorder is not None and y_SM.grad_fn is not None:
         y_SM.grad_fn.recorder = recorder  # the context that `_backward` gets
     return y_SM

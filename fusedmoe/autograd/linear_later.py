@@ -62,9 +62,7 @@ class Later(TorchFunctionMode):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, *places: int | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, *places: int | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.later, ctx.places = later, places
         with torch.autocast(x.device.type, enabled=False):

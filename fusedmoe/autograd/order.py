@@ -12,9 +12,7 @@ from fusedmoe.kernels import operators
 from fusedmoe.kernels.layout import Layout
 
 
-def order(
-    expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None
-) -> Layout:
+def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None) -> Layout:
     """Sorts the routing slots by expert and drops what exceeds the capacity; deterministic.
 
     Within an expert, slot k of all tokens comes before slot k + 1 (GShard: a second choice never displaces a first

@@ -23,6 +23,4 @@ def _note_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 operators.pack_bf16.register_autograd(
     lambda ctx, grad: operators.unpack_bf16(grad, ctx.dtype), setup_context=_note_dtype
 )
-operators.unpack_bf16.register_autograd(
-    lambda ctx, grad: (operators.pack_bf16(grad), None), setup_context=_note_dtype
-)
+operators.unpack_bf16.register_autograd(lambda ctx, grad: (operators.pack_bf16(grad), None), setup_context=_note_dtype)

@@ -61,9 +61,7 @@ class Report:
     copies: Copies | None  # of experts, under a placement
 
     @classmethod
-    def of(
-        cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
-    ) -> Report:
+    def of(cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False) -> Report:
         """Plans by every policy that training could follow; the chosen one is the settings'. Where it follows none,
         things happen one after the other.
 

@@ -119,9 +119,7 @@ class Carrier:
     def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
         return self  # process groups cannot be copied
 
-    def _job(
-        self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor], owned: int | None
-    ) -> _Job:
+    def _job(self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor], owned: int | None) -> _Job:
         return _Job(self._group, self._window, transfers, dict(rows), tables, owned)
 
     def _start(self, transfers: Transfers, job: _Job, during: AbstractContextManager[None] | None) -> Flight:

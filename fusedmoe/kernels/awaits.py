@@ -102,9 +102,7 @@ def await_letters(letters: Place, experts: int, epoch: int, bounds: Bounds) -> N
     )
 
 
-def await_signals(
-    signals: Tensor, index: Tensor, epoch: int, bounds: Bounds, network: Network | None = None
-) -> None:
+def await_signals(signals: Tensor, index: Tensor, epoch: int, bounds: Bounds, network: Network | None = None) -> None:
     """Waits until the signals with these (int32) indices have come to `epoch`.
 
     `network`: where one leads to far peers, and what they have put is read afterwards.

@@ -118,9 +118,7 @@ def _fused(x_SM: Tensor) -> bool:
     return uses_triton(x_SM) and x_SM.dtype != torch.float64 and x_SM.shape[0] > 0
 
 
-def define_experts(
-    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: str
-) -> Tensor:
+def define_experts(x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: str) -> Tensor:
     """What the operation computes, in plain differentiable torch, row by row."""
     y_SM = [x_SM.new_zeros(weights.w2.shape[1]) for _ in x_SM]
     expert_N = [e for e, count in enumerate(layout.counts) for _ in range(count)]

@@ -61,9 +61,7 @@ def chunk_of(place: Tensor, count: Tensor, degree: int) -> Tensor:
     return ((place + 1) * degree - 1).div(count.clamp(min=1), rounding_mode="floor").clamp(max=degree - 1)
 
 
-def plan_sends(
-    layout: Layout, weight_N: Tensor | None, peers: int, degree: int, capacity: int, lines: int
-) -> Sends:
+def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
     """What this rank puts.
 
     Args:
@@ -110,9 +108,7 @@ def plan_sends(
     )
 
 
-def read_letters(
-    letters_WC2: Tensor, experts: int, degree: int, capacity: int, rows: Sequence[int]
-) -> list[Arrivals]:
+def read_letters(letters_WC2: Tensor, experts: int, degree: int, capacity: int, rows: Sequence[int]) -> list[Arrivals]:
     """What has been put here, chunk by chunk.
 
     Args:

@@ -1,12 +1,12 @@
 """The names of the FSMoE paper (Listings 1 and 2) for this library's parts.
 
-    class MyExpert(ExpertBase):
-        def do_experts(self, args): ...
+class MyExpert(ExpertBase):
+    def do_experts(self, args): ...
 
-    class MyCallback(CallbackBase):
-        def before_dispatch_hook(self, args): ...
+class MyCallback(CallbackBase):
+    def before_dispatch_hook(self, args): ...
 
-    moe_module = MOELayer(LinearGate(), SimpleOrder(), model_dim=512)
+moe_module = MOELayer(LinearGate(), SimpleOrder(), model_dim=512)
 """
 
 from __future__ import annotations

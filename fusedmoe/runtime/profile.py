@@ -397,4 +397,3 @@ class _Profiler:
         self._together()
         execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
         return self._recorder.timeline().duration_s
-

@@ -189,9 +189,7 @@ def _own_degrees(costs: StackCosts, orders: Sequence[Order], limit: int) -> Plan
     return step_plan(costs, forward, backward, partition)
 
 
-def _best(
-    chunks: Mapping[str, Chunks], gar: float, orders: Sequence[Order], costs: StackCosts, limit: int
-) -> Pass:
+def _best(chunks: Mapping[str, Chunks], gar: float, orders: Sequence[Order], costs: StackCosts, limit: int) -> Pass:
     """The shortest pass with all-reduces of `gar` seconds; of equally short ones the first order's."""
     found = [
         (order, choose_degree(chunks, gar, order=order, contention=costs.contention, limit=limit)) for order in orders

@@ -86,9 +86,7 @@ def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: 
         for task in (*(Task(GATHER, None, layer, phase) for phase in phases), reduce):
             sparse[task] = seconds
             own = [
-                place
-                for place, one in enumerate(inter)
-                if (one.layer, one.phase) == task[2:4] and one.kind in PIPELINE
+                place for place, one in enumerate(inter) if (one.layer, one.phase) == task[2:4] and one.kind in PIPELINE
             ]
             if not own:
                 raise ConfigError(f"plan: layer {layer} has no dispatch between nodes in its {task.phase} pass")

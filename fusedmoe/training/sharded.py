@@ -155,9 +155,7 @@ class ShardedExperts:
         facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
         topology.agree(facts, "ShardedExperts")
         self._carrier = _carrier(topology, heap)
-        for one, before, after in zip(
-            self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True
-        ):
+        for one, before, after in zip(self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True):
             one.hooked, one.rematerialises, one.neighbours = True, rematerialises, (before, after)
             one.carrier, one.clocked = self._carrier, self._measures
             one.correct = self._correction(one)

@@ -11,7 +11,7 @@ from bench.gpu import pool
 from bench.gpu.part import Log, Place
 from bench.gpu.pool import judge, run_tests
 
-CASES = '''
+CASES = """
 import os, signal, time, warnings
 
 import pytest
@@ -37,7 +37,7 @@ def test_i_after_it():
     from bench.gpu import notes
 
     assert notes.gpu_works()
-'''
+"""
 
 
 def place(folder: Path, seconds: float = 100) -> Place:

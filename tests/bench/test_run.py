@@ -354,5 +354,3 @@ def test_a_whole_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {found["result"] for found in told.values()} <= {"passed", "skipped"}, told
     compiled = told["compile"]["found"]
     assert compiled["kernels"] > 50 and not compiled["errors"] and 0 < compiled["first_shape_s"] < 60
-
-

@@ -27,9 +27,7 @@ def random_placement(draw: random.Random, ranks: int, experts: int) -> Placement
     return Placement(
         ranks,
         owners,
-        tuple(
-            tuple(rank for rank in range(ranks) if rank != owner and draw.random() < 0.4) for owner in owners
-        ),
+        tuple(tuple(rank for rank in range(ranks) if rank != owner and draw.random() < 0.4) for owner in owners),
     )
 
 

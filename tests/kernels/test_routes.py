@@ -29,9 +29,7 @@ def route(seed: int, tokens: int, slots: int, experts: int, capacity: int | None
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.booleans()
-)
+@given(st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.booleans())
 def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, slots: int, drops: bool) -> None:
     experts, slots = peers * local, min(slots, peers * local)
     random = torch.Generator().manual_seed(seed)

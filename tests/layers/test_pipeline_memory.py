@@ -60,9 +60,7 @@ def waiting(plan: Plan) -> int:
     return most
 
 
-@pytest.mark.parametrize(
-    "split", [Split(1, 1), Split(4, 4), Split(4, 2), Split(2, 8), Split(4, 4, weights=True)]
-)
+@pytest.mark.parametrize("split", [Split(1, 1), Split(4, 4), Split(4, 2), Split(2, 8), Split(4, 4, weights=True)])
 def test_peak(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_sequence(plan: Plan, bodies: Any, **_: Any) -> None:
         with torch.no_grad():

@@ -93,5 +93,3 @@ def same_gradients(got: Tensor, expected: Tensor, inputs: dict[str, Tensor | Non
         grads.append([torch.zeros_like(i) if g is None else g for g, i in zip(found, named.values(), strict=True)])
     for name, one, other in zip(named, *grads, strict=True):
         close(f"gradient of {name}", one, other)
-
-

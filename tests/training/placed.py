@@ -154,8 +154,14 @@ def _run(
     if sharded is not None:
         sharded.close()
     return {
-        "losses": losses, "gradients": gradients, "parameters": states, "dense": dense, "owners": owners,
-        "placements": placements, "state": kept, "sent": sent,
+        "losses": losses,
+        "gradients": gradients,
+        "parameters": states,
+        "dense": dense,
+        "owners": owners,
+        "placements": placements,
+        "state": kept,
+        "sent": sent,
     }
 
 

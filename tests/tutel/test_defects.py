@@ -121,8 +121,9 @@ def test_4_input_that_is_not_contiguous() -> None:
     critical, _ = moe.extract_critical(scores, 2)
     rows = moe.fast_encode(draw((6, 10), 1).t(), critical)
     assert torch.equal(rows, moe.fast_encode(draw((6, 10), 1).t().contiguous(), critical))
-    torch.testing.assert_close(moe.fast_decode(rows.transpose(1, 2).contiguous().transpose(1, 2), critical),
-                               moe.fast_decode(rows, critical))
+    torch.testing.assert_close(
+        moe.fast_decode(rows.transpose(1, 2).contiguous().transpose(1, 2), critical), moe.fast_decode(rows, critical)
+    )
 
 
 def test_5_float64_stays_float64() -> None:

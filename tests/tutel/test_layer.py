@@ -272,9 +272,7 @@ class Expert(nn.Module):
 
 def test_custom_gate_and_experts_with_reserved_dims() -> None:
     gate = {"type": "custom", "module": Gate, "k": 2}
-    layer = moe.moe_layer(
-        gate, D, {"type": "custom", "module": Expert, "num_experts_per_device": 4, "start": 3.0}
-    )
+    layer = moe.moe_layer(gate, D, {"type": "custom", "module": Expert, "num_experts_per_device": 4, "start": 3.0})
     assert (layer.gates[0].capacity_factor, layer.gates[0].gate_noise) == (1.0, 0.0)
     x = tokens(2, 12, 4, 4)
     y = layer(x, reserve_dims=2, capacity_factor=0.0)

@@ -37,8 +37,12 @@ def test_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.record_time() <= system.record_time()
 
 
-def test_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-               caplog: pytest.LogCaptureFixture) -> None:
+def test_tools(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monkeypatch.chdir(tmp_path)
     x = torch.randn(3, 2, requires_grad=True)
     system.save(x, "x.npy")

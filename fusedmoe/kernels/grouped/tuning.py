@@ -137,9 +137,7 @@ class Tuner:
         self._record.save()
         return chosen
 
-    def _times(
-        self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]
-    ) -> dict[Config, float]:
+    def _times(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> dict[Config, float]:
         """Seconds of each configuration that runs at these sizes, too."""
         seconds = {}
         for config in configs:

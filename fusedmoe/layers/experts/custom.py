@@ -61,4 +61,3 @@ class Custom(RowExperts):
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
         parts = rows_NM.split(counts)
         return torch.cat([module(part) for module, part in zip(self.experts.values(), parts, strict=True)])
-

@@ -1,6 +1,6 @@
 """One checkpoint with all experts from those of W ranks.
 
-    python -m fusedmoe.tutel.checkpoint.gather --inputs 'out/{rank}-of-{size}.ckpt' --input_size 2 --output all.ckpt
+python -m fusedmoe.tutel.checkpoint.gather --inputs 'out/{rank}-of-{size}.ckpt' --input_size 2 --output all.ckpt
 """
 
 from __future__ import annotations

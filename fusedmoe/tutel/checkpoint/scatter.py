@@ -1,6 +1,6 @@
 """Checkpoints for W ranks from one with all experts.
 
-    python -m fusedmoe.tutel.checkpoint.scatter --input all.ckpt --output_size 8 --outputs 'out/{rank}-of-{size}.ckpt'
+python -m fusedmoe.tutel.checkpoint.scatter --input all.ckpt --output_size 8 --outputs 'out/{rank}-of-{size}.ckpt'
 """
 
 from __future__ import annotations

@@ -58,8 +58,10 @@ class LlamaFFNNetwork(nn.Module):
 
     def whole(self, ctx: MOELayer) -> tuple[Tensor, Tensor, Tensor]:
         """W1, W2 [e, D, H] and W3 [e, H, D]; with an adaptive degree of 0 of all experts."""
-        return self._joined(ctx, self.W_fc1, self._up), self._joined(ctx, self.W_fc2, self._up), self._joined(
-            ctx, self.W_fc3, self._down
+        return (
+            self._joined(ctx, self.W_fc1, self._up),
+            self._joined(ctx, self.W_fc2, self._up),
+            self._joined(ctx, self.W_fc3, self._down),
         )
 
     def _joined(self, ctx: MOELayer, flat: Tensor, shape: torch.Size) -> Tensor:

@@ -195,9 +195,7 @@ def _own_copy(members: Group) -> Move:
     return lambda rows: own_part(members, rows).clone()
 
 
-def zero_gather(
-    input: Tensor, full_shape: Sequence[int] | None = None, group: ProcessGroup | None = None
-) -> Tensor:
+def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: ProcessGroup | None = None) -> Tensor:
     """The tensor whose flat parts the ranks hold; `full_shape` cuts padding off, by default dimension 0 grows."""
     members = as_group(group)
     shape = list(full_shape) if full_shape else [input.shape[0] * members.size, *input.shape[1:]]
@@ -244,9 +242,7 @@ def _swap_ragged(members: Group, send: Sequence[int], recv: Sequence[int], rows:
     return collectives.all_to_all_rows(members, rows, send, recv)
 
 
-def batch_all_gather_v(
-    datas: Sequence[Tensor], group: ProcessGroup | None = None
-) -> tuple[list[Tensor], Tensor]:
+def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[list[Tensor], Tensor]:
     """Flat tensors, of any length on each rank, joined in rank order. Also, how many came from whom.
 
     Raises:

@@ -36,9 +36,7 @@ class JitCompiler:
         if named is None:
             raise ConfigError("the source has no `__global__ void name(…)`")
         extents = {(kind, axis): int(size) for kind, axis, size in _EXTENT.findall(source)}
-        grid, block = (
-            tuple(extents.get((kind, axis), 1) for axis in "xyz") for kind in ("blockIdx", "threadIdx")
-        )
+        grid, block = (tuple(extents.get((kind, axis), 1) for axis in "xyz") for kind in ("blockIdx", "threadIdx"))
         compiled: list[Any] = []
 
         def call(*inputs: Tensor, extra: list[Any] | None = None) -> None:

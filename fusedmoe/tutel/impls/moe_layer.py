@@ -280,9 +280,7 @@ class MOELayer(nn.Module):
         r, s = self._parts(), self.sharded_count
         return capacity if r == 0 or self.world_size == 1 else -(-capacity * r // s)
 
-    def _local_experts(
-        self, x_SM: Tensor, choice: Choice, token_shape: torch.Size, capacity: int
-    ) -> LocalExperts:
+    def _local_experts(self, x_SM: Tensor, choice: Choice, token_shape: torch.Size, capacity: int) -> LocalExperts:
         count = self.num_global_experts if self._parts() == 0 else self.num_local_experts
         module: Any = self.experts
         fused = None

@@ -1,6 +1,6 @@
 """Starts LOCAL_SIZE ranks on this host, one host for each of Open MPI's processes.
 
-    mpirun … -x MASTER_ADDR -x LOCAL_SIZE=8 python -m fusedmoe.tutel.launcher.run -m package.script …
+mpirun … -x MASTER_ADDR -x LOCAL_SIZE=8 python -m fusedmoe.tutel.launcher.run -m package.script …
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def test_equals_dense(device: torch.device, peers: int, degree: int) -> None:
     experts, slots, width, hidden = 8, 2, 64, 48
     counts = torch.randint(0, 30, (peers,), generator=draw).tolist()
     w1, w2 = torch.randn(experts, 2, hidden, width, generator=draw), torch.randn(experts, width, hidden, generator=draw)
-    windows = [
-        Windows(heap, Room(30, slots, experts, width, torch.float32)) for heap in local_heaps(peers, device)
-    ]
+    windows = [Windows(heap, Room(30, slots, experts, width, torch.float32)) for heap in local_heaps(peers, device)]
     local, layouts, inputs = experts // peers, [], []
     for count in counts:
         expert_SK = torch.rand(count, experts, generator=draw).argsort(1)[:, :slots]
