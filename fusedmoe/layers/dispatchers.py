@@ -50,9 +50,7 @@ class OneSided(Dispatcher):
         collectives: what then takes rows.
     """
 
-    def __init__(
-        self, transport: Callable[[Tensor], Transport | None], collectives: Collectives
-    ) -> None:
+    def __init__(self, transport: Callable[[Tensor], Transport | None], collectives: Collectives) -> None:
         self._transport, self.collectives = transport, collectives
 
     def dispatch(

@@ -262,9 +262,7 @@ class MoELayer(nn.Module):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
         self._load.kept_E = ordered.kept_E
         self.dispatcher.recorder = recorder
-        y_SM = self.dispatcher.through_experts(
-            ordered.x_SM, ordered.layout, ordered.weight_SK, self.experts, refusal
-        )
+        y_SM = self.dispatcher.through_experts(ordered.x_SM, ordered.layout, ordered.weight_SK, self.experts, refusal)
         with span(recorder, "unorder", kind="unorder", phase="forward"):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
