@@ -144,6 +144,7 @@ class Collectives(Dispatcher):
         all_to_all: how rows cross ep.
         plans: which plans to work by.
         name: of who calls, for messages.
+        streams: on which chunks overlap on CUDA; None: on one.
     """
 
     topology: Topology
@@ -152,7 +153,7 @@ class Collectives(Dispatcher):
     hooks: Sequence[Hooks] = ()
     name: str = "MoELayer"
     recorder: Recorder | None = None
-    _streams: Streams = field(default_factory=Streams)
+    streams: Streams | None = field(default_factory=Streams)
 
     def dispatch(
         self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None = None
@@ -192,7 +193,7 @@ class Collectives(Dispatcher):
         layout, weight_N, exchange = crossing
         chunks = experts.in_chunks(x_SM)
         followed = self.plans(x_SM, exchange.most_rows, chunks)
-        streams = self._streams.on(x_SM.device)
+        streams = None if self.streams is None else self.streams.on(x_SM.device)
         if followed is None:
             if not chunks.any_degree:
                 rows_RM, handle = self._dispatch(x_SM, crossing)
