@@ -87,6 +87,9 @@ class WaitingChunks:
     def __init__(self, row_s: float) -> None:
         self._row_s = row_s
 
+    def for_backward(self) -> WaitingChunks:
+        return self
+
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
         time.sleep(START_S + len(x_RM) * self._row_s)
         return gather_sum(permute(x_RM, layout), layout, weight_R), x_RM[:, :0]

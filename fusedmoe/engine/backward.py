@@ -222,7 +222,7 @@ class Backward(Pass):
         gradients = self.stack.gradients
         if self._left[number] or gradients is None or not gradients.opened:
             return
-        own = self.layers[number].stage.dense_parameters
+        own = self.layers[number].own
         for place, gradient in self.dense[number].items():
             # In memory of its own, since it is reduced in place; and with what passes before this one have added up.
             parameter = own[place]

@@ -9,7 +9,7 @@ in one after the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -218,7 +218,7 @@ class _Pipelined(torch.autograd.Function):
         out_NM = run.run("forward", chunks, permute(x_SM, chunks.layout), compute)
         # What a chunk keeps is a tensor, or a graph of its own.
         tensors = kept if run.experts.any_degree else []
-        ctx.run, ctx.kept = run, [] if tensors else kept
+        ctx.run, ctx.kept = replace(run, experts=run.experts.for_backward()), [] if tensors else kept
         ctx.weighted = None if weight_N is None else weight_N.dtype
         ctx.save_for_backward(*received, *weights, *tensors, *parameters)
         return gather_sum(out_NM, chunks.layout)

@@ -13,7 +13,7 @@ from fusedmoe.autograd.order import order, take_slots
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Cuts, Received, Sent, counts_of
-from fusedmoe.engine.state import Chunk, Counts, Layer, Output, Pass, Piece, Stack, Unit, cuts_of, there
+from fusedmoe.engine.state import Chunk, Counts, Layer, Output, Pass, Piece, Stack, Stage, Unit, cuts_of, there
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 
@@ -21,19 +21,23 @@ from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 class Forward(Pass):
     """One forward pass of a batch [B, …, M]. `keep`: a backward pass will follow."""
 
-    def __init__(self, stack: Stack, x: Tensor, experts: Sequence[ChunkExperts], keep: bool) -> None:
+    def __init__(
+        self, stack: Stack, stages: Sequence[Stage], x: Tensor, experts: Sequence[ChunkExperts], keep: bool
+    ) -> None:
+        self._stages = stages
         self._keep, self._x, self._lead = keep, x, x.shape[:-1]
         later = Counts(stack.plans.backward)
-        self._later = [keep and later.of(WEIGHT_GRADIENTS["attention"], n) > 0 for n in range(len(stack.stages))]
+        self._later = [keep and later.of(WEIGHT_GRADIENTS["attention"], n) > 0 for n in range(len(stages))]
         layers = []
-        for number, (stage, of) in enumerate(zip(stack.stages, experts, strict=True)):
+        for number, (stage, of) in enumerate(zip(stages, experts, strict=True)):
             unit_cuts, cuts = cuts_of((stack.plans.forward, stack.plans.backward), number)
             leaves = [one.detach().requires_grad_(keep and one.requires_grad) for one in stage.dense_parameters]
-            layers.append(Layer(stage, of, leaves, unit_cuts, cuts, [None] * len(unit_cuts), [None] * len(cuts)))
+            own = stage.dense_parameters
+            layers.append(Layer(of, own, leaves, unit_cuts, cuts, [None] * len(unit_cuts), [None] * len(cuts)))
         super().__init__(stack, "forward", layers, x.shape)
         tokens = self._lead.numel() if x.numel() else 0
-        self._capacities = [stage.capacity(tokens) for stage in stack.stages]
-        self._drawn = [tuple(self._batch(one) for one in stage.draw(x)) for stage in stack.stages]
+        self._capacities = [stage.capacity(tokens) for stage in stages]
+        self._drawn = [tuple(self._batch(one) for one in stage.draw(x)) for stage in stages]
         # Of each layer: rows that each expert has been given, and units whose rows have their place.
         self._taken: list[Tensor | None] = [None] * len(layers)
         self._placed = [0] * len(layers)
@@ -44,10 +48,10 @@ class Forward(Pass):
         self.execute()
         for layer, chunks in zip(self.layers, self.chunks, strict=True):
             self._note_sizes(layer, chunks)
-        aux = [self._whole_gate(layer) for layer in self.layers]
+        aux = [self._whole_gate(number, layer) for number, layer in enumerate(self.layers)]
         z = there(self.layers[-1].z)
         for layer in self.layers:
-            layer.z = None
+            layer.z, layer.experts = None, layer.experts.for_backward()
         return z, aux
 
     def attention(self, task: Task) -> None:
@@ -66,24 +70,24 @@ class Forward(Pass):
                     earlier = (there(layer.units[other]).own for other in range(place))
                     past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
                 later = Later(layer.parameters) if self._later[number] else None
-                y, u, scores, routing, own = layer.stage.dense(layer.parameters, x, drawn, past, later)
+                y, u, scores, routing, own = self._stages[number].dense(layer.parameters, x, drawn, past, later)
             if layer.z is None:
                 layer.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))
             self.view(layer.z, layer.unit_cuts, span).copy_(y.detach())
             to = Output.of(y), Output.of(u)
             down: list[Tensor | None] = [None] * len(own)
             layer.units[place] = Unit(x, u.detach(), to, scores, routing, own, past, later, down=down)
-        if not (layer.stage.waits and self.counts.of("order", number)):
+        if not (self._stages[number].waits and self.counts.of("order", number)):
             self._place(number, units)
 
     def order(self, task: Task) -> None:
         number, layer = self.at(task)
-        if layer.stage.waits:
+        if self._stages[number].waits:
             self._place(number, range(len(layer.units)))
 
     def _place(self, number: int, units: range) -> None:
         """Where rows go, and which there is no room for."""
-        layer, capacity, E = self.layers[number], self._capacities[number], self.layers[number].stage.experts_in_all
+        layer, capacity, E = self.layers[number], self._capacities[number], self._stages[number].experts_in_all
         assert units.start == self._placed[number], "units must be routed in order"
         self._placed[number] = units.stop
         found = [there(layer.units[place]) for place in units]
@@ -108,7 +112,7 @@ class Forward(Pass):
 
     def _full(self, number: int, expert_SK: Tensor, capacity: int) -> Tensor:
         """Which slots come when their expert is full, where each token has one slot and units come in order."""
-        E = self.layers[number].stage.experts_in_all
+        E = self._stages[number].experts_in_all
         taken_E = self._taken[number]
         if taken_E is None:
             taken_E = torch.zeros(E, dtype=torch.long, device=expert_SK.device)
@@ -128,7 +132,9 @@ class Forward(Pass):
         sent = Sent([piece.layout for piece in pieces], self.stack.peers)
         rows = sent.join([self._rows(layer, p, piece) for p, piece in zip(places, pieces, strict=True)])
         units = sorted({layer.unit_of(p) for p in places})
-        exchange = layer.stage.exchange(sent.counts, rows, [there(layer.units[place]).routing for place in units])
+        exchange = self._stages[number].exchange(
+            sent.counts, rows, [there(layer.units[place]).routing for place in units]
+        )
         received = Received(exchange, counts_of(exchange.come_QPE, len(pieces), rows.device))
         chunk = Chunk(sent, exchange, received, exchange.dispatch(rows))
         weights = sent.join([self.use(piece.weight_N.detach()) for piece in pieces])
@@ -161,16 +167,18 @@ class Forward(Pass):
             z += gather_sum(rows, there(layer.pieces[p]).layout).view(z.shape)
         chunk.rows = None
 
-    def _whole_gate(self, layer: Layer) -> Tensor:
+    def _whole_gate(self, number: int, layer: Layer) -> Tensor:
         """The auxiliary loss of the whole batch, and what its gradient is with respect to the scores."""
         units, axis = [there(unit) for unit in layer.units], self.stack.axis
         parts = zip(*([self._batch(one.detach(), unit.x) for one in unit.scores] for unit in units), strict=True)
         scores = [torch.cat(of, axis).flatten(0, len(self._lead) - 1) for of in parts]
         scores = [one.requires_grad_(self._keep) if one.is_floating_point() else one for one in scores]
         with torch.set_grad_enabled(self._keep):
-            routing = layer.stage.choose(tuple(scores))
+            routing = self._stages[number].choose(tuple(scores))
         aux = routing.aux_loss
-        layer.stage.count(routing, torch.stack([there(piece).layout.counts_E for piece in layer.pieces]).sum(0))
+        self._stages[number].count(
+            routing, torch.stack([there(piece).layout.counts_E for piece in layer.pieces]).sum(0)
+        )
         if aux.requires_grad:
             leaves = [one for one in scores if one.requires_grad]
             found = iter(torch.autograd.grad(aux, leaves, allow_unused=True))

@@ -19,15 +19,21 @@ from torch.autograd.function import once_differentiable
 from fusedmoe.engine.backward import Backward
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.forward import Forward
-from fusedmoe.engine.state import Stack
+from fusedmoe.engine.state import Stack, Stage
 
 
 class _Through(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, stack: Stack, experts: Sequence[ChunkExperts], keep: bool, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        stack: Stack,
+        stages: Sequence[Stage],
+        experts: Sequence[ChunkExperts],
+        keep: bool,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        run = Forward(stack, x, experts, keep)
+        run = Forward(stack, stages, x, experts, keep)
         z, aux = run.run()
         ctx.stack, ctx.layers = stack, run.layers if keep else None
         ctx.set_materialize_grads(False)
@@ -51,10 +57,10 @@ class _Through(torch.autograd.Function):
             own = layer.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):
                 grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
-        return dx if ctx.needs_input_grad[0] else None, None, None, None, *grads
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, *grads
 
 
-def through_stack(x: Tensor, stack: Stack) -> tuple[Tensor, list[Tensor]]:
+def through_stack(x: Tensor, stages: Sequence[Stage], stack: Stack) -> tuple[Tensor, list[Tensor]]:
     """The batch through all layers by the plans of `stack`, and each layer's auxiliary loss. Collective.
 
     Args:
@@ -68,9 +74,9 @@ def through_stack(x: Tensor, stack: Stack) -> tuple[Tensor, list[Tensor]]:
     Raises:
         RankError: see `fusedmoe.comm.collectives`.
     """
-    experts = [stage.experts(x) for stage in stack.stages]  # once: under autocast their parameters are cast here
+    experts = [stage.experts(x) for stage in stages]  # once: under autocast their parameters are cast here
     parameters: list[Tensor | None] = []
-    for stage, of in zip(stack.stages, experts, strict=True):
+    for stage, of in zip(stages, experts, strict=True):
         parameters += [*stage.dense_parameters, *of.parameters]
-    z, *aux = _Through.apply(x, stack, experts, torch.is_grad_enabled(), *parameters)
+    z, *aux = _Through.apply(x, stack, stages, experts, torch.is_grad_enabled(), *parameters)
     return z, aux

@@ -132,7 +132,6 @@ class Stack:
         streams: one for each resource, on CUDA.
     """
 
-    stages: Sequence[Stage]
     plans: Plans
     peers: int
     stop: Callable[[BaseException], None]
@@ -203,8 +202,8 @@ class Chunk:
 class Layer:
     """One layer. Cuts of units are coarser than those of pieces, or the same."""
 
-    stage: Stage
     experts: ChunkExperts
+    own: Sequence[torch.nn.Parameter]  # the dense part's, the model's own
     parameters: list[Tensor]  # of the dense part, leaves of their own: hooks of the real ones see whole gradients only
     unit_cuts: Cuts
     cuts: Cuts

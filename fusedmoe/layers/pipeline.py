@@ -131,7 +131,7 @@ class PipelinedBlocks(nn.Module):
             if x.dim() < least or x.shape[-1] != self._layers()[0].model_dim:
                 want = f"[samples, {'positions, ' * (least - 2)}…, {self._layers()[0].model_dim}]"
                 raise ConfigError(f"pipeline got input of shape {list(x.shape)}; it takes {want}")
-            z, aux = through_stack(x, self._stack(x))
+            z, aux = through_stack(x, self._stages, self._stack(x))
         for layer, loss in zip(self._layers(), aux, strict=True):
             layer.aux_loss = loss / self.topology.mp.size
         return z
@@ -139,7 +139,6 @@ class PipelinedBlocks(nn.Module):
     def _stack(self, x: Tensor) -> Stack:
         stop = partial(self.topology.stop, "pipeline")
         return Stack(
-            self._stages,
             self.plans,
             self.topology.ep.size,
             stop,

@@ -67,11 +67,11 @@ class BlockStage:
         past: Sequence[tuple[Tensor, ...]],
         later: Later | None,
     ) -> Dense:
-        named = dict(zip(self._names, parameters, strict=True))
+        named, part = dict(zip(self._names, parameters, strict=True)), self._dense  # a graph may keep what computes
 
         def compute(x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> Any:
             with nullcontext() if later is None else later:
-                return torch.func.functional_call(self._dense, named, (x, drawn, past))
+                return torch.func.functional_call(part, named, (x, drawn, past))
 
         if self._recompute and torch.is_grad_enabled():
             # To its end: a dense part that communicates must do so on all ranks alike.
