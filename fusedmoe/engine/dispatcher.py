@@ -26,7 +26,8 @@ from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.chunked import Followed, Pipeline, one_chunk, pipeline
+from fusedmoe.engine.run import Followed, Run, one_chunk
+from fusedmoe.engine.tokens import through_experts
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import Recorder, span
@@ -199,20 +200,16 @@ class Collectives(Dispatcher):
                 rows_RM, handle = self._dispatch(x_SM, crossing)
                 return self.combine(experts(rows_RM, handle.layout, handle.weight_N), handle)
             followed, streams = Followed(one_chunk(self.topology.esp.size > 1)), None
-        stop = partial(self.topology.stop, self.name)
-        run = Pipeline(
-            layout,
-            exchange,
-            chunks,
+        run = Run(
             followed.plans,
-            stop,
+            partial(self.topology.stop, self.name),
             self.hooks,
             self.recorder,
             streams,
             followed.gradients,
             followed.beside,
         )
-        return pipeline(x_SM, weight_N, run)
+        return through_experts(x_SM, weight_N, layout, exchange, chunks, run)
 
     def _dispatch(self, x_SM: Tensor, crossing: Crossing) -> tuple[Tensor, Handle]:
         layout, weight_N, exchange = crossing

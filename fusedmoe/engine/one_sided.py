@@ -7,7 +7,7 @@ come, and put results straight back.
     combine_results     results at their experts → tokens' results
     fused_experts       all in one
 
-Values and gradients are those of the collectives (`engine/chunked.py`), bit for bit: rows meet in the same order, in
+Values and gradients are those of the collectives (`engine/tokens.py`), bit for bit: rows meet in the same order, in
 the same tiles. The backward of each is the other way by the same means.
 """
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.engine.backward import Backward
+from fusedmoe.engine.backward import BlocksBackward
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.forward import Forward
-from fusedmoe.engine.state import Stack, Stage
+from fusedmoe.engine.forward import BlocksForward
+from fusedmoe.engine.run import Run
+from fusedmoe.engine.state import Cut, Stage
 
 
 class _Through(torch.autograd.Function):
@@ -27,15 +28,16 @@ class _Through(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        stack: Stack,
+        run: Run,
+        cut: Cut,
         stages: Sequence[Stage],
         experts: Sequence[ChunkExperts],
         keep: bool,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        run = Forward(stack, stages, x, experts, keep)
-        z, aux = run.run()
-        ctx.stack, ctx.layers = stack, run.layers if keep else None
+        forward = BlocksForward(run, cut, stages, x, experts, keep)
+        z, aux = forward.run()
+        ctx.given, ctx.layers = (run, cut), forward.layers if keep else None
         ctx.set_materialize_grads(False)
         ctx.like = z.shape, z.dtype, z.device
         return (z, *aux)
@@ -49,19 +51,20 @@ class _Through(torch.autograd.Function):
         if dz is None:
             shape, dtype, device = ctx.like
             dz = torch.zeros(shape, dtype=dtype, device=device)
-        run = Backward(ctx.stack, layers, dz, daux)
-        dx = run.run()
+        run, cut = ctx.given
+        backward = BlocksBackward(run, cut, layers, dz, daux)
+        dx = backward.run()
         grads: list[Tensor | None] = []
-        for layer, totals, dense in zip(layers, run.totals, run.dense, strict=True):
+        for layer, totals, dense in zip(layers, backward.totals, backward.dense, strict=True):
             grads += [dense.get(place) for place in range(len(layer.parameters))]
             own = layer.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):
                 grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
-        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, *grads
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, *grads
 
 
-def through_stack(x: Tensor, stages: Sequence[Stage], stack: Stack) -> tuple[Tensor, list[Tensor]]:
-    """The batch through all layers by the plans of `stack`, and each layer's auxiliary loss. Collective.
+def through_stack(x: Tensor, stages: Sequence[Stage], run: Run, cut: Cut) -> tuple[Tensor, list[Tensor]]:
+    """The batch through all layers by the plans of `run`, and each layer's auxiliary loss. Collective.
 
     Args:
         x: [B, …, M], B samples.
@@ -78,5 +81,5 @@ def through_stack(x: Tensor, stages: Sequence[Stage], stack: Stack) -> tuple[Ten
     parameters: list[Tensor | None] = []
     for stage, of in zip(stages, experts, strict=True):
         parameters += [*stage.dense_parameters, *of.parameters]
-    z, *aux = _Through.apply(x, stack, stages, experts, torch.is_grad_enabled(), *parameters)
+    z, *aux = _Through.apply(x, run, cut, stages, experts, torch.is_grad_enabled(), *parameters)
     return z, aux

@@ -5,27 +5,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fusedmoe.autograd.hooks import Direction
 from fusedmoe.autograd.linear_later import Later
-from fusedmoe.comm.exchange import Exchange, Part
-from fusedmoe.engine.chunk_experts import ChunkExperts, Rest
-from fusedmoe.engine.chunked import Plans
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Cuts, Received, Sent
+from fusedmoe.engine.run import Chunk, Counts, Pass, Run, present
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.runtime.execute import execute
-from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.task import Task
 
 
 class Choice(Protocol):
@@ -105,40 +101,16 @@ class Stage(Protocol):
     def experts(self, like: Tensor) -> ChunkExperts: ...
 
 
-class Gradients(Protocol):
-    """Reduces the gradients of dense parts while the backward pass goes on; see `fusedmoe.training.stream`."""
-
-    @property
-    def opened(self) -> bool:
-        """Whether gradients of the pass that comes are to be reduced."""
-        ...
-
-    def give(self, parameter: torch.nn.Parameter, gradient: Tensor) -> None:
-        """A gradient that is complete, in memory of its own; it is reduced in place."""
-        ...
-
-    def reduce(self, task: Task) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Stack:
-    """What a call of `through_stack` needs beside tensors.
+class Cut(NamedTuple):
+    """How a batch becomes pieces.
 
     Attributes:
-        axis: of the batch that is cut: 0, samples, or 1, positions; these then go to `Stage.dense` in order.
         peers: ranks that the experts are split over.
-        stop: told of an exception on this rank while others wait for it.
-        gradients: reduces the gradient pieces in the backward plan.
-        streams: one for each resource, on CUDA.
+        axis: of the batch that is cut: 0, samples, or 1, positions; these then go to `Stage.dense` in order.
     """
 
-    plans: Plans
     peers: int
-    stop: Callable[[BaseException], None]
     axis: int = 0
-    gradients: Gradients | None = None
-    recorder: Recorder | None = None
-    streams: Mapping[str, torch.cuda.Stream] | None = None
 
 
 @dataclass(eq=False)
@@ -185,17 +157,11 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Chunk:
-    """A chunk's rows in one layer and one pass."""
+class PieceChunk(Chunk):
+    """A chunk of pieces, which it joins."""
 
-    sent: Sent
-    part: Part
-    received: Received
-    rows: Tensor | None
-    weights: Tensor | None = None  # of received rows, and gradients of them
-    x_RM: Tensor | None = None
-    kept: Any = None
-    rest: Rest | None = None
+    sent: Sent | None = None
+    received: Received | None = None
 
 
 @dataclass(eq=False)
@@ -210,7 +176,7 @@ class Layer:
     units: list[Unit | None]
     pieces: list[Piece | None]
     z: Tensor | None = None  # what the layer gives, as far as it has come
-    chunks: dict[int, Chunk] = field(default_factory=dict)
+    chunks: dict[int, PieceChunk] = field(default_factory=dict)
     sizes: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # of each piece
     dscores: list[Tensor | None] | None = None  # of the auxiliary loss, of the whole batch
     exchange: Exchange | None = None
@@ -220,43 +186,29 @@ class Layer:
         return max(place for place, share in enumerate(self.unit_cuts.shares[:-1]) if share <= self.cuts.shares[p])
 
 
-class Counts:
-    """In how many chunks a plan has each part of each layer, and whether weight gradients are tasks of their own."""
+class BlockPass(Pass):
+    """What both passes have in common.
 
-    def __init__(self, plan: Plan) -> None:
-        self._counts = Counter((task.kind, task.layer) for task in plan)
+    Args:
+        cut: of the batch.
+        shape: of the batch, [B, …, M].
+    """
 
-    def dense(self, layer: int) -> int:
-        return self._counts["attention", layer] or 1
-
-    def rows(self, layer: int) -> int:
-        return max((self._counts[kind, layer] for kind in PIPELINE), default=0) or 1
-
-    def of(self, kind: str, layer: int) -> int:
-        return self._counts[kind, layer]
-
-
-class Pass:
-    """What both passes have in common. `shape`: of the batch, [B, …, M]."""
-
-    def __init__(self, stack: Stack, phase: Direction, layers: list[Layer], shape: torch.Size) -> None:
-        self.stack, self.phase, self.layers, self.shape = stack, phase, layers, shape
-        self.plan = stack.plans.of(phase)
-        self.counts = Counts(self.plan)
-        self.chunks: list[dict[int, Chunk]] = [{} for _ in layers]
-
-    def execute(self) -> None:
-        stack = self.stack
-        bodies = {task.kind: getattr(self, task.kind.replace("-", "_")) for task in self.plan}
-        execute(self.plan, bodies, stop=stack.stop, streams=stack.streams, recorder=stack.recorder)
+    def __init__(self, run: Run, cut: Cut, layers: list[Layer], shape: torch.Size) -> None:
+        super().__init__(run, [layer.experts for layer in layers])
+        self.axis, self.peers, self.layers, self.shape = cut.axis, cut.peers, layers, shape
 
     def at(self, task: Task) -> tuple[int, Layer]:
-        assert task.layer is not None
-        return task.layer, self.layers[task.layer]
+        number = self.number(task)
+        return number, self.layers[number]
 
-    def chunk(self, task: Task) -> Chunk:
-        assert task.layer is not None
-        return self.chunks[task.layer][task.chunk or 0]
+    def piece_chunk(self, task: Task) -> PieceChunk:
+        chunk = self.chunk(task)
+        assert isinstance(chunk, PieceChunk)
+        return chunk
+
+    def weight_of(self, chunk: Chunk) -> Tensor:
+        return self.use(present(chunk.weights))[:, 0][chunk.layout.slot_N]
 
     def units(self, task: Task) -> range:
         """Of a dense part's task."""
@@ -270,30 +222,15 @@ class Pass:
 
     def view(self, batch: Tensor, cuts: Cuts, pieces: range) -> Tensor:
         """Some pieces of a batch, [B, …, M]."""
-        at = cuts.slice(pieces, batch.shape[self.stack.axis])
-        return batch[at] if self.stack.axis == 0 else batch[:, at]
+        at = cuts.slice(pieces, batch.shape[self.axis])
+        return batch[at] if self.axis == 0 else batch[:, at]
 
     def in_unit(self, layer: Layer, p: int) -> tuple[slice, ...]:
         """Where a piece is in its unit."""
-        size, place = self.shape[self.stack.axis], layer.unit_of(p)
+        size, place = self.shape[self.axis], layer.unit_of(p)
         start = layer.unit_cuts.slice(range(place, place + 1), size).start
         at = layer.cuts.slice(range(p, p + 1), size)
-        return (slice(None),) * self.stack.axis + (slice(at.start - start, at.stop - start),)
-
-    def use(self, tensor: Tensor) -> Tensor:
-        """For a tensor that another stream has made: its memory must not be given out anew while this one reads it."""
-        if self.stack.streams is not None:
-            tensor.record_stream(torch.cuda.current_stream())
-        return tensor
-
-
-_T = TypeVar("_T")
-
-
-def there(value: _T | None) -> _T:
-    """What the plan's order has put in place."""
-    assert value is not None
-    return value
+        return (slice(None),) * self.axis + (slice(at.start - start, at.stop - start),)
 
 
 def cuts_of(plans: Iterable[Plan], layer: int) -> tuple[Cuts, Cuts]:

@@ -14,7 +14,6 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks
-from fusedmoe.engine.chunked import Plans
 from fusedmoe.engine.dispatcher import (
     Collectives,
     Crossing,
@@ -24,6 +23,7 @@ from fusedmoe.engine.dispatcher import (
     recomputing,
     refuse,
 )
+from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.placed import Placed
 from fusedmoe.runtime.recorder import Recorder, span

@@ -15,8 +15,8 @@ from fusedmoe.autograd.linear import linear
 from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows, sum_gradient
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunked import Followed, GradientPieces, Plans
 from fusedmoe.engine.dispatcher import Dispatcher, recomputing
+from fusedmoe.engine.run import Followed, Gradients, Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.experts import NAMED, Experts, Place
@@ -291,7 +291,7 @@ class MoELayer(nn.Module):
         parameters = {name: sum_gradient(parameter, mp) for name, parameter in module.named_parameters()}
         return torch.func.functional_call(module, parameters, inputs)
 
-    def follow(self, plans: Plans, gradients: GradientPieces | None = None, beside: Sequence[Task] = ()) -> None:
+    def follow(self, plans: Plans, gradients: Gradients | None = None, beside: Sequence[Task] = ()) -> None:
         """From now on the layer works by these plans, the same on every rank, whatever its schedule.
 
         Args:

@@ -13,8 +13,8 @@ from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks
-from fusedmoe.engine.chunked import Followed, Plans
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local
+from fusedmoe.engine.run import Followed, Plans
 from fusedmoe.layers.dispatchers import Moving, OneSided, Transport, choose_transport, has_heap
 from fusedmoe.layers.experts import Experts
 from fusedmoe.layers.placed import Placed

@@ -11,7 +11,7 @@ import torch
 
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunked import Plans
+from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime.profile_cache import cached_profile
 from fusedmoe.schedule.cost import CostModel

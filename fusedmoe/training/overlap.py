@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunked import Plans
+from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.pipeline import PipelinedBlocks

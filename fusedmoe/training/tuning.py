@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusedmoe.comm.collectives import all_reduce
-from fusedmoe.engine.chunked import Plans
+from fusedmoe.engine.run import Plans
 from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.layer import half

@@ -16,7 +16,7 @@ import fusedmoe
 from fusedmoe import ConfigError, experts, gates
 from fusedmoe.autograd.linear_later import Later
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunked import Plans
+from fusedmoe.engine.run import Plans
 from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.layer import half

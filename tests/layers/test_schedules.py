@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusedmoe
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunked import Plans
+from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers import planner as planner_module
 from fusedmoe.layers import schedule as schedule_module

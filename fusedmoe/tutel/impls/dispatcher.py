@@ -15,8 +15,8 @@ from fusedmoe.autograd.order import order, permute, take_slots, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
-from fusedmoe.engine.chunked import Followed, Plans
 from fusedmoe.engine.dispatcher import Collectives, Local, no_plans
+from fusedmoe.engine.run import Followed, Plans
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans

@@ -23,8 +23,8 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import Heap, open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.engine import tokens
 from fusedmoe.engine.chunk_experts import FusedChunks
-from fusedmoe.engine.chunked import Pipeline, Plans, pipeline
 from fusedmoe.engine.one_sided import (
     combine_results,
     dispatch_experts,
@@ -33,6 +33,7 @@ from fusedmoe.engine.one_sided import (
     fused_experts,
     make_route,
 )
+from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import awaits, puts
 from fusedmoe.kernels.gather_sum import take_slots
@@ -87,8 +88,8 @@ def by_collectives(case: Case, topology: Topology, degree: int) -> list[Tensor]:
         for phase in ("forward", "backward")
     }
     plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
-    run = Pipeline(layout, exchange, experts, plans, partial(topology.stop, "test"))
-    y = pipeline(x, take_slots(weight, layout), run)
+    run = Run(plans, partial(topology.stop, "test"))
+    y = tokens.through_experts(x, take_slots(weight, layout), layout, exchange, experts, run)
     return results(y, x, weight, experts, case.dy_SM)
 
 
