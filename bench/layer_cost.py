@@ -17,7 +17,7 @@ import torch
 
 import fusedmoe
 from fusedmoe.kernels.gather_sum import gather_sum
-from fusedmoe.kernels.order import build_layout
+from fusedmoe.kernels.layout import build_layout
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.recorder import Recorder
 

@@ -25,7 +25,7 @@ def main() -> torch.Tensor:
 
     # Sort by expert, at most 40 rows each; then gather, experts and weighted sum in one operation.
     layout = ops.order(expert_SK, experts=E, capacity=40)
-    weight_N = ops.take_slots(weight_SK, layout)
+    weight_N = ops.take_pairs(weight_SK, layout)
     y_SM = ops.experts(x_SM, layout, weight_N, weights, "swiglu")
     y_SM.square().mean().backward()
     print("rows of each expert:", layout.counts, " dropped:", S * K - layout.rows)

@@ -1,7 +1,7 @@
 """The layer's operations as functions, for models that bring their own modules.
 
 `gate` and `gate_from_logits` route tokens by a `GateRule`, `order` sorts routing decisions, `permute` and `unpermute`
-move rows by them and `take_slots` router weights, `experts` computes, `Exchange` with `dispatch`, `combine`,
+move rows by them and `take_pairs` router weights, `experts` computes, `Exchange` with `dispatch`, `combine`,
 `all_gather` and `reduce_scatter` crosses ranks, and `through_experts` is the whole way between permute and unpermute.
 `gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from fusedmoe.autograd.exchange import all_gather, combine, dispatch, received_layout, reduce_scatter, through_experts
 from fusedmoe.autograd.experts import experts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
-from fusedmoe.autograd.order import order, permute, take_slots, unpermute
+from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
@@ -43,7 +43,7 @@ __all__ = [
     "reduce_scatter_rows",
     "split_counts",
     "split_rows",
-    "take_slots",
+    "take_pairs",
     "through_experts",
     "unpermute",
 ]

@@ -24,7 +24,7 @@ from fusedmoe.engine.one_sided import (
     fused_experts,
     make_route,
 )
-from fusedmoe.kernels.routes import for_all_shards
+from fusedmoe.kernels.one_sided import for_all_shards
 
 __all__ = [
     "FusedChunks",

@@ -29,14 +29,15 @@ from triton.backends.compiler import GPUTarget
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import operators
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.grouped import launch as grouped
-from fusedmoe.kernels.grouped.checks import COUNTS
-from fusedmoe.kernels.grouped.record import Record
-from fusedmoe.kernels.grouped.tiles import make_tiles
-from fusedmoe.kernels.grouped.tuning import Tuner, by_table
+from fusedmoe.kernels.triton import experts
+from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, by_table
+from fusedmoe.kernels.triton.grouped.correctness import COUNTS
+from fusedmoe.kernels.triton.grouped.tiles import make_tiles
 
 # Multiprocessors of what stands for each generation: A100, H200, B200.
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+#: Compute capabilities that stand for the generations of GPUs there are kernels for, 90 for sm_90.
+TARGETS = tuple(MULTIPROCESSORS)
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def _patches(target: int) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_name", lambda device=None: properties.name),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (grouped, "tuner", lambda device: _tuner(capability, device)),
+        (experts, "tuner", lambda device: _tuner(capability, device)),
     ]
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.cluster.parts import Computed
 from bench.cluster.setting import SETTINGS, Setting
+from bench.cluster.step import Computed
 
 #: What the file is called; it has `inter_mbit` and `computation_s`, by their names in `Setting`.
 FILE = "balance.json"

@@ -15,15 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.parts import computation
 from bench.cluster.profile import Clock, Profiler
 from bench.cluster.setting import LIMIT, Setting
-from bench.cluster.step import Step
+from bench.cluster.step import Step, computation
 from bench.cluster.turns import in_turns, row, same_results, setting_json, spread, tell
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.runtime.tune import PieceTuner
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.fill import fill_idle
@@ -36,6 +34,7 @@ from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.step import Pass
 from fusedmoe.schedule.whole import Split, micro_schedule
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES, ablation
+from fusedmoe.training.step_plan import BucketTuner
 
 #: Pieces of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
 UNTUNED_BYTES = 32 * 1024
@@ -132,12 +131,12 @@ def _pieces_json(
     def plan_of(size: int) -> Plan:
         return micro_schedule(costs, split._replace(piece_bytes=size)).plan()
 
-    tuner = PieceTuner(largest, _SAMPLES, _STEPS, drift=None)
+    tuner = BucketTuner(largest, _SAMPLES, _STEPS, drift=None)
     clock = Clock(topology)
     while not tuner.settled:
-        run = partial(step.run, plan_of(tuner.piece_bytes))
+        run = partial(step.run, plan_of(tuner.bucket_bytes))
         tuner.note(max(all_gather_object(topology.world, clock.seconds(run))))
-    chosen = tuner.piece_bytes
+    chosen = tuner.bucket_bytes
     topology.agree({"piece_bytes": chosen}, "the size of gradient pieces")
     sizes = sorted({chosen, *_sizes(largest)})
     plans = {size: plan_of(size) for size in sizes}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import fusedmoe
-from bench.cluster.parts import START_S
 from bench.cluster.setting import LIMIT, Setting
+from bench.cluster.step import START_S
 from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout

@@ -16,20 +16,19 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from bench.cluster.parts import START_S
 from bench.cluster.setting import Setting
+from bench.cluster.step import START_S
 from bench.cluster.turns import in_turns, setting_json, spread, tell
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.experts import Place
 from fusedmoe.layers.experts.base import RowExperts
 from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.placement.loads import LoadTrace, make_loads
+from fusedmoe.placement.load_trace import WINDOW, LoadTrace, make_loads
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.predict import WINDOW
-from fusedmoe.placement.price import Costs, load
+from fusedmoe.placement.price import PlacementCosts, load
 from fusedmoe.training import ShardedExperts
-from fusedmoe.training.sharded import POLICIES
+from fusedmoe.training.sharded_experts import POLICIES
 
 #: Attention of a layer, forward; backward takes twice as long.
 _ATTENTION_S = 0.06
@@ -221,11 +220,11 @@ def _row_flop(setting: Setting) -> float:
     return 2 * 2 * setting.M * setting.H
 
 
-def _costs(setting: Setting) -> Costs:
+def _costs(setting: Setting) -> PlacementCosts:
     """What policies know: the setting's own numbers."""
     assert setting.emulated_flops is not None
     expert_bytes = 4 * 2 * setting.M * setting.H
-    return Costs(
+    return PlacementCosts(
         token_s=3 * _row_flop(setting) / setting.emulated_flops,
         token_bytes=4 * setting.M,
         expert_bytes=expert_bytes,

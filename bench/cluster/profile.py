@@ -25,8 +25,8 @@ from fusedmoe.comm.collectives import (
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.execute import execute
-from fusedmoe.runtime.profile import contention_of, line_through
-from fusedmoe.runtime.profile import profile as measure
+from fusedmoe.runtime.profiler import contention_of, line_through
+from fusedmoe.runtime.profiler import profile as measure
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import CostModel, Line

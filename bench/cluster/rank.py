@@ -23,16 +23,19 @@ import torch.distributed as dist
 
 from bench.cluster import balance, blocks, placed
 from bench.cluster import layer as layers
-from bench.cluster.job import make_trainer
-from bench.cluster.parts import computation
 from bench.cluster.profile import Clock, Profile, Profiler
 from bench.cluster.setting import LIMIT, SETTINGS, Setting
-from bench.cluster.step import Step
-from bench.cluster.sweep import cross, degrees_of, plan_of
-from bench.cluster.turns import in_turns, row, same_results, setting_json, spread, tell
+from bench.cluster.step import Step, computation
+from bench.cluster.turns import cross, degrees_of, in_turns, plan_of, row, same_results, setting_json, spread, tell
+from fusedmoe.cli.data import random_corpus
+from fusedmoe.cli.job import StopRequest
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
+from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
@@ -40,8 +43,31 @@ from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.stack_costs import StackCosts
 from fusedmoe.schedule.workload import Workload
 
+_LAYERS, _SEQ_LEN, _K = 2, 256, 2
+
 _DRAWN = ("sequential", "pipemoe", "fsmoe", "joint")
 _WAIT_S = 60.0
+
+
+def make_trainer(setting: Setting, topology: Topology, policy: str, costs: CostModel) -> tuple[Trainer, Plan | None]:
+    """The trainer of the main job under a schedule, and the plan that it follows.
+
+    As many rows leave a rank as in the setting's layers. It computes in earnest, so only where ranks compute.
+    """
+    model = ModelConfig(
+        layers=_LAYERS,
+        model_dim=setting.M,
+        seq_len=_SEQ_LEN,
+        batch=setting.S // _K // _SEQ_LEN,
+        expert="ffn",
+        hidden=setting.H,
+        experts=setting.E,
+        k=_K,
+        capacity_factor=1.0,
+    )
+    settings = Settings(model=model, schedule=policy, ep=2, esp=setting.esp, mp=setting.esp)
+    trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**16), StopRequest())
+    return trainer, None if policy == "off" else trainer.follow(costs)[0]
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """A training step of a stack of layers by one plan: dense part and experts, both passes, and gradient all-reduces.
 
 Each layer is y = attention(x), z = y + experts(y): every rank's rows go in equal shares to all experts. What the plan
-orders is what is done, on real rows over real links; only what computes may be emulated (`parts.py`).
+orders is what is done, on real rows over real links; only what computes may be emulated, by a wait of the modelled
+length in place of one thread that computes.
 
 Rows lie by (capacity, expert): a chunk, as many rows for each expert, is also a run of the rows that attention makes.
 So it can be a micro-batch that goes from layer to layer, and every pass can have chunks of its own.
@@ -9,13 +10,14 @@ So it can be a micro-batch that goes from layer to layer, and every pass can hav
 
 from __future__ import annotations
 
+import time
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bench.cluster.parts import Computation
 from bench.cluster.setting import Setting
 from fusedmoe.comm.all_to_all import Direct
 from fusedmoe.comm.collectives import all_reduce
@@ -27,7 +29,204 @@ from fusedmoe.schedule.gradient import gradient_ranges
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task
 
+#: What an emulated part takes to start.
+START_S = 0.3e-3
+# Rows of a product, whatever the chunks: how they are split shall change what travels when, not what a product takes.
+_BLOCK = 128
+
 _KINDS = ("attention", *PIPELINE, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
+
+
+class Computation(Protocol):
+    """The dense part and the experts of all layers, chunk by chunk of a pass.
+
+    Rows of an expert lie by (capacity, peer): a chunk is a slice, whatever the number of chunks of either pass. Weight
+    gradients come with the input's, or later by a call of their own.
+    """
+
+    gradient_bytes: int
+
+    def attention(self, layer: int, x_SM: Tensor, chunk: slice) -> Tensor:
+        """`x_SM`: the chunk's rows, those of whole samples."""
+        ...
+
+    def attention_backward(self, layer: int, dy_SM: Tensor, chunk: slice, gradient: Tensor | None) -> Tensor:
+        """The gradient of the chunk's rows; that of all weights is added to `gradient`, if given, a row of numbers."""
+        ...
+
+    def attention_weights(self, layer: int, chunk: slice, gradient: Tensor) -> None: ...
+
+    def experts(self, layer: int, x_PeCM: Tensor, chunk: slice) -> Tensor: ...
+
+    def experts_backward(self, layer: int, dy_PeCM: Tensor, chunk: slice, weights: bool) -> Tensor: ...
+
+    def expert_weights(self, layer: int, chunk: slice) -> None: ...
+
+    def expert_gradients(self) -> dict[str, Tensor]:
+        """Of the last step, by name; overwritten by the next."""
+        ...
+
+
+class Computed:
+    """Attention among the tokens of a sample, and two-layer experts, in float32."""
+
+    def __init__(self, setting: Setting) -> None:
+        M, H, E, L, S = setting.M, setting.H, setting.E, setting.layers, setting.S
+        e, rows = E // 2, S // E * setting.ranks
+        self._M, self._sequence, self._peers = M, setting.sequence, setting.ranks
+        self._projections = [[_weight(M, M) for _ in range(4)] for _ in range(L)]
+        # Of each layer what its backward pass and its weight gradients need: x, q, k, v, what is mixed; dq, dk, dv, dy.
+        self._kept_SM, self._later_SM = torch.zeros(L, 5, S, M), torch.zeros(L, 4, S, M)
+        self._w1, self._w2 = ([[_weight(*shape) for _ in range(e)] for _ in range(L)] for shape in ((H, M), (M, H)))
+        self._x, self._h = (torch.zeros(L, e, rows, width) for width in (M, H))
+        # For weight gradients of their own, which only blocks have.
+        self._dy, self._dh = (torch.zeros(L, e, rows if setting.blocks else 0, width) for width in (M, H))
+        self._dw1, self._dw2 = torch.zeros(L, e, H, M), torch.zeros(L, e, M, H)
+        # What attention makes of it, and zeros for the rest.
+        self.gradient_bytes = max(4 * 4 * M * M, setting.gradient_bytes)
+
+    def attention(self, layer: int, x_SM: Tensor, chunk: slice) -> Tensor:
+        if chunk.start == 0:  # the step's first part that computes in this layer
+            self._dw1[layer] = 0
+            self._dw2[layer] = 0
+        *weights, out = self._projections[layer]
+        q, k, v = (x_SM @ w for w in weights)
+        mixed = self._mix(q, k, v).reshape(x_SM.shape)
+        for kept_SM, part in zip(self._kept_SM[layer], (x_SM, q, k, v, mixed), strict=True):
+            kept_SM[chunk] = part
+        return x_SM + mixed @ out
+
+    def attention_backward(self, layer: int, dy_SM: Tensor, chunk: slice, gradient: Tensor | None) -> Tensor:
+        *weights, out = self._projections[layer]
+        with torch.enable_grad():
+            qkv = [kept_SM[chunk].requires_grad_() for kept_SM in self._kept_SM[layer, 1:4]]
+            mixed = self._mix(*qkv)
+        later = (*torch.autograd.grad(mixed, qkv, (dy_SM @ out.t()).view(mixed.shape)), dy_SM)
+        for later_SM, part in zip(self._later_SM[layer], later, strict=True):
+            later_SM[chunk] = part
+        if gradient is not None:
+            self.attention_weights(layer, chunk, gradient)
+        return dy_SM + sum(part @ w.t() for part, w in zip(later, weights, strict=False))
+
+    def attention_weights(self, layer: int, chunk: slice, gradient: Tensor) -> None:
+        x, *_, mixed = self._kept_SM[layer, :, chunk]
+        own = gradient[: 4 * self._M**2].view(4, self._M, self._M)
+        for dw, rows, part in zip(own, (x, x, x, mixed), self._later_SM[layer, :, chunk], strict=True):
+            dw.addmm_(rows.t(), part)
+
+    def _mix(self, *qkv_SM: Tensor) -> Tensor:
+        q, k, v = (part.view(len(part) // self._sequence, self._sequence, self._M) for part in qkv_SM)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def experts(self, layer: int, x_PeCM: Tensor, chunk: slice) -> Tensor:
+        x_eCPM = x_PeCM.permute(1, 2, 0, 3)
+        out = torch.empty(x_eCPM.shape)
+        rows = self._rows(chunk)
+        for e in range(len(out)):
+            x = self._x[layer, e, rows]
+            x.view(x_eCPM[e].shape).copy_(x_eCPM[e])
+            blocks = (x.split(_BLOCK), self._h[layer, e, rows].split(_BLOCK), out[e].view(x.shape).split(_BLOCK))
+            for x_b, h_b, out_b in zip(*blocks, strict=True):
+                torch.mm(x_b, self._w1[layer][e].t(), out=h_b)
+                torch.mm(h_b.relu(), self._w2[layer][e].t(), out=out_b)
+        return out.permute(2, 0, 1, 3).contiguous()
+
+    def experts_backward(self, layer: int, dy_PeCM: Tensor, chunk: slice, weights: bool) -> Tensor:
+        dy_eCPM = dy_PeCM.permute(1, 2, 0, 3).contiguous()
+        out = torch.empty_like(dy_eCPM)
+        rows = self._rows(chunk)
+        for e in range(len(out)):
+            x, h = self._x[layer, e, rows], self._h[layer, e, rows]
+            dy, dx = dy_eCPM[e].view(x.shape), out[e].view(x.shape)
+            for start in range(0, len(x), _BLOCK):
+                of = slice(start, start + _BLOCK)
+                dh = (dy[of] @ self._w2[layer][e]).mul_(h[of] > 0)
+                torch.mm(dh, self._w1[layer][e], out=dx[of])
+                if weights:
+                    self._add_weights(layer, e, x[of], h[of], dy[of], dh)
+                else:
+                    self._dh[layer, e, rows][of] = dh
+            if not weights:
+                self._dy[layer, e, rows] = dy
+        return out.permute(2, 0, 1, 3).contiguous()
+
+    def expert_weights(self, layer: int, chunk: slice) -> None:
+        rows = self._rows(chunk)
+        for e in range(len(self._w1[layer])):
+            kept = (of[layer, e, rows].split(_BLOCK) for of in (self._x, self._h, self._dy, self._dh))
+            for blocks in zip(*kept, strict=True):
+                self._add_weights(layer, e, *blocks)
+
+    def expert_gradients(self) -> dict[str, Tensor]:
+        return {"dw1": self._dw1, "dw2": self._dw2}
+
+    def _add_weights(self, layer: int, e: int, x: Tensor, h: Tensor, dy: Tensor, dh: Tensor) -> None:
+        self._dw2[layer, e].addmm_(dy.t(), h.relu())
+        self._dw1[layer, e].addmm_(dh.t(), x)
+
+    def _rows(self, chunk: slice) -> slice:
+        return slice(chunk.start * self._peers, chunk.stop * self._peers)
+
+
+class Emulated:
+    """Waits as long as an accelerator would compute: for weight gradients as long as for those of the input.
+
+    Rows go through as they are. Some of them stand for weight gradients, so that it shows what was there in time.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        assert setting.emulated_flops is not None
+        self._S, self._capacity = setting.S, setting.S // setting.E
+        self._expert_s = setting.expert_flop / setting.emulated_flops
+        self._attention_s = setting.attention_flop / setting.emulated_flops
+        self._later_LS = torch.zeros(setting.layers, setting.S)
+        self.gradient_bytes = setting.gradient_bytes
+
+    def attention(self, layer: int, x_SM: Tensor, chunk: slice) -> Tensor:
+        _wait(self._attention_s * len(x_SM) / self._S)
+        return x_SM
+
+    def attention_backward(self, layer: int, dy_SM: Tensor, chunk: slice, gradient: Tensor | None) -> Tensor:
+        self._later_LS[layer, chunk] = dy_SM[:, 0]
+        _wait(self._attention_s * len(dy_SM) / self._S)
+        if gradient is not None:
+            self.attention_weights(layer, chunk, gradient)
+        return dy_SM
+
+    def attention_weights(self, layer: int, chunk: slice, gradient: Tensor) -> None:
+        _wait(self._attention_s * (chunk.stop - chunk.start) / self._S)
+        gradient[chunk] += self._later_LS[layer, chunk]
+
+    def experts(self, layer: int, x_PeCM: Tensor, chunk: slice) -> Tensor:
+        _wait(self._share_s(chunk))
+        return x_PeCM
+
+    def experts_backward(self, layer: int, dy_PeCM: Tensor, chunk: slice, weights: bool) -> Tensor:
+        _wait(self._share_s(chunk))
+        if weights:
+            _wait(self._share_s(chunk))
+        return dy_PeCM
+
+    def expert_weights(self, layer: int, chunk: slice) -> None:
+        _wait(self._share_s(chunk))
+
+    def expert_gradients(self) -> dict[str, Tensor]:
+        return {}
+
+    def _share_s(self, chunk: slice) -> float:
+        return self._expert_s * (chunk.stop - chunk.start) / self._capacity
+
+
+def computation(setting: Setting) -> Computation:
+    return Computed(setting) if setting.emulated_flops is None else Emulated(setting)
+
+
+def _wait(seconds: float) -> None:
+    time.sleep(START_S + seconds)
+
+
+def _weight(*shape: int) -> Tensor:
+    return torch.randn(shape) * shape[-1] ** -0.5
 
 
 class Step:

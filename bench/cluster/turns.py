@@ -1,4 +1,4 @@
-"""Runs in turns, on all ranks of a setting, and what is said of each."""
+"""Runs in turns, on all ranks of a setting, what is said of each, and plans beside a policy's own choice of degrees."""
 
 from __future__ import annotations
 
@@ -10,15 +10,45 @@ from typing import Any
 import torch
 
 from bench.cluster.profile import Clock
-from bench.cluster.setting import Setting
+from bench.cluster.setting import LIMIT, Setting
 from bench.cluster.step import Step
-from bench.cluster.sweep import degrees_of
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
+from fusedmoe.schedule.orders import three_queues
+from fusedmoe.schedule.partition import Way, search
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.stack_costs import StackCosts
+from fusedmoe.schedule.step import Pass, step_plan
 from fusedmoe.schedule.timeline import RESOURCES
+
+DEGREES = tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= LIMIT)
+
+
+def plan_of(costs: StackCosts, forward: int, backward: int) -> Plan:
+    """FSMoE's plan with these degrees in all layers; gradients where they are best then."""
+    ways = [Way.of(costs.layers[0].chunks["backward"], three_queues, backward, costs.contention)]
+    count = len(costs.layers)
+    return step_plan(
+        costs,
+        [Pass(three_queues, forward)] * count,
+        [Pass(three_queues, backward)] * count,
+        search(costs, [ways] * count),
+    )
+
+
+def degrees_of(plan: Plan) -> tuple[int, int]:
+    """The largest degree of each pass: with equal layers mostly that of all of them."""
+    found = plan.degrees
+    forward, backward = (max(r for (phase, _), r in found.items() if phase == of) for of in ("forward", "backward"))
+    return forward, backward
+
+
+def cross(chosen: tuple[int, int]) -> list[tuple[int, int]]:
+    """The chosen degrees, and all that differ from them in one pass."""
+    forward, backward = chosen
+    others = [(r, backward) for r in DEGREES] + [(forward, r) for r in DEGREES]
+    return sorted({chosen, *others})
 
 
 def in_turns(

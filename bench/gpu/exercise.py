@@ -19,12 +19,10 @@ from bench.gpu.shapes import Shape
 from fusedmoe import ops
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.experts import experts_backward, experts_forward
-from fusedmoe.kernels.experts_plain import experts_backward as plain_backward
-from fusedmoe.kernels.experts_plain import experts_forward as plain_forward
-from fusedmoe.kernels.gate.rule import define_choice
+from fusedmoe.kernels.experts import experts_backward, experts_forward, plain_backward, plain_forward
+from fusedmoe.kernels.gate import define_choice
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute
-from fusedmoe.kernels.order import build_layout, define_layout
+from fusedmoe.kernels.layout import build_layout, define_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_bf16, pack_fp8, unpack_fp8
 
@@ -81,7 +79,7 @@ def rows(device: torch.device) -> Pairs:
         ).exact()
         right = define_layout(expert_SK, _E, capacity, priority_S)
         assert found.source_N is not None and right.source_N is not None
-        for name in ("counts_E", "offsets_E1", "source_N", "slot_N", "row_SK"):
+        for name in ("counts_E", "offsets_E1", "source_N", "pair_N", "row_SK"):
             yield f"order {name}", getattr(found, name), getattr(right, name)
         x_SM, weight_N = _normal(_S, _M), torch.rand(right.rows)
         yield "permute", permute(x_SM.to(device), found), define_permute(x_SM, right)

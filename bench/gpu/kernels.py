@@ -6,16 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.gpu import costs
 from bench.gpu.case import Case
 from bench.gpu.clock import Step
+from bench.gpu.costs import Cost
 from bench.gpu.shapes import Shape
 from bench.gpu.spread import PARTS, part_costs, part_steps
 from fusedmoe import ops
-from fusedmoe.kernels import gather_sum, order
+from fusedmoe.kernels import gather_sum
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.cost import Cost
-from fusedmoe.kernels.gate import rule
-from fusedmoe.kernels.grouped import cost
 from fusedmoe.kernels.weights import Weights
 
 _HALF = 2  # bytes of a bfloat16
@@ -30,25 +29,25 @@ def kernel_costs(shape: Shape) -> dict[str, Cost]:
     """What each has to do at the least."""
     S, M, H, E, K, R = shape.S, shape.M, shape.H, shape.E, shape.K, shape.rows
     return {
-        "gate forward": rule.cost(S, M, E, K, _HALF),
-        "gate backward": rule.cost(S, M, E, K, _HALF, backward=True),
-        "order": order.cost(S, K, E, R),
-        "up": cost.up(R, S, E, M, H, _HALF),
-        "down": cost.down(R, E, M, H, _HALF),
-        "gather-and-sum": gather_sum.gather_sum_cost(R, S, K, M, _HALF, weighted=True),
-        "dhidden": cost.dhidden(R, S, E, M, H, _HALF),
-        "dinput": cost.dinput(R, E, M, H, _HALF),
-        "dW1": cost.dw1(R, S, E, M, H, _HALF),
-        "dW2": cost.dw2(R, S, E, M, H, _HALF),
-        "dX sum": gather_sum.gather_sum_cost(R, S, K, M, _HALF, weighted=False),
+        "gate forward": costs.gate(S, M, E, K, _HALF),
+        "gate backward": costs.gate(S, M, E, K, _HALF, backward=True),
+        "order": costs.layout(S, K, E, R),
+        "up": costs.up(R, S, E, M, H, _HALF),
+        "down": costs.down(R, E, M, H, _HALF),
+        "gather-and-sum": costs.gather_sum(R, S, K, M, _HALF, weighted=True),
+        "dhidden": costs.dhidden(R, S, E, M, H, _HALF),
+        "dinput": costs.dinput(R, E, M, H, _HALF),
+        "dW1": costs.dw1(R, S, E, M, H, _HALF),
+        "dW2": costs.dw2(R, S, E, M, H, _HALF),
+        "dX sum": costs.gather_sum(R, S, K, M, _HALF, weighted=False),
         **part_costs(shape, _HALF),
     }
 
 
 def pass_costs(shape: Shape, name: str) -> list[Cost]:
     """The costs of a pass's kernels; a pass is given its routing, so the gate is none of them."""
-    costs = kernel_costs(shape)
-    return [costs[kernel] for kernel in PASSES[name]]
+    of_kernels = kernel_costs(shape)
+    return [of_kernels[kernel] for kernel in PASSES[name]]
 
 
 class _Chosen(NamedTuple):
@@ -85,7 +84,7 @@ def row_steps(case: Case) -> list[Step]:
     """Order, and the two sums over a token's rows."""
     layout = ops.order(case.expert_SK, case.shape.E)
     rows_NM = torch.randn((layout.rows, case.shape.M), device=case.x_SM.device, dtype=case.x_SM.dtype)
-    weight_N = gather_sum.take_slots(case.weight_SK, layout)
+    weight_N = gather_sum.take_pairs(case.weight_SK, layout)
     return [
         Step("order", lambda _: ops.order(case.expert_SK, case.shape.E)),
         Step("gather-and-sum", lambda _: gather_sum.gather_sum(rows_NM, layout, weight_N)),
@@ -95,23 +94,23 @@ def row_steps(case: Case) -> list[Step]:
 
 def grouped_steps(case: Case) -> list[Step]:
     """The products over rows grouped by expert. What a layer's call shares (tables of tiles) is there already."""
-    from fusedmoe.kernels.grouped import launch
+    from fusedmoe.kernels.triton import experts
 
     layout, swiglu = ops.order(case.expert_SK, case.shape.E), ACTIVATIONS["swiglu"]
-    weights, weight_N = Weights(case.w1, case.w2), gather_sum.take_slots(case.weight_SK, layout)
-    plan = launch.make_plan(layout, case.x_SM)
-    h, a = launch.up(plan, case.x_SM, weights, swiglu)
-    dh, scaled_a, _ = launch.dhidden(plan, case.dy_SM, h, weight_N, weights, swiglu)
+    weights, weight_N = Weights(case.w1, case.w2), gather_sum.take_pairs(case.weight_SK, layout)
+    call = experts.make_call(layout, case.x_SM)
+    h, a = experts.up(call, case.x_SM, weights, swiglu)
+    dh, scaled_a, _ = experts.dhidden(call, case.dy_SM, h, weight_N, weights, swiglu)
     up_ENM = case.w1.view(case.shape.E, -1, case.shape.M)
 
     def step(name: str, function: Any, *arguments: Any) -> Step:
-        return Step(name, lambda _: function(plan, *arguments))
+        return Step(name, lambda _: function(call, *arguments))
 
     return [
-        step("up", launch.up, case.x_SM, weights, swiglu),
-        step("down", launch.product, "down", a, case.w2, True),
-        step("dhidden", launch.dhidden, case.dy_SM, h, weight_N, weights, swiglu),
-        step("dinput", launch.product, "dinput", dh, up_ENM, False),
-        step("dW1", launch.dweight, "dw1", dh, case.x_SM, "right"),
-        step("dW2", launch.dweight, "dw2", case.dy_SM, scaled_a, "left"),
+        step("up", experts.up, case.x_SM, weights, swiglu),
+        step("down", experts.product, "down", a, case.w2, True),
+        step("dhidden", experts.dhidden, case.dy_SM, h, weight_N, weights, swiglu),
+        step("dinput", experts.product, "dinput", dh, up_ENM, False),
+        step("dW1", experts.dweight, "dw1", dh, case.x_SM, "right"),
+        step("dW2", experts.dweight, "dw2", case.dy_SM, scaled_a, "left"),
     ]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from bench.gpu.clock import Clock, Step
-from fusedmoe.kernels.cost import Cost
+from bench.gpu.costs import Cost
 
 
 class Ceilings(NamedTuple):

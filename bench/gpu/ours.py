@@ -12,7 +12,7 @@ from bench.gpu.layer import Layer, leaf
 from bench.gpu.spool import NAME
 from bench.gpu.spread import variants
 from fusedmoe import ops
-from fusedmoe.autograd.order import take_slots
+from fusedmoe.autograd.order import take_pairs
 
 
 def fusedmoe_layer(case: Case) -> Layer:
@@ -21,7 +21,7 @@ def fusedmoe_layer(case: Case) -> Layer:
 
     def forward() -> Tensor:
         layout = ops.order(case.expert_SK, case.shape.E)
-        return ops.experts(x_SM, layout, take_slots(weight_SK, layout), ops.Weights(w1, w2), "swiglu")
+        return ops.experts(x_SM, layout, take_pairs(weight_SK, layout), ops.Weights(w1, w2), "swiglu")
 
     return Layer(NAME, package_version(NAME), forward, leaves)
 

@@ -19,13 +19,13 @@ from bench.gpu.device import package_version
 from bench.gpu.layer import Layer, leaf
 from bench.gpu.spread import PARTS
 from fusedmoe import ops
-from fusedmoe.autograd.order import permute, take_slots, unpermute
+from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.heaps.local import local_heaps
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.engine.chunk_experts import FusedChunks
 from fusedmoe.engine.one_sided import Backward, Forward, make_route
 from fusedmoe.engine.route import Route
-from fusedmoe.kernels.puts import return_rows
+from fusedmoe.kernels.triton.one_sided.put import return_rows
 
 _DEGREE = 2
 
@@ -104,7 +104,7 @@ def copies_layer(case: Case, count: int) -> Layer:
             x_SM.tensor_split(count), weight_SK.tensor_split(count), layouts, shares_WW, strict=True
         ):
             rows.append(permute(x, layout).split(shares))
-            weights.append(take_slots(weight, layout).split(shares))
+            weights.append(take_pairs(weight, layout).split(shares))
         for rank in range(count):
             came_RM, weight_R = (torch.cat([parts[rank] for parts in of]) for of in (rows, weights))
             there_WE = counts_WE[:, rank * own : (rank + 1) * own]
@@ -112,7 +112,7 @@ def copies_layer(case: Case, count: int) -> Layer:
             expert_R1 = number.repeat_interleave(there_WE.flatten(), output_size=len(came_RM))[:, None]
             layout = ops.order(expert_R1, own)
             experts = ops.Weights(*(whole[rank * own : (rank + 1) * own] for whole in (w1, w2)))
-            weight_N = take_slots(weight_R[:, None], layout)
+            weight_N = take_pairs(weight_R[:, None], layout)
             out_RM = ops.experts(came_RM, layout, weight_N, experts, "swiglu")
             out.append(out_RM.split([shares[rank] for shares in shares_WW]))
         back = [torch.cat([parts[rank] for parts in out]) for rank in range(count)]

@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.costs import Cost
 from bench.gpu.limits import Ceilings, highest, limit_s
 from bench.gpu.part import write_json
 from bench.gpu.shapes import SHAPES, Shape
 from bench.gpu.spool import Record, Spool
 from bench.gpu.suite import Row
-from fusedmoe.kernels.cost import Cost
 
 RESULTS = Path(__file__).parents[1] / "results"
 SCHEMA = 1

@@ -36,7 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return _run(options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(options: argparse.Namespace) -> int:
     name = options.step or ("everything" if options.rehearse else "all")
     plan = PLANS[name] if name in PLANS else every_part()
     plan = plan if options.minutes is None else plan._replace(minutes=options.minutes)

@@ -85,10 +85,11 @@ def _compare(
     shape: Shape, kernel: str, device: torch.device, clock: Clock, faults: dict[str, str]
 ) -> Iterator[dict[str, object]]:
     from fusedmoe import ops
-    from fusedmoe.kernels.grouped import launch
-    from fusedmoe.kernels.grouped.checks import check
-    from fusedmoe.kernels.grouped.configs import Config, Key, candidates
-    from fusedmoe.kernels.grouped.products import Plan, product
+    from fusedmoe.kernels.triton.experts import make_call
+    from fusedmoe.kernels.triton.grouped.call import GroupedCall
+    from fusedmoe.kernels.triton.grouped.configs import Config, Key, candidates
+    from fusedmoe.kernels.triton.grouped.correctness import check
+    from fusedmoe.kernels.triton.grouped.product import product
 
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -96,10 +97,10 @@ def _compare(
     layout, transposed = ops.order(case.expert_SK, shape.E), kernel == "down"
     rows = torch.randn((layout.rows, shape.H if transposed else 2 * shape.H), device=device, dtype=dtype)
     matrices = case.w2 if transposed else case.w1.view(shape.E, -1, shape.M)
-    plain = launch.make_plan(layout, case.x_SM)
+    plain = make_call(layout, case.x_SM)
     variant = plain.variant(kernel, rows.shape[1], shape.M)
     if on_gpu:
-        from fusedmoe.kernels.grouped.tuning import tuner
+        from fusedmoe.kernels.triton.grouped.autotune import tuner
 
         capability = torch.cuda.get_device_capability(device)
         tuner(device).leave_out(lambda config: config.specialised)
@@ -117,10 +118,10 @@ def _compare(
         def always(key: Key, launch: object, config: Config = config) -> Config:
             return config
 
-        special = Plan(layout, case.x_SM, always, True, plain.programs)
+        special = GroupedCall(layout, case.x_SM, always, True, plain.programs)
         steps = [
-            Step(name, lambda _, plan=plan: product(plan, kernel, rows, matrices, transposed))  # type: ignore[misc]
-            for name, plan in (("chosen", plain), ("specialised", special))
+            Step(name, lambda _, call=call: product(call, kernel, rows, matrices, transposed))  # type: ignore[misc]
+            for name, call in (("chosen", plain), ("specialised", special))
         ]
         times = clock.measure(steps, _SECONDS)
         beside_ms, ms = times["chosen"].median_ms, times["specialised"].median_ms

@@ -8,10 +8,10 @@ from functools import partial
 
 from bench.gpu.case import Case
 from bench.gpu.clock import Step
+from bench.gpu.costs import Cost
 from bench.gpu.layer import Layer, Unavailable
 from bench.gpu.shapes import Shape
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.cost import Cost
 
 COUNTS = (2, 4, 8)
 #: Parts that are measured by themselves, over so many ranks.

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.gpu.case import Case
 from bench.gpu.clock import Clock, Step, Times
+from bench.gpu.costs import Cost
 from bench.gpu.kernels import PASSES, kernel_costs, pass_costs
 from bench.gpu.layer import Layer, Unavailable
 from bench.gpu.memory import saved_bytes
@@ -17,7 +18,6 @@ from bench.gpu.reference import Reference, find_errors, wrong
 from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
 from bench.meter import measure_use
-from fusedmoe.kernels.cost import Cost
 
 # How long a variant's energy is measured for.
 _ENERGY_S = 0.5

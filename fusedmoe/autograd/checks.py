@@ -88,7 +88,7 @@ def check_row_values(operation: str, name: str, value_N: Any, layout: Layout) ->
     """[N] floating-point numbers, one for each row of the layout."""
     check_tensor(operation, name, value_N, layout.row_SK)
     if value_N.shape != (layout.rows,) or not value_N.is_floating_point():
-        cure = "take_slots(weight_SK, layout) gives them"
+        cure = "take_pairs(weight_SK, layout) gives them"
         got = f"got {value_N.dtype} {list(value_N.shape)}"
         refuse(operation, f"{name} must be [{layout.rows}] floating-point numbers, one for each row ({cure}), {got}")
 
@@ -106,7 +106,7 @@ def check_layout(operation: str, layout: Any) -> None:
         refuse(operation, f"layout must be a Layout, as `order` makes it, got {type(layout).__name__}")
     if layout.verified:
         return
-    dims = {"counts_E": 1, "offsets_E1": 1, "source_N": 1, "slot_N": 1, "row_SK": 2}
+    dims = {"counts_E": 1, "offsets_E1": 1, "source_N": 1, "pair_N": 1, "row_SK": 2}
     for (name, n), part in zip(dims.items(), layout.tensors, strict=True):
         if part is None and name == "source_N":
             continue
@@ -116,7 +116,7 @@ def check_layout(operation: str, layout: Any) -> None:
             refuse(operation, f"layout.{name} must be {dtype}, got {part.dtype}")
     sizes = len(layout.offsets_E1) == layout.experts + 1
     if layout.source_N is None:
-        sizes = sizes and layout.slots == 1 and layout.tokens == layout.rows
+        sizes = sizes and layout.k == 1 and layout.tokens == layout.rows
     else:
         sizes = sizes and len(layout.source_N) == layout.rows
     cure = "let `order` make it, or see fusedmoe.ops.Layout for what each part says"
@@ -127,19 +127,19 @@ def check_layout(operation: str, layout: Any) -> None:
 
 def _fits(layout: Layout) -> Tensor:
     """Whether all parts say the same of every row, as a scalar tensor; no host synchronisation."""
-    offsets_E1, source_N, slot_N, row_SK = layout.offsets_E1.long(), layout.source_N, layout.slot_N, layout.row_SK
+    offsets_E1, source_N, pair_N, row_SK = layout.offsets_E1.long(), layout.source_N, layout.pair_N, layout.row_SK
     slots, kept = max(row_SK.numel(), 1), offsets_E1[-1]
     row_N = torch.arange(layout.rows, device=row_SK.device)
     padding_N = row_N >= kept
     fits = (offsets_E1[0] == 0) & (offsets_E1.diff() == layout.counts_E).all() & (layout.counts_E >= 0).all()
     fits &= (kept <= layout.rows) & (kept == (row_SK >= 0).sum()) & ((row_SK >= -1) & (row_SK < kept)).all()
-    fits &= ((slot_N >= 0) & (slot_N < slots)).all()
+    fits &= ((pair_N >= 0) & (pair_N < slots)).all()
     if row_SK.numel():
-        fits &= ((row_SK.reshape(-1)[slot_N.clamp(0, slots - 1)] == row_N) | padding_N).all()
+        fits &= ((row_SK.reshape(-1)[pair_N.clamp(0, slots - 1)] == row_N) | padding_N).all()
     if source_N is None:
         return fits & (kept == layout.rows)
-    of_slot_N = slot_N.div(max(layout.slots, 1), rounding_mode="floor")
-    return fits & ((source_N == of_slot_N) | padding_N & (source_N >= 0) & (source_N < max(layout.tokens, 1))).all()
+    of_pair_N = pair_N.div(max(layout.k, 1), rounding_mode="floor")
+    return fits & ((source_N == of_pair_N) | padding_N & (source_N >= 0) & (source_N < max(layout.tokens, 1))).all()
 
 
 def check_weights(operation: str, weights: Any, activation: str, x_SM: Tensor, experts: int) -> None:

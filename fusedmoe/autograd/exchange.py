@@ -115,7 +115,7 @@ def through_experts(
         weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[:, 0]
     with span(recorder, "sort received rows", kind="order"):
         layout = received_layout(exchange.counts_RE, exchange.rows)
-        sorted_weight_R = None if weight_R is None else weight_R[layout.slot_N]
+        sorted_weight_R = None if weight_R is None else weight_R[layout.pair_N]
     out_RM = compute(rows_RM, layout, sorted_weight_R)
     check_rows("through_experts", "the experts' result", out_RM, len(rows_RM))
     return combine(reduce_scatter(out_RM, exchange, recorder), exchange, hooks, recorder)

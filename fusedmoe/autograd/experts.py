@@ -26,7 +26,7 @@ def experts(
     Args:
         x_SM: [S, M] tokens (or received rows), floating point, any strides.
         layout: which rows copy which token, sorted by local expert.
-        weight_N: [N] router weight of each sorted row, any floating dtype, or None for 1; see `take_slots`.
+        weight_N: [N] router weight of each sorted row, any floating dtype, or None for 1; see `take_pairs`.
         weights: parameters of the local experts, in x's dtype. Those that are not contiguous are copied first.
         activation: a name of `fusedmoe.kernels.activation.ACTIVATIONS`.
     Returns:
@@ -64,8 +64,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy_SM is None:
         return (None,) * 13
-    h_NH, *given, counts_E, offsets_E1, source_N, slot_N, row_SK = ctx.saved_tensors
-    layout = (counts_E, offsets_E1, source_N, slot_N, row_SK)
+    h_NH, *given, counts_E, offsets_E1, source_N, pair_N, row_SK = ctx.saved_tensors
+    layout = (counts_E, offsets_E1, source_N, pair_N, row_SK)
     with span(ctx.recorder, "experts", kind="expert", phase="backward"):
         grads = operators.experts_backward(dy_SM, h_NH, *given, ctx.b2_start, *layout, ctx.activation)
     kept = (None if tensor is None else grad for tensor, grad in zip(given, grads, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_rows, check_tensor, refuse
 from fusedmoe.kernels import operators
-from fusedmoe.kernels.gate.rule import GateChoice, GateRule, define_choice, fits_kernels, has_kernels
+from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice, fits_kernels, has_kernels
 
 __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "router_product"]
 

@@ -39,8 +39,8 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
             refuse("order", f"priority_S must have one number for each token, got {shapes}")
         priority_S = priority_S.detach()
     found = operators.order(expert_SK.long(), experts, capacity, priority_S, torch.compiler.is_compiling())
-    counts_E, offsets_E1, source_N, slot_N, row_SK = found
-    return Layout(counts_E, offsets_E1, source_N, slot_N, row_SK, verified=True)
+    counts_E, offsets_E1, source_N, pair_N, row_SK = found
+    return Layout(counts_E, offsets_E1, source_N, pair_N, row_SK, verified=True)
 
 
 def permute(x_SM: Tensor, layout: Layout) -> Tensor:
@@ -70,7 +70,7 @@ def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
     return rows_NM if layout.source_N is None else operators.unpermute(rows_NM, *layout.tensors)
 
 
-def take_slots(value_SK: Tensor, layout: Layout) -> Tensor:
+def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
     """[S, K] -> [N]: the value of the slot that each sorted row serves, such as its router weight; zeros in padding.
 
     The backward gives each slot its row's gradient, 0 to slots without a row; it needs the layout only.
@@ -78,12 +78,12 @@ def take_slots(value_SK: Tensor, layout: Layout) -> Tensor:
     Raises:
         ConfigError: shapes or devices that do not fit.
     """
-    check_layout("take_slots", layout)
-    check_tensor("take_slots", "value_SK", value_SK, layout.row_SK)
+    check_layout("take_pairs", layout)
+    check_tensor("take_pairs", "value_SK", value_SK, layout.row_SK)
     if value_SK.shape != layout.row_SK.shape:
         shapes = f"{list(layout.row_SK.shape)} slots, got {list(value_SK.shape)}"
-        refuse("take_slots", f"value_SK must have a value for each of the layout's {shapes}")
-    return operators.take_slots(value_SK, *layout.tensors)
+        refuse("take_pairs", f"value_SK must have a value for each of the layout's {shapes}")
+    return operators.take_pairs(value_SK, *layout.tensors)
 
 
 def _keep_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -99,4 +99,4 @@ def _adjoint(there: Any, back: Any) -> None:
 
 
 _adjoint(operators.permute, operators.unpermute)
-_adjoint(operators.take_slots, operators.put_slots)
+_adjoint(operators.take_pairs, operators.put_pairs)

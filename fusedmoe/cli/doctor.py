@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fusedmoe
+from fusedmoe.cli.settings import add_parser
 from fusedmoe.comm.gpus import no_gpu, not_for_torch
 from fusedmoe.comm.heap import BACKENDS
 from fusedmoe.kernels.libraries import nvshmem_packages
@@ -60,16 +61,8 @@ SHARED_MEMORY = "/dev/shm"
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `doctor` to the commands of `fusedmoe`."""
-    parser = commands.add_parser(
-        "doctor",
-        help=SUMMARY,
-        usage="fusedmoe doctor [FLAG ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "doctor", SUMMARY, DESCRIPTION, EXAMPLES, run)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,7 +87,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a transport. `reason`: why it does not work, and what to do; "" where it works."""
+    """What was found of a transport. `reason`: why it does not work, and what to do; "" where it works."""
 
     name: str
     kind: str
@@ -195,7 +188,7 @@ TRANSPORTS = (
 
 
 def versions() -> dict[str, str | None]:
-    """Of what transports depend on."""
+    """The versions of what transports depend on."""
     cuda = torch.cuda.is_available()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None
     packages = nvshmem_packages()

@@ -13,15 +13,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.cli.costs import file_to_write, picture_to_write
+from fusedmoe.cli.settings import add_parser, file_to_write, picture_to_write
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.draw import draw
-from fusedmoe.placement.loads import LoadTrace, make_loads
+from fusedmoe.placement.load_trace import LoadTrace, make_loads
 from fusedmoe.placement.placement import Nodes
-from fusedmoe.placement.policies import Policy, expert_parallelism, hecate, replication, shadowing, swaps
+from fusedmoe.placement.placement_policies import Policy, expert_parallelism, hecate, replication, shadowing, swaps
 from fusedmoe.placement.price import CLUSTER_A
-from fusedmoe.placement.simulate import Outcome, simulate
-from fusedmoe.runtime.bar import Bar
+from fusedmoe.placement.replay import Outcome, draw, replay
+from fusedmoe.runtime.progress import WorkBar
 
 SUMMARY = "show experts' loads over time, and what placements make of them"
 
@@ -65,14 +64,7 @@ POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "hecate")
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `loads` to the commands of `fusedmoe`."""
-    parser = commands.add_parser(
-        "loads",
-        help=SUMMARY,
-        usage="fusedmoe loads [FLAG ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "loads", SUMMARY, DESCRIPTION, EXAMPLES, run)
     source = parser.add_argument_group("loads")
     source.add_argument("--trace", type=Path, metavar="FILE", help="recorded loads; the other flags here make some up")
     for flag, default, what in (
@@ -106,7 +98,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     output.add_argument("--png", type=picture_to_write, metavar="FILE", help="that layer as .png, .svg or .pdf")
     output.add_argument("--save", type=file_to_write, metavar="FILE", help="write the loads, for --trace")
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -163,15 +154,15 @@ def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> 
     )
     outcomes = {}
     for name, policy in zip(POLICIES, policies, strict=True):
-        with Bar(f"simulating {name}") as bar:
-            outcomes[name] = simulate(trace, policy, nodes, CLUSTER_A, show=bar.show)
+        with WorkBar(f"simulating {name}") as bar:
+            outcomes[name] = replay(trace, policy, nodes, CLUSTER_A, show=bar.show)
     return outcomes
 
 
 def _as_dict(
     trace: LoadTrace, nodes: Nodes, outcomes: dict[str, Outcome], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """In plain types; times in seconds, sizes in bytes."""
+    """The outcomes in plain types; times in seconds, sizes in bytes."""
     ep, layer = outcomes["ep"], arguments.layer
     return {
         "source": trace.source,

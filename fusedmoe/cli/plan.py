@@ -6,14 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
-from fusedmoe.cli.costs import picture_to_write, read_costs
-from fusedmoe.cli.flags import add_flags, changes_of
-from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.plan_report import Report
-from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, picture_to_write, read_costs
 from fusedmoe.cli.trainer import compute_dtype
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.policies import POLICIES
@@ -78,16 +76,9 @@ _POLICIES = {
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `plan` to the commands of `fusedmoe`."""
-    parser = commands.add_parser(
-        "plan",
-        help=SUMMARY,
-        usage="fusedmoe plan [FLAG ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES
-        + "\npolicies (--schedule; auto is joint):\n"
-        + "\n".join(f"  {name:15}{description}" for name, description in _POLICIES.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    policies = "\n".join(f"  {name:15}{description}" for name, description in _POLICIES.items())
+    epilog = f"{EXAMPLES}\npolicies (--schedule; auto is joint):\n{policies}"
+    parser = add_parser(commands, "plan", SUMMARY, DESCRIPTION, epilog, run)
     group = parser.add_argument_group("costs")
     source = group.add_mutually_exclusive_group()
     source.add_argument("--costs", type=Path, metavar="FILE", help="of fusedmoe profile --json, or one that it kept")
@@ -98,7 +89,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     output.add_argument("--json", action="store_true", help="print JSON, with the plan's text, instead of tables")
     output.add_argument("--png", type=picture_to_write, metavar="FILE", help="the step as .png, .svg or .pdf")
     add_flags(parser, _FLAGS, Settings(schedule="auto"))
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,11 +6,11 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from fusedmoe.cli.layout import Sizes
+from fusedmoe.cli.job import Sizes
 from fusedmoe.cli.settings import Settings
 from fusedmoe.layers.experts.base import Place
-from fusedmoe.models.parts import make_experts
-from fusedmoe.placement.materialise import overlap_degree
+from fusedmoe.models.block import make_experts
+from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.cost import CostModel, Costs
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate

@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.cli.costs import step_costs
-from fusedmoe.cli.flags import describe
-from fusedmoe.cli.layout import Launch, Sizes
+from fusedmoe.cli.job import Launch, Sizes
 from fusedmoe.cli.plan_copies import Copies
-from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import cuttable, follows_plan, policy_of, unsplit
+from fusedmoe.cli.settings import Settings, describe
+from fusedmoe.cli.trainer import cuttable, follows_plan, policy_of, step_costs, unsplit
 from fusedmoe.comm.topology import Topology
+from fusedmoe.runtime.execute import Here, require_runnable, runnable_kinds
 from fusedmoe.runtime.plan_cache import cached_plans
-from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.critical import Stretch, at_work, critical_path, stretches

@@ -10,14 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.cli.costs import file_to_write, picture_to_write
-from fusedmoe.cli.flags import add_flags, changes_of
-from fusedmoe.cli.layout import Launch, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.job import Launch, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
 from fusedmoe.cli.trainer import compute_dtype
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.profile import BUDGET_S, Profile
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.profiler import BUDGET_S, Profile
 from fusedmoe.schedule.cost import Line
 
 SUMMARY = "measure what links and matrix products take"
@@ -58,14 +56,7 @@ MOST_S = 100.0
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `profile` to the commands of `fusedmoe`."""
-    parser = commands.add_parser(
-        "profile",
-        help=SUMMARY,
-        usage="fusedmoe profile [FLAG ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "profile", SUMMARY, DESCRIPTION, EXAMPLES, run)
     group = parser.add_argument_group("profile")
     group.add_argument(
         "--budget",
@@ -78,7 +69,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     group.add_argument("--plot", type=picture_to_write, metavar="FILE", help="points and lines as .png, .svg or .pdf")
     group.add_argument("--json", type=file_to_write, metavar="FILE", help="lines and points as JSON")
     add_flags(parser, _FLAGS)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

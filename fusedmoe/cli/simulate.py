@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.bar import Bar
+from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.grid import ABLATION, ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.testbeds import TESTBEDS
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--layers {arguments.layers}: a step has at least one layer")
     if arguments.sample < 1:
         raise ConfigError(f"--sample {arguments.sample}: take at least one case")
-    with Bar("simulating") as bar:
+    with WorkBar("simulating") as bar:
         results = run_grid(arguments.layers, arguments.sample, bar.show)
     assumptions = _assumptions(arguments.layers, arguments.sample)
     if arguments.json:

@@ -9,16 +9,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.cli.costs import file_to_write, picture_to_write, read_costs, step_costs
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.flags import add_flags, changes_of, describe
-from fusedmoe.cli.layout import Launch, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.stop import StopRequest
-from fusedmoe.cli.trainer import Trainer, compute_dtype, follows_plan
+from fusedmoe.cli.job import Launch, StopRequest, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.settings import (
+    Settings,
+    add_flags,
+    add_parser,
+    changes_of,
+    describe,
+    file_to_write,
+    picture_to_write,
+    read_costs,
+)
+from fusedmoe.cli.trainer import Trainer, compute_dtype, follows_plan, step_costs
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
@@ -66,14 +72,7 @@ _STEPS = 5
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `trace` to the commands of `fusedmoe`."""
-    parser = commands.add_parser(
-        "trace",
-        help=SUMMARY,
-        usage="fusedmoe trace [FLAG ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "trace", SUMMARY, DESCRIPTION, EXAMPLES, run)
     group = parser.add_argument_group("trace")
     group.add_argument(
         "--steps", type=int, default=_STEPS, metavar="N", help="measured steps, after two others (default: %(default)s)"
@@ -83,7 +82,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         name = f"trace.{flag[2:]}"
         group.add_argument(flag, type=kind, default=Path(name), metavar="FILE", help=f"{what} (default: {name})")
     add_flags(parser, _FLAGS, Settings(schedule="auto"))
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

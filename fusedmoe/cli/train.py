@@ -13,24 +13,21 @@ from typing import Any
 import torch
 
 from fusedmoe.cli.data import Corpus, load_corpus
-from fusedmoe.cli.flags import add_flags, changes_of, describe
-from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.load_log import LoadLog
-from fusedmoe.cli.progress import Display, make_display
-from fusedmoe.cli.rundir import RunDir
-from fusedmoe.cli.settings import Settings, read_settings
-from fusedmoe.cli.stop import StopRequest
+from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.run_dir import LoadLog, RunDir
+from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
 from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_plan
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.progress import Display, make_display
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.trace import save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
-from fusedmoe.training.replicas import replicas
+from fusedmoe.training.copies import replicas
 
 SUMMARY = "train a mixture-of-experts language model"
 
@@ -50,7 +47,7 @@ loads.json has what the gates chose, step by step, for `fusedmoe loads --trace`.
 step, to the ranks that would otherwise send them their tokens (Hecate); losses stay.
 
 --schedule auto hides what travels behind what is computed: tokens in chunks, gradients in
-pieces during the backward pass. What this machine takes is measured once and kept; the
+buckets during the backward pass. What this machine takes is measured once and kept; the
 folder then also has costs.json and plan.txt, and a resumed job keeps to them.
 
 Ctrl-C finishes the step, saves and ends; --resume goes on to the same losses.
@@ -80,14 +77,7 @@ STOPPED = 130
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `train` to the commands of `fusedmoe`."""
-    parser = commands.add_parser(
-        "train",
-        help=SUMMARY,
-        usage="fusedmoe train [FLAG ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, "train", SUMMARY, DESCRIPTION, EXAMPLES, run)
     where = parser.add_argument_group("run folder")
     where.add_argument("--run-dir", type=Path, metavar="DIR", help="a new folder (default: runs/<date-time>)")
     where.add_argument("--resume", type=Path, metavar="DIR", help="the run folder of a job to go on with")
@@ -98,7 +88,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="save and stop after this many of the steps, as if by Ctrl-C: for machines lent by the hour",
     )
     add_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -116,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     with StopRequest() as stop, process_group(launch, device, settings.timeout_s):
         topology = make_topology(sizes, settings.timeout_s)
         with topology.guard("fusedmoe train"):
-            job = Job(settings, launch, sizes, topology, device, stop)
+            job = TrainingJob(settings, launch, sizes, topology, device, stop)
             verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
     if launch.rank == 0:
         print(verdict.last_line, flush=True)
@@ -124,14 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JobEnd:
     """How a job ended: the last line it prints and its exit code."""
 
     last_line: str
     code: int
 
 
-class Job:
+class TrainingJob:
     """One job on this rank, from its data to its last checkpoint."""
 
     def __init__(
@@ -146,7 +135,7 @@ class Job:
         self.settings, self.launch, self.sizes = settings, launch, sizes
         self.topology, self.device, self.stop = topology, device, stop
 
-    def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> Verdict:
+    def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
         """Trains up to the last step, or to `stop_at`, or until asked to stop; then the held-out loss."""
         corpus = self._corpus()
         trainer = Trainer(self.settings, self.topology, self.device, corpus, self.stop)
@@ -155,7 +144,7 @@ class Job:
 
     def _run(
         self, trainer: Trainer, corpus: Corpus, run_dir: Path | None, resume: Path | None, stop_at: int | None
-    ) -> Verdict:
+    ) -> JobEnd:
         settings, topology = self.settings, self.topology
         done = 0
         if resume is not None:
@@ -187,7 +176,7 @@ class Job:
         if topology.rank == 0:
             self.folder.note({"step": done, "held_out_loss": loss})
             print(f"run folder: {self.folder.path}")
-        return Verdict(f"held-out loss: {loss:.4f} nats per byte", 0)
+        return JobEnd(f"held-out loss: {loss:.4f} nats per byte", 0)
 
     def _follow(self, trainer: Trainer) -> None:
         """Has the trainer follow its policy's plan, by what this machine takes; a resumed job by what it took."""
@@ -306,8 +295,8 @@ class Job:
             save_trace(timelines, self.folder.trace)
             draw(timelines[:MAX_TIMELINES], self.folder.picture, title=title)
 
-    def _stopped(self, done: int) -> Verdict:
-        return Verdict(
+    def _stopped(self, done: int) -> JobEnd:
+        return JobEnd(
             f"stopped after step {done} of {self.settings.steps}, saved. "
             f"Start again the same way with: --resume {self.folder.path}",
             STOPPED if self.stop.wanted else 0,

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.cli.data import Batch, Batches, Corpus, mix
+from fusedmoe.cli.job import Launch, Sizes, StopRequest
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.stop import StopRequest
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.hooks import Hooks, WireCast
 from fusedmoe.layers.pipeline import Along, unsplit_part
+from fusedmoe.layers.stage import must_wait
+from fusedmoe.models.block import block_workload, make_gate, make_order
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.parts import make_gate, make_order
 from fusedmoe.models.transformer import Loss, Transformer
-from fusedmoe.models.workload import block_workload
+from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.runtime.runnable import Here, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
@@ -35,9 +35,8 @@ from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import ShardedExperts, clip_grad_norm, plan_step, sync_gradients
-from fusedmoe.training.overlap import blocks_costs
-from fusedmoe.training.stream import GradientStream
-from fusedmoe.training.tuning import PieceTuning
+from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
+from fusedmoe.training.step_plan import BucketTuning, blocks_costs
 
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -88,8 +87,8 @@ class Trainer:
         self.model = make_model(settings, model, topology, device)
         self.optimizer = make_optimizer(self.model, settings)
         self.placed = _place(self.model, self.optimizer, topology, settings)
-        self._stream: GradientStream | None = None
-        self._tuning: PieceTuning | None = None
+        self._buckets: GradientBuckets | None = None
+        self._tuning: BucketTuning | None = None
 
     def follow(self, costs: CostModel) -> tuple[Plan, StackCosts]:
         """From now on steps follow the plan that the settings' policy makes of these costs; collective.
@@ -100,20 +99,20 @@ class Trainer:
         policy = policy_of(settings)
         workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
         if policy not in WHOLE_POLICIES or unsplit(settings) is not None:
-            plan, self._stream = plan_step(self.model, topology, policy, costs, workload)
+            plan, self._buckets = plan_step(self.model, topology, policy, costs, workload)
             kinds = runnable_kinds(Here(topology.ep.size, topology.esp.size), "step")
-            step_costs = workload.step_costs(costs, self._stream.layer_bytes, kinds)
+            step_costs = workload.step_costs(costs, self._buckets.layer_bytes, kinds)
             if self.placed is not None:
-                layers = len(self._stream.layer_bytes)
+                layers = len(self._buckets.layer_bytes)
                 hidden_L = hidden_s(simulate(plan, step_costs), layers, again=settings.rematerialise)
                 self.placed.hide_in(statistics.mean(hidden_L))
             return plan, step_costs
         blocks = self.model.in_micro_batches(along(settings, topology.mp.size))
         samples = cuttable(settings, topology.mp.size)
-        plan, self._stream = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
-        step_costs = blocks_costs(blocks, costs, workload, self._stream)
+        plan, self._buckets = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
+        step_costs = blocks_costs(blocks, costs, workload, self._buckets)
         if policy == "flowmoe" and any(step_costs.gradient_bytes):
-            self._tuning = PieceTuning(blocks, self._stream, step_costs, plan)
+            self._tuning = BucketTuning(blocks, self._buckets, step_costs, plan)
             plan = self._tuning.plan
         return plan, step_costs
 
@@ -127,7 +126,7 @@ class Trainer:
         return self._step(step, None)
 
     def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
-        """The same, with this rank's timeline of it."""
+        """One step, as `step` does it, with this rank's timeline of it."""
         recorder = Recorder(self._topology.rank, device=self._device)
         self.model.record(recorder)
         try:
@@ -169,11 +168,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(step)
         loss = self._loss(self._training.training(settings.seed, step, topology.dp.index))
-        if self._stream is not None:
-            self._stream.open(recorder)
+        if self._buckets is not None:
+            self._buckets.open(recorder)
         (loss.nats + settings.aux_weight * loss.aux).backward()
         with span(recorder, "gradient sync", kind="gradient-all-reduce", resource="inter"):
-            sync_gradients(self.model, topology, stream=self._stream)
+            sync_gradients(self.model, topology, buckets=self._buckets)
         with span(recorder, "optimizer", kind="optimizer"):
             norm = float(clip_grad_norm(self.model, topology, settings.clip or math.inf))
             if not math.isfinite(norm):  # on every rank alike
@@ -262,7 +261,7 @@ def along(settings: Settings, mp: int) -> Along:
 
 
 def cuttable(settings: Settings, mp: int) -> int:
-    """How many of them there are."""
+    """How many samples or positions micro-batches can be cut from."""
     return settings.model.seq_len if along(settings, mp) == "positions" else settings.model.batch
 
 
@@ -289,6 +288,29 @@ def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
     """One of the layers of a step, as one of so many ranks sees it."""
     travels = _WIRE.get(settings.wire_dtype, compute_dtype(settings))
     return block_workload(settings.model, ep, esp, mp, travels.itemsize)
+
+
+def step_costs(
+    settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False
+) -> StackCosts:
+    """What the model's layers with experts cost in a step, as training has it (`Trainer.follow`), without the ranks.
+
+    `whole`: micro-batches can go through all of a layer.
+
+    Raises:
+        ConfigError: costs that lack what the layout needs.
+    """
+    workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
+    model = settings.model
+    if model.layers < model.moe_every:
+        raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
+    cut = along(settings, sizes.mp)
+    made = make_model(settings, model, Topology(), torch.device("meta"))
+    dense = made.in_micro_batches(cut).dense_parameters if whole else None
+    reduced = bucketed_bytes(made, launch.ranks, sizes.mp, dense)
+    kinds = runnable_kinds(Here(sizes.ep, sizes.esp), "blocks" if whole else "step")
+    waits = whole and must_wait(make_gate(model), make_order(model), cut == "positions")
+    return workload.step_costs(costs, reduced, kinds, whole=whole, waits=waits)
 
 
 def make_hooks(settings: Settings) -> tuple[Hooks, ...]:

@@ -66,7 +66,7 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
     if name == "direct":
         return Direct(group)
     # All groups are looked at, so that every rank refuses if one must.
-    groups = [group.ranks] if topology.expert_mesh is None else topology.expert_mesh.mesh.transpose(1, 2).flatten(0, 1)
+    groups = [group.ranks] if topology.expert_grid is None else topology.expert_grid.transpose(1, 2).flatten(0, 1)
     for ranks in (tuple(int(rank) for rank in each) for each in groups):
         nodes = _by_node(ranks, topology.ranks_per_node)
         if len({len(node) for node in nodes}) > 1 or [rank for node in nodes for rank in node] != list(ranks):

@@ -1,7 +1,7 @@
 """All-to-all of bytes by puts: what `Carrier` sends experts through where ranks have a symmetric heap.
 
 A window of a fixed size is used in rounds, as many as the longest message of any two ranks needs, so that all ranks
-count the same exchanges (`fusedmoe/kernels/remote.py` has the protocol).
+count the same exchanges (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.watch import Watch
 from fusedmoe.comm.windows import make_place
-from fusedmoe.kernels.awaits import await_signals
-from fusedmoe.kernels.puts import give_credit, put_rows
+from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
+from fusedmoe.kernels.triton.one_sided.wait import wait_signals
 
 # Elements of a row, of four bytes each; and rows for each peer in a round, by default a quarter of a MiB.
 _WIDTH, _ROWS = 1024, 64
@@ -77,7 +77,7 @@ class ByteWindow:
         slot, size = place.slot(self._epoch), self.heap.group.size
         index_W = slot * size + torch.arange(size, dtype=torch.int32, device=device)
         with self._watch.over():
-            await_signals(place.signals, index_W, self._epoch, bounds, place.network)
+            wait_signals(place.signals, index_W, self._epoch, bounds, place.network)
 
 
 def _rows_of(count: int) -> int:

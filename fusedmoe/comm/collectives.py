@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from torch import Tensor
 from fusedmoe.comm.duplex import start_all_to_all
 from fusedmoe.comm.failure import LOOK_S
 from fusedmoe.comm.group import Group
-from fusedmoe.errors import RankError
+from fusedmoe.errors import ConfigError, RankError
+
+T = TypeVar("T")
 
 # A process that ends by an error closes its connections a while before it is gone.
 _EXIT_S = 10.0
@@ -177,3 +179,32 @@ def device_of(group: Group) -> torch.device:
     if group.handle is not None and dist.get_backend(group.handle) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def together(world: Group, operation: str, action: Callable[[], T]) -> list[T]:
+    """Runs `action` on every rank and returns all results, in rank order. Collective over all ranks.
+
+    For local work whose failure on one rank must end it on all: nobody goes on before everybody has succeeded.
+
+    Raises:
+        ConfigError: every rank's action raised one; each rank raises its own.
+        RankError: the action failed on some rank; the message, which names it, is the same everywhere.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # told to the others, and raised below
+        failure = error
+    refused = isinstance(failure, ConfigError)
+    message = None if failure is None else (str(failure) if refused else f"{type(failure).__name__}: {failure}")
+    outcomes = all_gather_object(world, (message, refused, result), operation)
+    failures = [(rank, text, its_own) for rank, (text, its_own, _) in enumerate(outcomes) if text is not None]
+    if not failures:
+        return [value for _, _, value in outcomes]
+    if len(failures) == len(outcomes) and all(its_own for _, _, its_own in failures):
+        assert failure is not None
+        raise failure
+    ranks = [rank for rank, _, _ in failures]
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+    raise RankError(f"{operation} failed on {where}: {failures[0][1]}") from failure

@@ -23,13 +23,14 @@ def start_all_to_all(
     `rows` are ordered by destination and `out` by source, so what travels in one direction is one slice of each.
     """
     me = group.index
+    assert group.downward is not None
     below, above = slice(0, sum(send[:me])), slice(sum(send[: me + 1]), None)
     from_below, from_above = slice(0, sum(recv[:me])), slice(sum(recv[: me + 1]), None)
     works = [
         dist.all_to_all_single(out[into], rows[of], came, left, group=handle, async_op=True)
         for handle, into, of, came, left in (
             (group.handle, from_below, above, _only(recv, range(me)), _only(send, range(me + 1, group.size))),
-            (group.downward, from_above, below, _only(recv, range(me + 1, group.size)), _only(send, range(me))),
+            (group.downward.handle, from_above, below, _only(recv, range(me + 1, group.size)), _only(send, range(me))),
         )
     ]
     out[from_below.stop : from_above.start] = rows[below.stop : above.start]

@@ -56,13 +56,13 @@ class Board:
     def meet(
         self,
         ranks: Sequence[int],
-        facts: str,
+        facts: T,
         timeout_s: float,
         *,
         operation: str = "making the topology",
         cure: str = "give Topology a larger timeout_s",
-    ) -> list[str]:
-        """Waits until all `ranks` are here, as often as each comes; returns what each of them brought.
+    ) -> list[T]:
+        """Waits until all `ranks` are here, as often as each comes; returns what each of them brought, as JSON has it.
 
         `operation`, `cure`: what is said of it where some do not come.
 
@@ -74,11 +74,12 @@ class Board:
         except dist.DistError as error:
             reason = f"the job's store does not answer ({error}); see the log of the rank or agent that hosts it"
             raise RankError(f"rank {self._rank}: {operation}: {reason}") from error
-        self._processes = {rank: (host, pid) for rank, (host, pid, _) in zip(ranks, brought, strict=True)}
+        self._processes |= {rank: (host, pid) for rank, (host, pid, _) in zip(ranks, brought, strict=True)}
         return [own for _, _, own in brought]
 
-    def _meet(self, ranks: Sequence[int], facts: str, timeout_s: float, operation: str, cure: str) -> list[bytes]:
-        place, number = self._turn("meetings", ranks)
+    def _meet(self, ranks: Sequence[int], facts: object, timeout_s: float, operation: str, cure: str) -> list[bytes]:
+        place = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
+        number = self._store.add(f"meetings/{place}/{self._rank}", 1)  # some may have been with others more often
         key_of = {rank: f"meeting/{place}/{number}/{rank}" for rank in ranks}
         keys = list(key_of.values())
         self._store.set(key_of[self._rank], json.dumps([socket.gethostname(), os.getpid(), facts]))
@@ -95,16 +96,6 @@ class Board:
                 raise RankError(f"rank {self._rank}: {operation} ended because {verdict}")
         entries: list[bytes] = self._store.multi_get(keys)
         return entries
-
-    def name_group(self, ranks: Sequence[int]) -> str:
-        """The name of the next process group of these ranks, the same on all of them if each makes them in turn."""
-        place, number = self._turn("groups", ranks)
-        return f"{_PREFIX}/{place}/{number}"
-
-    def _turn(self, what: str, ranks: Sequence[int]) -> tuple[str, int]:
-        """These ranks in short, and how often this one has come to them: it may have been with others more often."""
-        place = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
-        return place, self._store.add(f"{what}/{place}/{self._rank}", 1)
 
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""

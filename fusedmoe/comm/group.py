@@ -29,21 +29,52 @@ class Job:
         return Job, (self.rank, self.timeout_s, self.board)  # heaps stay in their process
 
 
+class Lease:
+    """A process group, for as long as the topology that has leased it is open (`fusedmoe.comm.process_group`).
+
+    `key`: by which the pool knows it: ranks and purpose, and the time-out.
+    """
+
+    def __init__(self, handle: dist.ProcessGroup, key: tuple[str, float] = ("", 0.0)) -> None:
+        self._handle: dist.ProcessGroup | None = handle
+        self.key = key
+
+    @property
+    def handle(self) -> dist.ProcessGroup:
+        if self._handle is None:
+            raise ConfigError(
+                "this topology was closed, and its process groups are gone: use it before close(), or make another"
+            )
+        return self._handle
+
+    def end(self) -> None:
+        self._handle = None
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks along one axis.
 
-    `ranks` are global, in the group's order; `index` is this rank's place among them; `handle` is the process group,
-    None exactly when the group has one rank (then every collective is a no-op and nothing needs initialising).
-    `downward`: a second process group of the same ranks, for rows to lower ones (see `duplex.py`); None without.
+    `ranks` are global, in the group's order; `index` is this rank's place among them; `lease` is of their process
+    group, None exactly when the group has one rank (then every collective is a no-op and nothing needs initialising).
+    `downward`: of a second process group of the same ranks, for rows to lower ones (see `duplex.py`); None without.
     """
 
     axis: str
     ranks: tuple[int, ...] = (0,)
     index: int = 0
-    handle: dist.ProcessGroup | None = None
+    lease: Lease | None = None
     job: Job = field(default_factory=Job)
-    downward: dist.ProcessGroup | None = None
+    downward: Lease | None = None
+
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """The process group; None for a group of one.
+
+        Raises:
+            ConfigError: the topology was closed.
+        """
+        return None if self.lease is None else self.lease.handle
 
     @property
     def size(self) -> int:

@@ -3,7 +3,7 @@
     with open_heap(group, device) as heap:
         rows = heap.allocate((2, 4, 128, 512), torch.bfloat16)
         rows.own            # this rank's copy
-        rows.table          # where every rank's copy is, for kernels (fusedmoe/kernels/remote.py)
+        rows.table          # where every rank's copy is, for kernels (fusedmoe/kernels/triton/one_sided/remote.py)
 
 Backends, each where it works: `shm` (processes of one host, memory shared by the kernel; for Triton's interpreter),
 `local` (virtual ranks of one process), `symm` (the GPUs of a node, PyTorch's symmetric memory), `nvshmem` (GPUs of
@@ -28,7 +28,7 @@ from torch import Tensor
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.kernels.places import Network
+from fusedmoe.kernels.one_sided import Network
 
 if TYPE_CHECKING:
     from fusedmoe.comm.watch import Watch  # which needs Triton

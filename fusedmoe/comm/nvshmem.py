@@ -225,7 +225,7 @@ class Nvshmem:
         self._open: list[Memory] = []
         self._closed = False
 
-        from fusedmoe.kernels.nvshmem import tell_of_modules
+        from fusedmoe.kernels.triton.one_sided.network import tell_of_modules
 
         tell_of_modules(register_module)
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import _StopRecomputationError
 
-from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure import Board
-from fusedmoe.comm.group import Group, Job
-from fusedmoe.comm.process_group import launch_in_order_of_issue, make_process_group, patience
+from fusedmoe.comm.group import Group, Job, Lease
+from fusedmoe.comm.process_group import Held, launch_in_order_of_issue, process_groups
 from fusedmoe.errors import ConfigError, RankError
 
 
@@ -35,15 +37,26 @@ class Topology:
     `Topology()` is a world of one and needs no process group. `from_sizes` and `from_mesh` are collective: every rank
     of the job calls them with the same arguments.
 
+    Topologies share the job's process groups (`fusedmoe.comm.process_group`): a second one with the same axes makes
+    none. They stay when a topology is dropped, for the next; `close()`, or the end of a `with` block, frees those that
+    no other topology uses.
+
+        with Topology.from_sizes(ep=2) as topology:
+            ...
+
     Attributes:
         rank, size: this rank and the number of ranks.
         ep, esp, mp, dp, edp, world: the `Group` along each axis.
-        expert_mesh, dense_mesh: `DeviceMesh` with dims ("edp", "ep", "esp") and ("dp", "mp"); None in a world of one.
+        expert_grid, dense_grid: the ranks, [EDP, EP, ESP] and [DP, MP]; None in a world of one.
+        expert_mesh, dense_mesh: the same as `DeviceMesh` with dims ("edp", "ep", "esp") and ("dp", "mp").
         ranks_per_node: consecutive ranks that share a node.
     """
 
+    expert_grid: torch.Tensor | None = None
+    dense_grid: torch.Tensor | None = None
+
     def __init__(self) -> None:
-        self._lay_out(None, None, job=Job(), ranks_per_node=1, device_type="cpu")
+        self._lay_out(Job(), None, None, ranks_per_node=1)
 
     @classmethod
     def from_sizes(
@@ -71,7 +84,7 @@ class Topology:
         """
         size = _world_size()
         per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        job = _meet(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}")
+        job, held = _meet(timeout_s, f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}")
         for name, need in (("ep·esp", ep * esp), ("mp", mp)):
             if need < 1 or size % need:
                 alone = "" if dist.is_initialized() else " (torchrun, then torch.distributed.init_process_group)"
@@ -80,7 +93,7 @@ class Topology:
                     f"Start as many ranks as a multiple of both ep·esp and mp{alone}, or choose smaller sizes."
                 )
         ranks = torch.arange(size)
-        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, job, duplex)
+        return cls._from_grids(ranks.view(-1, ep, esp), ranks.view(-1, mp), per_node, job, held, duplex)
 
     @classmethod
     def from_mesh(
@@ -106,7 +119,7 @@ class Topology:
         world = _world_size()
         per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
         arguments = f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}"
-        job = _meet(timeout_s, f"{mesh}, {arguments}")
+        job, held = _meet(timeout_s, f"{mesh}, {arguments}")
         names = mesh.mesh_dim_names or ()
         for axis, name in (("ep", ep), ("esp", esp), ("mp", mp)):
             if name is not None and name not in names:
@@ -122,7 +135,7 @@ class Topology:
             sizes = [1 if name is None else mesh.mesh.shape[names.index(name)] for name in last]
             return mesh.mesh.permute(*outer, *inner).reshape(-1, *sizes).cpu()
 
-        return cls._from_grids(grid(ep, esp), grid(mp), per_node, job, duplex)
+        return cls._from_grids(grid(ep, esp), grid(mp), per_node, job, held, duplex)
 
     @classmethod
     def from_group(
@@ -147,60 +160,63 @@ class Topology:
             RankError: the ranks pass different arguments, or one of them does not come.
         """
         ranks = tuple(dist.get_process_group_ranks(handle)) if handle is not None else (0,)
-        if len(ranks) == 1:
+        if handle is None or len(ranks) == 1:
             return cls()
         places = torch.arange(len(ranks)).view(-1, 1) if experts is None else experts
         if sorted(places.reshape(-1).tolist()) != list(range(len(ranks))):
             raise ConfigError(f"experts = {places.tolist()} must hold each place in a group of {len(ranks)} once")
         per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", _world_size()))
-        job = _meet(timeout_s, f"experts={places.tolist()}, ranks_per_node={per_node}", ranks)
+        job, _ = _meet(timeout_s, f"experts={places.tolist()}, ranks_per_node={per_node}", ranks)
         topology = cls.__new__(cls)
-        topology.job, topology.rank, topology.size = job, job.rank, len(ranks)
-        topology.ranks_per_node, topology._duplex, topology._subgroups = per_node, False, {}
-        topology.expert_mesh = topology.dense_mesh = None
+        topology._begin(job, per_node, duplex=False)
+        topology.size = len(ranks)
         grid = torch.tensor(ranks)[places.view(-1, *places.shape[-2:])]
-        at = [int(index) for index in (grid == job.rank).nonzero()[0]]
-        topology.world = Group("world", ranks, ranks.index(job.rank), handle, job)
+        topology.world = Group("world", ranks, ranks.index(job.rank), Lease(handle), job)
         for axis, name in enumerate(("edp", "ep", "esp")):
-            line = grid.movedim(axis, -1)[*(place for i, place in enumerate(at) if i != axis)]
-            setattr(topology, name, topology.subgroup(name, tuple(line.tolist())))
+            setattr(topology, name, topology.subgroup(name, _line(grid, axis, job.rank)))
         topology.dp = replace(topology.subgroup("dp", ranks), axis="dp")
         topology.mp = topology.subgroup("mp", (job.rank,))
         return topology
 
     @classmethod
     def _from_grids(
-        cls, experts: torch.Tensor, dense: torch.Tensor, ranks_per_node: int, job: Job, duplex: bool
+        cls,
+        experts: torch.Tensor,
+        dense: torch.Tensor,
+        ranks_per_node: int,
+        job: Job,
+        held: Sequence[Mapping[str, Held]] | None,
+        duplex: bool,
     ) -> Topology:
         topology = cls.__new__(cls)
         if experts.numel() == 1:
-            topology._lay_out(None, None, job=job, ranks_per_node=1, device_type="cpu")
+            topology._lay_out(job, None, None, ranks_per_node=1)
             return topology
-        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        if duplex and device_type != "cpu":
+        if duplex and dist.get_backend() == "nccl":
             raise ConfigError("duplex=True is for Gloo on CPUs; NCCL uses both directions of a link as it is")
-        topology._lay_out(
-            experts, dense, job=job, ranks_per_node=ranks_per_node, device_type=device_type, duplex=duplex
-        )
+        topology._lay_out(job, experts, dense, ranks_per_node=ranks_per_node, held=held, duplex=duplex)
         return topology
+
+    def _begin(self, job: Job, ranks_per_node: int, duplex: bool) -> None:
+        self.job, self.rank, self.ranks_per_node, self._duplex = job, job.rank, ranks_per_node, duplex
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+        self._leases: list[Lease] = []
+        if dist.is_available() and dist.is_initialized():
+            # With the last reference to the topology its leases end.
+            finalize(self, process_groups().give_back, self._leases)
 
     def _lay_out(
         self,
+        job: Job,
         experts: torch.Tensor | None,
         dense: torch.Tensor | None,
         *,
-        job: Job,
         ranks_per_node: int,
-        device_type: str,
+        held: Sequence[Mapping[str, Held]] | None = None,
         duplex: bool = False,
     ) -> None:
-        self.job = job
-        self._duplex = duplex
-        self.rank = job.rank
-        self.ranks_per_node = ranks_per_node
-        self.expert_mesh: DeviceMesh | None = None
-        self.dense_mesh: DeviceMesh | None = None
-        self._subgroups: dict[tuple[int, ...], Group] = {}
+        self._begin(job, ranks_per_node, duplex)
+        self.expert_grid, self.dense_grid = experts, dense
         if experts is None or dense is None:
             self.size = 1
             self.ep, self.esp, self.mp, self.dp, self.edp, self.world = (
@@ -208,41 +224,86 @@ class Topology:
             )
             return
         self.size = experts.numel()
-        self.expert_mesh = DeviceMesh(device_type, experts, mesh_dim_names=("edp", "ep", "esp"))
-        self.dense_mesh = DeviceMesh(device_type, dense, mesh_dim_names=("dp", "mp"))
         # The job's default group keeps its time-out; where ours matters, the library has a world group of its own.
-        handle = dist.new_group(timeout=patience(job)) if device_type == "cpu" else dist.group.WORLD
-        self.world = Group("world", tuple(range(self.size)), self.rank, handle, job)
-        self.edp, self.ep, self.esp = (self._axis(self.expert_mesh, name) for name in ("edp", "ep", "esp"))
-        self.dp, self.mp = (self._axis(self.dense_mesh, name) for name in ("dp", "mp"))
+        nccl = dist.get_backend() == "nccl"
+        everyone = tuple(range(self.size))
+        default: Any = dist.group.WORLD
+        world = Lease(default) if nccl else self._lease("world", everyone, held)
+        self.world = Group("world", everyone, self.rank, world, job)
+        # Each axis has a group of its own, of the same ranks as another's, too: gradients travel over one while rows
+        # travel over another.
+        for grid, names in ((experts, ("edp", "ep", "esp")), (dense, ("dp", "mp"))):
+            for axis, name in enumerate(names):
+                setattr(self, name, self._group(name, name, _line(grid, axis, self.rank), held))
 
-    def _axis(self, mesh: DeviceMesh, name: str) -> Group:
-        handle: dist.ProcessGroup | None = mesh.get_group(name)
-        ranks = tuple(dist.get_process_group_ranks(handle))
+    def _group(
+        self, axis: str, purpose: str, ranks: tuple[int, ...], held: Sequence[Mapping[str, Held]] | None = None
+    ) -> Group:
         if len(ranks) == 1:
-            handle = None
-        elif handle == dist.group.WORLD:
-            # A group of its own, as all axes have: gradients travel over one while rows travel over another.
-            handle = dist.new_group(timeout=patience(self.job))
-        elif self.world.handle != dist.group.WORLD:
-            dist.distributed_c10d._set_pg_timeout(patience(self.job), handle)
-        return Group(name, ranks, ranks.index(self.rank), handle, self.job, self._downward(ranks))
+            return Group(axis, ranks, 0, None, self.job)
+        mine = held if held is None else [held[rank] for rank in ranks]
+        downward = self._lease(f"{purpose} down", ranks, mine) if self._duplex else None
+        return Group(axis, ranks, ranks.index(self.rank), self._lease(purpose, ranks, mine), self.job, downward)
+
+    def _lease(self, purpose: str, ranks: tuple[int, ...], held: Sequence[Mapping[str, Held]] | None = None) -> Lease:
+        lease = process_groups().lease(self.job, purpose, ranks, held)
+        self._leases.append(lease)
+        return lease
 
     def subgroup(self, axis: str, ranks: tuple[int, ...]) -> Group:
         """A group of some ranks, this one among them; made on first use, by its members only."""
         if ranks not in self._subgroups:
-            handle = make_process_group(self.job, ranks) if len(ranks) > 1 else None
-            self._subgroups[ranks] = Group(axis, ranks, ranks.index(self.rank), handle, self.job, self._downward(ranks))
+            self._subgroups[ranks] = self._group(axis, "subgroup", ranks)
         return self._subgroups[ranks]
 
-    def beside(self, group: Group) -> Group:
-        """Another group of the same ranks, for what goes on at the same time as something over `group`."""
-        if group.size == 1:
-            return group
-        return replace(group, handle=make_process_group(self.job, group.ranks), downward=self._downward(group.ranks))
+    def beside(self, group: Group, purpose: str) -> Group:
+        """Another group of the same ranks, for what goes on at the same time as something over `group`.
 
-    def _downward(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        return make_process_group(self.job, ranks) if self._duplex and len(ranks) > 1 else None
+        Collective over the group. The same for the same purpose.
+        """
+        return self._group(group.axis, f"{group.axis} {purpose}", group.ranks)
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh | None:
+        return self._mesh(self.expert_grid, ("edp", "ep", "esp"))
+
+    @cached_property
+    def dense_mesh(self) -> DeviceMesh | None:
+        return self._mesh(self.dense_grid, ("dp", "mp"))
+
+    def _mesh(self, grid: torch.Tensor | None, names: tuple[str, ...]) -> DeviceMesh | None:
+        if grid is None:
+            return None
+        groups = [getattr(self, name).handle or self._lease("alone", (self.rank,)).handle for name in names]
+        return DeviceMesh.from_group(groups, device_of(self.world).type, grid, mesh_dim_names=names)
+
+    def close(self) -> None:
+        """Frees the process groups that no other topology uses. Collective over all ranks, when nothing travels.
+
+        What stands on this topology cannot communicate from then on. A second call does nothing.
+
+        Raises:
+            RankError: a rank failed, or did not come within `timeout_s`.
+        """
+        leases, self._leases[:] = list(self._leases), []
+        if not leases or not dist.is_initialized():
+            return
+        pool = process_groups()
+        pool.give_back(leases)
+        own, timeout_s = pool.leased(leases), self.job.timeout_s
+        every = self.world.board.meet(self.world.ranks, own, timeout_s, operation="closing the topology")
+        for lease in leases:
+            if all(of.get(lease.key[0], 0) == 0 for of in every):
+                pool.destroy(lease)
+        for lease in leases:
+            lease.end()
+
+    def __enter__(self) -> Topology:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # after an error the other ranks may never come
+            self.close()
 
     def agree(self, facts: dict[str, Any], what: str) -> None:
         """Checks that all ranks hold the same facts. Collective over all ranks.
@@ -311,19 +372,29 @@ def _world_size() -> int:
     return 1
 
 
-def _meet(timeout_s: float, arguments: str, ranks: Sequence[int] | None = None) -> Job:
-    """The job of these ranks, by default all, once they are here with the same arguments."""
+def _line(grid: torch.Tensor, axis: int, rank: int) -> tuple[int, ...]:
+    """The ranks along one axis of a grid on whose line this rank is."""
+    at = [int(index) for index in (grid == rank).nonzero()[0]]
+    return tuple(grid.movedim(axis, -1)[*(place for i, place in enumerate(at) if i != axis)].tolist())
+
+
+def _meet(
+    timeout_s: float, arguments: str, ranks: Sequence[int] | None = None
+) -> tuple[Job, list[dict[str, Held]] | None]:
+    """The job of these ranks, by default all, once they are here with the same arguments; and what process groups each
+    of them holds."""
     ranks = range(_world_size()) if ranks is None else ranks
     if len(ranks) == 1:
-        return Job(timeout_s=timeout_s)
+        return Job(timeout_s=timeout_s), None
     if dist.get_backend() == "nccl":
         launch_in_order_of_issue()
     rank = dist.get_rank()
     board = Board(dist.distributed_c10d._get_default_store(), rank)
-    for other, theirs in zip(ranks, board.meet(ranks, arguments, timeout_s), strict=True):
+    every = board.meet(ranks, (arguments, process_groups().held(timeout_s)), timeout_s)
+    for other, (theirs, _) in zip(ranks, every, strict=True):
         if theirs != arguments:
             raise RankError(
                 f"topology: rank {rank} has {arguments}, rank {other} has {theirs}. Pass the same on every rank; "
                 "ranks_per_node is the launcher's LOCAL_WORLD_SIZE unless given."
             )
-    return Job(rank, timeout_s, board)
+    return Job(rank, timeout_s, board), [held for _, held in every]

@@ -18,8 +18,7 @@ from torch import Tensor
 from fusedmoe.comm.failure import LOOK_S
 from fusedmoe.comm.heap import Heap
 from fusedmoe.errors import RankError
-from fusedmoe.kernels.places import Bounds
-from fusedmoe.kernels.remote import RECORD, TIME_IS_UP
+from fusedmoe.kernels.one_sided import RECORD, TIME_IS_UP, Bounds
 
 _VERDICT, _GONE = 2, 3
 
@@ -47,7 +46,7 @@ class Watch:
     the host may have issued much more meanwhile.
 
     Attributes:
-        bounds: for kernels (`fusedmoe.kernels.remote`), in memory that host and device share.
+        bounds: for kernels (`fusedmoe.kernels.triton.one_sided.remote`), in memory that host and device share.
     """
 
     def __init__(self, heap: Heap) -> None:

@@ -1,7 +1,7 @@
 """The windows of one layer: room on every rank for the tokens, letters and results that kernels of its peers put there.
 
 Each exchange has the next number and uses the next of two slots, so that one can begin while the one before is still
-read; a peer that is further behind is waited for (`fusedmoe/kernels/remote.py` has the protocol).
+read; a peer that is further behind is waited for (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
 
 Where a peer is far, there is room too for what is on its way to it. What a rank makes of all ranks' tokens may be much:
 of results only one exchange is on its way at a time, so that a new one waits until peers have read the one before.
@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedmoe.comm.heap import Heap, Symmetric
 from fusedmoe.comm.watch import Watch
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.places import Addresses, Bounds, Mark, Place
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, ReceiveBuffer
 
 #: Exchanges that may be under way at once.
 SLOTS = 2
@@ -89,7 +89,7 @@ class Windows:
             self.watch.name(place.signals, waiting, partial(_name, count, parts, part))
         self._epochs = {id(place): 0 for place in (self.tokens, self.letters, self.results)}
 
-    def begin(self, place: Place) -> int:
+    def begin(self, place: ReceiveBuffer) -> int:
         """The number of the exchange that begins in one of the windows."""
         self._epochs[id(place)] += 1
         return self._epochs[id(place)]
@@ -168,7 +168,7 @@ class Windows:
         return ((self.results.slot(epoch) * size + peer_W1) * self.room.degree + chunk).reshape(-1)
 
 
-def make_place(heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int) -> Place:
+def make_place(heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int) -> ReceiveBuffer:
     """A window of [slots, *shape] on every rank, for whose rows each peer has so many signals. Collective."""
     size = heap.group.size
 
@@ -177,7 +177,7 @@ def make_place(heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile
 
     rows, signal, credit = allocate(SLOTS, *shape, dtype=dtype), allocate(SLOTS, size, signals), allocate(size)
     staging = allocate(SLOTS, *shape, dtype=dtype).own if tile and heap.network is not None else None
-    return Place(
+    return ReceiveBuffer(
         rows.own,
         rows.table,
         signal.own,

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedmoe.engine.chunks import Kept, Received, Regrouped, Sent, counts_of
 from fusedmoe.engine.run import BackwardPass, Chunk, Run, present
 from fusedmoe.engine.state import BlockPass, Cut, Layer, Output, PieceChunk, Unit
-from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots
+from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 
 
@@ -89,9 +89,9 @@ class BlocksBackward(BlockPass, BackwardPass):
             self._regroup(number)
 
     def give_weights(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
-        weights, rows = present(chunk.weights), chunk.layout.slot_N
+        weights, rows = present(chunk.weights), chunk.layout.pair_N
         dweight_R = weights.new_zeros(len(rows)) if dweight_R is None else dweight_R
-        chunk.weights = put_slots(dweight_R.to(weights.dtype), chunk.layout)
+        chunk.weights = put_pairs(dweight_R.to(weights.dtype), chunk.layout)
 
     def finish(self, task: Task, rows: Tensor) -> None:
         _, layer = self.at(task)

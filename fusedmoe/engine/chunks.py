@@ -56,7 +56,7 @@ def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
     place_N = inverse(order_N)
     row_SK = torch.where(layout.row_SK < 0, -1, place_N[layout.row_SK.clamp(min=0)]) if len(place_N) else layout.row_SK
     source_N = order_N if layout.source_N is None else layout.source_N[order_N]
-    return replace(layout, source_N=source_N, slot_N=layout.slot_N[order_N], row_SK=row_SK)
+    return replace(layout, source_N=source_N, pair_N=layout.pair_N[order_N], row_SK=row_SK)
 
 
 # Runs of fewer rows take longer to find than to copy.
@@ -195,7 +195,7 @@ class Regrouped:
         """For the rows of a chunk that begins with this piece: as received, among received; sorted, among sorted."""
         pieces = slice(first_piece, first_piece + chunk.counts_RpE.shape[1])
         place = self._place_R[chunk.numbers(self._start_pRE[pieces])]
-        return place, self._sorted_place_R[place[chunk.layout.slot_N]]
+        return place, self._sorted_place_R[place[chunk.layout.pair_N]]
 
 
 def counts_of(sizes_QPG: np.ndarray, pieces: int, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fusedmoe.autograd.checks import check_rows
 from fusedmoe.autograd.exchange import all_gather, combine, dispatch, received_layout, reduce_scatter
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.autograd.order import permute, take_slots, unpermute
+from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
@@ -30,8 +30,8 @@ from fusedmoe.engine.run import Followed, Run, one_chunk
 from fusedmoe.engine.tokens import through_experts
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.runtime.streams import Streams
 
 
 class LocalExperts(Protocol):
@@ -111,7 +111,7 @@ class Local(Dispatcher):
     def dispatch(
         self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None = None
     ) -> tuple[Tensor, Handle]:
-        return x_SM, Handle(layout, None if weight_SK is None else take_slots(weight_SK, layout))
+        return x_SM, Handle(layout, None if weight_SK is None else take_pairs(weight_SK, layout))
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
         return out_RM
@@ -182,7 +182,7 @@ class Collectives(Dispatcher):
     def meet(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None) -> Crossing:
         """The ranks tell each other how many rows come. Collective."""
         layout = layout.exact()  # padding does not travel
-        weight_N = None if weight_SK is None else take_slots(weight_SK, layout)
+        weight_N = None if weight_SK is None else take_pairs(weight_SK, layout)
         return Crossing(layout, weight_N, self.exchange(layout.counts_E, x_SM.dtype, refusal))
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
@@ -221,7 +221,7 @@ class Collectives(Dispatcher):
             weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[:, 0]
         with span(self.recorder, "sort received rows", kind="order"):
             received = received_layout(exchange.counts_RE, exchange.rows)
-            weight_R = None if weight_R is None else weight_R[received.slot_N]
+            weight_R = None if weight_R is None else weight_R[received.pair_N]
         return rows_RM, Handle(received, weight_R, exchange.counts_RE, crossing)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.linear_later import Later
-from fusedmoe.autograd.order import order, take_slots
+from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Cuts, Received, Sent, counts_of
@@ -108,7 +108,7 @@ class BlocksForward(BlockPass, ForwardPass):
                 layout = order(expert[at].flatten(0, -2), E).exact()
                 with torch.set_grad_enabled(self.keep):
                     weight = self._batch(unit.routing.weight_SK, unit.x)[at].flatten(0, -2)
-                    layer.pieces[p] = Piece(layout, take_slots(weight, layout))
+                    layer.pieces[p] = Piece(layout, take_pairs(weight, layout))
 
     def _full(self, number: int, expert_SK: Tensor, capacity: int) -> Tensor:
         """Which slots come when their expert is full, where each token has one slot and units come in order."""
@@ -117,12 +117,12 @@ class BlocksForward(BlockPass, ForwardPass):
         if taken_E is None:
             taken_E = torch.zeros(E, dtype=torch.long, device=expert_SK.device)
         layout = order(expert_SK, E).exact()
-        chosen_N = expert_SK.reshape(-1)[layout.slot_N]
+        chosen_N = expert_SK.reshape(-1)[layout.pair_N]
         rank_N = torch.arange(layout.rows, device=chosen_N.device) - layout.offsets_E1[:-1].long()[chosen_N]
         full_N = rank_N + taken_E[chosen_N] >= capacity
         self._taken[number] = taken_E + layout.counts_E
         full_S = torch.zeros(expert_SK.numel(), dtype=torch.bool, device=expert_SK.device)
-        full_S[layout.slot_N] = full_N
+        full_S[layout.pair_N] = full_N
         return full_S.view_as(expert_SK)
 
     def start(self, task: Task) -> None:

@@ -24,11 +24,11 @@ from torch.autograd.function import once_differentiable
 from fusedmoe.comm.windows import Windows
 from fusedmoe.engine.chunk_experts import FusedChunks, Totals
 from fusedmoe.engine.route import Route
-from fusedmoe.kernels.gather_sum import put_slots, take_slots
-from fusedmoe.kernels.grouped.fused import experts_backward_rows, experts_forward
+from fusedmoe.kernels.gather_sum import put_pairs, take_pairs
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.puts import put_values, return_rows
-from fusedmoe.kernels.routes import contiguous
+from fusedmoe.kernels.one_sided import contiguous
+from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
+from fusedmoe.kernels.triton.one_sided.put import put_values, return_rows
 from fusedmoe.kernels.weights import Hidden
 from fusedmoe.runtime.recorder import Recorder, span
 
@@ -65,7 +65,7 @@ def make_route(x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: 
     Raises:
         ConfigError: more tokens, slots or chunks than the windows have room for.
     """
-    weight_N = None if weight_SK is None else take_slots(weight_SK.detach(), layout)
+    weight_N = None if weight_SK is None else take_pairs(weight_SK.detach(), layout)
     return Route(windows, layout, weight_N, degree, x_SM.dtype, x_SM.shape[1])
 
 
@@ -88,7 +88,7 @@ class Forward:
             x_CM, layout, wait = route.arriving(chunk, self._tokens)
             put = route.put(chunk, self._results, arrivals[chunk].weight_R)
             with route.windows.watch.over(), _span(self.measured, "forward", chunk):
-                _, h_RH = experts_forward(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
+                _, h_RH = forward_in_flight(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
             self.kept.append(_Kept(route.take(chunk, self._tokens), h_RH))
         route.read(self._tokens)
 
@@ -122,7 +122,7 @@ class Backward:
             weight_R, put = route.arrivals[chunk].weight_R, route.put(chunk, self._results)
             values = route.value_addresses(chunk, self._results)
             with route.windows.watch.over(), _span(self._measured, "backward", chunk):
-                _, _, dy_RM, hidden = experts_backward_rows(
+                _, _, dy_RM, hidden = backward_rows_in_flight(
                     dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values
                 )
             left.append((dy_RM, hidden))
@@ -135,7 +135,7 @@ class Backward:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Gradients of tokens, [S, M], and of router weights, [S, K] float32."""
         dx_SM, dweight_N = self._route.receive(self._results)
-        return dx_SM, put_slots(dweight_N, self._route.layout)
+        return dx_SM, put_pairs(dweight_N, self._route.layout)
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -218,7 +218,7 @@ class _Dispatch(torch.autograd.Function):
             put_values(dweight.float().contiguous(), route.value_addresses(chunk, epoch), last)
             return_rows(drows, last, route.put(chunk, epoch))
         dx_SM, dweight_N = route.receive(epoch)
-        dweight_SK = None if ctx.weighted is None else put_slots(dweight_N, route.layout).to(ctx.weighted)
+        dweight_SK = None if ctx.weighted is None else put_pairs(dweight_N, route.layout).to(ctx.weighted)
         return dx_SM, dweight_SK, None
 
 
@@ -280,7 +280,7 @@ class _DispatchExperts(torch.autograd.Function):
         for chunk in range(route.degree):
             x_CM, layout, wait = route.arriving(chunk, epoch)
             with route.windows.watch.over():
-                out_RM, h_RH = experts_forward(x_CM, layout, experts.weights, experts.activation, wait, None)
+                out_RM, h_RH = forward_in_flight(x_CM, layout, experts.weights, experts.activation, wait, None)
             out.append(out_RM)
             ctx.kept.append(_Kept(route.take(chunk, epoch), h_RH))
         route.read(epoch)
@@ -296,7 +296,7 @@ class _DispatchExperts(torch.autograd.Function):
         left: list[tuple[Tensor, Hidden]] = []
         for chunk, (dy_RM, one) in enumerate(zip(dout, kept, strict=True)):
             put, layout = route.put(chunk, epoch), contiguous(route.arrivals[chunk])
-            _, _, _, hidden = experts_backward_rows(
+            _, _, _, hidden = backward_rows_in_flight(
                 dy_RM, one.h_RH, layout, None, experts.weights, experts.activation, None, put
             )
             left.append((dy_RM, hidden))
@@ -328,7 +328,7 @@ class _ExpertsCombine(torch.autograd.Function):
         for chunk, (x_RM, weight_R) in enumerate(zip(rows, weights, strict=True)):
             assert x_RM is not None
             put, layout = route.put(chunk, epoch, weight_R), contiguous(route.arrivals[chunk])
-            _, h_RH = experts_forward(x_RM, layout, experts.weights, experts.activation, None, put)
+            _, h_RH = forward_in_flight(x_RM, layout, experts.weights, experts.activation, None, put)
             ctx.kept.append(_Kept(x_RM, h_RH))
         ctx.route, ctx.experts, ctx.weights = route, experts, weights
         return route.receive(epoch)[0]
@@ -344,7 +344,7 @@ class _ExpertsCombine(torch.autograd.Function):
         for chunk, (one, weight_R) in enumerate(zip(kept, weights, strict=True)):
             dy_CM, layout, wait = route.arriving(chunk, epoch)
             with route.windows.watch.over():
-                dx_RM, dweight_R, dy_RM, hidden = experts_backward_rows(
+                dx_RM, dweight_R, dy_RM, hidden = backward_rows_in_flight(
                     dy_CM, one.h_RH, layout, weight_R, experts.weights, experts.activation, wait, None
                 )
             by_expert = contiguous(route.arrivals[chunk])

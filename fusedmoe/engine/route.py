@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.windows import Windows
-from fusedmoe.kernels.awaits import await_letters, await_signals
 from fusedmoe.kernels.gather_sum import gather_sum, permute
-from fusedmoe.kernels.grouped.products import Wait
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.places import Addresses, Put
-from fusedmoe.kernels.puts import give_credit, put_rows
-from fusedmoe.kernels.routes import Arrivals, Sends, plan_sends, read_letters
+from fusedmoe.kernels.one_sided import Addresses, Arrivals, Put, Sends, Wait, plan_sends, read_metadata
+from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
+from fusedmoe.kernels.triton.one_sided.wait import wait_metadata, wait_signals
 
 
 class Route:
@@ -34,7 +32,7 @@ class Route:
     def __init__(
         self, windows: Windows, layout: Layout, weight_N: Tensor | None, degree: int, dtype: torch.dtype, width: int
     ) -> None:
-        windows.refuse(layout.tokens, layout.slots if layout.tokens else 0, degree, dtype, width)
+        windows.refuse(layout.tokens, layout.k if layout.tokens else 0, degree, dtype, width)
         self.windows, self.layout, self.degree = windows, layout, degree
         self._capacity, lines = windows.tokens.rows.shape[2], windows.letters.rows.shape[2]
         self._sends: Sends = plan_sends(layout, weight_N, windows.heap.group.size, degree, self._capacity, lines)
@@ -46,7 +44,7 @@ class Route:
         self._letter_epoch = windows.begin(windows.letters)
         with windows.watch.over():
             put_rows(
-                sends.letter, sends.line_WC, sends.line_used_W, windows.letters, self._letter_epoch, windows.bounds
+                sends.metadata, sends.line_WC, sends.line_used_W, windows.letters, self._letter_epoch, windows.bounds
             )
 
     @cached_property
@@ -54,10 +52,10 @@ class Route:
         """Chunk by chunk what comes here; waits for all letters."""
         windows, letters = self.windows, self.windows.letters
         with windows.watch.over():
-            await_letters(letters, windows.experts, self._letter_epoch, windows.bounds)
-        letters_WC2 = letters.rows[letters.slot(self._letter_epoch)]
-        rows = self._rows_of_chunks(letters_WC2)
-        found = read_letters(letters_WC2, windows.experts, self.degree, self._capacity, rows)
+            wait_metadata(letters, windows.experts, self._letter_epoch, windows.bounds)
+        metadata_WC2 = letters.rows[letters.slot(self._letter_epoch)]
+        rows = self._rows_of_chunks(metadata_WC2)
+        found = read_metadata(metadata_WC2, windows.experts, self.degree, self._capacity, rows)
         give_credit(letters, self._letter_epoch)
         return found
 
@@ -91,7 +89,7 @@ class Route:
         with self.windows.watch.over():
             index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
             wanted = index.unique() if not index.is_cuda else index
-            await_signals(wait.signals, wanted, epoch, wait.bounds, wait.network)
+            wait_signals(wait.signals, wanted, epoch, wait.bounds, wait.network)
 
     def read(self, epoch: int) -> None:
         """Nothing of this exchange's tokens will be read again."""
@@ -103,7 +101,7 @@ class Route:
         epoch = windows.begin(results)
         every = torch.arange(results.peers, dtype=torch.int32, device=windows.heap.device)
         with windows.watch.over():
-            await_signals(results.credits, every, windows.results_behind(epoch), windows.bounds)
+            wait_signals(results.credits, every, windows.results_behind(epoch), windows.bounds)
         return epoch
 
     def put(self, chunk: int, epoch: int, weight_R: Tensor | None = None) -> Put:
@@ -124,7 +122,7 @@ class Route:
         windows, results = self.windows, self.windows.results
         with windows.watch.over():
             awaited = windows.awaited_results(self.degree, epoch)
-            await_signals(results.signals, awaited, epoch, windows.bounds, windows.network)
+            wait_signals(results.signals, awaited, epoch, windows.bounds, windows.network)
         slot = results.slot(epoch)
         y_SM = gather_sum(results.rows[slot, 0, : self.layout.rows], self.layout)
         values_N = windows.values.own[slot, : self.layout.rows].clone()
@@ -135,11 +133,11 @@ class Route:
         """Of chunks that come before, as they are laid out."""
         return sum(arrivals.layout.rows for arrivals in self.arrivals[:chunk])
 
-    def _rows_of_chunks(self, letters_WC2: Tensor) -> Sequence[int]:
+    def _rows_of_chunks(self, metadata_WC2: Tensor) -> Sequence[int]:
         """Rows of each chunk; on a GPU bounds on them, since nobody waits for it."""
         room, local = self.windows.room, self.windows.experts
-        if letters_WC2.is_cuda:
+        if metadata_WC2.is_cuda:
             most = -(-room.tokens * room.slots // self.degree) + local
-            return [most * len(letters_WC2)] * self.degree
-        counts = letters_WC2[:, :local, 0].long()
+            return [most * len(metadata_WC2)] * self.degree
+        counts = metadata_WC2[:, :local, 0].long()
         return [int((counts * (j + 1) // self.degree - counts * j // self.degree).sum()) for j in range(self.degree)]

@@ -27,7 +27,7 @@ from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task
 
 
 class Gradients(Protocol):
-    """Reduces gradients while the backward pass goes on; see `fusedmoe.training.stream`."""
+    """Reduces gradients while the backward pass goes on; see `fusedmoe.training.gradient_buckets`."""
 
     @property
     def opened(self) -> bool:

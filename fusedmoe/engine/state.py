@@ -208,7 +208,7 @@ class BlockPass(Pass):
         return chunk
 
     def weight_of(self, chunk: Chunk) -> Tensor:
-        return self.use(present(chunk.weights))[:, 0][chunk.layout.slot_N]
+        return self.use(present(chunk.weights))[:, 0][chunk.layout.pair_N]
 
     def units(self, task: Task) -> range:
         """Of a dense part's task."""

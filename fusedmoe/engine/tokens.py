@@ -23,7 +23,7 @@ from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, chunk_order, in_chunks, inverse
 from fusedmoe.engine.run import BackwardPass, Chunk, ForwardPass, Pass, Run, present
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.gather_sum import gather_sum, permute, put_slots
+from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.schedule.task import Task
 
@@ -50,12 +50,12 @@ class RowChunks:
         """Values of received rows, numbered without chunks -> those of each chunk, sorted by expert."""
         in_order = value_R if self.order_R is None else value_R[self.order_R]
         parts = in_order.split([part.rows for part in self.parts])
-        return [value[layout.slot_N] for value, layout in zip(parts, self.received, strict=True)]
+        return [value[layout.pair_N] for value, layout in zip(parts, self.received, strict=True)]
 
     def join(self, value_parts: Sequence[Tensor]) -> Tensor:
         """The inverse of `split`."""
         pairs = zip(value_parts, self.received, strict=True)
-        in_order = torch.cat([put_slots(value, layout)[:, 0] for value, layout in pairs])
+        in_order = torch.cat([put_pairs(value, layout)[:, 0] for value, layout in pairs])
         if self.order_R is None:
             return in_order
         return torch.empty_like(in_order).index_put_((self.order_R,), in_order)
@@ -68,13 +68,13 @@ class RowChunks:
         found = []
         for mine, layout in zip(self.numbers().split([part.rows for part in self.parts]), self.received, strict=True):
             received = number_R[mine]
-            found.append((received, sorted_R[received[layout.slot_N]]))
+            found.append((received, sorted_R[received[layout.pair_N]]))
         return found
 
     def numbers(self) -> Tensor:
         """[R]: of each row received, in chunk order, the number without chunks."""
         if self.order_R is None:
-            return torch.arange(sum(part.rows for part in self.parts), device=self.received[0].slot_N.device)
+            return torch.arange(sum(part.rows for part in self.parts), device=self.received[0].pair_N.device)
         return self.order_R
 
 

@@ -4,8 +4,8 @@ behind computation.
     model = torch.compile(model, backend=fusedmoe.graph.backend)
 """
 
-from fusedmoe.graph.backend import Backend, backend
-from fusedmoe.graph.costs import Costs, Points
-from fusedmoe.graph.report import Report
+from fusedmoe.graph.compiler import GraphBackend, backend
+from fusedmoe.graph.operator_costs import OperatorCosts, Points
+from fusedmoe.graph.planning import PassReport
 
-__all__ = ["Backend", "Costs", "Points", "Report", "backend"]
+__all__ = ["GraphBackend", "OperatorCosts", "PassReport", "Points", "backend"]

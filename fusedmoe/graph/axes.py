@@ -16,19 +16,38 @@
     all-to-all, and its wait                       the same, if it is not the first: that is of the ranks
 
 What is not in the table, and what draws random numbers or changes memory, is not split. All parts are equally large.
+
+Which axis each tensor of a range is split along (Lancet §5.2) is a constraint problem for OR-Tools CP-SAT. Every
+instruction of a range is split in one way, or runs as a whole, before all that is split or after it. One tensor has one
+axis. What is split takes parts of what ran before, or parts along the same axis of what is split; what it needs whole
+has run before. All all-to-alls are split; besides these as much computation as possible, by its seconds.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from fusedmoe.errors import ConfigError
 from fusedmoe.graph.instructions import is_all_to_all, is_random, is_start, is_wait, mutates
+from fusedmoe.schedule.solve import solved
+
+_LIKE = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
+_RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
+_REDUCES = frozenset({"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "var", "prod"})
+_ALONG = {"_softmax": 1, "_log_softmax": 1, "softmax": 1, "log_softmax": 1, "cumsum": 1, "topk": 2, "sort": 1}
+_CUTS = {"split": 2, "split_with_sizes": 2, "slice": 1, "chunk": 2}
+_DEFAULT_DIM = {"topk": -1, "sort": -1}
+# Of the ways to see a dimension as joined: the more there are, the longer the search.
+_OUTERS = 6
+# Of the solver's work (`fusedmoe.schedule.solve`).
+_LIMIT = 2.0
+_TICKS, _SCATTERED = 10_000, 256
 
 
 class Axis(NamedTuple):
@@ -42,19 +61,11 @@ class Axis(NamedTuple):
     outer: int = 1
 
 
-class Way(NamedTuple):
+class OperatorSplit(NamedTuple):
     """One way to split an operator: the axis of its result, or of all its results, and of each input (None: whole)."""
 
     axis: Axis
     inputs: dict[fx.Node, Axis | None]
-
-
-_LIKE = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
-_RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
-_REDUCES = frozenset({"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "var", "prod"})
-_ALONG = {"_softmax": 1, "_log_softmax": 1, "softmax": 1, "log_softmax": 1, "cumsum": 1, "topk": 2, "sort": 1}
-_CUTS = {"split": 2, "split_with_sizes": 2, "slice": 1, "chunk": 2}
-_DEFAULT_DIM = {"topk": -1, "sort": -1}
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
@@ -97,11 +108,7 @@ def first_axes(node: fx.Node, parts: int) -> list[Axis]:
     return found
 
 
-# Of the ways to see a dimension as joined: the more there are, the longer the search.
-_OUTERS = 6
-
-
-def outputs_from(node: fx.Node, given: fx.Node, axis: Axis, parts: int) -> list[Way]:
+def outputs_from(node: fx.Node, given: fx.Node, axis: Axis, parts: int) -> list[OperatorSplit]:
     """The ways to split `node` in which its input `given` is in parts along `axis`."""
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
@@ -115,7 +122,7 @@ def outputs_from(node: fx.Node, given: fx.Node, axis: Axis, parts: int) -> list[
     return [way for way in ways if way.inputs.get(given) == axis]
 
 
-def way_of(node: fx.Node, axis: Axis, parts: int) -> Way | None:
+def way_of(node: fx.Node, axis: Axis, parts: int) -> OperatorSplit | None:
     """The way to split `node` that gives its (first) result in parts along `axis`; None where there is none."""
     shape = shape_of(node)
     if shape is None or not fits(shape, axis, parts) or is_random(node) or mutates(node):
@@ -141,15 +148,15 @@ def way_of(node: fx.Node, axis: Axis, parts: int) -> Way | None:
     value = node.meta["val"]
     if isinstance(value, (tuple, list)) and not all(_has(one, axis, parts) for one in value):
         return None
-    return Way(axis, inputs)
+    return OperatorSplit(axis, inputs)
 
 
-def _element(node: fx.Node, axis: Axis, parts: int) -> Way | None:
+def _element(node: fx.Node, axis: Axis, parts: int) -> OperatorSplit | None:
     source, index = node.args
     assert isinstance(source, fx.Node)
     if not isinstance(source.meta.get("val"), (tuple, list)) or not isinstance(index, int):
         return None
-    return None if way_of(source, axis, parts) is None else Way(axis, {source: axis})
+    return None if way_of(source, axis, parts) is None else OperatorSplit(axis, {source: axis})
 
 
 def _has(value: Any, axis: Axis, parts: int) -> bool:
@@ -290,3 +297,111 @@ def _dim(dim: Any, count: int) -> int:
 def _name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return "" if schema is None else str(schema.name).partition("::")[2]
+
+
+class RangeSplit(NamedTuple):
+    """How a range is split: what runs before, what in parts, what after; the way of each that is in parts."""
+
+    before: tuple[fx.Node, ...]
+    split: dict[fx.Node, OperatorSplit]
+    after: tuple[fx.Node, ...]
+
+
+def ways_in(nodes: Sequence[fx.Node], parts: int) -> dict[fx.Node, dict[Axis, OperatorSplit]]:
+    """All ways to split each instruction that lead to or from a split all-to-all of the range, by their axes."""
+    inside = set(nodes)
+    ways: dict[fx.Node, dict[Axis, OperatorSplit]] = {}
+    ends: list[tuple[fx.Node, OperatorSplit]] = []
+
+    def note(node: fx.Node, way: OperatorSplit | None) -> None:
+        if way is not None and node in inside and way.axis not in ways.setdefault(node, {}):
+            ways[node][way.axis] = way
+            ends.append((node, way))
+
+    for node in nodes:
+        if is_all_to_all(node):
+            for axis in first_axes(node, parts):
+                note(node, way_of(node, axis, parts))
+    while ends:
+        node, way = ends.pop()
+        for one, wanted in way.inputs.items():
+            if wanted is not None:
+                note(one, way_of(one, wanted, parts))
+        for user in node.users:
+            if user.target is operator.getitem:
+                note(user, way_of(user, way.axis, parts))
+            else:
+                for found in outputs_from(user, node, way.axis, parts):
+                    note(user, found)
+    return ways
+
+
+def infer(
+    nodes: Sequence[fx.Node], parts: int, seconds: Callable[[fx.Node], float], ordered: Sequence[tuple[int, int]] = ()
+) -> RangeSplit | None:
+    """How to split a range into so many parts; None where some all-to-all of it cannot be split.
+
+    Args:
+        ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
+    Raises:
+        ConfigError: OR-Tools is not installed.
+    """
+    ways = ways_in(nodes, parts)
+    if not all(node in ways for node in nodes if is_all_to_all(node)):
+        return None
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ConfigError(
+            "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend parts=1"
+        ) from None
+    model = cp_model.CpModel()
+    inside = set(nodes)
+    early = {node: model.new_bool_var("") for node in nodes}
+    late = {node: model.new_bool_var("") for node in nodes}
+    chosen = {(node, axis): model.new_bool_var("") for node in nodes for axis in ways.get(node, ())}
+    never = model.new_constant(0)
+
+    def split(node: fx.Node) -> list[cp_model.IntVar]:
+        return [chosen[node, axis] for axis in ways.get(node, ())]
+
+    def follows(node: fx.Node, one: fx.Node) -> None:
+        model.add_implication(early[node], early[one])
+        model.add_implication(late[one], late[node])
+
+    for node in nodes:
+        model.add_exactly_one(early[node], late[node], *split(node))
+        if is_all_to_all(node):
+            model.add_bool_or(split(node))
+        for one in node.all_input_nodes:
+            if one not in inside:
+                continue
+            follows(node, one)
+            for axis, way in ways.get(node, {}).items():
+                wanted = way.inputs[one]
+                allowed = [] if wanted is None or (one, wanted) not in chosen else [chosen[one, wanted]]
+                # Parts are cut off tensors only, not off several at a time.
+                whole = [] if node.target is operator.getitem else [early[one]]
+                model.add_bool_or([chosen[node, axis].negated(), *allowed, *whole])
+            # Several results are put together one by one, and rows on the wire not at all.
+            if node.target is operator.getitem or is_wait(node):
+                for axis in ways.get(one, ()):
+                    model.add_implication(chosen[one, axis], chosen.get((node, axis), never))
+    for first, second in ordered:
+        follows(nodes[second], nodes[first])
+    costs = {node: seconds(node) for node in nodes}
+    tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
+    # Of ways that split the same, the one whose parts are consecutive: others cost copies.
+    worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
+    model.maximize(sum((worth[node] - min(axis.outer, _SCATTERED // 2)) * one for (node, axis), one in chosen.items()))
+    solver = solved(model, _LIMIT)
+    if solver is None:
+        return None
+    taken = {
+        node: way for node in nodes for axis, way in ways.get(node, {}).items() if solver.value(chosen[node, axis])
+    }
+    return RangeSplit(
+        tuple(node for node in nodes if solver.value(early[node])),
+        taken,
+        tuple(node for node in nodes if solver.value(late[node])),
+    )

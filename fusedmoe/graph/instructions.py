@@ -21,6 +21,9 @@ _VIEWS = frozenset(
     }
 )  # fmt: skip
 
+# What a size is taken for that only values decide, as that of `nonzero`: the same on all ranks, whose plans must agree.
+_UNKNOWN_SIZE = 4096
+
 
 def is_start(node: fx.Node) -> bool:
     """Whether the node starts a collective; a wait ends it."""
@@ -77,10 +80,6 @@ def argument_of(node: fx.Node, name: str) -> Any:
             given = node.args[place] if place < len(node.args) else argument.default_value
             return node.kwargs.get(name, given)
     return None
-
-
-# What a size is taken for that only values decide, as that of `nonzero`: the same on all ranks, whose plans must agree.
-_UNKNOWN_SIZE = 4096
 
 
 def concrete(number: Any) -> int:

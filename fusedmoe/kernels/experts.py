@@ -6,24 +6,27 @@ recomputes A = act(H), and the router weight's gradient is ⟨dA', A⟩ (SonicMo
 output.
 
 Contract: tensors in, tensors out; no autograd; the caller owns every buffer that is returned.
+
+In plain torch the rows of an expert are worked through in blocks, so that activations are applied while a block is in
+the cache and no tensor of the size of H besides H itself is ever made. On CUDA that waits for the device once, to learn
+the counts. Definition: `define_experts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels import experts_plain
 from fusedmoe.kernels.activation import Activation, define_activation
 from fusedmoe.kernels.backend import uses_triton
+from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 
-
-def flops(rows: int, weights: Weights, *, backward: bool = False) -> int:
-    """Multiply-adds count as two. The backward has twice the forward's."""
-    per_row = 2 * (weights.w1[0].numel() + weights.w2[0].numel())
-    return rows * per_row * (2 if backward else 1)
+# Rows of a block: large enough for full speed in the matrix products, small enough for its activations to stay cached.
+_BLOCK_ROWS = 512
 
 
 def experts_forward(
@@ -37,11 +40,11 @@ def experts_forward(
     Returns:
         y_SM like x_SM, and h_NH: [N, 2, H] or [N, H], to be kept for the backward.
     """
-    if _fused(x_SM):
-        from fusedmoe.kernels.grouped import launch
+    if _has_kernels(x_SM):
+        from fusedmoe.kernels.triton import experts
 
-        return launch.experts_forward(x_SM, layout, weight_N, weights, activation)
-    return experts_plain.experts_forward(x_SM, layout, weight_N, weights, activation)
+        return experts.experts_forward(x_SM, layout, weight_N, weights, activation)
+    return plain_forward(x_SM, layout, weight_N, weights, activation)
 
 
 def experts_backward(
@@ -58,14 +61,14 @@ def experts_backward(
 
     `into`: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
     """
-    if not _fused(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
-        return experts_plain.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation, into)
-    if _fused(x_SM):
-        from fusedmoe.kernels.grouped import launch
+    if not _has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
+        return plain_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation, into)
+    if _has_kernels(x_SM):
+        from fusedmoe.kernels.triton import experts
 
-        own = launch.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+        own = experts.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
     else:
-        own = experts_plain.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+        own = plain_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
     return own if into is None else own.added_to(into)
 
 
@@ -82,11 +85,11 @@ def experts_backward_rows(
 
     What waits for rows need not wait for products that only parameters need (Lancet §4).
     """
-    if _fused(x_SM):
-        from fusedmoe.kernels.grouped import launch
+    if _has_kernels(x_SM):
+        from fusedmoe.kernels.triton import experts
 
-        return launch.experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
-    return experts_plain.experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+        return experts.experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    return plain_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
 
 
 def experts_backward_weights(
@@ -102,24 +105,251 @@ def experts_backward_weights(
 
     `into`: gradients of other rows, in at least float32, to which these are added in place.
     """
-    if not _fused(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
-        return experts_plain.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into)
-    if _fused(x_SM):
-        from fusedmoe.kernels.grouped import launch
+    if not _has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
+        return plain_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into)
+    if _has_kernels(x_SM):
+        from fusedmoe.kernels.triton import experts
 
-        own = launch.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
+        own = experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
     else:
-        own = experts_plain.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
+        own = plain_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
     return own if into is None else own.added_to(into)
 
 
-def _fused(x_SM: Tensor) -> bool:
-    """Tensor cores know no float64, and without tokens there is nothing to launch."""
+def _has_kernels(x_SM: Tensor) -> bool:
+    """Whether Triton serves: tensor cores know no float64, and without tokens there is nothing to launch."""
     return uses_triton(x_SM) and x_SM.dtype != torch.float64 and x_SM.shape[0] > 0
 
 
+def plain_forward(
+    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """`experts_forward` in plain torch: any device and dtype."""
+    x_SM = x_SM.contiguous()
+    hidden, dim = weights.w2.shape[2], weights.w2.shape[1]
+    h_NH = x_SM.new_empty((layout.rows, activation.halves * hidden))
+    out_NM = x_SM.new_empty((layout.rows, dim))
+    scratch = _Scratch(x_SM, layout)
+    a = scratch.take(hidden)
+    for expert, start, stop in scratch.blocks(layout):
+        rows = stop - start
+        h = h_NH[start:stop]
+        torch.mm(scratch.gather(x_SM, layout, start, stop), weights.up(expert).t(), out=h)
+        if weights.b1 is not None:
+            h.add_(weights.b1[expert].view(-1))
+        _activate(h, a[:rows], activation)
+        torch.mm(a[:rows], weights.w2[expert].t(), out=out_NM[start:stop])
+        if weights.b2 is not None:
+            out_NM[start:stop, weights.b2_columns()] += weights.b2[expert]
+    y_SM = gather_sum(out_NM, layout, weight_N)
+    shape = (layout.rows, 2, hidden) if activation.gated else (layout.rows, hidden)
+    return y_SM, h_NH.view(shape)
+
+
+def plain_backward(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    h_NH: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+    into: Gradients | None = None,
+) -> Gradients:
+    """`experts_backward` in plain torch, with `into` of the dtype of x_SM.
+
+    The router weight scales rows of width M (of x and of dy) and never rows of width H; an expert without rows gets
+    zero gradients.
+    """
+    rows = _Rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    parameters = _Parameters(dy_SM, x_SM, layout, weight_N, weights, into)
+    hidden = weights.w2.shape[2]
+    a, dh = rows.scratch.take(hidden), rows.scratch.take(activation.halves * hidden)
+    for expert, start, stop in rows.scratch.blocks(layout):
+        block = slice(0, stop - start)
+        rows.add(expert, start, stop, a[block], dh[block])
+        parameters.add(expert, start, stop, a[block], dh[block])
+    dx_SM, dweight_N = rows.gradients()
+    return Gradients(dx_SM, dweight_N, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
+
+
+def plain_backward_rows(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    h_NH: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+) -> tuple[Tensor, Tensor | None, Hidden]:
+    """`experts_backward_rows` in plain torch."""
+    rows = _Rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    hidden = weights.w2.shape[2]
+    left = Hidden(x_SM.new_empty(layout.rows, hidden), x_SM.new_empty(layout.rows, activation.halves * hidden))
+    for expert, start, stop in rows.scratch.blocks(layout):
+        rows.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
+    return *rows.gradients(), left
+
+
+def plain_backward_weights(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    left: Hidden,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    into: Gradients | None = None,
+) -> Gradients:
+    """`experts_backward_weights` in plain torch, with `into` of the dtype of x_SM."""
+    parameters = _Parameters(dy_SM, x_SM, layout, weight_N, weights, into)
+    for expert, start, stop in parameters.scratch.blocks(layout):
+        parameters.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
+    return Gradients(x_SM[:0], None, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
+
+
+class _Rows:
+    """The gradients of rows and of router weights, block by block."""
+
+    def __init__(
+        self,
+        dy_SM: Tensor,
+        x_SM: Tensor,
+        h_NH: Tensor,
+        layout: Layout,
+        weight_N: Tensor | None,
+        weights: Weights,
+        activation: Activation,
+    ) -> None:
+        self._dy_SM, self._layout, self._weight_N = dy_SM.contiguous(), layout, weight_N
+        self._weights, self._activation, self._hidden = weights, activation, weights.w2.shape[2]
+        self._h_NH = h_NH.view(layout.rows, activation.halves * self._hidden)
+        self._dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
+        self._ds_N = None if weight_N is None else x_SM.new_zeros(layout.rows)  # padding has no gradient
+        self.scratch = _Scratch(self._dy_SM, layout)
+        self._act, self._da = self.scratch.take(self._hidden), self.scratch.take(self._hidden)
+
+    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> None:
+        """Adds a block's gradients; its activations are put into a_b and the gradients of their inputs into dh_b."""
+        weights, activation, hidden = self._weights, self._activation, self._hidden
+        act_b, da_b = self._act[: stop - start], self._da[: stop - start]
+        dy_b = self.scratch.gather(self._dy_SM, self._layout, start, stop)
+        torch.mm(dy_b, weights.w2[expert], out=da_b)
+        h = self._h_NH[start:stop]
+        if activation.gated:
+            g, u = h[:, :hidden], h[:, hidden:]
+            activation.forward(g, act_b)
+            torch.mul(act_b, u, out=a_b)
+            torch.mul(da_b, act_b, out=dh_b[:, hidden:])
+            torch.mul(da_b, u, out=act_b)
+            activation.backward(act_b, g, dh_b[:, :hidden])
+        else:
+            activation.forward(h, a_b)
+            activation.backward(da_b, h, dh_b)
+        if self._ds_N is not None:
+            # Two passes over what is cached; a product of a row and a column each takes four times as long.
+            torch.sum(torch.mul(da_b, a_b, out=act_b), 1, out=self._ds_N[start:stop])
+            if weights.b2 is not None:
+                self._ds_N[start:stop] += dy_b[:, weights.b2_columns()] @ weights.b2[expert]
+        torch.mm(dh_b, weights.up(expert), out=self._dx_NM[start:stop])
+
+    def gradients(self) -> tuple[Tensor, Tensor | None]:
+        """The gradients of x_SM and of weight_N."""
+        return gather_sum(self._dx_NM, self._layout, self._weight_N), self._ds_N
+
+
+class _Parameters:
+    """The gradients of parameters, block by block: those of an expert's blocks follow each other."""
+
+    def __init__(
+        self,
+        dy_SM: Tensor,
+        x_SM: Tensor,
+        layout: Layout,
+        weight_N: Tensor | None,
+        weights: Weights,
+        into: Gradients | None,
+    ) -> None:
+        self._x_SM, self._dy_SM, self._layout = x_SM.contiguous(), dy_SM.contiguous(), layout
+        self._weights, self._into, self._last = weights, into, -1
+        self._factor_N1 = None if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
+        self.db1: Tensor | None
+        self.db2: Tensor | None
+        if into is None:
+            self.dw1, self.dw2 = torch.empty_like(weights.w1), torch.empty_like(weights.w2)
+            self.db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
+            self.db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)
+        else:
+            self.dw1, self.dw2, self.db1, self.db2 = into.w1, into.w2, into.b1, into.b2
+        for expert, count in enumerate(layout.counts):
+            if count == 0 and into is None:
+                self.dw1[expert].zero_()
+                self.dw2[expert].zero_()
+        self.scratch, self._scratch_y = _Scratch(self._x_SM, layout), _Scratch(self._dy_SM, layout)
+
+    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> None:
+        """Adds a block's gradients, from its activations and the gradients of their inputs."""
+        rows, factor_N1 = stop - start, self._factor_N1
+        x_b = self.scratch.gather(self._x_SM, self._layout, start, stop)
+        dy_b = self._scratch_y.gather(self._dy_SM, self._layout, start, stop)
+        if factor_N1 is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
+            x_b = torch.mul(x_b, factor_N1[start:stop], out=self.scratch.gathered(rows))
+            dy_b = torch.mul(dy_b, factor_N1[start:stop], out=self._scratch_y.gathered(rows))
+        beta = 1 if expert == self._last or self._into is not None else 0
+        self._last = expert
+        dw1_e, dw2_e = self.dw1[expert].view(-1, self._x_SM.shape[1]), self.dw2[expert]
+        torch.addmm(dw1_e, dh_b.t(), x_b, beta=beta, out=dw1_e)
+        torch.addmm(dw2_e, dy_b.t(), a_b, beta=beta, out=dw2_e)
+        if self.db1 is not None:
+            scaled = dh_b if factor_N1 is None else dh_b * factor_N1[start:stop]
+            self.db1[expert] += scaled.sum(0).view(self.db1.shape[1:])
+        if self.db2 is not None:
+            self.db2[expert] += dy_b[:, self._weights.b2_columns()].sum(0)
+
+
+def _activate(h: Tensor, out: Tensor, activation: Activation) -> None:
+    if activation.gated:
+        hidden = out.shape[1]
+        activation.forward(h[:, :hidden], out)
+        out.mul_(h[:, hidden:])
+    else:
+        activation.forward(h, out)
+
+
+class _Scratch:
+    """Buffers of one block, reused from block to block."""
+
+    def __init__(self, like: Tensor, layout: Layout) -> None:
+        most = max(layout.counts, default=0)
+        # In half precision a weight gradient must be one product: adding blocks would round after each.
+        exact = like.dtype in (torch.float32, torch.float64)
+        self._rows = min(most, _BLOCK_ROWS) if exact else most
+        self._like = like
+        self._gathered = self.take(like.shape[1])
+
+    def take(self, width: int) -> Tensor:
+        return self._like.new_empty((self._rows, width))
+
+    def gathered(self, rows: int) -> Tensor:
+        return self._gathered[:rows]
+
+    def gather(self, x_SM: Tensor, layout: Layout, start: int, stop: int) -> Tensor:
+        """The token rows of a block; a view where the rows lie in order already."""
+        if layout.source_N is None:
+            return x_SM[start:stop]
+        return torch.index_select(x_SM, 0, layout.source_N[start:stop], out=self.gathered(stop - start))
+
+    def blocks(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
+        """(expert, start, stop), every expert's rows in even blocks, experts in order."""
+        start = 0
+        for expert, count in enumerate(layout.counts):
+            parts = -(-count // self._rows) if count else 0
+            for part in range(parts):
+                yield expert, start + count * part // parts, start + count * (part + 1) // parts
+            start += count
+
+
 def define_experts(x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: str) -> Tensor:
-    """What the operation computes, in plain differentiable torch, row by row."""
+    """Defines the experts' operation in plain differentiable torch, row by row."""
     y_SM = [x_SM.new_zeros(weights.w2.shape[1]) for _ in x_SM]
     expert_N = [e for e, count in enumerate(layout.counts) for _ in range(count)]
     source_N = range(len(expert_N)) if layout.source_N is None else layout.source_N.tolist()

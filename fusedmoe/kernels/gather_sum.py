@@ -1,6 +1,6 @@
-"""Rows out of tokens, and tokens out of rows: a copy for every kept slot, and the weighted sum that brings them back.
+"""Rows out of tokens, and tokens out of rows: a copy for every kept (token, k) pair, and their weighted sums.
 
-Triton on CUDA (fusedmoe/kernels/rows/gather.py). Definitions: `define_permute`, `define_gather_sum`.
+Triton on CUDA (`triton/gather_sum.py`). Definitions: `define_permute`, `define_gather_sum`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.kernels.cost import Cost
 from fusedmoe.kernels.layout import Layout
 
 
@@ -18,22 +17,22 @@ def permute(x_SM: Tensor, layout: Layout) -> Tensor:
     if layout.source_N is None:
         return x_SM
     if uses_triton(x_SM):
-        from fusedmoe.kernels.rows.gather import gather_rows
+        from fusedmoe.kernels.triton.gather_sum import gather_rows
 
         return gather_rows(x_SM, layout.source_N, layout.offsets_E1)
     return layout.zero_padding(x_SM.index_select(0, layout.source_N))
 
 
 def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) -> Tensor:
-    """y_SM[s] = Σ over the kept slots k of token s, in slot order, of weight · rows_NM[row_SK[s, k]].
+    """y_SM[s] = Σ over the kept pairs of token s, k by k, of weight · rows_NM[row_SK[s, k]].
 
-    A token without a kept slot gets exact zeros. Sums in float32, of float64 in float64, of integers in integers (those
+    A token without a kept pair gets exact zeros. Sums in float32, of float64 in float64, of integers in integers (those
     without weights); any strides.
     """
     if layout.source_N is None and weight_N is None:
         return rows_NM
     if uses_triton(rows_NM):
-        from fusedmoe.kernels.rows.gather import sum_rows
+        from fusedmoe.kernels.triton.gather_sum import sum_rows
 
         return sum_rows(rows_NM, layout.row_SK, weight_N)
     if layout.source_N is None and weight_N is not None:
@@ -41,16 +40,16 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
     row_N, start_S = layout.bags
     if row_N.numel() == 0 or rows_NM.shape[1] == 0:
         return rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
-    if layout.slots == 1 and row_N.numel() == layout.tokens:
+    if layout.k == 1 and row_N.numel() == layout.tokens:
         rows = rows_NM.index_select(0, row_N)
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])
     if rows_NM.dtype in (torch.float32, torch.float64):
         weights = None if weight_N is None else weight_N[row_N].to(rows_NM.dtype)
         return torch.embedding_bag(rows_NM.contiguous(), row_N, start_S, False, 0, False, weights)[0]
-    # Half precision is summed in float32, slot by slot.
+    # Half precision is summed in float32, k by k.
     total = torch.float32 if rows_NM.is_floating_point() else rows_NM.dtype
     y_SM = rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]), dtype=total)
-    for k in range(layout.slots):
+    for k in range(layout.k):
         row_S = layout.row_SK[:, k]
         kept = (row_S >= 0).nonzero().squeeze(1)
         rows = rows_NM[row_S[kept]].to(total)
@@ -58,28 +57,16 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
     return y_SM.to(rows_NM.dtype)
 
 
-def take_slots(value_SK: Tensor, layout: Layout) -> Tensor:
-    """value_N[n]: the value (a router weight) of the slot that a sorted row serves, 0 in padding rows."""
-    return layout.zero_padding(value_SK.reshape(-1)[layout.slot_N])
+def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
+    """value_N[n]: the value (a router weight) of the (token, k) pair that a sorted row serves, 0 in padding rows."""
+    return layout.zero_padding(value_SK.reshape(-1)[layout.pair_N])
 
 
-def put_slots(value_N: Tensor, layout: Layout) -> Tensor:
-    """value_SK: the value of each slot's row, 0 where there is none; the adjoint of `take_slots`. Reads no padding."""
+def put_pairs(value_N: Tensor, layout: Layout) -> Tensor:
+    """value_SK: the value of each pair's row, 0 where there is none; the adjoint of `take_pairs`. Reads no padding."""
     if layout.rows == 0:
         return value_N.new_zeros(layout.row_SK.shape)
     return torch.where(layout.row_SK < 0, 0, value_N[layout.row_SK.clamp(min=0)])
-
-
-def permute_cost(rows: int, dim: int, element_size: int) -> Cost:
-    """Rows are read (again for each of their copies) and written, and their sources read."""
-    return Cost(0, rows * (2 * dim * element_size + 8))
-
-
-def gather_sum_cost(rows: int, tokens: int, slots: int, dim: int, element_size: int, weighted: bool) -> Cost:
-    """Rows kept are read once, tokens written once; indices, and 4 bytes of weight a row."""
-    flops = rows * dim * (2 if weighted else 1)
-    moved = (rows + tokens) * dim * element_size + tokens * slots * 8 + (rows * 4 if weighted else 0)
-    return Cost(flops, moved)
 
 
 def define_permute(x_SM: Tensor, layout: Layout) -> Tensor:
@@ -92,8 +79,8 @@ def define_permute(x_SM: Tensor, layout: Layout) -> Tensor:
 def define_gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) -> Tensor:
     """What `gather_sum` must return, as plain loops in the rows' dtype."""
     y_SM = rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
-    for s, slots in enumerate(layout.row_SK.tolist()):
-        for row in slots:
+    for s, rows in enumerate(layout.row_SK.tolist()):
+        for row in rows:
             if row >= 0:
                 y_SM[s] += rows_NM[row] if weight_N is None else rows_NM[row] * weight_N[row]
     return y_SM

@@ -2,7 +2,10 @@
 
 Worked example, two experts, K = 2, capacity 2: with expert_SK = [[0, 1], [0, 1], [0, -1]] the rows sorted by expert
 are expert 0: tokens 0, 1 (token 2 is dropped: the expert is full), expert 1: tokens 0, 1. So counts_E = [2, 2],
-offsets_E1 = [0, 2, 4], source_N = [0, 1, 0, 1], slot_N = [0, 2, 1, 3] and row_SK = [[0, 2], [1, 3], [-1, -1]].
+offsets_E1 = [0, 2, 4], source_N = [0, 1, 0, 1], pair_N = [0, 2, 1, 3] and row_SK = [[0, 2], [1, 3], [-1, -1]].
+
+On CUDA a counting sort in three launches makes it, on a CPU stable sorts. Neither leaves any order to chance, and the
+former never waits for the device. Definition: `define_layout`.
 """
 
 from __future__ import annotations
@@ -18,19 +21,19 @@ from fusedmoe.kernels.backend import uses_triton
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Sorted rows, their tokens and their slots.
+    """Sorted rows, their tokens and their (token, k) pairs.
 
     On a CPU there are as many rows as are kept. On CUDA nobody waits for the device to learn that number, nor does a
     graph of `torch.compile` anywhere: N is a bound on it (`row_bound`), and the rows from offsets_E1[E] on are padding.
-    Padding has valid indices (token 0, slot 0), so that kernels may read through them. What the operations return for
+    Padding has valid indices (token 0, pair 0), so that kernels may read through them. What the operations return for
     padding rows is zero, gradients included, and what they are given there is never read.
 
     Attributes:
         counts_E: rows kept for each expert, int64.
         offsets_E1: first row of each expert and, last, the number of rows kept, int32.
         source_N: the token (row of x_SM) that each sorted row copies, int64; None when row n is simply x[n].
-        slot_N: flat index s·K + k of the routing slot that each sorted row serves, int64.
-        row_SK: the sorted row of every slot, -1 for a slot that is empty or was dropped, int64.
+        pair_N: flat index s·K + k of the (token, k) pair that each sorted row serves, int64.
+        row_SK: the sorted row of every pair, -1 for one that is empty or was dropped, int64.
         verified: whether the numbers are known to fit each other, as those that `order` makes do; those of a layout
             made by hand are checked by the operations that get it.
     """
@@ -38,7 +41,7 @@ class Layout:
     counts_E: Tensor
     offsets_E1: Tensor
     source_N: Tensor | None
-    slot_N: Tensor
+    pair_N: Tensor
     row_SK: Tensor
     verified: bool = False
 
@@ -56,27 +59,27 @@ class Layout:
         return self.row_SK.shape[0]
 
     @property
-    def slots(self) -> int:
-        """K."""
+    def k(self) -> int:
+        """K, the experts that a token may have."""
         return self.row_SK.shape[1]
 
     @property
     def rows(self) -> int:
         """N: the rows kept, or a bound on their number."""
-        return self.slot_N.shape[0]
+        return self.pair_N.shape[0]
 
     def exact(self) -> Layout:
-        """The same without padding (on CUDA this waits for the device once)."""
+        """This layout without padding (on CUDA this waits for the device once)."""
         kept = sum(self.counts)
         if kept == self.rows:
             return self
         source_N = None if self.source_N is None else self.source_N[:kept]
-        return replace(self, source_N=source_N, slot_N=self.slot_N[:kept])
+        return replace(self, source_N=source_N, pair_N=self.pair_N[:kept])
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
         """The five of them, in order: `Layout(*layout.tensors)`."""
-        return self.counts_E, self.offsets_E1, self.source_N, self.slot_N, self.row_SK
+        return self.counts_E, self.offsets_E1, self.source_N, self.pair_N, self.row_SK
 
     def zero_padding(self, value_N: Tensor) -> Tensor:
         """[N, ...] with zeros in the padding rows, in place; no host synchronisation."""
@@ -88,10 +91,10 @@ class Layout:
         return value_N.masked_fill_(padding_N, 0)
 
     def padded(self, rows: int) -> Layout:
-        """The same with padding up to `rows` rows."""
+        """This layout with padding up to `rows` rows."""
         more = (0, rows - self.rows)
         source_N = None if self.source_N is None else torch.nn.functional.pad(self.source_N, more)
-        return replace(self, source_N=source_N, slot_N=torch.nn.functional.pad(self.slot_N, more))
+        return replace(self, source_N=source_N, pair_N=torch.nn.functional.pad(self.pair_N, more))
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
@@ -99,14 +102,14 @@ class Layout:
         flat = self.row_SK.reshape(-1)
         kept = self.row_SK >= 0
         if bool(kept.all()):
-            return flat, torch.arange(0, flat.numel(), max(self.slots, 1), device=flat.device)[: self.tokens]
+            return flat, torch.arange(0, flat.numel(), max(self.k, 1), device=flat.device)[: self.tokens]
         per_token = kept.sum(1)
         return flat[kept.reshape(-1)], per_token.cumsum(0) - per_token
 
 
-def row_bound(tokens: int, slots: int, experts: int, capacity: int | None) -> int:
+def row_bound(tokens: int, k: int, experts: int, capacity: int | None) -> int:
     """The rows that routing can make at most."""
-    positions = tokens * slots
+    positions = tokens * k
     return positions if capacity is None else min(positions, experts * capacity)
 
 
@@ -119,3 +122,72 @@ def contiguous_layout(counts_E: Tensor, rows: int) -> Layout:
     """The layout of rows that lie sorted by expert already: row n is token n."""
     index = torch.arange(rows, device=counts_E.device)
     return Layout(counts_E, offsets(counts_E), None, index, index.view(-1, 1), verified=True)
+
+
+def build_layout(
+    expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None
+) -> Layout:
+    """Sorts the (token, k) pairs by expert and drops what exceeds the capacity.
+
+    Within an expert, choice k of all tokens comes before choice k + 1 (GShard: a second choice never displaces a first
+    one), tokens in order, or by descending `priority_S` (V-MoE's batch-prioritised routing, ties in token order).
+
+    Args:
+        expert_SK: chosen experts, int; -1 marks an empty pair.
+        capacity: rows that an expert takes from these tokens; None takes all.
+        priority_S: higher goes first.
+    """
+    order_S = None if priority_S is None else priority_S.argsort(descending=True, stable=True)
+    if uses_triton(expert_SK):
+        from fusedmoe.kernels.triton.layout import sort_pairs
+
+        return sort_pairs(expert_SK, experts, capacity, order_S)
+    tokens, K = expert_SK.shape
+    expert_KS = (expert_SK if order_S is None else expert_SK[order_S]).t().reshape(-1)
+    # Empty pairs sort behind the last expert and are cut off there.
+    key = torch.where(expert_KS < 0, experts, expert_KS)
+    # A stable sort of 16-bit keys runs several times faster than one of 64-bit keys.
+    sorted_key, place = key.to(torch.int16 if experts < 2**15 else torch.int32).sort(stable=True)
+    counts_E = torch.bincount(key, minlength=experts + 1)[:experts]
+    kept_N = place[: int(counts_E.sum())]
+    if capacity is not None:
+        start_E = counts_E.cumsum(0) - counts_E
+        rank_N = torch.arange(kept_N.numel(), device=kept_N.device) - start_E[sorted_key[: kept_N.numel()].long()]
+        kept_N = kept_N[rank_N < capacity]
+        counts_E = counts_E.clamp(max=capacity)
+    token_N = kept_N % max(tokens, 1)
+    source_N = token_N if order_S is None else order_S[token_N]
+    pair_N = source_N * K + kept_N // max(tokens, 1)
+    row_SK = expert_SK.new_full((tokens * K,), -1, dtype=torch.long)
+    row_SK[pair_N] = torch.arange(pair_N.numel(), device=kept_N.device)
+    return Layout(counts_E, offsets(counts_E), source_N, pair_N, row_SK.view(tokens, K))
+
+
+def define_layout(
+    expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None
+) -> Layout:
+    """What `build_layout` must return, padding aside, as plain loops."""
+    tokens, K = expert_SK.shape
+    order = list(range(tokens))
+    if priority_S is not None:
+        priority = priority_S.tolist()
+        order.sort(key=lambda s: -priority[s])
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
+    chosen = expert_SK.tolist()
+    for k in range(K):
+        for s in order:
+            e = chosen[s][k]
+            if e >= 0 and (capacity is None or len(taken[e]) < capacity):
+                taken[e].append((s, k))
+    flat = [pair for pairs_of_expert in taken for pair in pairs_of_expert]
+    row_SK = torch.full((tokens, K), -1, dtype=torch.long)
+    for row, (s, k) in enumerate(flat):
+        row_SK[s, k] = row
+    counts = [len(t) for t in taken]
+    return Layout(
+        torch.tensor(counts),
+        torch.tensor([sum(counts[:e]) for e in range(experts + 1)], dtype=torch.int32),
+        torch.tensor([s for s, _ in flat], dtype=torch.long),
+        torch.tensor([s * K + k for s, k in flat], dtype=torch.long),
+        row_SK,
+    )

@@ -36,7 +36,7 @@ def nvshmem_packages() -> dict[int, str]:
 
 
 def nvshmem_bitcode() -> dict[str, str]:
-    """What a launch of a kernel with NVSHMEM's device functions takes as `extern_libs`.
+    """The `extern_libs` of a launch whose kernel calls NVSHMEM's device functions.
 
     Raises:
         ConfigError: the package is not there, or of a version that has no such library for all GPUs.

@@ -18,9 +18,8 @@ from torch import Tensor
 from fusedmoe.kernels import experts as _experts
 from fusedmoe.kernels import gather_sum, wire
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.gate.rule import GateRule
-from fusedmoe.kernels.layout import Layout, row_bound
-from fusedmoe.kernels.order import build_layout
+from fusedmoe.kernels.gate import GateRule
+from fusedmoe.kernels.layout import Layout, build_layout, row_bound
 from fusedmoe.kernels.weights import Weights
 
 
@@ -32,31 +31,31 @@ def _operator(name: str) -> Any:
 def order(
     expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The five tensors of a `Layout`; `padded`: with slack up to the bound on a CPU, too."""
+    """The five tensors of a `Layout`; `padded`: with padding up to the bound on a CPU, too."""
     layout = build_layout(expert_SK, experts, capacity, priority_S)
     if padded:
-        layout = layout.padded(row_bound(layout.tokens, layout.slots, experts, capacity))
-    counts_E, offsets_E1, source_N, slot_N, row_SK = layout.tensors
+        layout = layout.padded(row_bound(layout.tokens, layout.k, experts, capacity))
+    counts_E, offsets_E1, source_N, pair_N, row_SK = layout.tensors
     assert source_N is not None
-    return counts_E, offsets_E1, source_N, slot_N, row_SK
+    return counts_E, offsets_E1, source_N, pair_N, row_SK
 
 
 @order.register_fake
 def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool) -> Any:
-    tokens, slots = expert_SK.shape
-    rows: Any = row_bound(tokens, slots, experts, capacity)
+    tokens, K = expert_SK.shape
+    rows: Any = row_bound(tokens, K, experts, capacity)
     if not padded and not expert_SK.is_cuda:
         rows = torch.library.get_ctx().new_dynamic_size()
-    sizes = ((experts,), (rows,), (rows,), (tokens, slots))
-    counts_E, source_N, slot_N, row_SK = (expert_SK.new_empty(size, dtype=torch.long) for size in sizes)
-    return counts_E, expert_SK.new_empty(experts + 1, dtype=torch.int32), source_N, slot_N, row_SK
+    sizes = ((experts,), (rows,), (rows,), (tokens, K))
+    counts_E, source_N, pair_N, row_SK = (expert_SK.new_empty(size, dtype=torch.long) for size in sizes)
+    return counts_E, expert_SK.new_empty(experts + 1, dtype=torch.int32), source_N, pair_N, row_SK
 
 
 @_operator("permute")
 def permute(
-    x_SM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, slot_N: Tensor, row_SK: Tensor
+    x_SM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
-    return gather_sum.permute(x_SM, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+    return gather_sum.permute(x_SM, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
 @permute.register_fake
@@ -66,9 +65,9 @@ def _(x_SM: Tensor, *layout: Tensor) -> Tensor:
 
 @_operator("unpermute")
 def unpermute(
-    rows_NM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, slot_N: Tensor, row_SK: Tensor
+    rows_NM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
-    return gather_sum.gather_sum(rows_NM, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+    return gather_sum.gather_sum(rows_NM, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
 @unpermute.register_fake
@@ -76,26 +75,26 @@ def _(rows_NM: Tensor, *layout: Tensor) -> Tensor:
     return rows_NM.new_empty((layout[4].shape[0], rows_NM.shape[1]))
 
 
-@_operator("take_slots")
-def take_slots(
-    value_SK: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, slot_N: Tensor, row_SK: Tensor
+@_operator("take_pairs")
+def take_pairs(
+    value_SK: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
-    return gather_sum.take_slots(value_SK, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+    return gather_sum.take_pairs(value_SK, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
-@take_slots.register_fake
+@take_pairs.register_fake
 def _(value_SK: Tensor, *layout: Tensor) -> Tensor:
     return value_SK.new_empty(layout[3].shape)
 
 
-@_operator("put_slots")
-def put_slots(
-    value_N: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, slot_N: Tensor, row_SK: Tensor
+@_operator("put_pairs")
+def put_pairs(
+    value_N: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
-    return gather_sum.put_slots(value_N, Layout(counts_E, offsets_E1, source_N, slot_N, row_SK))
+    return gather_sum.put_pairs(value_N, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
-@put_slots.register_fake
+@put_pairs.register_fake
 def _(value_N: Tensor, *layout: Tensor) -> Tensor:
     return value_N.new_empty(layout[4].shape)
 
@@ -112,12 +111,12 @@ def experts(
     counts_E: Tensor,
     offsets_E1: Tensor,
     source_N: Tensor | None,
-    slot_N: Tensor,
+    pair_N: Tensor,
     row_SK: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """y_SM and the pre-activation."""
-    layout = Layout(counts_E, offsets_E1, source_N, slot_N, row_SK)
+    layout = Layout(counts_E, offsets_E1, source_N, pair_N, row_SK)
     weights = Weights(w1, w2, b1, b2, b2_start)
     return _experts.experts_forward(x_SM, layout, weight_N, weights, ACTIVATIONS[activation])
 
@@ -134,11 +133,11 @@ def _(
     counts_E: Tensor,
     offsets_E1: Tensor,
     source_N: Tensor | None,
-    slot_N: Tensor,
+    pair_N: Tensor,
     row_SK: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), x_SM.new_empty((slot_N.shape[0], *w1.shape[1:-1]))
+    return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), x_SM.new_empty((pair_N.shape[0], *w1.shape[1:-1]))
 
 
 @_operator("experts_backward")
@@ -155,12 +154,12 @@ def experts_backward(
     counts_E: Tensor,
     offsets_E1: Tensor,
     source_N: Tensor | None,
-    slot_N: Tensor,
+    pair_N: Tensor,
     row_SK: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x_SM, weight_N, w1, w2, b1 and b2; an empty tensor for what was None."""
-    layout = Layout(counts_E, offsets_E1, source_N, slot_N, row_SK)
+    layout = Layout(counts_E, offsets_E1, source_N, pair_N, row_SK)
     weights = Weights(w1, w2, b1, b2, b2_start)
     grads = _experts.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, ACTIVATIONS[activation])
     dweight_N = None if weight_N is None or grads.weight_N is None else grads.weight_N.to(weight_N.dtype)
@@ -199,7 +198,7 @@ def gate(
     logsumexp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The six tensors of a `GateChoice`, by Triton's kernels; an empty one for each that the rule does not ask for."""
-    from fusedmoe.kernels.gate import choose
+    from fusedmoe.kernels.triton.gate import choose
 
     rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
     return _all_six(choose.gate(x_SM, weight_EM, rule, bias_E))
@@ -222,8 +221,8 @@ def gate_from_logits(
     sequence: int | None,
     logsumexp: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same from float32 logits, which are not returned."""
-    from fusedmoe.kernels.gate import choose
+    """A `GateChoice` from float32 logits, which are not returned."""
+    from fusedmoe.kernels.triton.gate import choose
 
     rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
     choice = choose.choose(logits_SE, rule, bias_E)
@@ -272,7 +271,7 @@ def gate_backward(
     logsumexp: bool,
 ) -> Tensor:
     """The logits' gradient, [S, E] float32."""
-    from fusedmoe.kernels.gate import choose
+    from fusedmoe.kernels.triton.gate import choose
 
     rule = GateRule(k, score, normalize, scale, statistics, sequence, logsumexp)
     return choose.dlogits(logits_SE, expert_SK, rule, dweight_SK, dscore_BE, dlogsumexp_S)
@@ -286,9 +285,9 @@ def _(logits_SE: Tensor, *others: Any) -> Tensor:
 @_operator("router_product")
 def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     """x·Wᵀ, [S, E] float32, by Triton's kernel."""
-    from fusedmoe.kernels.gate import product
+    from fusedmoe.kernels.triton.gate import router
 
-    return product.logits(x_SM, weight_EM)
+    return router.logits(x_SM, weight_EM)
 
 
 @router_product.register_fake
@@ -299,9 +298,9 @@ def _(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
 @_operator("router_dx")
 def router_dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
     """dlogits·W, [S, M]."""
-    from fusedmoe.kernels.gate import product
+    from fusedmoe.kernels.triton.gate import router
 
-    return product.dx(dlogits_SE, weight_EM, dtype)
+    return router.dx(dlogits_SE, weight_EM, dtype)
 
 
 @router_dx.register_fake
@@ -312,9 +311,9 @@ def _(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
 @_operator("router_dw")
 def router_dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
     """dlogitsᵀ·x, [E, M]."""
-    from fusedmoe.kernels.gate import product
+    from fusedmoe.kernels.triton.gate import router
 
-    return product.dw(dlogits_SE, x_SM, dtype)
+    return router.dw(dlogits_SE, x_SM, dtype)
 
 
 @router_dw.register_fake

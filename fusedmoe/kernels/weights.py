@@ -26,7 +26,7 @@ class Weights:
     b2_start: int = 0
 
     def contiguous(self) -> Weights:
-        """The same, with copies of those that are not contiguous; the kernels read no other."""
+        """These weights, with copies of those that are not contiguous; the kernels read no other."""
         tensors = (self.w1, self.w2, self.b1, self.b2)
         if all(tensor is None or tensor.is_contiguous() for tensor in tensors):
             return self
@@ -45,7 +45,7 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """What the gradients of rows leave for those of parameters: activations and their inputs' gradients, by sorted row.
+    """Activations and their inputs' gradients by sorted row: what rows' gradients leave for those of parameters.
 
     Either both times the rows' router weights or neither, as the device's kernels like it.
 
@@ -59,7 +59,7 @@ class Hidden:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """What `experts_backward` returns: like the inputs, None where there was none."""
+    """Gradients of all inputs of `experts_forward`, like these; None where there was none."""
 
     x_SM: Tensor
     weight_N: Tensor | None
@@ -69,7 +69,7 @@ class Gradients:
     b2: Tensor | None
 
     def added_to(self, others: Gradients) -> Gradients:
-        """These, with the parameters' ones added to those of others, in place."""
+        """These gradients, with the parameters' ones added to those of others, in place."""
 
         def add(total: Tensor | None, mine: Tensor | None) -> Tensor | None:
             return None if total is None or mine is None else total.add_(mine)

@@ -12,7 +12,7 @@ has no infinity, so what is not finite (and takes no part in the maximum) arrive
 e4m3 is meant for gradients, too: the range that e5m2 would add is what the scale of each row gives already, and e5m2
 costs a bit of precision for it (DeepSeek-V3, §3.3.2, likewise has e4m3 with fine scales everywhere).
 
-Triton on CUDA (fusedmoe/kernels/rows/pack.py), bit for bit the same. Definitions: `define_pack_fp8`,
+Triton on CUDA (`triton/wire.py`), bit for bit the same. Definitions: `define_pack_fp8`,
 `define_unpack_fp8`; that of bf16 is torch's own conversion.
 """
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.kernels.cost import Cost
 
 E4M3_MAX = 448.0
 # No scale is smaller, so that none is zero, and its inverse is finite.
@@ -36,9 +35,9 @@ SCALE_BYTES = 4
 def pack_bf16(rows_NM: Tensor) -> Tensor:
     """[n, M] floating point -> [n, M] bfloat16."""
     if uses_triton(rows_NM):
-        from fusedmoe.kernels.rows import pack
+        from fusedmoe.kernels.triton import wire
 
-        return pack.pack_bf16(rows_NM)
+        return wire.pack_bf16(rows_NM)
     return rows_NM.to(torch.bfloat16)
 
 
@@ -50,9 +49,9 @@ def unpack_bf16(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
 def pack_fp8(rows_NM: Tensor) -> Tensor:
     """[n, M] floating point -> [n, M + 4] uint8."""
     if uses_triton(rows_NM):
-        from fusedmoe.kernels.rows import pack
+        from fusedmoe.kernels.triton import wire
 
-        return pack.pack_fp8(rows_NM)
+        return wire.pack_fp8(rows_NM)
     rows = rows_NM.float()
     count, dim = rows.shape
     packed = torch.empty((count, dim + SCALE_BYTES), dtype=torch.uint8, device=rows.device)
@@ -70,9 +69,9 @@ def pack_fp8(rows_NM: Tensor) -> Tensor:
 def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """[n, M + 4] uint8 -> [n, M] of `dtype`, computed in float32."""
     if uses_triton(packed):
-        from fusedmoe.kernels.rows import pack
+        from fusedmoe.kernels.triton import wire
 
-        return pack.unpack_fp8(packed, dtype)
+        return wire.unpack_fp8(packed, dtype)
     dim = fp8_dim(packed)
     return packed[:, :dim].view(torch.float8_e4m3fn).float().mul_(_from_bytes(packed[:, dim:])).to(dtype)
 
@@ -82,11 +81,6 @@ def fp8_dim(packed: Tensor) -> int:
     if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] < SCALE_BYTES:
         raise ConfigError(f"packed rows are uint8 [n, M + 4], not {packed.dtype} {list(packed.shape)}")
     return packed.shape[1] - SCALE_BYTES
-
-
-def pack_cost(rows: int, dim: int, element_size: int, packed_size: int) -> Cost:
-    """Packing or unpacking: rows of `dim` elements on the one side, of `packed_size` bytes on the other."""
-    return Cost(0, rows * (dim * element_size + packed_size))
 
 
 def define_pack_fp8(rows_NM: Tensor) -> Tensor:

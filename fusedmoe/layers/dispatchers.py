@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.order import take_slots
+from fusedmoe.autograd.order import take_pairs
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
@@ -93,7 +93,7 @@ class Moving(Collectives):
             placed.begin()
         with span(self.recorder, "order", kind="order", phase="forward"):
             layout = placed.split(layout.exact(), placed.experts.training and not recomputing())
-            weight_N = None if weight_SK is None else take_slots(weight_SK, layout)
+            weight_N = None if weight_SK is None else take_pairs(weight_SK, layout)
         held = max(1, len(placed.held))
         exchange = self.exchange(layout.counts_E, x_SM.dtype, refusal or placed.refusal(), held=held)
         return Crossing(layout, weight_N, exchange)
@@ -151,7 +151,7 @@ def fused_experts(
         RankError: a rank failed, or did not come in time.
     """
     from fusedmoe.engine import one_sided
-    from fusedmoe.kernels.routes import for_all_shards
+    from fusedmoe.kernels.one_sided import for_all_shards
 
     assert isinstance(experts, FusedChunks)
     group = _group(topology)
@@ -176,7 +176,7 @@ def _windows(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     from fusedmoe.comm.heap import open_heap
     from fusedmoe.comm.windows import Room, Windows
 
-    room = Room(transport.tokens, layout.slots, layout.experts, x_SM.shape[1], x_SM.dtype, transport.degree)
+    room = Room(transport.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, transport.degree)
     known = _shared.setdefault(topology, {})
     if (group.axis, room) not in known:
         known[group.axis, room] = Windows(open_heap(group, x_SM.device), room)

@@ -29,8 +29,8 @@ from fusedmoe.layers.placed import Placed, first_place
 from fusedmoe.layers.planner import Planner
 from fusedmoe.layers.refusals import Refusals, no_routing, require_kind
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.runtime.execute import require_runnable
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.runtime.runnable import require_runnable
 from fusedmoe.schedule.task import Task
 
 MpInput = Literal["replicated", "split", "partial"]
@@ -63,7 +63,7 @@ class MoELayer(nn.Module):
             mp_loss="replicated")`; with "split" they are summands.
         schedule: chunks that overlap what travels with what is computed; results do not depend on it. "off"; "auto",
             the best that is known; the name of a policy; or a `Schedule`. What a choice of degrees needs to know of the
-            machine is measured in the first forward, and kept on disk (`fusedmoe.runtime.profile_cache`): with "auto"
+            machine is measured in the first forward, and kept on disk (`fusedmoe.runtime.cache`): with "auto"
             and names the first forward, in each dtype, is collective over all ranks, replicas included.
         placement: "ep": each rank has the same number of experts, in order, for good. "fssdp": experts are owned by any
             rank, any number of them, and copied to others as their load asks for, as `fusedmoe.training.ShardedExperts`

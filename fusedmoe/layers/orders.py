@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.order import order, take_slots
+from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
 
@@ -95,7 +95,7 @@ class Einsum(Order):
         expert_N = torch.arange(experts, device=x_SM.device).repeat_interleave(layout.counts_E)
         place_N = torch.arange(layout.rows, device=x_SM.device) - start_E[expert_N] + expert_N * capacity
         index = (layout.source_N, place_N)
-        weight_N = take_slots(routing.weight_SK, layout)
+        weight_N = take_pairs(routing.weight_SK, layout)
         blank_SN = weight_N.new_zeros(layout.tokens, experts * capacity)
         dispatch_SN = blank_SN.index_put(index, torch.ones_like(weight_N)).to(x_SM.dtype)
         combine_SN = blank_SN.index_put(index, weight_N)

@@ -22,9 +22,8 @@ from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Einsum, Order
 from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.layers.stage import BlockStage
+from fusedmoe.runtime.execute import Here, Streams, require_runnable, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.runtime.runnable import Here, require_runnable, runnable_kinds
-from fusedmoe.runtime.streams import Streams
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import ROADS, Task
@@ -77,7 +76,7 @@ class PipelinedBlocks(nn.Module):
         self.recorder: Recorder | None = None
         for number, layer in enumerate(self._layers()):
             _refuse(layer, number, self.topology)
-        sizes = self.topology.beside(self.topology.esp)
+        sizes = self.topology.beside(self.topology.esp, "sizes")
         self._stages = [BlockStage(*block, sizes, along == "positions", recompute) for block in parts]
         self._streams, self._cut = Streams(), Cut(self.topology.ep.size, int(along == "positions"))
         kinds, waits = self._layers()[0].parts, self.waits

@@ -26,11 +26,10 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.experts.base import Experts, Place
 from fusedmoe.layers.tables import replace, table
-from fusedmoe.placement.dispatch import dispatch
 from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce
-from fusedmoe.runtime.moment import Moment
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import Moment, Recorder, span
 
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
@@ -50,7 +49,7 @@ class Placed:
         now: the same, and what was added for this step once the gate had chosen.
         nodes: which ranks of the expert-parallel group share a node.
         rematerialises: replicas are given back after each forward, and fetched again for its backward.
-        correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.calibrate`); None: it stays.
+        correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
         neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.
@@ -293,8 +292,8 @@ class Placed:
         if len(to_N):
             row_SK = torch.where(row_SK < 0, row_SK, to_N[row_SK.clamp_min(0)])
         assert layout.source_N is not None
-        source_N, slot_N = layout.source_N[from_N], layout.slot_N[from_N]
-        return Layout(counts_P, offsets(counts_P), source_N, slot_N, row_SK, verified=True)
+        source_N, pair_N = layout.source_N[from_N], layout.pair_N[from_N]
+        return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
 
     def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens of all ranks that have parts of the same experts, who decide as one."""

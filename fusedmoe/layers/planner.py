@@ -19,7 +19,7 @@ from fusedmoe.layers.dispatchers import Moving, OneSided, Transport, choose_tran
 from fusedmoe.layers.experts import Experts
 from fusedmoe.layers.placed import Placed
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, require_same_plans
-from fusedmoe.runtime.runnable import Here, runnable_kinds
+from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.workload import Workload
 

@@ -13,7 +13,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.fused import fused_s
@@ -47,7 +47,7 @@ class Schedule:
             themselves, where they can and it is shorter, and else the best order of each pass.
         degrees: chunks forward and backward; None has the policy choose them by `costs`.
         costs: what collectives and products take on this machine, the same on every rank; None: measured when first
-            needed, once for each machine (`fusedmoe.runtime.profile_cache`).
+            needed, once for each machine (`fusedmoe.runtime.cache`).
         limit: the largest degree that may be chosen.
 
     Raises:
@@ -89,7 +89,7 @@ class Schedule:
         """The plans of a layer with such parts; the same for the same arguments, so on every rank.
 
         Args:
-            kinds: those that the layer can run (`fusedmoe.runtime.runnable`).
+            kinds: those that the layer can run (`fusedmoe.runtime.execute`).
             workload: of the layer on one rank; None where degrees are given.
             costs: where the schedule has none.
             any_degree: the backward pass may have other chunks than the forward pass; else a choice is the forward's.

@@ -1,4 +1,12 @@
-"""What a model is: its dimensions and the kinds of its parts."""
+"""What a model is: its dimensions and the kinds of its parts; and the models of the papers' experiments, by name.
+
+FlowMoE, Table 2 (layers, batch, sequence, M, H, experts per GPU, k; capacity factor 1): GPT2-Tiny-MoE, BERT-Large-MoE,
+LLaMA2-MoE, DeepSeek-V2-S. FSMoE, section 6.4 (batch 1, k = 2, capacity factor 1.2): GPT2-XL-MoE and Mixtral-7B with the
+dimensions of GPT-2 XL and Mixtral 8x7B; the paper gives them one expert a node, `experts` says how many here. Heads,
+where a paper is silent, follow the family: 64 per head dim, 128 in the large ones. All of them read bytes here, so the
+vocabulary is 256, and DeepSeek-V2-S has plain multi-head attention in place of its latent one. The small one that is
+nobody's learns in minutes on any machine.
+"""
 
 from __future__ import annotations
 
@@ -127,3 +135,49 @@ class ModelConfig:
             return self
         least = max(self.experts_per_rank * ranks, self.k)
         return replace(self, experts=-(-least // ep) * ep)
+
+
+_GPT2 = ModelConfig(norm="layer", positions="learned", bias=True, expert="ffn")
+_LLAMA = ModelConfig(norm="rms", positions="rope", bias=False, expert="swiglu")
+_FLOWMOE: dict[str, Any] = {"batch": 4, "experts": None, "capacity_factor": 1.0}
+_FSMOE: dict[str, Any] = {"batch": 1, "experts": 8, "capacity_factor": 1.2, "k": 2, "seq_len": 1024}
+
+
+def _sized(
+    family: ModelConfig, name: str, layers: int, model_dim: int, heads: int, hidden: int, **other: Any
+) -> ModelConfig:
+    return replace(family, name=name, layers=layers, model_dim=model_dim, heads=heads, hidden=hidden, **other)
+
+
+MODELS: dict[str, ModelConfig] = {
+    model.name: model
+    for model in (
+        ModelConfig(),
+        _sized(_GPT2, "GPT2-Tiny-MoE", 12, 256, 4, 512, seq_len=256, k=2, **_FLOWMOE),
+        _sized(
+            _GPT2,
+            "BERT-Large-MoE",
+            24,
+            512,
+            8,
+            1024,
+            seq_len=512,
+            k=1,
+            experts_per_rank=2,
+            objective="masked",
+            **_FLOWMOE,
+        ),
+        _sized(_LLAMA, "LLaMA2-MoE", 32, 1024, 16, 4096, seq_len=512, k=1, **_FLOWMOE),
+        _sized(_LLAMA, "DeepSeek-V2-S", 4, 5120, 40, 1536, seq_len=256, k=8, experts_per_rank=2, **_FLOWMOE),
+        _sized(_GPT2, "GPT2-XL-MoE", 48, 1600, 25, 6400, **_FSMOE),
+        _sized(_LLAMA, "Mixtral-7B", 32, 4096, 32, 14336, kv_heads=8, **_FSMOE),
+    )
+}
+
+
+def named_model(name: str) -> ModelConfig:
+    """The model of that name, upper and lower case alike. Raises `ConfigError` for an unknown one."""
+    for known, model in MODELS.items():
+        if known.lower() == name.lower():
+            return model
+    raise ConfigError(f"no model is called {name!r}; known: {', '.join(MODELS)}")

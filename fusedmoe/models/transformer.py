@@ -18,15 +18,10 @@ from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.hooks import Hooks
 from fusedmoe.layers.moe import MoELayer, Placements
 from fusedmoe.layers.pipeline import Along, PipelinedBlocks
-from fusedmoe.models.attention import Attention
-from fusedmoe.models.block import Block, make_norm
+from fusedmoe.models.block import Block, BlockPipeline, make_norm
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.feedforward import DenseFeedForward
-from fusedmoe.models.micro import MicroBatches
-from fusedmoe.models.parameters import normal_parameter
-from fusedmoe.models.recorded import recorded
-from fusedmoe.models.sequence import TokenSplit
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, normal_parameter
+from fusedmoe.runtime.recorder import Recorder, recorded
 
 #: Target of a position that does not count.
 IGNORE = -100  # cross_entropy's own
@@ -82,7 +77,7 @@ class Transformer(nn.Module):
         self.topology = Topology() if topology is None else topology
         self.recompute = recompute
         self.recorder: Recorder | None = None
-        self._micro: MicroBatches | None = None
+        self._micro: BlockPipeline | None = None
         dim = config.model_dim
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         self.symbol_weight = normal_parameter(config.vocabulary, dim, std=0.02, **make)
@@ -140,7 +135,7 @@ class Transformer(nn.Module):
         Raises:
             ConfigError: a model whose blocks cannot be split (so) (`fusedmoe.pipeline`).
         """
-        self._micro = MicroBatches(list(self.blocks), self.recompute, along)  # type: ignore[arg-type]
+        self._micro = BlockPipeline(list(self.blocks), self.recompute, along)  # type: ignore[arg-type]
         return self._micro.pipelined
 
     def update_gates(self) -> None:
@@ -163,7 +158,7 @@ class Transformer(nn.Module):
         """What the last block gives for this rank's positions, [B, P, M], its share of the auxiliary loss, and the
         split."""
         length = tokens_BL.shape[1]
-        split = TokenSplit.of(length, self.topology)
+        split = TokenSplit.from_length(length, self.topology)
         tokens_BP = tokens_BL[:, split.start : split.stop]
         x_BPM = F.embedding(tokens_BP, self.symbol_weight)
         if self.position_weight is not None:

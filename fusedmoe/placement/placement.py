@@ -62,7 +62,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Of each expert its owner and the other ranks that hold it, in order of their numbers.
+    """Which rank owns each expert, and which others hold it, in order of their numbers.
 
     Attributes:
         ranks: how many there are; a rank may hold nothing.
@@ -126,7 +126,7 @@ class Placement:
 
     @property
     def sharding(self) -> Placement:
-        """The same owners without any replicas."""
+        """The placement with the same owners and without any replicas."""
         return Placement(self.ranks, self.owners)
 
     def owned(self, rank: int) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""What a placement costs in an iteration of one layer: the time of the busiest rank, and of what has to move first."""
+"""What a placement costs in an iteration of one layer: the time of the busiest rank, and of what has to move first.
+
+Tokens go to an expert's copies as Hecate's dispatcher sends them (section 4.4).
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,76 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.dispatch import dispatch, flows_WV, work_W
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.transfers import Transfer, traffic
+
+
+def dispatch(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> NDArray[np.int64]:
+    """Splits the tokens of each rank and expert over the expert's copies.
+
+    A rank that holds the expert keeps its tokens; else they go to the copies on its node, evenly; where there are none,
+    to all copies, evenly. What does not divide goes on where the rank before, with the same choice, left off: so copies
+    differ by one token at most in what such ranks send them together.
+
+    Args:
+        tokens_WE: [W, E] integers, the tokens that a rank has for an expert.
+    Returns:
+        sent_WEV: [W, E, V] int64, how many of them the first rank sends to rank V (V = W); over V they sum up to
+        `tokens_WE`.
+    Raises:
+        ConfigError: sizes that do not fit together, or tokens that are no counts.
+    """
+    tokens_WE = np.asarray(tokens_WE)
+    if tokens_WE.shape != (nodes.ranks, placement.experts) or placement.ranks != nodes.ranks:
+        raise ConfigError(
+            f"dispatch: tokens of shape {tokens_WE.shape}, but {placement.experts} experts on {placement.ranks} ranks, "
+            f"and {nodes.ranks} ranks in nodes"
+        )
+    if tokens_WE.dtype.kind not in "iu" or (tokens_WE < 0).any():
+        raise ConfigError("dispatch: tokens are counted in integers of 0 or more")
+    tokens_WE = tokens_WE.astype(np.int64)
+    holds_EW = placement.holds_EW
+    node_W = np.arange(nodes.ranks) // nodes.per_node
+    beside_WEV = holds_EW[None] & (node_W[:, None] == node_W[None, :])[:, None, :]
+    inside_WE = beside_WEV.any(axis=2)
+    choice_WEV = np.where(inside_WE[:, :, None], beside_WEV, holds_EW[None])
+    local_EW = holds_EW & (np.arange(nodes.ranks)[:, None, None] == np.arange(nodes.ranks))  # [W, E, V]
+    choice_WEV = np.where(holds_EW.T[:, :, None], local_EW, choice_WEV)
+    copies_WE = choice_WEV.sum(axis=2)
+    each_WE, rest_WE = np.divmod(tokens_WE, copies_WE)
+    # Where the ranks before have left off: those of the same node for choices inside it, all others without a copy on
+    # theirs for choices among all; where one node has all copies, these are the same choice.
+    several_E = holds_EW.reshape(-1, nodes.count, nodes.per_node).any(axis=2).sum(axis=1) > 1
+    beside_WE = inside_WE & several_E
+    far_WE = np.where(beside_WE, 0, rest_WE)
+    near_WE = np.where(beside_WE & ~holds_EW.T, rest_WE, 0)
+    near_NRE = near_WE.reshape(nodes.count, nodes.per_node, -1)
+    before_WE = np.where(
+        beside_WE,
+        (near_NRE.cumsum(axis=1) - near_NRE).reshape(nodes.ranks, -1),
+        far_WE.cumsum(axis=0) - far_WE,
+    )
+    place_WEV = choice_WEV.cumsum(axis=2) - 1 - before_WE[:, :, None]
+    more_WEV = place_WEV % copies_WE[:, :, None] < rest_WE[:, :, None]
+    return choice_WEV * (each_WE[:, :, None] + more_WEV)
+
+
+def work_W(sent_WEV: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[W]: the tokens that each rank's experts compute."""
+    return sent_WEV.sum(axis=(0, 1))
+
+
+def flows_WV(sent_WEV: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[W, V]: the tokens from each rank to each, its own included."""
+    return sent_WEV.sum(axis=1)
+
 
 #: All-to-alls of an iteration: dispatch and combine, forward and backward.
 EXCHANGES = 4
 
 
 @dataclass(frozen=True)
-class Costs:
+class PlacementCosts:
     """What tokens and experts cost on one machine.
 
     Attributes:
@@ -47,11 +110,11 @@ class Costs:
 
     @property
     def move_bytes(self) -> int:
-        """Of an expert that moves for good: parameters and optimizer state."""
+        """Bytes of an expert that moves for good: parameters and optimizer state."""
         return self.expert_bytes + self.state_bytes
 
     @classmethod
-    def of_layer(
+    def from_layer(
         cls,
         model_dim: int,
         hidden: int,
@@ -60,8 +123,8 @@ class Costs:
         inter_bytes_s: float,
         intra_bytes_s: float,
         wire_bytes: int = 2,
-    ) -> Costs:
-        """Of experts of two matrices, trained by Adam in mixed precision (optimizer state: 6 times the parameters).
+    ) -> PlacementCosts:
+        """The costs of experts of two matrices, trained by Adam in mixed precision (state: 6 times the parameters).
 
         Args:
             flop_s: what a rank computes in a second.   wire_bytes: of an element of tokens and parameters.
@@ -79,10 +142,10 @@ class Costs:
 
 #: Hecate's cluster A (section 5.1) and GPT-MoE-S (Table 1, feed-forward twice the model): nodes of V100s that share a
 #: network of 100 Gb/s, here 4 of them, NVLink, and a third of the peak of half-precision products.
-CLUSTER_A = Costs.of_layer(768, 1536, flop_s=40e12, inter_bytes_s=12.5e9 / 4, intra_bytes_s=100e9)
+CLUSTER_A = PlacementCosts.from_layer(768, 1536, flop_s=40e12, inter_bytes_s=12.5e9 / 4, intra_bytes_s=100e9)
 
 
-class Load(NamedTuple):
+class PlacementLoad(NamedTuple):
     """What a placement makes of one iteration's tokens of a layer. In tokens, in one all-to-all.
 
     Attributes:
@@ -104,7 +167,7 @@ class Load(NamedTuple):
         return float(self.work_W.max()) / mean if mean else 1.0
 
 
-def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> Load:
+def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> PlacementLoad:
     """Where the tokens, [W, E] integers, go under a placement."""
     sent_WEV = dispatch(tokens_WE, placement, nodes)
     flow_WV = flows_WV(sent_WEV)
@@ -113,31 +176,31 @@ def load(tokens_WE: ArrayLike, placement: Placement, nodes: Nodes) -> Load:
     inter_WV = np.where(inside_WV, 0, flow_WV)
     intra_WV = flow_WV - inter_WV
     np.fill_diagonal(intra_WV, 0)
-    return Load(
+    return PlacementLoad(
         work_W(sent_WEV),
         inter_WV.sum(axis=0),
         *(int(max(part_WV.sum(axis=0).max(), part_WV.sum(axis=1).max())) for part_WV in (inter_WV, intra_WV)),
     )
 
 
-def exchange_s(found: Load, costs: Costs) -> float:
+def exchange_s(found: PlacementLoad, costs: PlacementCosts) -> float:
     """Seconds of an iteration's all-to-alls of the layer: each takes as long as its busiest rank needs. Both kinds of
     links work at the same time."""
     inter_s, intra_s = found.busiest_inter / costs.inter_bytes_s, found.busiest_intra / costs.intra_bytes_s
     return EXCHANGES * costs.token_bytes * max(inter_s, intra_s)
 
 
-def compute_s(found: Load, costs: Costs) -> float:
+def compute_s(found: PlacementLoad, costs: PlacementCosts) -> float:
     """Seconds of an iteration in which the rank with the most tokens computes its experts of the layer."""
     return float(found.work_W.max()) * costs.token_s
 
 
-def layer_s(found: Load, costs: Costs) -> float:
-    """Both: what a placement is judged by."""
+def layer_s(found: PlacementLoad, costs: PlacementCosts) -> float:
+    """Seconds of an iteration's all-to-alls and experts of the layer: what a placement is judged by."""
     return exchange_s(found, costs) + compute_s(found, costs)
 
 
-def transfers_s(transfers: Iterable[Transfer], nodes: Nodes, costs: Costs, expert_bytes: int) -> float:
+def transfers_s(transfers: Iterable[Transfer], nodes: Nodes, costs: PlacementCosts, expert_bytes: int) -> float:
     """Seconds that transfers of experts of so many bytes take: those of the busiest rank."""
     inter_sent_W, inter_received_W, intra_sent_W, intra_received_W = traffic(transfers, nodes, expert_bytes)
     inter = max(inter_sent_W.max(), inter_received_W.max())

@@ -90,7 +90,7 @@ def reduce(gathered: Sequence[Transfer]) -> tuple[Transfer, ...]:
     return tuple(sorted(back, key=lambda one: (one.step, one.expert, one.source)))
 
 
-class Traffic(NamedTuple):
+class LinkBytes(NamedTuple):
     """Bytes that each rank, [W], sends and receives: between nodes, and inside its own."""
 
     inter_sent_W: NDArray[np.int64]
@@ -109,14 +109,14 @@ class Traffic(NamedTuple):
         return int(max(counts_W.max() for counts_W in self))
 
 
-def traffic(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> Traffic:
+def traffic(transfers: Iterable[Transfer], nodes: Nodes, expert_bytes: int) -> LinkBytes:
     """The bytes of these transfers, counted one by one."""
     counts = np.zeros((4, nodes.ranks), dtype=np.int64)
     for one in transfers:
         inside = 2 * (nodes.of(one.source) == nodes.of(one.target))
         counts[inside, one.source] += expert_bytes
         counts[inside + 1, one.target] += expert_bytes
-    return Traffic(*counts)
+    return LinkBytes(*counts)
 
 
 class Volume(NamedTuple):

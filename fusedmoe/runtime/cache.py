@@ -1,17 +1,32 @@
-"""Files that jobs keep for the next ones: profiles of machines, and plans.
+"""Files that jobs keep for the next ones, in `$FUSEDMOE_CACHE` or else in ~/.cache/fusedmoe: profiles of machines.
 
-They lie in `$FUSEDMOE_CACHE`, or else in ~/.cache/fusedmoe.
+A profile is one file for each machine, layout of ranks and versions, so that it is measured once. Rank 0 reads and
+writes; all ranks have what it read. A file that cannot be read is measured again and replaced; one that cannot be
+written is a warning. Plans lie there, too (`plan_cache`), and numbers of captured graphs (`fusedmoe.graph`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import platform
+import socket
 import warnings
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
+from fusedmoe.runtime.progress import WorkBar
 
 #: The environment variable that says where they lie.
 CACHE = "FUSEDMOE_CACHE"
@@ -29,7 +44,7 @@ def fingerprint(facts: dict[str, Any]) -> str:
 
 
 def own_version() -> str:
-    """The library's."""
+    """The version of this library."""
     try:
         return version("fusedmoe")
     except PackageNotFoundError:  # run from its source
@@ -45,7 +60,7 @@ def read(path: Path) -> str | None:
 
 
 def write(path: Path, text: str, what: str) -> None:
-    """All of it or nothing: a reader never sees a part. A file that cannot be written is a warning.
+    """Writes all of a file or nothing: a reader never sees a part. One that cannot be written is a warning.
 
     `what`: for the warning, "what was measured".
     """
@@ -60,3 +75,110 @@ def write(path: Path, text: str, what: str) -> None:
             "written",
             stacklevel=3,
         )
+
+
+def cached_profile(
+    topology: Topology,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    budget_s: float = BUDGET_S,
+    again: bool = False,
+) -> tuple[Profile, Path]:
+    """The profile of this machine and where it lies; measured where there is none. Collective over all ranks.
+
+    While it is measured, rank 0 shows a bar.
+
+    Args:
+        again: measure in any case.
+    Raises: what `profile` does.
+    """
+    facts = machine_facts(topology, device, dtype)
+    path = cache_dir() / f"costs-{fingerprint(facts)}.json"
+    text = read(path) if topology.rank == 0 and not again else None
+    found = _valid(all_gather_object(topology.world, text, "reading the profile")[0], topology, device)
+    if found is None:
+        with WorkBar("measuring this machine") as bar:
+            show = bar.show if topology.rank == 0 else None
+            machine = describe(facts)
+            found = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
+        if topology.rank == 0:
+            write(path, found.to_json() + "\n", "what was measured")
+    return found, path
+
+
+def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """All that times depend on, in plain types, the same on every rank. Collective over all ranks.
+
+    Hosts are told apart, but their names are left out: another job on machines of the same kind finds the same profile.
+    """
+    own = {
+        "host": socket.gethostname(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "networks": _networks(),
+    }
+    ranks: list[dict[str, Any]] = all_gather_object(topology.world, own, "comparing machines")
+    hosts = list(dict.fromkeys(rank["host"] for rank in ranks))
+    sizes = {axis: getattr(topology, axis).size for axis in ("ep", "esp", "mp", "dp")}
+    return {
+        "ranks": [rank | {"host": hosts.index(rank["host"])} for rank in ranks],
+        **sizes,
+        "ranks_per_node": topology.ranks_per_node,
+        "backend": "none" if topology.world.handle is None else dist.get_backend(topology.world.handle),
+        "duplex": any(group.downward is not None for group in (topology.ep, topology.esp, topology.dp)),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "nccl": list(torch.cuda.nccl.version()) if device.type == "cuda" else [],
+        "fusedmoe": own_version(),
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """The machine in one line."""
+    ranks = facts["ranks"]
+    hosts = len({rank["host"] for rank in ranks})
+    devices = sorted({rank["processor"] if rank["device"] == "cpu" else rank["device"] for rank in ranks})
+    sizes = ", ".join(f"{axis} {facts[axis]}" for axis in ("ep", "esp", "mp", "dp"))
+    threads = f", {ranks[0]['threads']} threads each" if ranks[0]["device"] == "cpu" else ""
+    where = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    return (
+        f"{where} ({' and '.join(devices)}{threads}), {sizes}, {facts['backend']}, {facts['dtype']} products, "
+        f"torch {facts['torch']}"
+    )
+
+
+def _valid(text: str | None, topology: Topology, device: torch.device) -> Profile | None:
+    if text is None:
+        return None
+    try:
+        found = Profile.from_json(text)
+    except ConfigError:
+        return None
+    lines = found.costs.lines
+    numbers = [number for line in lines.values() for number in (line.alpha_s, line.beta_s)]
+    sound = all(isinstance(number, float) and 0 <= number < math.inf for number in numbers)
+    same = lines.keys() == set(line_names(topology)) and found.costs.tiled == (device.type == "cpu")
+    return found if sound and same else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
+
+
+def _networks() -> Sequence[str]:
+    """Network cards with their speeds, and which of them torch.distributed was told to use."""
+    cards = []
+    for card in sorted(Path("/sys/class/net").glob("*")):
+        if (card / "device").exists():  # a real one; the names of virtual ones are often random
+            cards.append(f"{card.name} {(read(card / 'speed') or '?').strip()} Mb/s")
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+        cards.append(f"{port.parent.parent.name}/{port.name} {(read(port / 'rate') or '?').strip()}")
+    told = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
+    return [*cards, *(f"{name}={os.environ[name]}" for name in told if name in os.environ)]

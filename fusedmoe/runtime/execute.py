@@ -14,18 +14,26 @@ in an order that all ranks share, which is what NCCL asks for where several comm
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.runtime.runnable import require_runnable
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import FUSED, Task, resources_of
+from fusedmoe.schedule.task import FUSED, PIPELINE, WEIGHT_GRADIENTS, Task, resources_of
+from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import RESOURCES
 
 Bodies = Mapping[str, Callable[[Task], None]]
+
+#: What plans a layer follows: those of its own schedule, that of a training step (`fusedmoe.training.plan_step`), or
+#: that of blocks in micro-batches (`fusedmoe.pipeline`).
+Follows = Literal["itself", "step", "blocks"]
 
 
 def execute(
@@ -83,7 +91,7 @@ class _Run:
         return self._plan.resources[task][0]
 
     def waits(self) -> dict[Task, list[Task]]:
-        """For each task what its thread or stream does not run before it in any case."""
+        """What each task waits for, but for what its own thread or stream runs before it in any case."""
         sequence = self._plan.sequence
         return {
             task: [sequence[one] for one in before if self.on(sequence[one]) != self.on(task)]
@@ -158,3 +166,71 @@ class _Run:
                 done[task].record(stream)
         for stream in used:
             caller.wait_stream(stream)
+
+
+@dataclass(frozen=True)
+class Here:
+    """What decides which kinds of tasks a layer can run.
+
+    Attributes:
+        ep, esp: ranks that share the experts, and the shards of each.
+        grouped: the experts are the library's own products; else modules.
+        direct: nothing but kernels sees rows between the gate's choice and the experts' results: no hooks, no order by
+            products, no experts that move.
+        dtype, device: of the rows.
+        heap: whether all of the ranks have memory that kernels of the others address. Asked last, and only where all
+            else allows it: it may be collective.
+    """
+
+    ep: int = 1
+    esp: int = 1
+    grouped: bool = True
+    direct: bool = True
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    heap: Callable[[], bool] = lambda: False
+
+
+def runnable_kinds(here: Here, follows: Follows) -> tuple[str, ...]:
+    """The kinds of tasks that plans may have.
+
+    Dispatch and combine without peers are among them: hooks may act there. Fused operations do all of a layer that
+    follows its own schedule and whose experts are split over one axis; in a step's plan nothing runs them.
+    """
+    parts = PIPELINE if here.esp > 1 else PIPELINE[::2]
+    if follows == "step":
+        return ("attention", *parts, "gradient-all-reduce")
+    if follows == "blocks":
+        return ("attention", "order", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
+    one_axis = (here.ep > 1) != (here.esp > 1)
+    served = triton_serves(here.device) and here.dtype != torch.float64
+    if not (one_axis and here.grouped and here.direct and served and here.heap()):
+        return parts
+    over_experts, over_shards = FUSED
+    return (*parts, over_experts if here.ep > 1 else over_shards)
+
+
+def require_runnable(plan: Plan, kinds: Collection[str], whose: str) -> None:
+    """Raises `ConfigError`, naming the task and what can run, for a plan with a task of another kind."""
+    strange = next((task for task in plan.sequence if task.kind not in kinds), None)
+    if strange is not None:
+        raise ConfigError(
+            f"{whose} has {name(strange)} ({strange.kind}), which cannot run here; what can: {', '.join(kinds)}"
+        )
+
+
+class Streams:
+    """The CUDA streams that a plan runs on, made on first use; copies and pickles make their own."""
+
+    _links: dict[str, torch.cuda.Stream] | None = None
+
+    def on(self, device: torch.device) -> dict[str, torch.cuda.Stream] | None:
+        """A stream for each resource, the current one for computation; None where the device is no GPU."""
+        if device.type != "cuda":
+            return None
+        if self._links is None:
+            self._links = {link: torch.cuda.Stream(device) for link in ("intra", "inter")}
+        return {"compute": torch.cuda.current_stream(device), **self._links}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {}

@@ -20,8 +20,8 @@ from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.bar import Bar
 from fusedmoe.runtime.cache import cache_dir, fingerprint, own_version, read, write
+from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.degree import MAX_DEGREE
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
@@ -60,7 +60,7 @@ def cached_plans(
     found = {name: _valid(texts[name], costs) for name in paths}
     plans = {name: plan for name, plan in found.items() if plan is not None}
     if len(plans) < len(paths):
-        with Bar("planning") as bar:
+        with WorkBar("planning") as bar:
             model = WholeModel(costs, limit, samples, bar.show if first else lambda done, total: None)
             plans = {name: plans.get(name) or model.plan(name) for name in paths}
     for name in paths:
@@ -70,7 +70,7 @@ def cached_plans(
 
 
 def plan_path(policy: str, costs: StackCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Path:
-    """Where the plan by this policy is kept: another place for all that it depends on."""
+    """The file of the plan by this policy: another one for all that it depends on."""
     facts = {
         "policy": policy,
         "costs": asdict(costs),
@@ -85,7 +85,7 @@ def plan_path(policy: str, costs: StackCosts, limit: int = MAX_DEGREE, samples: 
 
 
 def _source() -> str:
-    """Of the modules that plan: between two versions they change, too."""
+    """A digest of the modules that plan: between two versions they change, too."""
     digest = hashlib.sha256()
     for folder in sorted(schedule.__path__):
         for path in sorted(Path(folder).glob("*.py")):

@@ -16,11 +16,14 @@ for it; only `timeline()` does.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.autograd import Function
 
 from fusedmoe.schedule.timeline import Span, Timeline, check_word
 
@@ -44,19 +47,67 @@ def span(
     return recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase, also=also)
 
 
+def recorded(
+    recorder: Recorder | None,
+    operation: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    kind: str,
+    layer: int | None = None,
+) -> Tensor:
+    """`operation(x)`, as a span of the forward and one of the backward pass when there is a recorder.
+
+    Autograd runs the backward of a region on its own, so the region puts a mark where its input enters and one where
+    its result leaves; going backward, the second mark opens the span and the first one closes it.
+    """
+    if recorder is None:
+        return operation(x)
+    back = recorder.span(kind, kind=kind, layer=layer, phase="backward")
+    with recorder.span(kind, kind=kind, layer=layer, phase="forward"):
+        y = operation(_Mark.apply(x, lambda: _close(back)))
+        return _Mark.apply(y, lambda: _open(back))
+
+
+def _open(span: AbstractContextManager[None]) -> None:
+    span.__enter__()
+
+
+def _close(span: AbstractContextManager[None]) -> None:
+    span.__exit__(None, None, None)
+
+
+class _Mark(Function):
+    """The identity; calls `action` when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.action()
+        return gradients[0], None
+
+
 class Recorder:
     """Collects the spans of one rank from its creation on. Spans may be opened on several threads.
 
-    `device`: a CUDA device makes it measure with events on the current streams of that device; anything
-    else, and None, with the host's clock. Events count from creation (or `clear`) in float32 milliseconds:
-    exact to a microsecond in the first ten seconds, so make a recorder for the steps to be measured, not
-    for a whole run.
+    `device`: a CUDA device makes it measure with events on the current streams of that device; anything else, and
+    None, with the host's `clock`, in seconds. Events count from creation (or `clear`) in float32 milliseconds: exact to
+    a microsecond in the first ten seconds, so make a recorder for the steps to be measured, not for a whole run.
     """
 
-    def __init__(self, rank: int = 0, *, device: torch.device | str | None = None) -> None:
-        self.rank = rank
+    def __init__(
+        self,
+        rank: int = 0,
+        *,
+        device: torch.device | str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.rank, self._now = rank, clock
         where = torch.device("cpu" if device is None else device)
-        self._clock: _Clock = _CudaClock(where) if where.type == "cuda" else _HostClock()
+        self._clock: _Clock = _CudaClock(where, clock) if where.type == "cuda" else _HostClock(clock)
         self.clear()
 
     def clear(self) -> None:
@@ -89,7 +140,7 @@ class Recorder:
 
     def now(self) -> float:
         """Seconds since zero on the host's clock, for `add`."""
-        return time.perf_counter() - self._clock.zero_s
+        return self._now() - self._clock.zero_s
 
     def add(self, span: Span) -> None:
         """Add a span whose times are known: work that began on one thread and was seen to end on another."""
@@ -138,10 +189,12 @@ class _Clock(Protocol):
 
 class _HostClock:
     zero_s = 0.0
-    mark = staticmethod(time.perf_counter)
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.mark = now
 
     def restart(self) -> float:
-        self.zero_s, anchor_s = _wall_anchor()
+        self.zero_s, anchor_s = _wall_anchor(self.mark)
         return anchor_s
 
     def wait(self) -> None:
@@ -154,15 +207,15 @@ class _HostClock:
 class _CudaClock:
     zero_s = 0.0
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
+        self._device, self._now = device, now
 
     def restart(self) -> float:
         # An idle device passes the event at once, so host and device zero are a few microseconds apart.
         torch.cuda.synchronize(self._device)
         self._zero = self.mark()
         torch.cuda.synchronize(self._device)
-        self.zero_s, anchor_s = _wall_anchor()
+        self.zero_s, anchor_s = _wall_anchor(self._now)
         return anchor_s
 
     def mark(self) -> torch.cuda.Event:
@@ -177,12 +230,35 @@ class _CudaClock:
         return float(self._zero.elapsed_time(mark)) * 1e-3
 
 
-def _wall_anchor() -> tuple[float, float]:
-    """One instant on both clocks: (`time.perf_counter()`, `time.time()`); the tightest of a few readings."""
+def _wall_anchor(now: Callable[[], float]) -> tuple[float, float]:
+    """One instant on both clocks: (`now()`, `time.time()`); the tightest of a few readings."""
     best = (float("inf"), 0.0, 0.0)
     for _ in range(8):
-        before = time.perf_counter()
+        before = now()
         wall = time.time()
-        after = time.perf_counter()
+        after = now()
         best = min(best, (after - before, (before + after) / 2, wall))
     return best[1], best[2]
+
+
+class Moment:
+    """A moment in what the device does."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._clock_s = 0.0
+
+    def note(self, device: torch.device) -> None:
+        """It is now; on CUDA, when the current stream gets there."""
+        self._clock_s = time.perf_counter()
+        if device.type == "cuda":
+            self._event = self._event or torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def after(self, other: Moment) -> float:
+        """Seconds from another one. On CUDA this waits for both."""
+        if self._event is None or other._event is None:
+            return self._clock_s - other._clock_s
+        other._event.synchronize()
+        self._event.synchronize()
+        return other._event.elapsed_time(self._event) / 1000

@@ -1,11 +1,16 @@
 """What a training loop calls besides the layers: gradients over ranks, clipping, checkpoints, PyTorch's wrappers."""
 
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
-from fusedmoe.training.gradients import clip_grad_norm, sync_gradients
-from fusedmoe.training.overlap import plan_step
-from fusedmoe.training.replicas import broadcast_parameters
-from fusedmoe.training.sharded import ShardedExperts
-from fusedmoe.training.wrap import distributed_data_parallel, expert_parameter_names, fully_shard
+from fusedmoe.training.copies import broadcast_parameters
+from fusedmoe.training.data_parallel import (
+    clip_grad_norm,
+    distributed_data_parallel,
+    expert_parameter_names,
+    fully_shard,
+    sync_gradients,
+)
+from fusedmoe.training.sharded_experts import ShardedExperts
+from fusedmoe.training.step_plan import plan_step
 
 __all__ = [
     "ShardedExperts",

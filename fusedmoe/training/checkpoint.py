@@ -18,16 +18,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fusedmoe.comm.collectives import together
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.training.checksums import CURE, FORMAT, NAME
-from fusedmoe.training.layout import Layouts, lay_out, number_names, plain_name, writes
-from fusedmoe.training.optimizer_state import GROUPS, STATE, OptimizerState
-from fusedmoe.training.storage import Folder, write_folder
-from fusedmoe.training.together import together
-from fusedmoe.training.wrap import SingleRank
+from fusedmoe.training.data_parallel import SingleRank
+from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
+from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, write_folder
 
 _MODEL, _EXTRA, _ABOUT = "model.", "extra", "fusedmoe"
+
+STATE = "optimizer.state."
+GROUPS = "optimizer.param_groups"
 
 
 @torch.no_grad()
@@ -56,7 +57,7 @@ def save_checkpoint(
         RankError: saving failed on some rank; the message names it and says why.
     """
     path, operation = Path(path), f"saving checkpoint {path}"
-    state = _State(model, optimizer, topology, operation)
+    state = _ModelState(model, optimizer, topology, operation)
     entries: dict[str, Any] = {}
 
     def collect() -> None:
@@ -64,7 +65,7 @@ def save_checkpoint(
         if topology.rank == 0:
             entries.update({_EXTRA: extra or {}, _ABOUT: state.about()})
 
-    together(topology, operation, collect)
+    together(topology.world, operation, collect)
     write_folder(path, entries, _place, topology, operation)
 
 
@@ -89,7 +90,7 @@ def load_checkpoint(
         RankError: loading failed on some ranks only; the message names the first and says why.
     """
     path, operation = Path(path), f"loading checkpoint {path}"
-    state = _State(model, optimizer, topology, operation)
+    state = _ModelState(model, optimizer, topology, operation)
     small: dict[str, Any] = {}
     targets: dict[str, Any] = {}
     folders: list[Folder] = []
@@ -107,19 +108,19 @@ def load_checkpoint(
         targets.update(state.targets(folder.metadata))
         folder.check(targets)
 
-    together(topology, operation, compare)
+    together(topology.world, operation, compare)
     if folders[0].checksums is None and topology.rank == 0:
         warnings.warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
             "damage to its index is not. Save it again with save_checkpoint.",
             stacklevel=3,  # torch.no_grad() stands between
         )
-    together(topology, operation, lambda: folders[0].read(targets))
+    together(topology.world, operation, lambda: folders[0].read(targets))
     state.install(targets, small)
     return small[_EXTRA]
 
 
-class _State:
+class _ModelState:
     """The state of a model and its optimizer on this rank, by plain names. Making it is collective."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, topology: Topology, operation: str) -> None:
@@ -135,7 +136,7 @@ class _State:
                 continue
             self._own_names[name], self._values[name] = own_name, value
         tensors = {name: value for name, value in self._values.items() if isinstance(value, Tensor)}
-        self._layouts: Layouts = lay_out(model, tensors, topology, operation)
+        self._specs: ShardSpecs = shard_specs(model, tensors, topology, operation)
         self._optimizer: OptimizerState | None = None
 
         def name_parameters() -> list[list[str]]:
@@ -147,18 +148,18 @@ class _State:
                     )
             if optimizer is None:
                 return []
-            self._optimizer = OptimizerState(optimizer, model, self._layouts, topology)
+            self._optimizer = OptimizerState(optimizer, model, self._specs, topology)
             return self._optimizer.names_of_some()
 
-        self._scattered = together(topology, operation, name_parameters)
+        self._scattered = together(topology.world, operation, name_parameters)
 
     def entries(self) -> dict[str, Any]:
         """What this rank has to write."""
         entries: dict[str, Any] = {}
         for name, value in self._values.items():
-            layout = self._layouts.own.get(name)
-            if writes(_MODEL + name, self._topology.world if layout is None else layout.group):
-                entries[_MODEL + name] = value if layout is None else layout.spread(value)
+            spec = self._specs.own.get(name)
+            if writes(_MODEL + name, self._topology.world if spec is None else spec.group):
+                entries[_MODEL + name] = value if spec is None else spec.spread(value)
         return entries if self._optimizer is None else entries | self._optimizer.entries(self._scattered)
 
     def about(self) -> dict[str, Any]:
@@ -171,7 +172,7 @@ class _State:
             for key, value in metadata.state_dict_metadata.items()
             if key.startswith(_MODEL)
         }
-        own = {name: layout.shape if (layout := self._layouts.own.get(name)) else None for name in self._values}
+        own = {name: spec.shape if (spec := self._specs.own.get(name)) else None for name in self._values}
         shapes = [
             f"{name} is {_told(saved[name])} in the checkpoint and {_told(own[name])} here"
             for name in own
@@ -181,7 +182,7 @@ class _State:
         unknown = [
             f"{name} is in the checkpoint only"
             for name in saved
-            if name not in own and name not in self._layouts.elsewhere
+            if name not in own and name not in self._specs.elsewhere
         ]
         found = [*shapes[:2], *missing[:2], *unknown[:2]]
         if not found:
@@ -200,18 +201,18 @@ class _State:
         return found and f"{found}. Make the optimizer as it was made for the save, or pass optimizer=None."
 
     def targets(self, metadata: Metadata) -> dict[str, Any]:
-        """For everything that this rank has to read, the tensor to read it into; None for plain values."""
+        """What this rank has to read, and for each entry the tensor to read it into; None for plain values."""
         targets: dict[str, Any] = {}
         for name, value in self._values.items():
-            layout = self._layouts.own.get(name)
-            targets[_MODEL + name] = None if layout is None else layout.spread(value)
+            spec = self._specs.own.get(name)
+            targets[_MODEL + name] = None if spec is None else spec.spread(value)
         return targets if self._optimizer is None else targets | self._optimizer.targets(metadata)
 
     def install(self, targets: dict[str, Any], small: dict[str, Any]) -> None:
         """Completes what reading in place has begun."""
         # The tensors are the model's own; this hands over other state and runs the modules' hooks.
         state = {
-            own_name: self._values[name] if name in self._layouts.own else targets[_MODEL + name]
+            own_name: self._values[name] if name in self._specs.own else targets[_MODEL + name]
             for name, own_name in self._own_names.items()
         }
         self._model.load_state_dict(state)
@@ -245,3 +246,135 @@ def _place(key: str) -> tuple[str, ...]:
         name, _, value = key.removeprefix(STATE).rpartition(".")
         return "optimizer", "state", name, value
     return tuple(key.split("."))
+
+
+class OptimizerState:
+    """What an optimizer keeps for this rank's parameters, and the parameters of each of its groups by name.
+
+    Raises:
+        ConfigError: the optimizer has a parameter that the model's state has not.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, specs: ShardSpecs, topology: Topology) -> None:
+        self._optimizer, self._topology, self._specs = optimizer, topology, specs.own
+        known = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+        packed = optimizer.state_dict()
+        self._groups: list[dict[str, Any]] = packed["param_groups"]
+        self.names: list[list[str]] = []
+        self._parameters: dict[str, Tensor] = {}
+        self._index: dict[str, int] = {}
+        self._state: dict[str, dict[str, Any]] = {}
+        for number, (group, packed_group) in enumerate(zip(optimizer.param_groups, self._groups, strict=True)):
+            self.names.append([])
+            for parameter, index in zip(group["params"], packed_group["params"], strict=True):
+                name = known.get(parameter)
+                if name is None or name not in self._specs:
+                    raise ConfigError(
+                        f"rank {topology.rank}: group {number} of the optimizer has a parameter of shape "
+                        f"{list(parameter.shape)} that is not in the model's state. Give the model that it trains."
+                    )
+                self.names[number].append(name)
+                self._parameters[name], self._index[name] = parameter, index
+                self._state[name] = dict(packed["state"].get(index, {}))
+
+    def names_of_some(self) -> list[list[str]]:
+        """The names of each group that not all ranks have."""
+        return [[name for name in names if not self._specs[name].everywhere] for names in self.names]
+
+    def entries(self, scattered: list[list[list[str]]]) -> dict[str, Any]:
+        """What this rank has to write.
+
+        Args:
+            scattered: every rank's `names_of_some()`.
+        Raises:
+            ConfigError: state of a split parameter that has another shape than the parameter.
+        """
+        entries: dict[str, Any] = {}
+        for name, values in self._state.items():
+            spec, shape = self._specs[name], self._parameters[name].shape
+            for key, value in values.items():
+                entry = f"{STATE}{name}.{key}"
+                if isinstance(value, Tensor) and value.shape == shape:
+                    if writes(entry, spec.group):
+                        entries[entry] = spec.spread(value)
+                    continue
+                if isinstance(value, Tensor) and value.numel() > 1 and spec.split:
+                    raise ConfigError(
+                        f"rank {self._topology.rank}: the optimizer's {key} for {name} has shape {list(value.shape)}, "
+                        f"the parameter {list(shape)}. It cannot be split over another number of ranks; use an "
+                        "optimizer whose state is shaped like the parameters."
+                    )
+                if writes(entry, self._topology.world if spec.everywhere else spec.group):
+                    entries[entry] = value
+        if writes(GROUPS, self._topology.world):
+            entries[GROUPS] = [
+                _settings(group) | {"params": names}
+                for group, names in zip(self._groups, self._all_names(scattered), strict=True)
+            ]
+        return entries
+
+    def about(self) -> dict[str, Any]:
+        """What tells one kind of optimizer from another."""
+        return {"kind": type(self._optimizer).__name__, "settings": sorted(self._optimizer.defaults)}
+
+    def compare(
+        self, about: dict[str, Any], groups: list[dict[str, Any]], scattered: list[list[list[str]]]
+    ) -> str | None:
+        """The first thing in which a saved optimizer differs from this one, None if nothing does."""
+        kind = type(self._optimizer).__name__
+        for setting in about["settings"]:
+            if setting not in self._optimizer.defaults:
+                return f"it is of {about['kind']}, whose setting {setting!r} {kind} does not have"
+        if len(groups) != len(self._groups):
+            return f"it has {len(groups)} parameter groups, this optimizer {len(self._groups)}"
+        for number, (group, names) in enumerate(zip(groups, self._all_names(scattered), strict=True)):
+            theirs, ours = set(group["params"]), set(names)
+            for name in sorted(theirs ^ ours):
+                where = "this optimizer" if name in ours else "the checkpoint"
+                return f"only {where} has {name} in parameter group {number}"
+        return None
+
+    def targets(self, metadata: Metadata) -> dict[str, Any]:
+        """The saved values of this rank's parameters, and what each is to be read into; None for plain values."""
+        names = {f"{STATE}{name}": name for name in self._parameters}
+        targets: dict[str, Any] = {}
+        for entry, saved in metadata.state_dict_metadata.items():
+            prefix, _, key = entry.rpartition(".")
+            if prefix not in names:
+                continue
+            if not isinstance(saved, TensorStorageMetadata):
+                targets[entry] = None
+                continue
+            name, dtype = names[prefix], saved.properties.dtype
+            spec, parameter, value = self._specs[name], self._parameters[name], self._state[name].get(key)
+            if tuple(saved.size) != spec.shape:
+                targets[entry] = torch.empty(saved.size, dtype=dtype)
+                continue
+            if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dtype != dtype:
+                value = self._state[name][key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            targets[entry] = spec.spread(value)
+        return targets
+
+    def install(self, targets: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Hands the optimizer what was read into `targets`, and the saved settings of its groups."""
+        state: dict[int, dict[str, Any]] = {}
+        for name, index in self._index.items():
+            prefix = f"{STATE}{name}."
+            for key in [entry[len(prefix) :] for entry in targets if entry.startswith(prefix)]:
+                value, spec = targets[prefix + key], self._specs[name]
+                if isinstance(value, Tensor) and tuple(value.shape) == spec.shape:
+                    value = self._state[name][key]  # the same memory, not as a DTensor over the ranks
+                state.setdefault(index, {})[key] = value
+        merged = [own | _settings(group) for own, group in zip(self._groups, groups, strict=True)]
+        self._optimizer.load_state_dict({"state": state, "param_groups": merged})
+
+    def _all_names(self, scattered: list[list[list[str]]]) -> list[list[str]]:
+        """The names of each group that any rank has."""
+        return [
+            list(dict.fromkeys([*own, *(name for on_rank in scattered for name in on_rank[number])]))
+            for number, own in enumerate(self.names)
+        ]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

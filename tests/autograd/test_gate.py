@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.gate.rule import cost
 from fusedmoe.ops import GateRule, gate, gate_from_logits
 from tests.layers.gate_cases import best_first
 
@@ -95,9 +94,3 @@ def test_what_does_not_fit_is_named() -> None:
         GateRule(0)
     with pytest.raises(ConfigError, match="unknown score 'tanh'; choose one of softmax, sigmoid, none"):
         GateRule(1, "tanh")
-
-
-def test_cost_counts_every_operand_once() -> None:
-    forward, backward = cost(10, 8, 4, 2, 2), cost(10, 8, 4, 2, 2, backward=True)
-    assert forward == (2 * 10 * 8 * 4, 2 * 8 * (10 + 4) + 4 * 10 * 4 + 12 * 10 * 2)
-    assert backward == (4 * 10 * 8 * 4, 2 * 2 * 8 * (10 + 4) + 4 * 10 * 4 + 12 * 10 * 2)

@@ -16,16 +16,13 @@ import torch
 from bench.cluster import __main__ as command
 from bench.cluster import balance, blocks, network, profile
 from bench.cluster.blocks import UNTUNED_BYTES, plans_of
-from bench.cluster.job import make_trainer
 from bench.cluster.layer import make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
-from bench.cluster.parts import Computed, computation
-from bench.cluster.rank import setting_of
+from bench.cluster.rank import make_trainer, setting_of
 from bench.cluster.report import show, targets
 from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, Setting
-from bench.cluster.step import Step
-from bench.cluster.sweep import cross, degrees_of, plan_of
-from bench.cluster.turns import same_results, setting_json
+from bench.cluster.step import Computed, Step, computation
+from bench.cluster.turns import cross, degrees_of, plan_of, same_results, setting_json
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.cost import LINES, CostModel, Line

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bench.gpu.costs import Cost
 from bench.gpu.kernels import KERNELS, PASSES, kernel_costs, pass_costs
 from bench.gpu.limits import Ceilings, highest, limit_s, measure_ceilings
 from bench.gpu.rehearsal import FakeClock
 from bench.gpu.shapes import SHAPES
-from fusedmoe.kernels.cost import Cost
 
 MIXTRAL = SHAPES[-1]
 H200 = Ceilings(790e12, 4.3e12)

@@ -22,8 +22,8 @@ from bench.gpu.rehearsal import TINY
 from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
 from fusedmoe.kernels.experts import define_experts
-from fusedmoe.kernels.gather_sum import take_slots
-from fusedmoe.kernels.order import define_layout
+from fusedmoe.kernels.gather_sum import take_pairs
+from fusedmoe.kernels.layout import define_layout
 from fusedmoe.kernels.weights import Weights
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def random_case(seed: int, shape: Shape = TINY[0]) -> Case:
 def plain(x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, expert_SK: Tensor) -> Tensor:
     """The definition, differentiable; w1 [E, 2, H, M], g before u."""
     layout = define_layout(expert_SK, w1.shape[0])
-    return define_experts(x_SM, layout, take_slots(weight_SK, layout), Weights(w1, w2), "swiglu")
+    return define_experts(x_SM, layout, take_pairs(weight_SK, layout), Weights(w1, w2), "swiglu")
 
 
 def test_reference_is_the_definition() -> None:

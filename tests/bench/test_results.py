@@ -22,7 +22,7 @@ from bench.gpu.results import RESULTS, document, save
 from bench.gpu.shapes import SHAPES
 from bench.gpu.spool import Spool
 from bench.gpu.suite import measure_kernels, measure_passes, pass_steps, ready_layers
-from bench.published import PUBLISHED
+from bench.report import PUBLISHED
 
 CPU = torch.device("cpu")
 CHECKS = [{"name": "tests", "result": "passed", "word": "12 passed", "seconds": 1.0}]

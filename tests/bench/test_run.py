@@ -331,7 +331,9 @@ def test_a_short_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """Of the benchmark's step, without what compiles and interprets kernels."""
     before = sorted(RESULTS.iterdir())
     skip = ["compile", "kernels", "specialised"]
+    ends = signal.getsignal(signal.SIGTERM)
     assert main(["--rehearse", "--step", "3", "--out", str(tmp_path), "--skip", *skip]) == 0, capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is ends, "the caller's own again"
     text = capsys.readouterr().out
     assert "Nothing here was measured on a GPU" in text and "rows as they come" in text
     assert sorted(RESULTS.iterdir()) == before

@@ -19,10 +19,10 @@ from triton import knobs
 from bench.aot import compiling, layers, standin
 from bench.gpu.shapes import Shape
 from fusedmoe.kernels.backend import INTERPRET
-from fusedmoe.kernels.grouped.configs import candidates
 from fusedmoe.kernels.layout import offsets
-from fusedmoe.kernels.rows.gather import gather_rows
-from fusedmoe.kernels.rows.sort import sort_slots
+from fusedmoe.kernels.triton.gather_sum import gather_rows
+from fusedmoe.kernels.triton.grouped.configs import candidates
+from fusedmoe.kernels.triton.layout import sort_pairs
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
 
@@ -35,7 +35,7 @@ def some_launches() -> None:
     source_N, offsets_E1 = torch.empty(300, dtype=torch.int64, device="meta"), offsets(torch.empty(4, device="meta"))
     gather_rows(x_SM, source_N, offsets_E1)
     gather_rows(x_SM[:, 1:], source_N, offsets_E1)
-    sort_slots(torch.empty((100, 2), dtype=torch.int64, device="meta"), 8, None, None)
+    sort_pairs(torch.empty((100, 2), dtype=torch.int64, device="meta"), 8, None, None)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
         assert {(c.bm, c.bn, c.bk, c.warps, c.stages) for c in configs} == tiles[name]
     kernels = {launch.kernel.removesuffix("_kernel") for launch in launches}
     assert kernels >= {"choose", "dlogits", "dx", "dw", "count", "scan", "place", "gather_rows", "sum_rows", "tiles"}
-    assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "await_letters", "await"}
+    assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals"}
     assert ("specialised" in kernels) == (target == 90)
     put = [launch for launch in launches if launch.kernel == "product_kernel" and launch.arguments["PUT"]]
     awaited = [launch for launch in launches if launch.arguments.get("AWAITED")]

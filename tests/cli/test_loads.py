@@ -6,7 +6,7 @@ import pytest
 
 from fusedmoe.cli.loads import POLICIES
 from fusedmoe.cli.main import main
-from fusedmoe.placement.loads import LoadTrace
+from fusedmoe.placement.load_trace import LoadTrace
 from fusedmoe.placement.placement import Placement
 
 SMALL = ["--iterations", "8", "--layers", "2", "--experts", "12", "--ranks", "8", "--tokens", "500"]

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from fusedmoe.cli.costs import step_costs
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.layout import Launch, choose_sizes, make_topology
+from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.stop import StopRequest
-from fusedmoe.cli.trainer import Trainer
+from fusedmoe.cli.trainer import Trainer, step_costs
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.runtime.profile import Profile
+from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.testbeds import TESTBEDS

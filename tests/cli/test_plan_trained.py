@@ -13,17 +13,15 @@ import pytest
 import torch
 
 from fusedmoe.cli.data import random_corpus
-from fusedmoe.cli.layout import Launch, Sizes, choose_sizes, make_topology
+from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.plan_report import Report, plans_of
 from fusedmoe.cli.settings import DTYPES, Settings
-from fusedmoe.cli.stop import StopRequest
 from fusedmoe.cli.trainer import Trainer, policy_of, unsplit
-from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.named import named_model
-from fusedmoe.models.workload import block_workload
+from fusedmoe.models.block import block_workload
+from fusedmoe.models.config import ModelConfig, named_model
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.runtime.runnable import Here, runnable_kinds
+from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.schedule.cost import FusedCosts
 from fusedmoe.schedule.draw import figure
 from fusedmoe.schedule.plan import Plan

@@ -8,7 +8,7 @@ from fusedmoe.cli import profile as module
 from fusedmoe.cli.main import main
 from fusedmoe.cli.profile import plot
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.runtime.profile import Profile
+from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster

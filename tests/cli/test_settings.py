@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from fusedmoe.cli.flags import GROUPS, changes_of
-from fusedmoe.cli.layout import Launch, Sizes, choose_device, choose_sizes
+from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes
 from fusedmoe.cli.main import main, make_parser
-from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.settings import GROUPS, Settings, changes_of
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import GATES
-from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.named import MODELS, named_model
+from fusedmoe.models.config import MODELS, ModelConfig, named_model
 
 
 def parse(*arguments: str) -> argparse.Namespace:

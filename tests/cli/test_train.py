@@ -17,17 +17,16 @@ from unittest import mock
 import pytest
 import torch
 
-from fusedmoe.cli.layout import Launch, choose_sizes, make_topology
+from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings, read_settings
-from fusedmoe.cli.stop import StopRequest
-from fusedmoe.cli.train import Job, count_parameters
+from fusedmoe.cli.train import TrainingJob, count_parameters
 from fusedmoe.cli.trainer import make_model, policy_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.placement.loads import LoadTrace
-from fusedmoe.runtime.profile import Profile
+from fusedmoe.placement.load_trace import LoadTrace
+from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from tests.cluster import Cluster
 
@@ -266,7 +265,7 @@ def train(rank: int, world: int, settings: Settings, run: Path | None, resume: P
     launch = Launch(rank, world, rank, world)
     sizes = choose_sizes(settings, launch)
     topology = make_topology(sizes, 60.0)
-    job = Job(settings, launch, sizes, topology, torch.device("cpu"), StopRequest())
+    job = TrainingJob(settings, launch, sizes, topology, torch.device("cpu"), StopRequest())
     return job.run(run, resume, stop).last_line
 
 

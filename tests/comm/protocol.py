@@ -1,4 +1,4 @@
-"""A model of the signal protocol of `fusedmoe/kernels/remote.py`, and a search through all that can happen in it.
+"""A model of the signal protocol of kernels/triton/one_sided/remote.py, and a search through all that can happen in it.
 
 Two ranks put tiles into each other's slots, exchange after exchange. A rank's producer and its reader go on by
 themselves (streams of their own); the network delivers each tile in two steps, its rows and its signal, tiles in any

@@ -53,7 +53,7 @@ def held_by(placement: Placement, rank: int) -> list[int]:
 def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, ...]) -> int:
     """Random pairs of placements; counts those that moved something."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
-    return exchange_over(Carrier(topology.beside(topology.ep)), rank, world, seeds, dtypes, SHAPES)
+    return exchange_over(Carrier(topology.beside(topology.ep, "experts")), rank, world, seeds, dtypes, SHAPES)
 
 
 def exchange_by_puts(rank: int, world: int, seeds: int) -> int:
@@ -130,7 +130,7 @@ def in_flight(rank: int, world: int) -> list[torch.Tensor]:
     from fusedmoe.comm.collectives import all_reduce
 
     topology = Topology.from_sizes(ep=world, timeout_s=30.0)
-    carrier = Carrier(topology.beside(topology.ep))
+    carrier = Carrier(topology.beside(topology.ep, "experts"))
     everywhere = Placement(world, (0,), (tuple(range(1, world)),))
     back = reduce(gather(everywhere.sharding, everywhere, Nodes(world, 2)))
     flights = []
@@ -152,7 +152,7 @@ def test_several_at_once(cluster: Cluster):
 
 def without_a_peer(rank: int, world: int, told: Path) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=2.0)
-    carrier = Carrier(topology.beside(topology.ep))
+    carrier = Carrier(topology.beside(topology.ep, "experts"))
     if rank == 1:
         while not told.exists():
             time.sleep(0.05)

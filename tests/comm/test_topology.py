@@ -105,7 +105,11 @@ def apart_and_together(rank: int, world: int) -> list[float]:
         pair = dist.new_group([0, 1], use_local_synchronization=True)
         Topology.from_group(pair, timeout_s=15)
     topology = Topology.from_sizes(ep=2, esp=2, timeout_s=15)
-    groups = [topology.beside(topology.ep), topology.beside(topology.ep), topology.subgroup("all", (0, 1, 2, 3))]
+    groups = [
+        topology.beside(topology.ep, "one"),
+        topology.beside(topology.ep, "two"),
+        topology.subgroup("all", (0, 1, 2, 3)),
+    ]
     return [all_reduce(group, torch.tensor(10.0**rank)).item() for group in groups]
 
 

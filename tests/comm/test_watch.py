@@ -15,7 +15,7 @@ from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.errors import RankError
-from fusedmoe.training import buckets
+from fusedmoe.training import copies
 
 
 class Gpu:
@@ -70,7 +70,7 @@ def make() -> tuple[MadeUpHeap, Windows]:
 
 
 def misses(windows: Windows, signals: Tensor, index: int, expected: int = 5, seen: int = 3) -> Callable[[], None]:
-    """A kernel whose wait for that signal ends early, as `fusedmoe.kernels.remote.wait` leaves it."""
+    """A kernel whose wait for that signal ends early, as `fusedmoe.kernels.triton.one_sided.remote.wait` leaves it."""
 
     def run() -> None:
         if not windows.watch.record[0]:
@@ -143,7 +143,7 @@ def test_gradients_of_a_pass_that_missed_something_are_not_used(gpu: Gpu) -> Non
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     layer = fusedmoe.MoELayer(4, fusedmoe.gates.TopK(2), fusedmoe.experts.FeedForward(4), topology=topology)
-    for step in (lambda: buckets.reduce_gradients([], [], topology), layer.check):
+    for step in (lambda: copies.reduce_gradients([], [], topology), layer.check):
         windows.watch.record.zero_()
         gpu.launched = [misses(windows, windows.letters.signals, 0)]
         with pytest.raises(RankError, match="part 0 of the letter of rank 4"):

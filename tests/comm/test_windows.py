@@ -9,7 +9,7 @@ from torch import Tensor
 from fusedmoe.comm.group import Job
 from fusedmoe.comm.heaps.local import LocalHeap
 from fusedmoe.comm.windows import SLOTS, Room, Windows
-from fusedmoe.kernels.places import Network
+from fusedmoe.kernels.one_sided import Network
 
 CPU = torch.device("cpu")
 ROOM = Room(tokens=6, slots=2, experts=8, width=16, dtype=torch.float32, degree=3)

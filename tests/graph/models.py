@@ -73,7 +73,7 @@ class Model(nn.Module):
 
 
 class Steady:
-    """Costs by size: what a test plans with, the same on every machine."""
+    """OperatorCosts by size: what a test plans with, the same on every machine."""
 
     def __init__(self, number_s: float = 1e-8, byte_s: float = 1e-7, start_s: float = 1e-6) -> None:
         self.number_s, self.byte_s, self.start_s = number_s, byte_s, start_s

@@ -15,11 +15,19 @@ from torch.distributed._functional_collectives import all_to_all_single
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.axes import Axis, relocate, shape_of, way_of
-from fusedmoe.graph.infer import Split, infer
+from fusedmoe.graph.axes import Axis, RangeSplit, infer, relocate, shape_of, way_of
 from fusedmoe.graph.instructions import Instructions, is_all_to_all
-from fusedmoe.graph.micro import Range, chosen_ranges, grouped, in_order, rewrite, stage_plan
-from fusedmoe.graph.parts import cut, join, run_part
+from fusedmoe.graph.micro_batches import (
+    InstructionRange,
+    chosen_ranges,
+    cut,
+    grouped,
+    in_order,
+    join,
+    rewrite,
+    run_part,
+    stage_plan,
+)
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
 from tests.graph.models import Steady
@@ -201,10 +209,10 @@ def test_what_cannot_be_split_ends_the_range() -> None:
     assert last is not None and of.nodes[place] in last.before
 
 
-def as_range(of: Instructions, split: Split, parts: int) -> Range:
+def as_range(of: Instructions, split: RangeSplit, parts: int) -> InstructionRange:
     """All instructions, split so."""
     axes = tuple((of.place[node], *way.axis) for node, way in split.split.items())
-    return Range(0, len(of.nodes), parts, axes, tuple(of.place[node] for node in split.before))
+    return InstructionRange(0, len(of.nodes), parts, axes, tuple(of.place[node] for node in split.before))
 
 
 @pytest.mark.parametrize("parts", [2, 3, 6])

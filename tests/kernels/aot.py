@@ -4,8 +4,8 @@
     python -m tests.kernels.aot gather_sum 90   # those whose name contains the first word, for one target
     python -m tests.kernels.aot --write nvshmem # those whose name contains the word, and writes them beside the others
 
-To have a kernel checked give its module a function `aot_cases()`; fusedmoe/kernels/aot.py says what a case is. Modules
-of fusedmoe.kernels are found by themselves.
+To have a kernel checked add it to a function `aot_cases()` of a module in tests/kernels/cases/, which says what a case
+is. Modules there are found by themselves.
 
 A case fails if it does not compile, spills registers (takes memory for a stack), takes more shared memory than the GPU
 has, or lacks an instruction it is expected to have. Compiled kernels are kept in Triton's cache, and so is what was
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from pkgutil import walk_packages
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +32,7 @@ from bench.aot.compiling import WITHOUT_LINES, processes
 from bench.aot.machine_code import judge
 from bench.aot.standin import driving
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.aot import AotCase
+from tests.kernels.cases import AotCase
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "bench" / "aot.json"
@@ -43,13 +43,11 @@ Found = dict[tuple[str, int], dict[str, Any]]
 
 
 def modules() -> Iterator[ModuleType]:
-    """Those with cases, of all that may have kernels."""
-    import fusedmoe.kernels as package
+    """Those with cases."""
+    import tests.kernels.cases as package
 
-    for info in walk_packages(package.__path__, f"{package.__name__}."):
-        module = import_module(info.name)
-        if hasattr(module, "aot_cases"):
-            yield module
+    for info in iter_modules(package.__path__, f"{package.__name__}."):
+        yield import_module(info.name)
 
 
 def cases() -> list[tuple[str, AotCase]]:

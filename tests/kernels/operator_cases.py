@@ -32,8 +32,8 @@ def cases(device: torch.device) -> Cases:
         "order": [(expert_SK, 4, 5, torch.rand(13, device=device), True), (expert_SK, 4, None, None, True)],
         "permute": [(random(13, 8), *layout.tensors)],
         "unpermute": [(random(layout.rows, 8), *layout.tensors)],
-        "take_slots": [(random(13, 2), *layout.tensors)],
-        "put_slots": [(random(layout.rows), *layout.tensors)],
+        "take_pairs": [(random(13, 2), *layout.tensors)],
+        "put_pairs": [(random(layout.rows), *layout.tensors)],
         "experts": [
             (random(13, 8), random(full.rows), *gated, *full.tensors, "swiglu"),
             (random(13, 8), random(full.rows), *biased, *full.tensors, "gelu"),

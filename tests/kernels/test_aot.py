@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import triton
 
 from bench.aot import machine_code
-from fusedmoe.kernels.aot import TARGETS
+from bench.aot.standin import TARGETS
 from tests.kernels import aot
 
 HOW = "python -m tests.kernels.aot writes bench/aot.json anew"
@@ -70,7 +70,7 @@ def test_every_kernel_has_cases() -> None:
 
 def test_half_precision_products_must_have_the_instructions_of_hopper() -> None:
     """wgmma for all of them, and bulk copies wherever sizes are even."""
-    products = [case for module, case in aot.cases() if module == "fusedmoe.kernels.grouped.aot" and 90 in case.targets]
+    products = [case for module, case in aot.cases() if module == "tests.kernels.cases.grouped" and 90 in case.targets]
     assert products
     for case in products:
         words = case.name.split()
@@ -94,7 +94,7 @@ def test_half_precision_products_must_have_the_instructions_of_hopper() -> None:
 def test_a_fault_is_an_error(function: str, wrong: object, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel is compiled, and then something made up is found in it."""
     case = next(case for _, case in aot.cases() if case.quick and "UTMALDG" in case.expect.get(90, ()))
-    task = ("fusedmoe.kernels.grouped.aot", case.name, 90)
+    task = ("tests.kernels.cases.grouped", case.name, 90)
     found = aot.compile_case(task)
     assert "error" not in found and 0 < found["registers"] <= 255 and found["shared"] > 1000
     monkeypatch.setattr(machine_code, function, wrong if function == "SHARED" else lambda code: wrong)

@@ -12,10 +12,8 @@ from fusedmoe.kernels.experts import (
     experts_backward_rows,
     experts_backward_weights,
     experts_forward,
-    flops,
 )
-from fusedmoe.kernels.layout import Layout, contiguous_layout
-from fusedmoe.kernels.order import build_layout
+from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout
 from fusedmoe.kernels.weights import Gradients, Weights
 
 
@@ -167,9 +165,3 @@ def test_gradients_added_to_those_of_other_rows(bias: str, dtype: torch.dtype) -
             assert own is None and sum_ is None
         else:
             torch.testing.assert_close(sum_, before + own.to(total), rtol=1e-12, atol=1e-12 if dtype == total else 1e-6)
-
-
-def test_flops() -> None:
-    weights = make_weights(2, 10, 6, 2, "", torch.float32)
-    assert flops(7, weights) == 7 * 2 * 3 * 10 * 6
-    assert flops(7, weights, backward=True) == 2 * flops(7, weights)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedmoe.kernels import awaits, network, puts
-from fusedmoe.kernels.aot import AotCase
-from fusedmoe.kernels.places import Addresses, Bounds, Mark, Network, Place, Put
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Network, Put, ReceiveBuffer
+from fusedmoe.kernels.triton.one_sided import network, put, wait
+from tests.kernels.cases import AotCase, one_sided
 from tests.kernels.test_grouped_aot import LIBRARIES, Launch, Recorder
 
 PEERS, CAPACITY, WIDTH, TILE = 8, 4096, 4096, 128
 KERNELS = {
-    puts: ("put_rows_kernel", "credit_kernel", "return_rows_kernel", "put_values_kernel"),
-    awaits: ("await_letters_kernel", "await_kernel"),
+    put: ("put_rows_kernel", "credit_kernel", "return_rows_kernel", "put_values_kernel"),
+    wait: ("wait_metadata_kernel", "wait_signals_kernel"),
     network: ("signal_far_kernel",),
 }
 I32, I64, F32, BF16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
@@ -28,16 +28,16 @@ def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-def window(width: int, capacity: int, dtype: torch.dtype, tile: int, leads: Network | None) -> Place:
+def window(width: int, capacity: int, dtype: torch.dtype, tile: int, leads: Network | None) -> ReceiveBuffer:
     rows, table = empty(2, PEERS, capacity, width, dtype=dtype), empty(PEERS, dtype=I64)
     signals = empty(2, PEERS, capacity // tile, dtype=I64)
     staging = None if leads is None else rows
-    return Place(rows, table, signals, table, tile, empty(PEERS, dtype=I64), table, 3, leads, staging)
+    return ReceiveBuffer(rows, table, signals, table, tile, empty(PEERS, dtype=I64), table, 3, leads, staging)
 
 
 @pytest.fixture
 def cases() -> dict[str, AotCase]:
-    return {case.name: case for module in KERNELS for case in module.aot_cases()}
+    return {case.name: case for case in one_sided.aot_cases()}
 
 
 @pytest.fixture
@@ -55,20 +55,20 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
     leads = Network(empty(PEERS, dtype=I32), empty(1, dtype=I64), LIBRARIES) if far else None
     bounds = Bounds(empty(1, dtype=I64), empty(4, dtype=I64), 10**9)
     tokens = window(WIDTH, CAPACITY, BF16, TILE, leads)
-    letters = window(2, 65536, I32, 1024, leads)
+    metadata = window(2, 65536, I32, 1024, leads)
     peer_N, target_N = empty(500, dtype=I32), empty(500, dtype=I64) if far else None
     addresses = Addresses(peer_N, empty(500, dtype=I64), target_N, leads)
     mark = Mark(empty(2, PEERS, 8, dtype=I64), 5, empty(PEERS, dtype=I64))
     wanted_W, signal_W = empty(PEERS, dtype=I32), empty(PEERS, dtype=I64)
-    put = Put(empty(1, WIDTH, dtype=BF16), addresses, None, wanted_W, signal_W, 3, mark)
+    results = Put(empty(1, WIDTH, dtype=BF16), addresses, None, wanted_W, signal_W, 3, mark)
     x_SM, source_WC, count = empty(9, WIDTH, dtype=BF16), empty(PEERS, CAPACITY, dtype=I32), empty(1, dtype=I32)
     for name, run in (
-        ("put rows bfloat16 128x4096", lambda: puts.put_rows(x_SM, source_WC, wanted_W, tokens, 3, bounds)),
-        ("await letters", lambda: awaits.await_letters(letters, 32, 3, bounds)),
-        ("await 256", lambda: awaits.await_signals(mark.signals, empty(200, dtype=I32), 3, bounds, leads)),
-        ("credit", lambda: puts.give_credit(tokens, 3)),
-        ("put values", lambda: puts.put_values(empty(500, dtype=F32), addresses, count)),
-        ("return rows bfloat16 4096", lambda: puts.return_rows(empty(500, WIDTH, dtype=BF16), count, put)),
+        ("put rows bfloat16 128x4096", lambda: put.put_rows(x_SM, source_WC, wanted_W, tokens, 3, bounds)),
+        ("wait metadata", lambda: wait.wait_metadata(metadata, 32, 3, bounds)),
+        ("wait 256", lambda: wait.wait_signals(mark.signals, empty(200, dtype=I32), 3, bounds, leads)),
+        ("credit", lambda: put.give_credit(tokens, 3)),
+        ("put values", lambda: put.put_values(empty(500, dtype=F32), addresses, count)),
+        ("return rows bfloat16 4096", lambda: put.return_rows(empty(500, WIDTH, dtype=BF16), count, results)),
     ):
         launches.clear()
         run()
@@ -82,6 +82,6 @@ def test_what_is_launched_is_compiled(far: bool, launches: list[Launch], cases: 
 def test_a_wait_that_reads_nothing_asks_nobody(launches: list[Launch]) -> None:
     """Credits say what may be written."""
     bounds: Any = Bounds(empty(1, dtype=I64), empty(4, dtype=I64), 10**9)
-    awaits.await_signals(empty(PEERS, dtype=I64), empty(PEERS, dtype=I32), 3, bounds)
+    wait.wait_signals(empty(PEERS, dtype=I64), empty(PEERS, dtype=I32), 3, bounds)
     (launch,) = launches
     assert launch.arguments["NVSHMEM"] is False and not launch.libraries

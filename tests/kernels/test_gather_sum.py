@@ -6,14 +6,11 @@ import torch
 from fusedmoe.kernels.gather_sum import (
     define_gather_sum,
     gather_sum,
-    gather_sum_cost,
     permute,
-    permute_cost,
-    put_slots,
-    take_slots,
+    put_pairs,
+    take_pairs,
 )
-from fusedmoe.kernels.layout import contiguous_layout
-from fusedmoe.kernels.order import build_layout
+from fusedmoe.kernels.layout import build_layout, contiguous_layout
 from tests.kernels.routings import choose
 
 
@@ -57,16 +54,7 @@ def test_integers_are_summed_exactly() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "capacity"), [(0, None), (21, None), (21, 4), (21, 0)])
-def test_put_slots_is_the_adjoint_of_take_slots(tokens: int, capacity: int | None) -> None:
+def test_put_pairs_is_the_adjoint_of_take_pairs(tokens: int, capacity: int | None) -> None:
     layout = build_layout(choose(tokens, 3, 6, 0.2), 6, capacity)
     a_SK, b_N = torch.randn(tokens, 3).double(), torch.randn(layout.rows).double()
-    torch.testing.assert_close((take_slots(a_SK, layout) * b_N).sum(), (a_SK * put_slots(b_N, layout)).sum())
-
-
-def test_costs() -> None:
-    layout = build_layout(choose(11, 3, 4), 4, 7)
-    rows_NM, weight_N = torch.randn(layout.rows, 10), torch.rand(layout.rows)
-    read = sum(t.numel() * t.element_size() for t in (rows_NM, weight_N, layout.row_SK))
-    assert gather_sum_cost(layout.rows, 11, 3, 10, 4, True) == (layout.rows * 20, read + 11 * 10 * 4)
-    assert gather_sum_cost(layout.rows, 11, 3, 10, 2, False) == (layout.rows * 10, (layout.rows + 11) * 20 + 11 * 3 * 8)
-    assert permute_cost(layout.rows, 10, 4) == (0, layout.rows * (2 * 40 + 8))
+    torch.testing.assert_close((take_pairs(a_SK, layout) * b_N).sum(), (a_SK * put_pairs(b_N, layout)).sum())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,11 +15,14 @@ pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bench.aot.standin import TARGETS
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.aot import TARGETS, AotCase
-from fusedmoe.kernels.grouped import products, tiles
-from fusedmoe.kernels.grouped.aot import EVEN, ODD, aot_cases, variants
-from fusedmoe.kernels.grouped.configs import (
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.libraries import nvshmem_bitcode
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Network, Put, Wait
+from fusedmoe.kernels.triton.grouped import dhidden, dweight, product, specialised, tiles, up
+from fusedmoe.kernels.triton.grouped.call import GroupedCall
+from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
     Candidate,
     Config,
@@ -29,15 +32,14 @@ from fusedmoe.kernels.grouped.configs import (
     has_bulk_copies,
     is_even,
 )
-from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.libraries import nvshmem_bitcode
-from fusedmoe.kernels.places import Addresses, Bounds, Mark, Network, Put
 from fusedmoe.kernels.weights import Weights
 from tests.kernels import aot
+from tests.kernels.cases import AotCase
+from tests.kernels.cases.grouped import EVEN, ODD, aot_cases, variants
 
 ROWS, EXPERTS, PEERS = 100, 3, 8
 LIBRARIES = {"libnvshmem_device": "/somewhere/libnvshmem_device.bc"}
-KERNELS = ("up_kernel", "dhidden_kernel", "product_kernel", "specialised_kernel", "dweight_kernel")
+KERNELS = (up, dhidden, product, specialised, dweight)
 
 
 class Launch:
@@ -79,8 +81,9 @@ class Recorder:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """What the launchers launch goes here, and nowhere else."""
     found: list[Launch] = []
-    for name in KERNELS:
-        monkeypatch.setattr(products, name, Recorder(getattr(products, name), found))
+    for module in KERNELS:
+        name = f"{module.__name__.rpartition('.')[2]}_kernel"
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
     monkeypatch.setattr(tiles, "tiles_kernel", Recorder(tiles.tiles_kernel, []))
     return found
 
@@ -88,7 +91,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 class Flight(NamedTuple):
     """What launches wait for, and put: from far peers and to them where there is a network."""
 
-    wait: products.Wait
+    wait: Wait
     put: Put
 
 
@@ -99,7 +102,7 @@ def flight(variant: Variant, columns: int, far: bool) -> Flight:
     i32, i64 = torch.int32, torch.int64
     network = Network(empty(PEERS, dtype=i32), empty(1, dtype=i64), LIBRARIES) if far else None
     bounds = Bounds(empty(1, dtype=i64), empty(4, dtype=i64), 10**9)
-    wait = products.Wait(empty(2, PEERS, 4, dtype=i64), 128, 3, bounds, network)
+    wait = Wait(empty(2, PEERS, 4, dtype=i64), 128, 3, bounds, network)
     target_N = empty(ROWS, dtype=i64) if far else None
     addresses = Addresses(empty(ROWS, dtype=i32), empty(ROWS, dtype=i64), target_N, network)
     weight_N = empty(ROWS, dtype=torch.float32) if variant.operation == "down" else None
@@ -129,8 +132,8 @@ def run(
     source_N = empty(ROWS, dtype=torch.int64) if variant.gather else None
     offsets_E1 = empty(EXPERTS + 1, dtype=torch.int32)
     layout = Layout(offsets_E1[1:].long(), offsets_E1, source_N, empty(ROWS, dtype=torch.int64), empty(ROWS, 1))
-    plan = products.Plan(layout, empty(0), choose, bulk_copies, 4)
-    plan.precision = variant.precision
+    call = GroupedCall(layout, empty(0), choose, bulk_copies, 4)
+    call.precision = variant.precision
     (depth, columns), operation = sides, variant.operation
     wait, put = (None, None) if far is None else flight(variant, columns, far)
     if operation in ("up", "dhidden"):
@@ -139,19 +142,19 @@ def run(
         w1, w2 = empty(EXPERTS, *halves, columns, depth), empty(EXPERTS, depth, columns)
         if operation == "up":
             b1 = empty(EXPERTS, *halves, columns) if variant.extra else None
-            products.up(plan, empty(ROWS, depth), Weights(w1, w2, b1), activation, wait)
+            up.up(call, empty(ROWS, depth), Weights(w1, w2, b1), activation, wait)
         else:
             weight_N = empty(ROWS, dtype=torch.float32) if variant.extra else None
             h = empty(ROWS, activation.halves * columns)
-            products.dhidden(plan, empty(ROWS, depth), h, weight_N, Weights(w1, w2), activation, wait)
+            dhidden.dhidden(call, empty(ROWS, depth), h, weight_N, Weights(w1, w2), activation, wait)
     elif operation in ("down", "dinput"):
         transposed = operation == "down"
         b = empty(EXPERTS, columns, depth) if transposed else empty(EXPERTS, depth, columns)
         bias = empty(EXPERTS, columns) if variant.extra else None
-        products.product(plan, operation, empty(ROWS, depth), b, transposed, bias, put=put)
+        product.product(call, operation, empty(ROWS, depth), b, transposed, bias, put=put)
     else:
         gather = {"dw1": "right", "dw2": "left"}[operation]
-        products.dweight(plan, operation, empty(ROWS, depth), empty(ROWS, columns), gather)
+        dweight.dweight(call, operation, empty(ROWS, depth), empty(ROWS, columns), gather)
     (key,) = asked
     return key.variant
 
@@ -183,7 +186,7 @@ def test_what_is_launched_is_compiled(launches: list[Launch]) -> None:
 def test_what_is_launched_in_flight_is_compiled(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Near and far, of the variants that stand for others; and each launch that puts is finished."""
     finished: list[Put] = []
-    monkeypatch.setattr(products, "finish", finished.append)
+    monkeypatch.setattr(product, "finish", finished.append)
     cases = {case.name: case for case in aot_cases() if " in flight" in case.name}
     met = set()
     for variant, target, config in everything():
@@ -211,16 +214,18 @@ def test_every_variant_is_known() -> None:
         known = set(variants(bulk_copies))
         taken = set()
         fields = (OPERATIONS, (torch.bfloat16, torch.float16, torch.float32), ("ieee", "tf32"), (False, True))
-        for operation, dtype, precision, even in product(*fields):
+        for operation, dtype, precision, even in itertools.product(*fields):
             if precision == "tf32" and dtype != torch.float32:
                 continue
-            plan = products.Plan.__new__(products.Plan)
-            plan.dtype, plan.precision, plan._bulk = dtype, precision, bulk_copies
+            call = GroupedCall.__new__(GroupedCall)
+            call.dtype, call.precision, call._bulk = dtype, precision, bulk_copies
             sides = EVEN if even else ODD[0]
             activations = tuple(ACTIVATIONS) if operation in ("up", "dhidden") else ("",)
             gathers = (False,) if operation in ("down", "dinput") else (False, True)
             extras = (False, True) if operation in ("up", "down", "dhidden") else (False,)
-            taken |= {plan.variant(operation, *sides, *flags) for flags in product(activations, gathers, extras)}
+            taken |= {
+                call.variant(operation, *sides, *flags) for flags in itertools.product(activations, gathers, extras)
+            }
         assert taken == known
 
 
@@ -234,7 +239,7 @@ def test_sizes_are_what_they_are_said_to_be() -> None:
 def test_a_configuration_without_a_case_is_missed(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """The cases follow the choice: what is added to the one is in the other, and then missing in the record."""
     new = Config(64, 64, 64, 4, 2)
-    module = "fusedmoe.kernels.grouped.aot"
+    module = "tests.kernels.cases.grouped"
     more = [*candidates("up", torch.bfloat16, (9, 0)), Candidate(new)]
 
     def with_another(operation: str, dtype: torch.dtype, capability: Any, even: bool = True) -> Any:

@@ -13,8 +13,7 @@ import triton
 from bench.aot import record
 from bench.aot.compiling import WITHOUT_LINES, compile_all
 from bench.aot.machine_code import SHARED
-from bench.aot.standin import Launch
-from fusedmoe.kernels.aot import TARGETS
+from bench.aot.standin import TARGETS, Launch
 from fusedmoe.kernels.backend import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")

@@ -16,18 +16,18 @@ from triton import knobs
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import libraries
-from fusedmoe.kernels.nvshmem import tell_of_modules
+from fusedmoe.kernels.triton.one_sided.network import tell_of_modules
 from tests.kernels import aot
 from tests.kernels.test_aot import HOW, differences
 
-PUTS, PRODUCTS = "fusedmoe.kernels.puts", "fusedmoe.kernels.grouped.aot"
+ONE_SIDED, PRODUCTS = "tests.kernels.cases.one_sided", "tests.kernels.cases.grouped"
 ONE = "put rows bfloat16 128x4096 nvshmem"
 
 
 def test_a_case_without_its_library_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "nvshmem_home", lambda: None)
-    told = aot.left_out(module=PUTS)
-    linked = [case.name for module, case in aot.cases() if module == PUTS and case.name.endswith("nvshmem")]
+    told = aot.left_out(module=ONE_SIDED)
+    linked = [case.name for module, case in aot.cases() if module == ONE_SIDED and case.name.endswith("nvshmem")]
     assert len(told) == len(linked) > 10
     for name, why in zip(linked, told, strict=True):
         assert why.startswith(f"{name}: NVSHMEM's package is not installed: pip install")
@@ -40,7 +40,7 @@ def test_every_kernel_that_puts_waits_or_signals_has_both_kinds_of_cases() -> No
     cases = {case.name: case for _, case in aot.cases()}
     linked = {name: case for name, case in cases.items() if name.endswith("nvshmem")}
     kernels = {case.kernel.__name__ for case in linked.values()}
-    moving = ["put_rows", "return_rows", "put_values", "credit", "await_letters", "await", "signal_far"]
+    moving = ["put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals", "signal_far"]
     assert kernels == {f"{name}_kernel" for name in (*moving, "up", "dhidden", "product")}
     for name, case in linked.items():
         assert case.libraries is libraries.nvshmem_bitcode and not case.quick
@@ -120,7 +120,7 @@ def body(site: Path, module: str, name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_rows_are_stored_by_all_threads_before_they_are_put(nvshmem_site: Path) -> None:
-    code = body(nvshmem_site, PUTS, ONE)
+    code = body(nvshmem_site, ONE_SIDED, ONE)
     call = code.index("nvshmemi_transfer_put_signal")
     stored = code.rindex("st.global", 0, call)
     assert "bar.sync" in code[stored:call]
@@ -133,8 +133,8 @@ def test_rows_are_stored_by_all_threads_before_they_are_put(nvshmem_site: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_signals_and_credits_come_behind_a_fence(nvshmem_site: Path) -> None:
-    for module, name in (("fusedmoe.kernels.network", "signal far nvshmem"), (PUTS, "credit nvshmem")):
-        code = body(nvshmem_site, module, name)
+    for name in ("signal far nvshmem", "credit nvshmem"):
+        code = body(nvshmem_site, ONE_SIDED, name)
         assert 0 < code.index("nvshmemi_transfer_fence") < code.index("nvshmemi_transfer_amo_nonfetch"), name
 
 
@@ -142,7 +142,7 @@ def test_signals_and_credits_come_behind_a_fence(nvshmem_site: Path) -> None:
 @pytest.mark.timeout(300)
 def test_readers_wait_and_then_ask(nvshmem_site: Path) -> None:
     up = "up bfloat16 ieee swiglu gather extra even bulk 128x128x64 w8 s3 g8 in flight nvshmem"
-    for module, name in (("fusedmoe.kernels.awaits", "await 256 nvshmem"), (PRODUCTS, up)):
+    for module, name in ((ONE_SIDED, "wait 256 nvshmem"), (PRODUCTS, up)):
         code = body(nvshmem_site, module, name)
         asked = code.index("nvshmemi_transfer_syncapi_update_mem")
         assert code.rindex("acquire", 0, asked) > 0 and "acquire" not in code[asked:], name

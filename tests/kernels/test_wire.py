@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_cost, pack_fp8, unpack_fp8
+from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8, pack_fp8, unpack_fp8
 from tests.kernels.wire_cases import SHAPES, check_bf16, check_fp8, rows_of_many_kinds, rows_of_shape
 
 
@@ -44,9 +44,3 @@ def test_no_packed_rows() -> None:
     for wrong in (torch.zeros(3, 8), torch.zeros(3, 3, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)):
         with pytest.raises(ConfigError, match="M \\+ 4"):
             unpack_fp8(wrong, torch.float32)
-
-
-def test_cost() -> None:
-    rows_NM = torch.randn(7, 10)
-    packed = pack_fp8(rows_NM)
-    assert pack_cost(7, 10, 4, 14) == (0, rows_NM.numel() * 4 + packed.numel())

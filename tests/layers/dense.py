@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.kernels.experts import define_experts
-from fusedmoe.kernels.order import define_layout
+from fusedmoe.kernels.layout import define_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.experts import Custom, Experts, FeedForward
 from fusedmoe.layers.gates.base import SoftRouting

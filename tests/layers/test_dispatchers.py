@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fusedmoe
 from fusedmoe import MoELayer, Topology, experts, gates, ops, orders
-from fusedmoe.autograd.order import permute, take_slots, unpermute
+from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Handle, Local
 from fusedmoe.errors import ConfigError
@@ -31,7 +31,7 @@ class Own(fusedmoe.Dispatcher):
     ) -> tuple[Tensor, fusedmoe.Handle]:
         self.calls.append("dispatch")
         layout = layout.exact()
-        weight_N = None if weight_SK is None else take_slots(weight_SK, layout)
+        weight_N = None if weight_SK is None else take_pairs(weight_SK, layout)
         rows_NM = permute(x_SM, layout)
         return rows_NM, fusedmoe.Handle(contiguous_layout(layout.counts_E, len(rows_NM)), weight_N, state=layout)
 

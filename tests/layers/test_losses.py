@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.losses import balance_loss, load_importance_loss, z_loss
+from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 
 @pytest.fixture(autouse=True)

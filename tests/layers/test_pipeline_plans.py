@@ -182,21 +182,21 @@ def reduces(rank: int, world: int, policy: str, sizes: dict[str, int], passes: i
         # What comes before and after the blocks has gradients, too.
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(M, M).double(), run, nn.Linear(M, 1).double())
-        stream = None
+        buckets = None
         if planned:
             shape = run.workload(torch.empty(4, L, M, dtype=torch.double))
             wanted = replace(workload(topology, 2), capacity_factor=None)
             assert replace(shape, k=wanted.k, capacity_factor=None) == wanted and shape.rows == wanted.rows
-            plan, stream = plan_step(model, topology, policy, COSTS, shape, limit=4)
+            plan, buckets = plan_step(model, topology, policy, COSTS, shape, limit=4)
             assert any(task.kind == "gradient-all-reduce" for task in plan)
         for step in range(2):
             for number in range(passes):
                 torch.manual_seed(100 * step + 10 * number + rank)
                 loss = model(torch.randn(4 - rank, L, M, dtype=torch.double)).square().mean()
-                if stream is not None and number == passes - 1:
-                    stream.open()
+                if buckets is not None and number == passes - 1:
+                    buckets.open()
                 loss.backward()
-            sync_gradients(model, topology, stream=stream)
+            sync_gradients(model, topology, buckets=buckets)
             found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
             model.zero_grad()
     for want, got in zip(found[:2], found[2:], strict=True):

@@ -19,8 +19,8 @@ from fusedmoe.layers import schedule as schedule_module
 from fusedmoe.layers.experts import Custom, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
-from fusedmoe.runtime.profile import Profile
-from fusedmoe.runtime.profile_cache import cached_profile
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.workload import Workload
@@ -213,7 +213,7 @@ def by_name(rank: int, world: int, ep: int, esp: int, names: list[str]) -> None:
     topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
     costs = costs_of(topology, torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedmoe.runtime.profile_cache.profile", None)  # measured once is enough
+        patch.setattr("fusedmoe.runtime.cache.profile", None)  # measured once is enough
         plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
         for name in names:
             layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=name)

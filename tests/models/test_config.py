@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.named import MODELS, named_model
+from fusedmoe.models.config import MODELS, ModelConfig, named_model
 from fusedmoe.models.transformer import Transformer
 
 # FlowMoE, Table 2, and FSMoE, section 6.4: layers, batch, sequence, M, H, k, f.

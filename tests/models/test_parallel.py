@@ -12,7 +12,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.sequence import TokenSplit
+from fusedmoe.models.tensor_parallel import TokenSplit
 from fusedmoe.models.transformer import IGNORE, Transformer
 from fusedmoe.training import sync_gradients
 from tests.cluster import Cluster
@@ -86,7 +86,7 @@ def test_blocks_take_any_samples(cluster: Cluster, length: int) -> None:
 def compare_samples(rank: int, world: int, seed: int, length: int) -> None:
     topology = Topology.from_sizes(ep=2, esp=1, mp=4, ranks_per_node=2)
     config = ModelConfig(**BERT | {"seq_len": length})  # a block without experts, then one with them, no token dropped
-    split = TokenSplit.of(length, topology)
+    split = TokenSplit.from_length(length, topology)
     torch.manual_seed(seed)
     mine = Transformer(config, topology, dtype=torch.float64)
     torch.manual_seed(seed)
@@ -98,7 +98,7 @@ def compare_samples(rank: int, world: int, seed: int, length: int) -> None:
             x_BPM = x_BLM[samples, split.start : split.stop].clone().requires_grad_()
             theirs = x_BLM[samples].clone().requires_grad_()
             y_BPM, _ = block(x_BPM, split)
-            expected, _ = other(theirs, TokenSplit.of(length, whole.topology))
+            expected, _ = other(theirs, TokenSplit.from_length(length, whole.topology))
             close("output", y_BPM.detach(), expected[:, split.start : split.stop].detach())
             y_BPM.square().sum().backward()
             expected.square().sum().backward()

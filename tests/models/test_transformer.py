@@ -9,74 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.models.attention import Attention
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.feedforward import DenseFeedForward
-from fusedmoe.models.rotary import rotary_angles, rotate
-from fusedmoe.models.sequence import TokenSplit
 from fusedmoe.models.transformer import IGNORE, Transformer
 from fusedmoe.runtime.recorder import Recorder
 
 SMALL = ModelConfig(layers=2, model_dim=16, heads=4, hidden=8, experts=4, k=2, capacity_factor=None, seq_len=7, batch=2)
-
-
-def whole(length: int) -> TokenSplit:
-    return TokenSplit.of(length, Topology())
-
-
-@pytest.mark.parametrize("objective", ["causal", "masked"])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attention_is_the_formula(objective: str, kv_heads: int) -> None:
-    config = replace(SMALL, objective=objective, kv_heads=kv_heads, positions="learned", bias=True)
-    attention = Attention(config, Topology(), 0, dtype=torch.float64)
-    for parameter in attention.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    x_BLM = torch.randn(3, 5, 16, dtype=torch.float64)
-    actual = attention(x_BLM, whole(5))
-
-    assert attention.qkv_bias is not None and attention.out_bias is not None
-    sharing, head = 4 // kv_heads, 4
-    weight = attention.qkv_weight.view(kv_heads, sharing + 2, head, 16)
-    bias = attention.qkv_bias.view(kv_heads, sharing + 2, head)
-    expected = attention.out_bias.expand(3, 5, 16).clone()
-    for h in range(4):
-        group, own = divmod(h, sharing)
-        q, k, v = (x_BLM @ weight[group, i].T + bias[group, i] for i in (own, sharing, sharing + 1))
-        score = q @ k.transpose(1, 2) / head**0.5
-        if objective == "causal":
-            score = score.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
-        expected += score.softmax(-1) @ v @ attention.out_weight[:, h * head : (h + 1) * head].T
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_rotation_depends_on_the_distance_only() -> None:
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    angles = rotary_angles(20, 8, torch.device("cpu"), torch.float64)
-    scores = rotate(q.expand(1, 1, 20, 8), *angles)[0, 0] @ rotate(k.expand(1, 1, 20, 8), *angles)[0, 0].T
-    for distance in (-3, 0, 5):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-12, atol=1e-12)
-    assert (scores[0] - scores[0, 0]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(("expert", "activation"), [("ffn", "gelu"), ("ffn", "geglu"), ("swiglu", "gelu")])
-def test_dense_feed_forward_is_the_formula(expert: str, activation: str) -> None:
-    config = replace(SMALL, expert=expert, activation=activation, bias=True)
-    dense = DenseFeedForward(config, Topology(), dtype=torch.float64)
-    for parameter in dense.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    x_SM = torch.randn(6, 16, dtype=torch.float64)
-    assert dense.up_bias is not None and dense.down_bias is not None
-    if activation == "gelu" and expert == "ffn":
-        mid = F.gelu(x_SM @ dense.up_weight.T + dense.up_bias)
-    else:
-        gate, up = (x_SM @ dense.up_weight[i].T + dense.up_bias[i] for i in (0, 1))
-        mid = (F.silu if expert == "swiglu" else F.gelu)(gate) * up
-    expected = mid @ dense.down_weight.T + dense.down_bias
-    actual = dense(x_SM.view(2, 3, 16), whole(3)).flatten(0, 1)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_loss_is_the_mean_over_the_targets_that_count() -> None:

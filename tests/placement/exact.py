@@ -6,13 +6,14 @@ from itertools import chain, combinations
 
 import numpy as np
 
-from fusedmoe.placement.dispatch import dispatch
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.price import EXCHANGES, Costs
+from fusedmoe.placement.price import EXCHANGES, PlacementCosts, dispatch
 from fusedmoe.schedule.solve import solved
 
 
-def best_placement(sharding: Placement, tokens_WE: np.ndarray, nodes: Nodes, t: int, m: int, costs: Costs) -> Placement:
+def best_placement(
+    sharding: Placement, tokens_WE: np.ndarray, nodes: Nodes, t: int, m: int, costs: PlacementCosts
+) -> Placement:
     """The placement whose layer takes the least time (`layer_s`): at most `t` experts travel, at most `m` to a rank."""
     from ortools.sat.python import cp_model
 
@@ -56,5 +57,5 @@ def best_placement(sharding: Placement, tokens_WE: np.ndarray, nodes: Nodes, t: 
     return Placement(nodes.ranks, sharding.owners, tuple(found[expert] for expert in range(sharding.experts)))
 
 
-def _speeds(costs: Costs) -> tuple[float, ...]:
+def _speeds(costs: PlacementCosts) -> tuple[float, ...]:
     return costs.inter_bytes_s, costs.inter_bytes_s, costs.intra_bytes_s, costs.intra_bytes_s

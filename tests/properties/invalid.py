@@ -109,7 +109,7 @@ def order(draw: Draw) -> Case:
 
 def _spoilt_layout(draw: Draw, layout: ops.Layout) -> Any:
     """A layout made by hand with one part that says something else."""
-    parts = dict(zip(("counts_E", "offsets_E1", "source_N", "slot_N", "row_SK"), layout.tensors, strict=True))
+    parts = dict(zip(("counts_E", "offsets_E1", "source_N", "pair_N", "row_SK"), layout.tensors, strict=True))
     name = draw.one_of(sorted(parts))
     part = parts[name]
     assert part is not None
@@ -131,7 +131,7 @@ def _spoilt_layout(draw: Draw, layout: ops.Layout) -> Any:
 
         # What stands in padding may be any valid index.
         kept = sum(layout.counts)
-        if name not in ("source_N", "slot_N") or at[0] < kept:
+        if name not in ("source_N", "pair_N") or at[0] < kept:
             ways += [moved, moved, moved]
     return draw.one_of((ops.Layout(**(parts | {name: draw.one_of(ways)()})),) * 9 + (None,))
 
@@ -152,10 +152,10 @@ def unpermute(draw: Draw) -> Case:
     return ops.unpermute, given, {"rows_NM": ROWS, "layout": [_spoilt_layout]}
 
 
-def take_slots(draw: Draw) -> Case:
+def take_pairs(draw: Draw) -> Case:
     layout, _ = _with_layout(draw)
     given = {"value_SK": draw.floats(*layout.row_SK.shape), "layout": layout}
-    return ops.take_slots, given, {"value_SK": [*ROWS, wider], "layout": [_spoilt_layout]}
+    return ops.take_pairs, given, {"value_SK": [*ROWS, wider], "layout": [_spoilt_layout]}
 
 
 def experts(draw: Draw) -> Case:
@@ -165,7 +165,7 @@ def experts(draw: Draw) -> Case:
     given = {
         "x_SM": x_SM,
         "layout": layout,
-        "weight_N": ops.take_slots(draw.floats(*layout.row_SK.shape), layout),
+        "weight_N": ops.take_pairs(draw.floats(*layout.row_SK.shape), layout),
         "weights": weights,
         "activation": activation,
     }
@@ -379,7 +379,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "order": order,
     "permute": permute,
     "unpermute": unpermute,
-    "take_slots": take_slots,
+    "take_pairs": take_pairs,
     "experts": experts,
     "gate": gate,
     "gate_from_logits": gate_from_logits,

@@ -156,9 +156,9 @@ def exchange(draw: Draw, rank: int, world: int, topology: Topology) -> None:
 
 def _sources(topology: Topology, peer: int) -> Sequence[int]:
     """Ranks whose rows a sharding peer of this rank gets by dispatch, in order."""
-    assert topology.expert_mesh is not None
+    assert topology.expert_grid is not None
     edp = topology.edp.index
-    return [int(r) for r in topology.expert_mesh.mesh[edp, :, peer]]
+    return [int(r) for r in topology.expert_grid[edp, :, peer]]
 
 
 # Input that one rank spoils. Each ends its job, so each needs one of its own.

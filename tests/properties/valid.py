@@ -13,7 +13,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute
-from fusedmoe.kernels.order import define_layout
+from fusedmoe.kernels.layout import define_layout
 from tests.layers.dense import dense_forward
 from tests.layers.gate_cases import best_first
 from tests.layers.gate_cases import make as make_gate
@@ -21,7 +21,7 @@ from tests.properties.draw import Draw, close, same_gradients
 
 
 def same_layout(got: ops.Layout, expected: ops.Layout) -> None:
-    names = ("counts_E", "offsets_E1", "source_N", "slot_N", "row_SK")
+    names = ("counts_E", "offsets_E1", "source_N", "pair_N", "row_SK")
     for name, one, other in zip(names, got.tensors, expected.tensors, strict=True):
         assert one is not None and other is not None and one.dtype == other.dtype, name
         assert torch.equal(one, other), (name, one, other)
@@ -50,13 +50,13 @@ def unpermute(draw: Draw) -> None:
     same_gradients(ops.unpermute(rows_NM, layout), expected, {"rows_NM": rows_NM})
 
 
-def take_slots(draw: Draw) -> None:
+def take_pairs(draw: Draw) -> None:
     layout, _ = _rows(draw)
     value_SK = draw.floats(*layout.row_SK.shape)
     kept = sum(layout.counts)
-    taken = value_SK.reshape(-1)[layout.slot_N[:kept]]
+    taken = value_SK.reshape(-1)[layout.pair_N[:kept]]
     expected = torch.cat([taken, taken.new_zeros(layout.rows - kept)])
-    same_gradients(ops.take_slots(value_SK, layout), expected, {"value_SK": value_SK})
+    same_gradients(ops.take_pairs(value_SK, layout), expected, {"value_SK": value_SK})
 
 
 def experts(draw: Draw) -> None:
@@ -64,10 +64,10 @@ def experts(draw: Draw) -> None:
     layout, x_SM, activation = draw.layout(S, K, E), draw.floats(S, M), draw.one_of(tuple(ACTIVATIONS))
     weights = draw.weights(E, M, activation, draw.one_of((M, draw.size(1))))
     weight_SK = draw.floats(S, K) if draw.maybe(0.7) else None
-    weight_N = None if weight_SK is None else weight_SK.reshape(-1)[layout.slot_N]
+    weight_N = None if weight_SK is None else weight_SK.reshape(-1)[layout.pair_N]
     expected = define_experts(x_SM, layout.exact(), weight_N, weights, activation)
     if weight_SK is not None and draw.maybe(0.8):  # else as one who indexes by slots: padding is token 0's
-        weight_N = ops.take_slots(weight_SK, layout)
+        weight_N = ops.take_pairs(weight_SK, layout)
     given = {"x_SM": x_SM, "weight_SK": weight_SK, "w1": weights.w1, "w2": weights.w2, "b1": weights.b1}
     given |= {"b2": weights.b2}
     same_gradients(ops.experts(x_SM, layout, weight_N, weights, activation), expected, given)
@@ -113,9 +113,9 @@ def through_experts(draw: Draw) -> None:
     def compute(rows: Tensor, here: ops.Layout, factor: Tensor | None) -> Tensor:
         return ops.experts(rows, here, factor, weights, activation)
 
-    rows_NM, weight_N = ops.permute(x_SM, layout), ops.take_slots(weight_SK, layout)
+    rows_NM, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
     y_SM = ops.unpermute(ops.through_experts(rows_NM, weight_N, exchange, compute), layout)
-    expected = define_experts(x_SM, layout, weight_SK.reshape(-1)[layout.slot_N], weights, activation)
+    expected = define_experts(x_SM, layout, weight_SK.reshape(-1)[layout.pair_N], weights, activation)
     same_gradients(y_SM, expected, {"x_SM": x_SM, "weight_SK": weight_SK, "w1": weights.w1, "w2": weights.w2})
 
 
@@ -216,7 +216,7 @@ PROPERTIES: dict[str, Callable[[Draw], None]] = {
     "order": order,
     "permute": permute,
     "unpermute": unpermute,
-    "take_slots": take_slots,
+    "take_pairs": take_pairs,
     "experts": experts,
     "gate": gate,
     "gate_from_logits": gate_from_logits,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.comm import collectives
-from fusedmoe.runtime.streams import Streams
+from fusedmoe.runtime.execute import Streams
 
 
 class Issue(NamedTuple):

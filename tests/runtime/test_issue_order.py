@@ -17,13 +17,13 @@ from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.whole_policies import WHOLE_POLICIES
 from fusedmoe.training import clip_grad_norm, plan_step, sync_gradients
-from fusedmoe.training.stream import GradientStream
+from fusedmoe.training.gradient_buckets import GradientBuckets
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import L, M, make_blocks
 from tests.layers.test_pipeline_plans import COSTS as BLOCK_COSTS
 from tests.layers.test_pipeline_plans import workload
 from tests.runtime.issue_order import Issue, check, made_up_streams, recorded
-from tests.training.test_overlap import CONFIG, COSTS, WORK
+from tests.training.test_step_plan import CONFIG, COSTS, WORK
 
 TOKENS = [11, 0, 23, 1]
 
@@ -32,25 +32,25 @@ def layers_in_a_step(topology: Topology, policy: str) -> None:
     """A model whose layers follow the plan of a step, with gradient pieces on the way and beside."""
     torch.manual_seed(3)
     model = Transformer(CONFIG, topology, dtype=torch.float64)
-    _, stream = plan_step(model, topology, policy, COSTS, WORK, limit=4)
+    _, buckets = plan_step(model, topology, policy, COSTS, WORK, limit=4)
     for seed in (1, 2):
         tokens = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(seed + topology.dp.index))
-        stream.open()
+        buckets.open()
         loss = model(tokens, tokens)
         (loss.nats + 0.1 * loss.aux).backward()
-        sync_gradients(model, topology, stream=stream)
+        sync_gradients(model, topology, buckets=buckets)
         clip_grad_norm(model, topology, 1.0)
 
 
 def blocks_in_micro_batches(topology: Topology, policy: str) -> None:
     """Of ranks with different numbers of samples, one without any."""
     blocks = fusedmoe.pipeline(make_blocks("topk", 2, 1.0, topology))
-    _, stream = plan_step(blocks, topology, policy, BLOCK_COSTS, workload(topology, 2), limit=4)
+    _, buckets = plan_step(blocks, topology, policy, BLOCK_COSTS, workload(topology, 2), limit=4)
     for _ in range(2):
-        stream.open()
+        buckets.open()
         z = blocks(torch.randn(3 - topology.rank % 4, L, M, dtype=torch.float64).requires_grad_())
         (z.sum() + sum(layer.aux_loss for layer in blocks.experts)).backward()
-        sync_gradients(blocks, topology, stream=stream)
+        sync_gradients(blocks, topology, buckets=buckets)
 
 
 def layers_with_schedules(topology: Topology, policy: str) -> None:
@@ -135,15 +135,15 @@ def pieces_beside(rank: int, world: int) -> list[Issue]:
     """Gradient pieces begun beside something else, and a collective of the caller's meanwhile."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     model = nn.ModuleList(block.experts for block in make_blocks("topk", 2, None, topology))
-    stream = GradientStream(model, topology)
+    buckets = GradientBuckets(model, topology)
     with recorded() as issues, made_up_streams():
-        stream.open()
+        buckets.open()
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        stream.begin([Task("gradient-all-reduce", 0, 0, "backward", 10**6)])
+        buckets.begin([Task("gradient-all-reduce", 0, 0, "backward", 10**6)])
         topology.agree({}, "test")
-        stream.wait()
-        stream.close()
+        buckets.wait()
+        buckets.close()
     return issues
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.materialise import overlap_degree
+from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.chunks import Chunks
 from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.plan import Plan

@@ -16,7 +16,7 @@ from fusedmoe.layers.experts import FeedForward, SwiGLU
 from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.training import ShardedExperts, clip_grad_norm, distributed_data_parallel, sync_gradients
-from fusedmoe.training.wrap import DataParallel
+from fusedmoe.training.data_parallel import DataParallel
 from tests.cluster import Cluster
 
 DIM, EXPERTS = 6, 8

@@ -17,7 +17,7 @@ from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
-from fusedmoe.placement.price import Costs
+from fusedmoe.placement.price import PlacementCosts
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
 from tests.training.placed import (
@@ -236,7 +236,7 @@ USES: tuple[Use, ...] = (
 )
 
 # Of a machine on which copying pays.
-CALIBRATED: dict[str, Any] = {"calibrates": True, "costs": Costs(1e-3, 8, 100, 200, 1e6, 1e7)}
+CALIBRATED: dict[str, Any] = {"calibrates": True, "costs": PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)}
 
 
 @pytest.fixture(scope="module")

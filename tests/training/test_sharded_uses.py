@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.schedule import Schedule
-from fusedmoe.placement.price import Costs
+from fusedmoe.placement.price import PlacementCosts
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.training import ShardedExperts
 from tests.cluster import Cluster
@@ -31,7 +31,7 @@ from tests.training.placed import (
     train_step,
 )
 
-CHEAP = Costs(1e-3, 8, 100, 200, 1e6, 1e7)
+CHEAP = PlacementCosts(1e-3, 8, 100, 200, 1e6, 1e7)
 
 
 def two_forwards(model: Model, _: torch.optim.Optimizer, topology: Topology) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.losses import balance_loss
+from fusedmoe.losses import balance_loss
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.tutel import moe, net
 from fusedmoe.tutel.experts import ffn

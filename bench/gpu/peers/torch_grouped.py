@@ -28,10 +28,10 @@ def make(case: Case) -> Layer:
     x_SM, weight_SK, w1, w2 = leaves
 
     def forward() -> Tensor:
-        expert_N, slot_N = case.expert_SK.flatten().sort(stable=True)
+        expert_N, pair_N = case.expert_SK.flatten().sort(stable=True)
         end_E = torch.searchsorted(expert_N, torch.arange(shape.E, device=device), right=True).int()
-        row_N = torch.empty_like(slot_N).scatter_(0, slot_N, torch.arange(shape.rows, device=device))
-        x_NM = x_SM.index_select(0, slot_N // shape.K)
+        row_N = torch.empty_like(pair_N).scatter_(0, pair_N, torch.arange(shape.rows, device=device))
+        x_NM = x_SM.index_select(0, pair_N // shape.K)
         h_NH = torch._grouped_mm(x_NM, w1.view(shape.E, -1, shape.M).transpose(1, 2), offs=end_E)
         g_NH, u_NH = h_NH.chunk(2, -1)
         y_NM = torch._grouped_mm(functional.silu(g_NH) * u_NH, w2.transpose(1, 2), offs=end_E)

@@ -11,7 +11,7 @@ from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.nvshmem import Nvshmem
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.libraries import nvshmem_bitcode
-from fusedmoe.kernels.places import Network
+from fusedmoe.kernels.one_sided import Network
 
 
 class NvshmemHeap(Heap):

@@ -14,7 +14,7 @@ from fusedmoe.layers.gates.base import Gate, Routing, check_count
 from fusedmoe.layers.gates.linear import router_logits
 from fusedmoe.layers.gates.select import top_experts
 from fusedmoe.layers.gates.sigmoid import share_of_sum
-from fusedmoe.layers.losses import balance_loss, z_loss
+from fusedmoe.losses import balance_loss, z_loss
 
 
 class DeepSeekV3(Gate):

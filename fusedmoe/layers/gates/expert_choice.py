@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusedmoe.layers.gates.base import Gate, Routing, share_of_rows
 from fusedmoe.layers.gates.linear import router_logits
-from fusedmoe.layers.losses import z_loss
+from fusedmoe.losses import z_loss
 
 
 class ExpertChoice(Gate):

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from fusedmoe.autograd.gate import GateChoice, GateRule
-from fusedmoe.kernels.gate.rule import fits_kernels, has_kernels
+from fusedmoe.kernels.gate import fits_kernels, has_kernels
 from fusedmoe.layers.gates.base import Gate, Routing
+from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums
 
 
 def serves(gate: Gate, *tensors: Tensor) -> bool:
@@ -34,7 +35,16 @@ def make_routing(
     gate: Gate, choice: GateChoice, other_losses: Mapping[str, Callable[[], Tensor]] | None = None
 ) -> Routing:
     """The routing that a choice by `make_rule` is."""
-    terms = {"balance": lambda: balance_loss(choice), "z": lambda: z_loss(choice), **(other_losses or {})}
+
+    def balance() -> Tensor:
+        assert choice.score_BE is not None and choice.count_BE is not None
+        return balance_loss_of_sums(choice.score_BE, choice.count_BE, *choice.expert_SK.shape)
+
+    def z() -> Tensor:
+        assert choice.logsumexp_S is not None
+        return z_loss_of_sums(choice.logsumexp_S)
+
+    terms = {"balance": balance, "z": z, **(other_losses or {})}
     return Routing(
         expert_SK=choice.expert_SK,
         weight_SK=choice.weight_SK,
@@ -43,18 +53,3 @@ def make_routing(
         aux_loss=gate.weigh(choice.weight_SK, terms),
         logits_SE=choice.logits_SE,
     )
-
-
-def balance_loss(choice: GateChoice) -> Tensor:
-    """`fusedmoe.layers.losses.balance_loss` from the sums of a choice."""
-    assert choice.score_BE is not None and choice.count_BE is not None
-    S, K = choice.expert_SK.shape
-    B, E = choice.score_BE.shape
-    length = S // B
-    return (choice.score_BE * choice.count_BE).sum() * (E / max(B * length * length * K, 1))
-
-
-def z_loss(choice: GateChoice) -> Tensor:
-    """`fusedmoe.layers.losses.z_loss` from the logsumexp of a choice."""
-    assert choice.logsumexp_S is not None
-    return choice.logsumexp_S.square().sum() / max(choice.logsumexp_S.shape[0], 1)

@@ -14,7 +14,7 @@ from fusedmoe.layers.gates.base import INIT_STD, Gate, Routing, fill_normal
 from fusedmoe.layers.gates.linear import router_dtype, router_logits
 from fusedmoe.layers.gates.select import pick, top_experts
 from fusedmoe.layers.gates.topk import noisy_load_importance
-from fusedmoe.layers.losses import balance_loss, z_loss
+from fusedmoe.losses import balance_loss, z_loss
 
 _MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it
 

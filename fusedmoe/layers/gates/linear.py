@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.gate import router_product
-from fusedmoe.kernels.gate.rule import has_kernels
+from fusedmoe.kernels.gate import has_kernels
 
 
 def router_dtype(x: Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import router_logits
 from fusedmoe.layers.gates.select import pick, top_experts
-from fusedmoe.layers.losses import balance_loss, z_loss
+from fusedmoe.losses import balance_loss, z_loss
 
 
 class Sigmoid(Gate):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusedmoe.layers.gates.base import Gate, SoftRouting, check_count, fill_normal
 from fusedmoe.layers.gates.linear import router_dtype, router_logits
-from fusedmoe.layers.losses import z_loss
+from fusedmoe.losses import z_loss
 
 
 class SoftMoE(Gate):

@@ -14,7 +14,7 @@ from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import router_dtype, router_logits
 from fusedmoe.layers.gates.select import pick, top_experts
-from fusedmoe.layers.losses import balance_loss, load_importance_loss, z_loss
+from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
 
 class TopK(Gate):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.experts import experts as fused_experts
-from fusedmoe.autograd.order import order, permute, take_slots, unpermute
+from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
@@ -20,7 +20,7 @@ from fusedmoe.engine.run import Followed, Plans
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
-from fusedmoe.runtime.runnable import Here, runnable_kinds
+from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.tutel.impls.choice import Choice
 from fusedmoe.tutel.impls.scale import scaled
@@ -132,7 +132,7 @@ class LayerDispatcher:
         if postscore:
             return self._through(x_SM, layout, weight_SK, experts, degree, places, stay)
         layout = layout.exact()
-        rows_NM = scaled(permute(x_SM, layout), take_slots(weight_SK, layout)).to(x_SM.dtype)
+        rows_NM = scaled(permute(x_SM, layout), take_pairs(weight_SK, layout)).to(x_SM.dtype)
         contiguous = contiguous_layout(layout.counts_E, layout.rows)
         return unpermute(self._through(rows_NM, contiguous, None, experts, degree, places, stay), layout)
 

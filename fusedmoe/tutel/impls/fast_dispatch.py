@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.autograd.order import permute, take_slots, unpermute
+from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.tutel.impls.capacity import capacity_of
@@ -84,7 +84,7 @@ def get_reversed_sample_ids(critial_data: Sequence[Any], return_id_type: str = "
         raise ConfigError(f"return_id_type = {return_id_type!r}; choose sample_id or top_id")
     places = _Places.of(critial_data[0], critial_data[4], critial_data[1], critial_data[2])
     slots = len(critial_data[1])
-    ids_N = places.layout.slot_N // slots if return_id_type == "sample_id" else places.layout.slot_N % slots
+    ids_N = places.layout.pair_N // slots if return_id_type == "sample_id" else places.layout.pair_N % slots
     empty = ids_N.new_full((places.experts * places.capacity,), -1)
     return empty.index_copy(0, places.place_N, ids_N).view(places.experts, places.capacity).int()
 
@@ -102,16 +102,16 @@ class _Places(NamedTuple):
         """From each choice's experts (negative for none) and places."""
         expert_SK, place_SK = torch.stack(list(indices), 1).long(), torch.stack(list(locations), 1).long()
         kept_SK = (expert_SK >= 0) & (place_SK >= 0) & (place_SK < capacity)
-        slot_N = kept_SK.reshape(-1).nonzero()[:, 0]
-        flat_N = (expert_SK * capacity + place_SK).reshape(-1)[slot_N]
+        pair_N = kept_SK.reshape(-1).nonzero()[:, 0]
+        flat_N = (expert_SK * capacity + place_SK).reshape(-1)[pair_N]
         flat_N, by = flat_N.sort(stable=True)
-        slot_N = slot_N[by]
-        rows = torch.arange(len(slot_N), device=slot_N.device)
-        row_SK = torch.full_like(expert_SK, -1).view(-1).index_copy(0, slot_N, rows).view(expert_SK.shape)
+        pair_N = pair_N[by]
+        rows = torch.arange(len(pair_N), device=pair_N.device)
+        row_SK = torch.full_like(expert_SK, -1).view(-1).index_copy(0, pair_N, rows).view(expert_SK.shape)
         counts_E = torch.bincount(flat_N // max(capacity, 1), minlength=experts)
         if len(counts_E) > experts:
             raise ConfigError(f"a token is to go to expert {len(counts_E) - 1}, and there are {experts}")
-        layout = Layout(counts_E, offsets(counts_E), slot_N // expert_SK.shape[1], slot_N, row_SK)
+        layout = Layout(counts_E, offsets(counts_E), pair_N // expert_SK.shape[1], pair_N, row_SK)
         return cls(experts, capacity, layout, flat_N)
 
 
@@ -195,7 +195,7 @@ class TutelMoeFastDispatcher:
         return [gate.to(self.dtype).reshape(-1) for gate in gates]
 
     def _weighted(self, rows_NM: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        return scaled(rows_NM, take_slots(torch.stack(self._weights(gates), 1), self._places.layout))
+        return scaled(rows_NM, take_pairs(torch.stack(self._weights(gates), 1), self._places.layout))
 
 
 def _rows(data: Tensor, count: int, what: str, of: str) -> Tensor:

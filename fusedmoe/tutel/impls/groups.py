@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
 
 from fusedmoe.comm.failure import Board
-from fusedmoe.comm.group import Group, Job
+from fusedmoe.comm.group import Group, Job, Lease
 from fusedmoe.errors import ConfigError
 
 TIMEOUT_S = float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", 86400))
@@ -39,8 +40,9 @@ def as_group(handle: dist.ProcessGroup | None) -> Group:
     """The library's view of a group: its waits are bounded by TUTEL_GLOBAL_TIMEOUT_SEC, and errors name ranks."""
     if size_of(handle) == 1:
         return Group("tutel")
-    handle = handle or dist.group.WORLD
+    default: Any = dist.group.WORLD
+    handle = handle or default
     rank = dist.get_rank()
     job = Job(rank, TIMEOUT_S, Board(dist.distributed_c10d._get_default_store(), rank))
     ranks = tuple(dist.get_process_group_ranks(handle))
-    return Group("tutel", ranks, ranks.index(rank), handle, job)
+    return Group("tutel", ranks, ranks.index(rank), Lease(handle), job)

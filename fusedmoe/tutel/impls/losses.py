@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedmoe.layers.losses import load_importance_loss as library_load_importance_loss
+from fusedmoe import losses
 
 
 def gshard_loss(scores_w_noise: Tensor, top_ids: Tensor) -> Tensor:
@@ -42,4 +42,4 @@ def load_importance_loss(
     scores, threshold = scores_wo_noise, topk_logits[:, -1:]
     if scores.dtype.itemsize < 4:
         scores, threshold = scores.float(), threshold.float()
-    return library_load_importance_loss(scores, scores, threshold, gate_noise / num_global_experts)
+    return losses.load_importance_loss(scores, scores, threshold, gate_noise / num_global_experts)

@@ -22,16 +22,16 @@ from torch import Tensor
 
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.heaps.shm import ShmHeap
-from fusedmoe.kernels import awaits, network, puts
-from fusedmoe.kernels.grouped import dhidden, up
-from fusedmoe.kernels.places import Network
+from fusedmoe.kernels.one_sided import Network
+from fusedmoe.kernels.triton.grouped import dhidden, up
+from fusedmoe.kernels.triton.one_sided import network, put, wait
 
 PLACES = {
     "put_nbi": (network,),
-    "put_signal_nbi": (puts,),
-    "signal_pe": (network, puts),
-    "fence": (network, puts),
-    "arrived": (awaits, up, dhidden),
+    "put_signal_nbi": (put,),
+    "signal_pe": (network, put),
+    "fence": (network, put),
+    "arrived": (wait, up, dhidden),
 }
 
 

@@ -8,8 +8,8 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.engine.chunk_experts import FusedChunks
 from fusedmoe.engine.one_sided import fused_experts
-from fusedmoe.kernels import awaits, puts
-from fusedmoe.kernels.places import Put
+from fusedmoe.kernels.one_sided import Put
+from fusedmoe.kernels.triton.one_sided import put, wait
 from fusedmoe.kernels.weights import Weights
 from tests.kernels.device.far import FarHeap
 from tests.kernels.device.on_windows import CPU, EXPERTS, SLOTS, WIDTH, Case
@@ -49,21 +49,21 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
             epoch = windows.begin(results)
             with windows.watch.over():
                 every = torch.arange(world, dtype=torch.int32)
-                awaits.await_signals(results.credits, every, windows.results_behind(epoch) - sooner, windows.bounds)
+                wait.wait_signals(results.credits, every, windows.results_behind(epoch) - sooner, windows.bounds)
             if rank == 0 and number == 1:
                 heap.wire.hold(held_s)
             mark = windows.result_mark(0, epoch)
             addresses = windows.result_addresses(peer_R, place_R, epoch, 0)
-            put = Put(results.rows, addresses, None, wanted_W, windows.result_signals(mark), epoch, mark)
+            told = Put(results.rows, addresses, None, wanted_W, windows.result_signals(mark), epoch, mark)
             values = windows.value_addresses(peer_R, place_R, epoch, 0)
-            puts.put_values(torch.full((rows,), float(number)), values, last)
-            puts.return_rows(torch.full((rows, 4), float(number)), last, put)
+            put.put_values(torch.full((rows,), float(number)), values, last)
+            put.return_rows(torch.full((rows, 4), float(number)), last, told)
             if number == 2:
                 early = heap.wire.let_go()
             with windows.watch.over():
                 index = windows.awaited_results(1, epoch)
-                awaits.await_signals(results.signals, index, epoch, windows.bounds, windows.network)
+                wait.wait_signals(results.signals, index, epoch, windows.bounds, windows.network)
             slot = results.slot(epoch)
             wrong += int((results.rows[slot, 0] != number).any(1).sum() + (windows.values.own[slot] != number).sum())
-            puts.give_credit(results, epoch)
+            put.give_credit(results, epoch)
     return wrong, early

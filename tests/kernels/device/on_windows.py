@@ -35,9 +35,9 @@ from fusedmoe.engine.one_sided import (
 )
 from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels import awaits, puts
-from fusedmoe.kernels.gather_sum import take_slots
-from fusedmoe.kernels.routes import for_all_shards
+from fusedmoe.kernels.gather_sum import take_pairs
+from fusedmoe.kernels.one_sided import for_all_shards
+from fusedmoe.kernels.triton.one_sided import put, wait
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.schedule.listing import list_plan
 from fusedmoe.schedule.task import PIPELINE, Task
@@ -89,7 +89,7 @@ def by_collectives(case: Case, topology: Topology, degree: int) -> list[Tensor]:
     }
     plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
     run = Run(plans, partial(topology.stop, "test"))
-    y = tokens.through_experts(x, take_slots(weight, layout), layout, exchange, experts, run)
+    y = tokens.through_experts(x, take_pairs(weight, layout), layout, exchange, experts, run)
     return results(y, x, weight, experts, case.dy_SM)
 
 
@@ -180,7 +180,7 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
             exchange = Exchange(make_all_to_all("direct", topology), topology.esp, layout.counts_E, x.dtype)
             compute = partial(local_experts, weights=experts.weights, activation="swiglu")
             x_NM = x[layout.source_N]
-            y_NM = through_experts(x_NM, take_slots(weight[:, :1], layout), exchange, compute)
+            y_NM = through_experts(x_NM, take_pairs(weight[:, :1], layout), exchange, compute)
             y = torch.zeros_like(x).index_put((layout.source_N,), y_NM)
             wanted = results(y, x, weight, experts, case.dy_SM)
             for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
@@ -209,7 +209,7 @@ class Exchanges:
         epoch = windows.begin(windows.tokens)
         x = torch.full((windows.room.tokens, windows.room.width), float(number * self.world + self.rank))
         with windows.watch.over():
-            puts.put_rows(x, self.source_WC, self.used_W, windows.tokens, epoch, windows.bounds)
+            put.put_rows(x, self.source_WC, self.used_W, windows.tokens, epoch, windows.bounds)
         return epoch
 
     def take(self, epoch: int) -> list[list[float]]:
@@ -217,10 +217,10 @@ class Exchanges:
         windows, slot = self.windows, self.windows.tokens.slot(epoch)
         index = self.index + slot * windows.tokens.signals[0].numel()
         with windows.watch.over():
-            awaits.await_signals(windows.tokens.signals, index, epoch, windows.bounds, windows.network)
+            wait.wait_signals(windows.tokens.signals, index, epoch, windows.bounds, windows.network)
         rows = windows.tokens.rows[slot, :, : windows.room.tokens]
         found = [of.unique().tolist() for of in rows]
-        puts.give_credit(windows.tokens, epoch)
+        put.give_credit(windows.tokens, epoch)
         return found
 
 
@@ -236,7 +236,7 @@ def delay(run: Any, most_s: float, draw: random.Random) -> Any:
 def exchange_often(rank: int, world: int, count: int, ahead: bool, nodes: Sequence[int] = ()) -> int:
     """Exchanges with delays before puts, signals and waits. `ahead`: the next one is put before one is read."""
     draw = random.Random(rank)
-    places = ((puts, "put_rows"), (awaits, "await_signals"), (puts, "give_credit"), (puts, "signal"))
+    places = ((put, "put_rows"), (wait, "wait_signals"), (put, "give_credit"), (put, "signal"))
     kept = [(module, name, getattr(module, name)) for module, name in places]
     for module, name, run in kept:
         setattr(module, name, delay(run, 0.002, draw))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.layout import offsets
-from fusedmoe.kernels.rows.gather import gather_rows, sum_rows
+from fusedmoe.kernels.triton.gather_sum import gather_rows, sum_rows
 from fusedmoe.kernels.wire import define_pack_fp8, pack_bf16, pack_fp8
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.gate import gate, gate_from_logits, router_product
-from fusedmoe.kernels.gate import choose as kernels
-from fusedmoe.kernels.gate.rule import GateChoice, GateRule, define_choice
+from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice
+from fusedmoe.kernels.triton.gate import choose as kernels
 from fusedmoe.layers.gates import Routing, fused, linear
 from tests.layers.gate_cases import best_first, make, parts
 

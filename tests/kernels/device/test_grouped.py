@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.experts import experts_backward, experts_forward
-from fusedmoe.kernels.experts_plain import experts_backward as plain_backward
-from fusedmoe.kernels.experts_plain import experts_forward as plain_forward
-from fusedmoe.kernels.grouped import launch
-from fusedmoe.kernels.layout import Layout, contiguous_layout
-from fusedmoe.kernels.order import build_layout, define_layout
+from fusedmoe.kernels.experts import experts_backward, experts_forward, plain_backward, plain_forward
+from fusedmoe.kernels.layout import Layout, build_layout, contiguous_layout, define_layout
+from fusedmoe.kernels.triton import experts as triton_experts
 from fusedmoe.kernels.weights import Weights
 from tests.kernels.routings import choose
 
@@ -133,8 +130,8 @@ def test_no_rows_of_some_tokens(
             continue
         layout, activation = contiguous_layout(torch.zeros(7, device=device).long(), 0), ACTIVATIONS[name]
         with no_sync():
-            y_SM, h = launch.experts_forward(x_SM[:0], layout, None, weights, activation)
-            grads = launch.experts_backward(dy_SM[:0], x_SM[:0], h, layout, None, weights, activation)
+            y_SM, h = triton_experts.experts_forward(x_SM[:0], layout, None, weights, activation)
+            grads = triton_experts.experts_backward(dy_SM[:0], x_SM[:0], h, layout, None, weights, activation)
         assert y_SM.shape == grads.x_SM.shape == (0, dim)
         for gradient, of in ((grads.w1, weights.w1), (grads.w2, weights.w2), (grads.b1, weights.b1)):
             assert gradient is not None and of is not None and gradient.shape == of.shape and not gradient.any()
@@ -160,7 +157,7 @@ def test_slack_is_never_read(device: torch.device) -> None:
     assert exact.source_N is not None
     pad = torch.zeros(9, dtype=torch.long, device=device)
     loose = Layout(
-        exact.counts_E, exact.offsets_E1, torch.cat([exact.source_N, pad]), torch.cat([exact.slot_N, pad]), exact.row_SK
+        exact.counts_E, exact.offsets_E1, torch.cat([exact.source_N, pad]), torch.cat([exact.pair_N, pad]), exact.row_SK
     )
     weights = make_weights(4, 32, 16, "swiglu", "", device)
     x_SM, dy_SM = torch.randn(20, 32, device=device), torch.randn(20, 32, device=device)

@@ -14,13 +14,13 @@ import fusedmoe
 from fusedmoe.autograd.gate import gate
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import operators
-from fusedmoe.kernels.gate.rule import GateRule
-from fusedmoe.kernels.order import build_layout
+from fusedmoe.kernels.gate import GateRule
+from fusedmoe.kernels.layout import build_layout
 from tests.kernels.operator_cases import cases, check
 from tests.kernels.routings import choose
 
 
-@pytest.mark.parametrize("name", ["order", "permute", "take_slots", "experts", "pack_bf16", "pack_fp8"])
+@pytest.mark.parametrize("name", ["order", "permute", "take_pairs", "experts", "pack_bf16", "pack_fp8"])
 def test_operator(name: str, device: torch.device) -> None:
     check(name, cases(device)[name])
 

@@ -23,7 +23,7 @@ def test_moves_of_rows(device: torch.device) -> None:
     layout, kept = padded(device)
     x_SM = torch.randn(S, M, device=device, requires_grad=True)
     weight_SK = torch.rand(S, K, device=device, requires_grad=True)
-    for rows in (ops.permute(x_SM, layout), ops.take_slots(weight_SK, layout)):
+    for rows in (ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)):
         assert not rows[kept:].any() and rows[:kept].any()
         rows.backward(rows_of_nan_behind(kept, rows))
     for grad in (x_SM.grad, weight_SK.grad):
@@ -53,8 +53,8 @@ def test_router_weights(device: torch.device) -> None:
         by_slots, by_operation = weight_SK.clone().requires_grad_(), weight_SK.clone().requires_grad_()
         dy_SM = torch.randn_like(x_SM)
         for leaf, weight_N in (
-            (by_slots, by_slots.reshape(-1)[layout.slot_N]),
-            (by_operation, ops.take_slots(by_operation, layout)),
+            (by_slots, by_slots.reshape(-1)[layout.pair_N]),
+            (by_operation, ops.take_pairs(by_operation, layout)),
         ):
             ops.experts(x_SM, layout, weight_N, weights, "swiglu").backward(dy_SM)
             assert leaf.grad is not None and leaf.grad.isfinite().all()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.grouped import products
-from fusedmoe.kernels.grouped.checks import check
-from fusedmoe.kernels.grouped.configs import Config, candidates
-from fusedmoe.kernels.grouped.tiles import Tiles
-from tests.kernels.device.test_tuning import COUNTS, SIDES, variant
+from fusedmoe.kernels.triton.grouped import call as grouped_call
+from fusedmoe.kernels.triton.grouped.configs import Config, candidates
+from fusedmoe.kernels.triton.grouped.correctness import check
+from fusedmoe.kernels.triton.grouped.tiles import Tiles
+from tests.kernels.device.test_autotune import COUNTS, SIDES, variant
 
 
 @pytest.mark.parametrize("operation", ["down", "dinput"])
@@ -34,14 +34,14 @@ def test_specialised_programs_lose_no_tile_unseen(device: torch.device, monkeypa
     """Where the device says one tile too few, the check says so."""
     if device.type == "cuda":
         pytest.skip("float32 does not fit them")
-    make_tiles = products.make_tiles
+    make_tiles = grouped_call.make_tiles
 
     def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
         tiles = make_tiles(offsets_E1, rows, block_rows)
         tiles.used.sub_(1)
         return tiles
 
-    monkeypatch.setattr(products, "make_tiles", lossy)
+    monkeypatch.setattr(grouped_call, "make_tiles", lossy)
     config = Config(32, 64, 32, 4, 1, 4, specialised=True)
     assert "wrong" in check(variant("down"), config, device, COUNTS, SIDES[True])
 

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from fusedmoe.kernels.grouped.tiles import define_tiles, make_tiles, tile_bound
+from fusedmoe.kernels.grouped import define_tiles, tile_bound
 from fusedmoe.kernels.layout import offsets
+from fusedmoe.kernels.triton.grouped.tiles import make_tiles
 
 
 def test_worked_example() -> None:

@@ -54,7 +54,7 @@ def test_equals_dense(device: torch.device, peers: int, degree: int) -> None:
         there = type(layout)(*(None if one is None else one.cpu() for one in layout.tensors)).exact()
         if not len(x):
             continue
-        y = define_experts(x64, there, weight64.reshape(-1)[there.slot_N], whole, "swiglu")
+        y = define_experts(x64, there, weight64.reshape(-1)[there.pair_N], whole, "swiglu")
         y.backward(dy.double())
         close(outputs[r], y)
         close(gradients[r][0], x64.grad)

@@ -1,0 +1,89 @@
+"""What each of the library's operations has to do at the least: the ground of rooflines and of fractions of a limit.
+
+Of the grouped products there is a function for each launcher. Counted are products, two operations a multiply-add, and
+every tensor once: tokens (however often they are gathered), weights of all experts, and rows. Indices, router weights,
+biases and activations are left out, being small beside them.
+
+Their arguments: rows routed (R), tokens (T), experts (E), dim of the model (d), hidden width of an expert (n), bytes of
+an element, and whether the activation is gated, so that its input is twice as wide as the hidden layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Cost(NamedTuple):
+    """Floating point operations (a multiply-add counts as two), and bytes that must be read or written once."""
+
+    flops: int
+    bytes: int
+
+
+def gate(tokens: int, dim: int, experts: int, k: int, element_size: int, *, backward: bool = False) -> Cost:
+    """The router's products, and tokens, matrix, float32 logits and choices each read or written once.
+
+    Backward reads what forward kept, and the weights' gradient, and writes the gradients of tokens and matrix.
+    """
+    product = 2 * tokens * dim * experts
+    operands = element_size * dim * (tokens + experts)
+    results = 4 * tokens * experts + 12 * tokens * k
+    return Cost(2 * product, 2 * operands + results) if backward else Cost(product, operands + results)
+
+
+def layout(tokens: int, k: int, experts: int, rows: int) -> Cost:
+    """Experts chosen are read, every array of the layout is written."""
+    return Cost(0, 8 * (2 * tokens * k + 2 * rows + experts) + 4 * (experts + 1))
+
+
+def permute(rows: int, dim: int, element_size: int) -> Cost:
+    """Rows are read (again for each of their copies) and written, and their sources read."""
+    return Cost(0, rows * (2 * dim * element_size + 8))
+
+
+def gather_sum(rows: int, tokens: int, k: int, dim: int, element_size: int, weighted: bool) -> Cost:
+    """Rows kept are read once, tokens written once; indices, and 4 bytes of weight a row."""
+    flops = rows * dim * (2 if weighted else 1)
+    moved = (rows + tokens) * dim * element_size + tokens * k * 8 + (rows * 4 if weighted else 0)
+    return Cost(flops, moved)
+
+
+def pack(rows: int, dim: int, element_size: int, packed_size: int) -> Cost:
+    """Packing or unpacking: rows of `dim` elements on the one side, of `packed_size` bytes on the other."""
+    return Cost(0, rows * (dim * element_size + packed_size))
+
+
+def up(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int, gated: bool = True) -> Cost:
+    """Reads tokens and W1, writes H and A."""
+    wide = _wide(hidden, gated)
+    return Cost(2 * rows * wide * dim, element_size * (tokens * dim + experts * wide * dim + rows * (wide + hidden)))
+
+
+def down(rows: int, experts: int, dim: int, hidden: int, element_size: int) -> Cost:
+    """Reads A and W2, writes Y."""
+    return Cost(2 * rows * hidden * dim, element_size * (rows * hidden + experts * hidden * dim + rows * dim))
+
+
+def dhidden(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int, gated: bool = True) -> Cost:
+    """Reads tokens' gradients, W2 and H, writes dH and A."""
+    each = 2 * _wide(hidden, gated) + hidden
+    return Cost(2 * rows * hidden * dim, element_size * (tokens * dim + experts * hidden * dim + rows * each))
+
+
+def dinput(rows: int, experts: int, dim: int, hidden: int, element_size: int, gated: bool = True) -> Cost:
+    """Reads dH and W1, writes the rows' gradients."""
+    return down(rows, experts, dim, _wide(hidden, gated), element_size)
+
+
+def dw2(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int) -> Cost:
+    """Reads tokens' gradients and A, writes the gradient of W2."""
+    return Cost(2 * rows * hidden * dim, element_size * (tokens * dim + rows * hidden + experts * hidden * dim))
+
+
+def dw1(rows: int, tokens: int, experts: int, dim: int, hidden: int, element_size: int, gated: bool = True) -> Cost:
+    """Reads tokens and dH, writes the gradient of W1."""
+    return dw2(rows, tokens, experts, dim, _wide(hidden, gated), element_size)
+
+
+def _wide(hidden: int, gated: bool) -> int:
+    return 2 * hidden if gated else hidden

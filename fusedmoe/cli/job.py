@@ -1,0 +1,150 @@
+"""How a job starts and stops: parallel sizes from the world, devices and process group, and signals while it trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from math import gcd
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+from fusedmoe.cli.settings import Settings
+from fusedmoe.comm.process_group import launch_in_order_of_issue
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher (torchrun) says of this process; without a launcher, a world of one."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+
+    @classmethod
+    def from_environment(cls) -> Launch:
+        read = {"rank": "RANK", "ranks": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_ranks": "LOCAL_WORLD_SIZE"}
+        return cls(**{name: int(os.environ[key]) for name, key in read.items() if key in os.environ})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The parallel sizes of a job, settled."""
+
+    ranks_per_node: int
+    ep: int
+    esp: int
+    mp: int
+
+
+def choose_sizes(settings: Settings, launch: Launch) -> Sizes:
+    """The sizes that were asked for, and for the rest the paper's layout (FSMoE, F7) as far as the model allows it.
+
+    Experts are spread over the nodes (EP), each expert and the attention are split inside a node (ESP = MP); an axis
+    is made smaller where heads, hidden dim or experts do not divide. What is left over is data parallel. Experts that
+    move are spread over all ranks, each one whole.
+
+    Raises:
+        ConfigError: the ranks do not fill nodes, or the sizes do not fit the world.
+    """
+    model, ranks = settings.model, launch.ranks
+    per_node = settings.ranks_per_node or launch.local_ranks
+    if ranks % per_node:
+        raise ConfigError(
+            f"{ranks} ranks do not fill nodes of {per_node}; start a multiple of {per_node} with torchrun, or choose "
+            f"--ranks-per-node among the divisors of {ranks}"
+        )
+    if settings.placement == "ep":
+        ep = settings.ep or gcd(ranks // per_node, model.experts or ranks)
+    else:
+        ep = settings.ep or ranks // (settings.esp or 1)
+    esp = settings.esp or gcd(per_node, ranks // min(ep, ranks), model.hidden)
+    dense = model.hidden if model.moe_every > 1 else 0  # gcd(n, 0) = n
+    mp = settings.mp or gcd(per_node, model.key_heads, dense)
+    for what, need in (("ep · esp", ep * esp), ("mp", mp)):
+        if ranks % need:
+            raise ConfigError(
+                f"{what} = {need} does not divide the {ranks} ranks (ep {ep}, esp {esp}, mp {mp}); "
+                "start a multiple of both with torchrun, or choose --ep, --esp and --mp to fit"
+            )
+    return Sizes(per_node, ep, esp, mp)
+
+
+def choose_device(settings: Settings, launch: Launch) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: GPUs were asked for, and there are fewer than ranks on this machine.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and settings.device != "cpu" else 0
+    if gpus >= launch.local_ranks:
+        return torch.device("cuda", launch.local_rank)
+    if settings.device == "cuda" or gpus:
+        raise ConfigError(
+            f"{launch.local_ranks} ranks on this machine, but {gpus} GPUs: start at most as many ranks as GPUs, "
+            "or give --device cpu"
+        )
+    return torch.device("cpu")
+
+
+@contextmanager
+def process_group(launch: Launch, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """The process group of the job, for as long as the block lasts; none in a world of one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launch.ranks == 1:
+        yield
+        return
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        launch_in_order_of_issue()
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    try:
+        yield
+    except BaseException:
+        # NCCL would wait here for collectives whose other ranks have failed; the process ends without it.
+        if device.type != "cuda":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def make_topology(sizes: Sizes, timeout_s: float) -> Topology:
+    """The topology of the settled sizes; collective."""
+    return Topology.from_sizes(sizes.ep, sizes.esp, sizes.mp, ranks_per_node=sizes.ranks_per_node, timeout_s=timeout_s)
+
+
+class StopRequest:
+    """While the context lasts, SIGINT (Ctrl-C), SIGTERM and SIGHUP only set `wanted`; after it they do what they did.
+
+    A launcher passes a signal on to every rank, but never at the same moment: the ranks must agree on the step after
+    which they stop, so each of them sends its wish along with the loss.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True

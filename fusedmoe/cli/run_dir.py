@@ -1,0 +1,153 @@
+"""The folder of a run: where everything that a job leaves behind lies, and what its gates chose in each step."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fusedmoe.cli.job import Launch, Sizes
+from fusedmoe.cli.settings import Settings
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.placement.load_trace import LoadTrace
+
+#: Steps between two gatherings. Ranks keep so many steps' counts, and a job that is killed loses as many.
+EVERY = 50
+#: Bytes that the file may grow to; the steps after that are left out.
+MOST_BYTES = 32 * 2**20
+
+
+class RunDir:
+    """A run folder: config.json and what the attributes name. Only rank 0 writes files.
+
+    Attributes:
+        checkpoint: a folder.   metrics: a line a step.   loads: what gates chose, by step, layer, rank and expert.
+        picture, trace: of the timeline of one step.
+        costs, plan: what this machine takes, where a schedule was made by it (a resumed job keeps to it), and what was.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoint, self.metrics, self.loads = path / "checkpoint", path / "metrics.jsonl", path / "loads.json"
+        self.picture, self.trace = path / "timeline.png", path / "trace.json"
+        self.costs, self.plan = path / "costs.json", path / "plan.txt"
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Adds a line to the metrics."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    @classmethod
+    def make(cls, path: Path | None) -> RunDir:
+        """A new run folder, by default runs/<date-time>. To be called on rank 0.
+
+        Raises:
+            ConfigError: the folder holds a run already.
+        """
+        if path is not None:
+            if (path / "config.json").exists():
+                raise ConfigError(f"{path} holds a run already: go on with --resume {path}, or name another --run-dir")
+            path.mkdir(parents=True, exist_ok=True)
+            return cls(path)
+        name, number = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
+        while True:  # two jobs may start in the same second
+            path = Path("runs") / (name if number == 1 else f"{name}_{number}")
+            try:
+                path.mkdir(parents=True)
+                return cls(path)
+            except FileExistsError:
+                number += 1
+
+    def write_config(self, settings: Settings, launch: Launch, sizes: Sizes, facts: dict[str, Any]) -> None:
+        """config.json: the settings as `--resume` reads them, and what was chosen or found when the job started."""
+        layout = {"ranks": launch.ranks, **vars(sizes)}
+        chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps}
+        config = {"settings": settings.to_json(), "layout": layout, "chosen": chosen, **facts}
+        _write(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drops the metrics of steps that will be done again, and of the end that is still to come."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+            if not line.endswith("}\n"):  # cut short when its writer was killed
+                continue
+            record = json.loads(line)
+            if "loss" in record and record["step"] <= step:
+                kept.append(line)
+        _write(self.metrics, "".join(kept))
+
+
+def _write(path: Path, text: str) -> None:
+    """So that a reader sees the old file or the new one, never a part."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+class LoadLog:
+    """Writes loads.json into a run folder: counts[step][layer][rank][expert].
+
+    A step costs a small copy on this rank's device; ranks exchange counts when a chunk of steps is full, or asked to.
+
+    Args:
+        source: what the file says of itself.
+        done: steps that a resumed job has behind it. The file goes on after them; where it is of other layers, ranks or
+            experts, or lacks some of these steps, it begins anew.
+    """
+
+    def __init__(self, folder: RunDir, topology: Topology, source: str, done: int) -> None:
+        self._path, self._topology = folder.loads, topology
+        self._source = f"{source}, from step {done + 1}" if done else source
+        self._earlier = _read(self._path, done) if topology.rank == 0 else None
+        self._begun = False
+        self._kept: list[Tensor] = []
+
+    def note(self, load_LE: Tensor) -> None:
+        """The counts of one step, on this rank; all ranks note all steps. Collective where a chunk is full."""
+        self._kept.append(load_LE)
+        if len(self._kept) == EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is kept; collective."""
+        if not self._kept:
+            return
+        kept_ILE = torch.stack(self._kept).cpu().int().numpy()
+        self._kept = []
+        found = all_gather_object(self._topology.world, kept_ILE, "gathering expert loads")
+        if self._topology.rank == 0:
+            self._write(np.stack(found, axis=2).astype(np.int64))
+
+    def _write(self, tokens_ILWE: NDArray[np.int64]) -> None:
+        if not self._begun:
+            self._begun = True
+            earlier = self._earlier
+            if earlier is None or earlier.tokens_ILWE.shape[1:] != tokens_ILWE.shape[1:]:
+                self._path.write_text(LoadTrace(tokens_ILWE, self._source).to_json(), encoding="utf-8")
+                return
+            self._path.write_text(earlier.to_json(), encoding="utf-8")
+        if self._path.stat().st_size < MOST_BYTES:
+            LoadTrace(tokens_ILWE).append_to(self._path)
+
+
+def _read(path: Path, steps: int) -> LoadTrace | None:
+    """The first steps of a file; None where there are none, or not all of them though it has not grown full."""
+    if not steps or not path.exists():
+        return None
+    try:
+        trace = LoadTrace.from_json(path.read_text(encoding="utf-8"))
+    except ConfigError:  # cut short when its writer was killed
+        return None
+    if len(trace) < steps and path.stat().st_size < MOST_BYTES:
+        return None
+    return LoadTrace(trace.tokens_ILWE[:steps], trace.source)

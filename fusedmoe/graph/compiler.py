@@ -1,0 +1,225 @@
+"""The backend for `torch.compile`: captured passes, planned and put in order.
+
+    model = torch.compile(model, backend=fusedmoe.graph.backend)
+
+    own = fusedmoe.graph.GraphBackend(parts=4)
+    model = torch.compile(model, backend=own)
+    ...                                     # a training step
+    for report in own.reports:
+        print(report)
+
+Results are those of the model as it is. Backward, weight gradients run while rows are on the wire; forward, what lies
+around an all-to-all goes in micro-batches.
+
+All-to-alls may be irregular: rows of zeros, such as places that no token took, stay where they are (Lancet §5.1). One
+small all-to-all tells every rank which rows come, then these alone travel; buffers keep their shapes, and what was not
+sent is zero again on the other side. A row counts as zeros where all its bits are 0, so results are the same to the
+last bit whatever a model sends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.graph.instructions import argument_of, group_of, is_all_to_all, is_assertion, is_wait
+from fusedmoe.graph.operator_costs import OperatorCosts
+from fusedmoe.graph.planning import PassReport, PlanSettings, planned
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_all_to_all = torch.ops._c10d_functional.all_to_all_single
+_wait = torch.ops._c10d_functional.wait_tensor
+
+
+class GraphBackend:
+    """A backend of `torch.compile` that hides all-to-alls. Every rank of their groups compiles the same graphs.
+
+    Args:
+        parts: the most micro-batches of a range (Lancet's ρ): 2, 4, … up to it are tried; 1: none.
+        groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
+            consist of whole groups.
+        reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
+        irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
+            waits for a small all-to-all before each. Plans are made as if all rows travelled.
+        costs: what operators and all-to-alls take; None: measured, once for each machine, and kept on disk.
+        timeout_s: how long a rank waits for the others to capture the same graph and for the first to plan it.
+    Attributes:
+        reports: of every pass that was planned, in order.
+        irregular: None, or counts of the rows that were to travel and of those that did.
+    Raises:
+        ConfigError: numbers below 1; and when a graph is planned, splitting without OR-Tools (`fusedmoe[plan]`).
+        RankError: when a graph is planned: ranks captured different ones, one did not come, or failed.
+    """
+
+    def __init__(
+        self,
+        *,
+        parts: int = 8,
+        groups: int = 5,
+        reach: int | None = None,
+        irregular: bool = False,
+        costs: OperatorCosts | None = None,
+        timeout_s: float = 1200.0,
+    ) -> None:
+        if min(parts, groups, reach or 1) < 1 or timeout_s <= 0:
+            raise ConfigError(
+                f"graph backend: parts = {parts}, groups = {groups} and reach = {reach} must be at least 1, and "
+                f"timeout_s = {timeout_s} above 0"
+            )
+        self.__name__ = "fusedmoe"
+        self.settings = PlanSettings(parts, groups, reach, timeout_s)
+        self.irregular = Irregular() if irregular else None
+        self.costs = costs
+        self.reports: list[PassReport] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Called by `torch.compile` with each graph that it has captured."""
+        from torch._dynamo.backends.common import aot_autograd
+
+        # Older captures keep parameters and buffers in the module; the passes then have them as their first inputs.
+        own = [*(True for _ in gm.parameters()), *(False for _ in gm.buffers())]
+        is_parameter = [*own, *(isinstance(one, nn.Parameter) for one in example_inputs)]
+
+        def forward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return self._compiled(graph_module, "forward", [])
+
+        def backward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return self._compiled(graph_module, "backward", is_parameter)
+
+        def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return self._compiled(graph_module, "inference", [])
+
+        compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)
+        compiled: Callable[..., Any] = compiler(gm, example_inputs)
+        return compiled
+
+    def _compiled(self, module: fx.GraphModule, phase: str, is_parameter: Sequence[bool]) -> Callable[..., Any]:
+        began = time.monotonic()
+        if phase == "backward":
+            # What the forward pass has asserted holds, and what served these assertions only is dead.
+            for node in reversed(module.graph.nodes):
+                if is_assertion(node) and not node.users:
+                    module.graph.erase_node(node)
+        module.graph.eliminate_dead_code()
+        if any(is_all_to_all(node) for node in module.graph.nodes):
+            gradients = _gradients(module.graph, is_parameter) if phase == "backward" else set()
+            report = planned(module, phase, gradients, self.settings, self.costs)
+            report.planning_s = time.monotonic() - began
+            self.reports.append(report)
+            if self.irregular is not None:
+                self.irregular.put_into(module.graph)
+            if report.ranges:
+                return _explained(_runnable(module), max(one.parts for one in report.ranges))
+        return _runnable(module)
+
+
+def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """The backend as it is by default; a `GraphBackend` of one's own has settings and reports."""
+    return GraphBackend()(gm, example_inputs)
+
+
+def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
+    """The results of a backward pass that are gradients of parameters and nothing else."""
+    results = next(iter(reversed(graph.nodes))).args[0]
+    assert isinstance(results, (list, tuple))
+    # One for each input of the forward pass. Where they do not fit together, every result is taken for one: they all
+    # are needed at the end only.
+    flags = is_parameter if len(is_parameter) == len(results) else [True] * len(results)
+    other = {node for node, flag in zip(results, flags, strict=True) if not flag}
+    return {node for node in results if isinstance(node, fx.Node)} - other
+
+
+def _explained(run: Callable[..., Any], parts: int) -> Callable[..., Any]:
+    """What runs a pass with ranges in micro-batches, and says what to do where these need too much memory.
+
+    A rank cannot go back to fewer parts by itself: the others already send it theirs.
+    """
+
+    def call(args: list[Any]) -> Any:
+        try:
+            return run(args)
+        except torch.OutOfMemoryError as error:
+            fewer = f"parts={parts // 2}" if parts > 2 else "parts=1, which splits nothing"
+            raise torch.OutOfMemoryError(
+                f"{error}\nThis pass runs in up to {parts} micro-batches, which are all in memory where they are put "
+                f"together: on every rank, compile with fusedmoe.graph.GraphBackend({fewer})"
+            ) from error
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
+    """The graph as a function that takes a list and empties it, so that inputs are freed as soon as they are used."""
+    boxed = getattr(torch.fx.graph, "_BoxedCodeGen", None)
+    if boxed is None:
+        from functorch.compile import make_boxed_func
+
+        module.recompile()
+        run: Callable[..., Any] = make_boxed_func(module.forward)
+        return run
+    module.graph.set_codegen(boxed())
+    module.recompile()
+    code = module.forward
+
+    def call(args: list[Any]) -> Any:
+        return code(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+class Underway(NamedTuple):
+    """An all-to-all that has started: the rows that come, and where each goes in a buffer of `shape`."""
+
+    came_NM: Tensor
+    place_N: Tensor
+    shape: torch.Size
+
+
+class Irregular:
+    """Irregular all-to-alls of captured passes, and how many of their rows travelled.
+
+    Attributes:
+        rows: of all buffers that were sent. `sent`: those of them that travelled.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.sent = 0
+
+    def put_into(self, graph: fx.Graph) -> None:
+        """Makes the all-to-alls of a graph irregular, but for vectors, complex numbers and unequal shares."""
+        for node in graph.nodes:
+            if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(next(iter(node.users))):
+                continue
+            shares = {str(rows) for name in ("output", "input") for rows in argument_of(node, f"{name}_split_sizes")}
+            sent = argument_of(node, "input")
+            value = sent.meta["val"]
+            if len(shares) != 1 or value.dim() < 2 or value.is_complex() or value.element_size() not in _BITS:
+                continue
+            wait = next(iter(node.users))
+            ranks = len(argument_of(node, "input_split_sizes"))
+            node.target, node.args, node.kwargs = self.start, (sent, ranks, group_of(node)), {}
+            wait.target = self.wait
+
+    def start(self, x: Tensor, ranks: int, group: object) -> Underway:
+        """Sends an equal share of the first dimension to each rank. The host learns how many rows come."""
+        x_NM = x.flatten(0, -2).contiguous()
+        sends_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
+        share = [len(x_NM) // ranks] * ranks
+        comes_N = _wait(_all_to_all(sends_N.to(torch.uint8), share, share, group)).bool()
+        counts = torch.stack([comes_N.reshape(ranks, -1).sum(-1), sends_N.reshape(ranks, -1).sum(-1)]).tolist()
+        self.rows += len(x_NM)
+        self.sent += sum(counts[1])
+        return Underway(_all_to_all(x_NM[sends_N], *counts, group), comes_N.nonzero().squeeze(-1), x.shape)
+
+    def wait(self, underway: Underway) -> Tensor:
+        came_NM, place_N, shape = underway
+        out = came_NM.new_zeros(shape)
+        out.flatten(0, -2).index_copy_(0, place_N, _wait(came_NM))
+        return out

@@ -1,0 +1,510 @@
+"""Ranges of a forward pass in micro-batches (Lancet §5): which, how they run, and what they take.
+
+The parts of a range run stage by stage: what can be computed without another all-to-all, of one part after the other;
+each part's all-to-all starts as soon as its stage has been computed, and runs beside the following parts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from fusedmoe.graph.axes import Axis, OperatorSplit, RangeSplit, infer, part_shape, shape_of, way_of
+from fusedmoe.graph.instructions import (
+    Instructions,
+    bytes_of,
+    is_all_to_all,
+    is_random,
+    is_start,
+    is_view,
+    is_wait,
+    mutates,
+)
+from fusedmoe.graph.operator_costs import OperatorCosts, start_s
+from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.ranges import best_ranges
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.task import Task
+
+_aten = torch.ops.aten
+#: Calls an operator: on tensors, or by adding a node to a graph.
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_SHAPED = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::squeeze", "aten::unsqueeze"})
+
+
+@dataclass
+class Pipelined:
+    """Instructions in micro-batches, `first` to `last`. `split` of `count` compute in pieces, the others as a whole.
+
+    `seconds`: predicted, of all of them; `whole_s`: unsplit.
+    """
+
+    first: str
+    last: str
+    parts: int
+    split: int
+    count: int
+    all_to_alls: int
+    seconds: float
+    whole_s: float
+
+
+class InstructionRange(NamedTuple):
+    """Instructions `start` to `stop` (without it) in so many parts.
+
+    `axes`: of the split ones, by their places from `start` on, as (place, dim, outer). `before`: the places of those
+    that run before.
+    """
+
+    start: int
+    stop: int
+    parts: int
+    axes: tuple[tuple[int, int, int], ...]
+    before: tuple[int, ...]
+
+    def split(self, of: Instructions) -> RangeSplit:
+        """How the instructions are split, as they stand in the graph now."""
+        nodes = of.nodes[self.start : self.stop]
+        ways = {}
+        for place, dim, outer in self.axes:
+            way = way_of(nodes[place], Axis(dim, outer), self.parts)
+            assert way is not None, f"{nodes[place].name} was split along {dim} and cannot be"
+            ways[nodes[place]] = way
+        early = tuple(nodes[place] for place in self.before)
+        taken = {*ways, *early}
+        return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
+
+
+def chosen_ranges(
+    of: Instructions,
+    node_s: Callable[[fx.Node], float],
+    hidden_s: Callable[[int], float],
+    costs: OperatorCosts,
+    most_parts: int,
+    count: int,
+    reach: int | None,
+    show: Callable[[int, int], None],
+) -> list[tuple[InstructionRange, Pipelined]]:
+    """The ranges of a pass that are worth splitting, by the dynamic programme.
+
+    Args:
+        hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
+        most_parts, count, reach: `parts`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
+    """
+    groups, layers = grouped(of, node_s, count)
+    longest = reach or -(-len(groups) // layers)
+    degrees = [2**power for power in range(1, most_parts.bit_length())]
+    found: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
+    pieces: dict[Any, CostedPart] = {}
+    said: dict[fx.Node, str] = {}
+    whole_s = []
+    for start, stop in groups:
+        exposed_s = sum(
+            max(0.0, start_s(costs, of.nodes[index]) - hidden_s(index))
+            for index in range(start, stop)
+            if is_all_to_all(of.nodes[index])
+        )
+        whole_s.append(exposed_s + sum(map(node_s, of.nodes[start:stop])))
+    known: dict[tuple[str, int], tuple[Any, Any, float] | None] = {}
+    asked, total = 0, sum(1 + len(degrees) * min(stop, longest) for stop in range(1, len(groups) + 1))
+
+    def seconds(first: int, last: int, parts: int) -> float:
+        nonlocal asked
+        asked += 1
+        show(asked, total)
+        if parts == 1:
+            return whole_s[first]
+        start, stop = groups[first][0], groups[last - 1][1]
+        nodes = of.nodes[start:stop]
+        if not any(map(is_all_to_all, nodes)):
+            return float("inf")
+        key = (likeness(nodes, said), parts)
+        if key not in known:
+            # Layers are alike: how one is split, all are.
+            split = infer(nodes, parts, node_s, in_order(of, start, stop))
+            if split is None:
+                known[key] = None
+            else:
+                places = {node: place for place, node in enumerate(nodes)}
+                axes = tuple((places[node], *(way.axis)) for node, way in split.split.items())
+                early = tuple(places[node] for node in split.before)
+                known[key] = axes, early, pipeline_s(nodes, split, parts, node_s, costs, pieces)
+        entry = known[key]
+        if entry is None:
+            return float("inf")
+        axes, early, taken_s = entry
+        found[first, last, parts] = InstructionRange(start, stop, parts, axes, early), Pipelined(
+            nodes[0].name, nodes[-1].name, parts, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken_s,
+            sum(whole_s[first:last]),
+        )  # fmt: skip
+        return taken_s
+
+    ranges, _ = best_ranges(len(groups), seconds, degrees, longest)
+    return [found[one] for one in ranges if one.parts > 1]
+
+
+def grouped(of: Instructions, node_s: Callable[[fx.Node], float], count: int) -> tuple[list[tuple[int, int]], int]:
+    """Consecutive instructions in groups, `count` of about equal time between two MoE layers; and how many layers.
+
+    A collective and its wait are in one group, and so is what has several results with these. Two all-to-alls count as
+    a layer.
+    """
+    collectives = sum(map(is_all_to_all, of.nodes))
+    layers = max(1, collectives // 2)
+    share_s = sum(map(node_s, of.nodes)) / layers / count
+    bound = {}  # from the first to the last instruction of what must stay together
+    for index, node in enumerate(of.nodes):
+        if is_start(node) or isinstance(node.meta.get("val"), (tuple, list)):
+            bound[index] = max((of.place[user] for user in node.users if user in of.place), default=index)
+    groups, start, taken_s, until = [], 0, 0.0, -1
+    for index, node in enumerate(of.nodes):
+        if is_all_to_all(node) and index > start and index > until:
+            groups.append((start, index))
+            start, taken_s = index, 0.0
+        until = max(until, bound.get(index, index))
+        taken_s += node_s(node)
+        ends = any(is_wait(one) and is_all_to_all(one.all_input_nodes[0]) for one in of.nodes[start : index + 1])
+        if index >= until and (taken_s >= share_s > 0 or ends):
+            groups.append((start, index + 1))
+            start, taken_s = index + 1, 0.0
+    if start < len(of.nodes):
+        groups.append((start, len(of.nodes)))
+    return groups, layers
+
+
+def in_order(of: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
+    """Pairs of a range's instructions that stay in order, as they draw random numbers or change memory."""
+    odd = [index for index in range(start, stop) if is_random(of.nodes[index]) or mutates(of.nodes[index])]
+    pairs = [(one, other) for one, other in zip(odd, odd[1:], strict=False)]
+    for index in odd:
+        if mutates(of.nodes[index]):
+            pairs += [(one, index) for one in range(start, index)] + [(index, one) for one in range(index + 1, stop)]
+    # Collectives that are not split, too: all ranks send in one order.
+    sent = [index for index in range(start, stop) if is_start(of.nodes[index]) and not is_all_to_all(of.nodes[index])]
+    pairs += zip(sent, sent[1:], strict=False)
+    return [(one - start, other - start) for one, other in pairs]
+
+
+def likeness(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
+    """A text that is the same for ranges that are split alike: of the same operators, shapes and users.
+
+    `said`: what is known of the result of each node, filled as needed.
+    """
+    places = {node: place for place, node in enumerate(nodes)}
+
+    def name(node: fx.Node) -> str:
+        if node not in said:
+            said[node] = str(tree_map(_described, node.meta.get("val")))
+        return said[node]
+
+    lines = []
+    for node in nodes:
+        number = {one: f"<{index}>" for index, one in enumerate(node.all_input_nodes)}
+        rest = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
+        needs = [f"%{places[one]}" if one in places else name(one) for one in node.all_input_nodes]
+        outside = any(user not in places for user in node.users)
+        lines.append(f"{node.target} {rest} {needs} {name(node)} {outside}")
+    return "\n".join(lines)
+
+
+def _described(value: Any) -> Any:
+    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
+    """How many all-to-alls each split instruction has behind it."""
+    stages: dict[fx.Node, int] = {}
+    for node in split.split:
+        behind = max((stages[one] for one in node.all_input_nodes if one in stages), default=0)
+        stages[node] = behind + (is_wait(node) and is_all_to_all(node.all_input_nodes[0]))
+    return stages
+
+
+def loose_of(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What runs before, in two lists: what the split instructions need, and what may as well run beside them."""
+    early = set(split.before)
+    needed: set[fx.Node] = set()
+    ends = [one for node in split.split for one in node.all_input_nodes]
+    # What stays in order stays before, and so does all that may read what is changed then.
+    last = max((place for place, node in enumerate(split.before) if mutates(node)), default=-1)
+    ends += split.before[: last + 1]
+    ends += [node for node in split.before if is_random(node) or is_start(node) or is_wait(node)]
+    while ends:
+        node = ends.pop()
+        if node in early and node not in needed:
+            needed.add(node)
+            ends += node.all_input_nodes
+    return [node for node in split.before if node in needed], [node for node in split.before if node not in needed]
+
+
+def joined_nodes(nodes: Sequence[fx.Node], split: RangeSplit) -> list[fx.Node]:
+    """The split instructions whose wholes somebody needs."""
+    return [node for node in nodes if node in split.split and any(user not in split.split for user in node.users)]
+
+
+class CostedPart(NamedTuple):
+    """One part of a split instruction: its fake value, and its seconds with those of cutting its inputs."""
+
+    value: Any
+    seconds: float
+
+
+def pipeline_s(
+    nodes: Sequence[fx.Node],
+    split: RangeSplit,
+    parts: int,
+    node_s: Callable[[fx.Node], float],
+    costs: OperatorCosts,
+    known: dict[Any, CostedPart],
+) -> float:
+    """P(i, n, k): the seconds of a range in parts, by the simulator.
+
+    `known`: parts of instructions in other ranges, and from now on those of this one.
+    """
+    mode = next(one.meta["val"] for one in nodes if isinstance(one.meta.get("val"), torch.Tensor)).fake_mode
+    plain = fake_call(mode)
+    taken_s = 0.0
+
+    def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal taken_s
+        result = plain(target, args, kwargs)
+        if getattr(target, "namespace", "") == "aten" and not _is_view_of(result, args):
+            taken_s += costs.operator_s(target, args, kwargs)
+        return result
+
+    stages = stages_of(split)
+    compute = dict.fromkeys(range(max(stages.values()) + 1), 0.0)
+    comm: dict[int, float] = {}
+    values: dict[fx.Node, Any] = {}
+
+    def value(one: fx.Node, axis: Axis | None) -> Any:
+        if one in values:
+            return values[one]
+        return one.meta["val"] if axis is None else cut(call, one.meta["val"], shape_of(one) or (), axis, 0, parts)
+
+    for node, way in split.split.items():
+        key = (node, way.axis, parts, tuple(one in values for one in node.all_input_nodes))
+        if key not in known:
+            taken_s = 0.0
+            part = run_part(call, node, way, parts, value)
+            known[key] = CostedPart(part, taken_s)
+        values[node] = known[key].value
+        compute[stages[node]] += known[key].seconds
+        if is_all_to_all(node):
+            comm[stages[node]] = comm.get(stages[node], 0.0) + costs.collective_s(bytes_of(node) / parts)
+    around_s = sum(map(node_s, split.after))
+    for node in joined_nodes(nodes, split):
+        if rebuilt(node, split.split) is None:
+            axis = split.split[node].axis
+            if (node, axis, parts) not in known:
+                taken_s = 0.0
+                join(call, [values[node]] * parts, node.meta["val"], axis)
+                known[node, axis, parts] = CostedPart(None, taken_s)
+            around_s += known[node, axis, parts].seconds
+    needed, loose = loose_of(split)
+    around_s += sum(map(node_s, needed))
+    plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), parts)
+    return around_s + makespan(plan, Durations(seconds))
+
+
+def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a result lies in the memory of an argument."""
+    if not isinstance(result, torch.Tensor):
+        return False
+    own = result.untyped_storage()._cdata
+    return any(isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == own for one in args)
+
+
+def stage_plan(
+    compute: dict[int, float], comm: dict[int, float], loose_s: float, parts: int
+) -> tuple[Plan, dict[Task, float]]:
+    """The stages of a range as a plan: `compute[s]` and then `comm[s]` seconds for each part of stage s."""
+    order: dict[str, list[Task]] = {"compute": [], "inter": []}
+    after: dict[Task, tuple[Task, ...]] = {}
+    seconds: dict[Task, float] = {}
+    before: list[Task | None] = [None] * parts
+    for stage in range(max([*compute, *comm], default=0) + 1):
+        for part in range(parts):
+            for kind, where, given in (("expert", "compute", compute), ("dispatch", "inter", comm)):
+                if stage not in given:
+                    continue
+                # A layer of the plan for each stage, so that no rule of layers applies.
+                task = Task(kind, part, 2 * stage + (kind == "dispatch"))
+                order[where].append(task)
+                last = before[part]
+                after[task] = () if last is None else (last,)
+                seconds[task] = given[stage]
+                before[part] = task
+        if stage == 0:
+            task = Task("gate", None, 2 * len(compute) + 2)
+            order["compute"].append(task)
+            after[task], seconds[task] = (), loose_s
+    return Plan.of(order, after), seconds
+
+
+def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None:
+    """Puts a range in parts into the graph."""
+    nodes, split, parts = of.nodes[chosen.start : chosen.stop], chosen.split(of), chosen.parts
+    anchor = nodes[-1].next
+    needed, loose = loose_of(split)
+    stages = stages_of(split)
+    call = node_call(graph)
+
+    def move(some: Sequence[fx.Node]) -> None:
+        for node in some:
+            anchor.prepend(node)
+
+    pieces: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
+    cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
+
+    def value(part: int, one: fx.Node, axis: Axis | None) -> fx.Node:
+        if one in pieces:
+            return pieces[one][part]
+        if axis is None:
+            return one
+        if (one, axis, part) not in cuts:
+            cuts[one, axis, part] = cut(call, one, shape_of(one) or (), axis, part, parts)
+        return cuts[one, axis, part]
+
+    move(needed)
+    with graph.inserting_before(anchor):
+        for stage in range(max(stages.values()) + 1):
+            for part in range(parts):
+                for node, way in split.split.items():
+                    if stages[node] == stage:
+                        pieces[node].append(run_part(call, node, way, parts, partial(value, part)))
+            if stage == 0:
+                move(loose)
+        wholes: dict[fx.Node, fx.Node] = {}
+        for node in joined_nodes(nodes, split):
+            _whole(call, node, split, pieces, wholes)
+    move(split.after)
+    for node, whole in wholes.items():
+        node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in pieces)
+    for node in reversed(split.split):
+        graph.erase_node(node)
+
+
+def _whole(
+    call: Call, node: fx.Node, split: RangeSplit, pieces: dict[fx.Node, list[fx.Node]], wholes: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """The whole of a split instruction: of its parts, or the view of another whole. `wholes`: those there are."""
+    if node not in wholes:
+        source = rebuilt(node, split.split)
+        if source is not None:
+            under = _whole(call, source, split, pieces, wholes)
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: under if one is source else one)
+            wholes[node] = call(node.target, args, kwargs)
+        else:
+            wholes[node] = join(call, pieces[node], node.meta["val"], split.split[node].axis)
+    return wholes[node]
+
+
+def cut(call: Call, whole: Any, shape: Sequence[int], axis: Axis, part: int, parts: int) -> Any:
+    """Part `part` of a tensor of that shape; a view where the parts are consecutive."""
+    dim, outer = axis
+    if outer == 1:
+        size = shape[dim] // parts
+        return call(_aten.slice.Tensor, (whole, dim, part * size, (part + 1) * size), {})
+    inner = shape[dim] // (outer * parts)
+    apart = call(_aten.reshape.default, (whole, [*shape[:dim], outer, parts, inner, *shape[dim + 1 :]]), {})
+    mine = call(_aten.select.int, (apart, dim + 1, part), {})
+    return call(_aten.reshape.default, (mine, part_shape(shape, axis, parts)), {})
+
+
+def join(call: Call, pieces: Sequence[Any], like: torch.Tensor, axis: Axis) -> Any:
+    """The tensor of these parts, with the shape and the strides of `like`."""
+    dim, outer = axis
+    shape, parts = [int(size) for size in like.shape], len(pieces)
+    order = _layout(like)
+    moved = order != list(range(len(shape)))
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    if outer == 1:
+        if not moved:
+            return call(_aten.cat.default, (list(pieces), dim), {})
+        turned = [call(_aten.permute.default, (piece, order), {}) for piece in pieces]
+        whole = call(_aten.cat.default, (turned, order.index(dim)), {})
+        return call(_aten.permute.default, (whole, back), {})
+    inner = shape[dim] // (outer * parts)
+    apart = [*shape[:dim], outer, 1, inner, *shape[dim + 1 :]]
+    wide = [call(_aten.reshape.default, (piece, apart), {}) for piece in pieces]
+    whole = call(_aten.reshape.default, (call(_aten.cat.default, (wide, dim + 1), {}), shape), {})
+    if not moved:
+        return whole
+    turned_whole = call(_aten.permute.default, (whole, order), {})
+    laid = call(_aten.clone.default, (turned_whole,), {"memory_format": torch.contiguous_format})
+    return call(_aten.permute.default, (laid, back), {})
+
+
+def run_part(
+    call: Call, node: fx.Node, way: OperatorSplit, parts: int, value: Callable[[fx.Node, Axis | None], Any]
+) -> Any:
+    """One part of a split instruction. `value(input, axis)`: of an input the part along that axis, or the whole."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, way.inputs[one]))
+    target = node.target
+    shape, axis = shape_of(node), way.axis
+    assert shape is not None
+    if target is operator.getitem:
+        return call(target, args, kwargs)
+    name = target._schema.name  # type: ignore[union-attr]
+    if name in _SHAPED:
+        return call(_aten.reshape.default, (args[0], part_shape(shape, axis, parts)), {})
+    if name == "aten::expand":
+        return call(target, (args[0], part_shape(shape, axis, parts)), kwargs)
+    if is_all_to_all(node):
+        rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
+        if not rows.is_contiguous():
+            args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
+    return call(target, args, kwargs)
+
+
+def rebuilt(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:
+    """The split instruction of whose whole the whole of `node` is a view; None: it is put together from its parts."""
+    sources = [one for one in node.all_input_nodes if one in split]
+    if len(sources) != 1 or not is_view(node):
+        return None
+    return None if node.target is operator.getitem and not is_view(sources[0]) else sources[0]
+
+
+def fake_call(mode: Any) -> Call:
+    """Calls operators on fake tensors."""
+
+    def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode, torch.no_grad():
+            return target(*args, **kwargs)
+
+    return call
+
+
+def node_call(graph: fx.Graph) -> Call:
+    """Adds nodes where the graph inserts, each with its fake value."""
+
+    def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
+        mode = next(one.meta["val"] for one in node.all_input_nodes)
+        mode = mode[0].fake_mode if isinstance(mode, (tuple, list)) else mode.fake_mode
+        node.meta["val"] = fake_call(mode)(target, fake_args, fake_kwargs)
+        return node
+
+    return call
+
+
+def _layout(like: torch.Tensor) -> list[int]:
+    """The dimensions in the order in which they lie in memory; as they are where the tensor has gaps or overlaps."""
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
+    step = 1
+    for dim in reversed(order):
+        if like.shape[dim] != 1 and strides[dim] != step:
+            return list(range(like.dim()))
+        step *= like.shape[dim]
+    return order

@@ -1,0 +1,202 @@
+"""What instructions take: operators by measuring each once, collectives along measured points (Lancet §3).
+
+An operator is known by its name and the shapes, strides and dtypes of what it is given, a collective by its bytes. What
+was measured is kept on disk, one file for each machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.graph.instructions import bytes_of, computes, concrete
+from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, read, write
+
+#: The smallest collective that is measured; each further one is twice as large.
+FIRST_BYTES = 1024
+
+_REPEATS = 3
+# An operator that takes longer is measured once.
+_LONG_S = 0.05
+# Of one whose inputs cannot be made up: a launch, and the bytes that it reads and writes at this speed.
+_LAUNCH_S, _BYTES_PER_S = 5e-6, 5e9
+
+
+class OperatorCosts(Protocol):
+    """What a plan of a graph has to know."""
+
+    def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        """Seconds of an operator on such arguments: tensors, fake or real, of which only the shapes count."""
+
+    def collective_s(self, size: float) -> float:
+        """Seconds of an all-to-all of so many bytes on each rank."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Seconds of a collective between measured points, in a straight line from each to the next.
+
+    `sizes`: bytes, ascending. Below the first it takes as long as that one, above the last longer in proportion.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, size: float) -> float:
+        if size > self.sizes[-1]:
+            return self.seconds[-1] * size / self.sizes[-1]
+        return float(np.interp(size, self.sizes, self.seconds))
+
+
+@dataclass
+class MeasuredCosts:
+    """What operators take on this machine. They are measured when they are asked for, unless they are known.
+
+    `points`: of all-to-alls. `known`: seconds by operator. `path`: where these are kept; None: nowhere.
+    """
+
+    points: Points
+    known: dict[str, float] = field(default_factory=dict)
+    path: Path | None = None
+
+    @classmethod
+    def load(cls, points: Points, device: torch.device) -> MeasuredCosts:
+        path = cache_dir() / f"operators-{fingerprint(machine_facts(Topology(), device, torch.float32))}.json"
+        return cls(points, load_numbers(path), path)
+
+    def save(self) -> None:
+        if self.path is not None:
+            write(self.path, json.dumps(self.known, indent=0, sort_keys=True) + "\n", "what operators take")
+
+    def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        key = operator_key(target, args, kwargs)
+        if key not in self.known:
+            self.known[key] = measure(target, args, kwargs)
+        return self.known[key]
+
+    def collective_s(self, size: float) -> float:
+        return self.points.at(size)
+
+
+def node_s(costs: OperatorCosts, node: fx.Node) -> float:
+    """Seconds of a node that computes; 0 for one that does not."""
+    if not computes(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return 0.0
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: tree_map(_plain, one.meta.get("val")))
+    return costs.operator_s(node.target, args, kwargs)
+
+
+def _plain(value: Any) -> Any:
+    """The value with sizes as they were when the graph was captured."""
+    if isinstance(value, torch.Tensor) and not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+        sizes, strides = ([concrete(n) for n in numbers] for numbers in (value.shape, value.stride()))
+        with value.fake_mode:  # type: ignore[attr-defined]
+            return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    return concrete(value) if isinstance(value, torch.SymInt) else value
+
+
+def start_s(costs: OperatorCosts, node: fx.Node) -> float:
+    """Seconds of the collective that a node starts."""
+    return costs.collective_s(bytes_of(node.all_input_nodes[0]))
+
+
+def operator_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def name(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            shape, stride = ("x".join(str(concrete(n)) for n in numbers) for numbers in (value.shape, value.stride()))
+            return f"{str(value.dtype).removeprefix('torch.')}[{shape}:{stride}]@{value.device.type}"
+        return str(concrete(value)) if isinstance(value, torch.SymInt) else repr(value)
+
+    return f"{target}({', '.join(map(name, tree_leaves((args, dict(kwargs)))))})"
+
+
+def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    """Seconds of an operator on made-up tensors: numbers of a normal distribution, indices of 0."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    def made(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            sizes, strides = ([concrete(n) for n in numbers] for numbers in (value.shape, value.stride()))
+            length = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if all(sizes) else 0
+            flat = torch.zeros(max(length, 0), dtype=value.dtype, device=value.device)
+            if value.dtype.is_floating_point:
+                flat.normal_(generator=torch.Generator(value.device).manual_seed(0))
+            return flat.as_strided(sizes, strides)
+        return concrete(value) if isinstance(value, torch.SymInt) else value
+
+    tensors = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
+    with (
+        unset_fake_temporarily(),
+        torch.no_grad(),
+        torch.random.fork_rng(enabled=torch.Tag.nondeterministic_seeded in target.tags),
+    ):
+        try:
+            own_args, own_kwargs = tree_map(made, (args, dict(kwargs)))
+            device = next((value.device for value in tensors), torch.device("cpu"))
+            seconds = [timed(lambda: target(*own_args, **own_kwargs), device)]
+            while seconds[0] < _LONG_S and len(seconds) <= _REPEATS:
+                seconds.append(timed(lambda: target(*own_args, **own_kwargs), device))
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            moved = sum(concrete(value.numel()) * value.element_size() for value in tensors)
+            return _LAUNCH_S + moved / _BYTES_PER_S
+    return statistics.median(seconds[1:] or seconds)
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def point_sizes(largest: float) -> list[int]:
+    """1 KB·2^i, up to the first that is not below `largest` bytes."""
+    sizes = [FIRST_BYTES]
+    while sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def measure_points(group: Any, device: torch.device, sizes: list[int]) -> list[float]:
+    """Seconds of all-to-alls of these sizes, of the slowest rank. Collective over the group."""
+    count = dist.get_world_size(group)
+    found = []
+    for size in sizes:
+        width = -(-size // count)
+        data = torch.zeros(count * width, dtype=torch.uint8, device=device)
+        out = torch.empty_like(data)
+
+        def run(data: torch.Tensor = data, out: torch.Tensor = out) -> None:
+            dist.all_to_all_single(out, data, group=group)
+
+        run()
+        found.append(statistics.median(timed(run, device) for _ in range(_REPEATS)))
+    slowest = torch.tensor(found, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return [float(seconds) for seconds in slowest]
+
+
+def load_numbers(path: Path) -> dict[str, float]:
+    """What `MeasuredCosts.save` has written; nothing where it cannot be read."""
+    try:
+        found: Any = json.loads(read(path) or "{}")
+    except json.JSONDecodeError:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: float(value) for key, value in found.items() if isinstance(value, (int, float)) and value >= 0}

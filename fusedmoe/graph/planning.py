@@ -1,0 +1,364 @@
+"""Planning a captured pass: one rank decides, all do the same; and a report of it for whoever wants to read it.
+
+First all instructions are put in order, weight gradients beside all-to-alls; then, forward, ranges of instructions are
+split. What the first rank has decided is kept on disk.
+
+The ranks that run a graph meet at the job's store. Nothing is sent over the process groups of the graph: a rank that
+captures a graph which others do not is told so, and does not disturb what these send meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from fusedmoe.comm.failure import Board
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import RankError
+from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
+from fusedmoe.graph.micro_batches import InstructionRange, Pipelined, chosen_ranges, rewrite
+from fusedmoe.graph.operator_costs import (
+    MeasuredCosts,
+    OperatorCosts,
+    Points,
+    load_numbers,
+    measure_points,
+    node_s,
+    point_sizes,
+    start_s,
+)
+from fusedmoe.graph.weight_gradients import gaps_of, ordered, place, reorder, skeleton
+from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, read, write
+from fusedmoe.runtime.progress import WorkBar
+
+_OPERATION = "planning a captured graph"
+_CURE = (
+    "every rank must compile the same graphs in the same order: where sizes differ between ranks or change, mark these "
+    "dimensions as dynamic on all of them"
+)
+
+Show = Callable[[int, int], None]
+# Of ranks that do not decide.
+_NONE = Points((1.0,), (0.0,))
+
+
+class Meeting:
+    """The ranks that run a graph together.
+
+    Args:
+        groups: the process groups of the graph's collectives, or their names.
+        timeout_s: how long a rank waits for the others.
+    Attributes:
+        ranks: of the job; `leader`: whether this rank decides.
+    """
+
+    def __init__(self, groups: Sequence[Any], timeout_s: float) -> None:
+        self.handles = [resolve(group) for group in groups]
+        members = [tuple(dist.get_process_group_ranks(handle)) for handle in self.handles]
+        together = sorted({rank for ranks in members for rank in ranks})
+        # Groups that cross each other can touch all ranks, step by step.
+        whole = any(set(ranks) == set(together) for ranks in members)
+        self.ranks = together if whole or not groups else list(range(dist.get_world_size()))
+        self._rank = dist.get_rank() if groups else 0
+        self.leader = not groups or self._rank == self.ranks[0]
+        self._timeout_s = timeout_s
+        self._board = None if len(self.ranks) < 2 else Board(dist.distributed_c10d._get_default_store(), self._rank)
+
+    def all(self, text: str) -> list[str]:
+        """What each rank brings, in the order of `ranks`."""
+        if self._board is None:
+            return [text]
+        return self._board.meet(self.ranks, text, self._timeout_s, operation=_OPERATION, cure=_CURE)
+
+    def same(self, what: str) -> None:
+        """Raises `RankError`, on every rank, where they do not all bring the same."""
+        digests = self.all(hashlib.sha256(what.encode()).hexdigest()[:16])
+        odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
+        if odd:
+            raise RankError(
+                f"{_OPERATION}: ranks {odd} captured another graph than rank {self.ranks[0]}; {_CURE}, and let no "
+                "rank take another way through the model"
+            )
+
+    def decided(self, decide: Callable[[], str]) -> str:
+        """What the first rank decides. An exception there ends all ranks."""
+        text = ""
+        if self.leader:
+            try:
+                text = decide()
+            except BaseException as error:
+                if self._board is not None:
+                    self._board.post(self._rank, _OPERATION, f"{type(error).__name__}: {error}")
+                raise
+        return self.all(text)[0]
+
+
+def resolve(group: Any) -> Any:
+    """The process group of that name; a process group is itself."""
+    find: Any = dist.distributed_c10d._resolve_process_group
+    return find(group) if isinstance(group, str) else group
+
+
+@dataclass
+class Collective:
+    """One all-to-all of a pass.
+
+    Attributes:
+        name: of the node that starts it. `size`: its bytes. `seconds`: what it takes by itself.
+        beside_s: predicted, of the computation between its start and its wait; weight gradients are part of it.
+        weights: of each, the names of its instructions, joined by " + ".
+    """
+
+    name: str
+    size: int
+    seconds: float
+    beside_s: float = 0.0
+    weights: tuple[str, ...] = ()
+
+    @property
+    def hidden_s(self) -> float:
+        return min(self.seconds, self.beside_s)
+
+
+@dataclass
+class PassReport:
+    """The plan of one captured pass.
+
+    Attributes:
+        phase: "forward", "backward", or "inference".
+        instructions: how many the pass has. `collectives`: its all-to-alls, in order, of which those in `ranges` are
+            listed by what they take unsplit.
+        leftover: weight gradients that run beside no all-to-all.
+        planning_s: what planning took. `cached`: whether the plan was found on disk.
+        order: the names of the instructions, as they run.
+    """
+
+    phase: str
+    instructions: int = 0
+    collectives: list[Collective] = field(default_factory=list)
+    ranges: list[Pipelined] = field(default_factory=list)
+    leftover: tuple[str, ...] = ()
+    planning_s: float = 0.0
+    cached: bool = False
+    order: tuple[str, ...] = ()
+
+    @property
+    def hidden_s(self) -> float:
+        """Predicted seconds of all-to-all that computation hides: beside whole ones, and within ranges."""
+        return sum(one.hidden_s for one in self.collectives) + sum(
+            max(0.0, one.whole_s - one.seconds) for one in self.ranges
+        )
+
+    def __str__(self) -> str:
+        total_s = sum(one.seconds for one in self.collectives)
+        found = f", found in {self.planning_s:.2f} s" if not self.cached else ", as planned before"
+        lines = [
+            f"{self.phase}: {self.instructions} instructions, {len(self.collectives)} all-to-alls of "
+            f"{_ms(total_s)}, {_ms(self.hidden_s)} of it hidden{found}"
+        ]
+        for one in self.collectives:
+            beside = f", beside it {', '.join(map(_short, one.weights))}" if one.weights else ""
+            lines.append(f"  {one.name}: {one.size} bytes, {_ms(one.seconds)}, hidden {_ms(one.hidden_s)}{beside}")
+        for of in self.ranges:
+            lines.append(
+                f"  {of.first} … {of.last} in {of.parts} parts: {of.split} of {of.count} instructions split, "
+                f"{of.all_to_alls} all-to-alls, {_ms(of.whole_s)} → {_ms(of.seconds)}"
+            )
+        if self.leftover:
+            lines.append(f"  beside none: {', '.join(map(_short, self.leftover))}")
+        return "\n".join(lines)
+
+
+def _short(unit: str) -> str:
+    names = unit.split(" + ")
+    return unit if len(names) < 3 else f"{names[0]} + … + {names[-1]} ({len(names)})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """How passes are planned; see `GraphBackend`."""
+
+    parts: int
+    groups: int
+    reach: int | None
+    timeout_s: float
+
+
+def planned(
+    module: fx.GraphModule,
+    phase: str,
+    gradients: Collection[fx.Node],
+    settings: PlanSettings,
+    given: OperatorCosts | None,
+) -> PassReport:
+    """Plans a pass that has all-to-alls and rewrites its graph. Collective over the ranks of the graph's groups.
+
+    Args:
+        gradients: results of the graph that are gradients of parameters.
+        given: costs that are not to be measured.
+    """
+    graph = module.graph
+    of = Instructions(graph)
+    if phase != "backward":  # its order is the same whatever things cost
+        reorder(graph, of, ordered(of, skeleton(of, gradients, _nothing), {}))
+        of = Instructions(graph)
+    all_to_alls = [of.nodes[start] for start in of.starts if is_all_to_all(of.nodes[start])]
+    groups = list(dict.fromkeys(group_of(of.nodes[start]) for start in of.starts))
+    meeting = Meeting(groups, settings.timeout_s)
+    meeting.same(_structure(of))
+    sizes = _sizes(of)
+    alike = len(set(meeting.all(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
+    splits = settings if alike and phase != "backward" else None
+    device = all_to_alls[0].meta["val"].device
+    points = None if given is not None else _points(meeting, all_to_alls, device)
+    path = None
+    if points is not None:
+        facts = machine_facts(Topology(), device, torch.float32) | {"settings": asdict(settings), "alike": alike}
+        facts |= {"phase": phase, "graph": sizes, "points": asdict(points), "gradients": sorted(map(str, gradients))}
+        path = cache_dir() / f"graph-{fingerprint(facts)}.json"
+    kept = []
+
+    def decide() -> str:
+        text = read(path) if path is not None else None
+        if text is not None and _valid(text):
+            kept.append(True)
+            return text
+        with WorkBar(f"planning the {phase} pass") as bar:
+            costs = given if points is None else MeasuredCosts.load(points, device)
+            assert costs is not None
+            text = json.dumps(_decided(of, gradients, costs, splits, bar.show))
+        if path is not None:
+            assert isinstance(costs, MeasuredCosts)
+            costs.save()
+            write(path, text, "what was planned")
+        return text
+
+    plan: dict[str, Any] = json.loads(meeting.decided(decide))
+    beside = {int(start): units for start, units in plan["beside"].items()}
+    bare = skeleton(of, gradients, _nothing)
+    report = _report(of, phase, plan, bare.units, beside)
+    if phase == "backward":
+        reorder(graph, of, ordered(of, bare, beside))
+    for one in plan["ranges"]:
+        rewrite(graph, of, InstructionRange(one["start"], one["stop"], one["parts"], one["axes"], one["before"]))
+    graph.lint()
+    report.cached = bool(kept)
+    report.order = tuple(node.name for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return report
+
+
+def _nothing(node: fx.Node) -> float:
+    return 0.0
+
+
+def _decided(
+    of: Instructions, gradients: Collection[fx.Node], costs: OperatorCosts, split: PlanSettings | None, show: Show
+) -> dict[str, Any]:
+    """The plan, as what JSON can hold. `split`: how ranges are split; None: not at all."""
+    known: dict[fx.Node, float] = {}
+
+    def seconds(node: fx.Node) -> float:
+        if node not in known:
+            known[node] = node_s(costs, node)
+            show(len(known), len(of.nodes))
+        return known[node]
+
+    bare = skeleton(of, gradients, seconds)
+    starts, gaps = gaps_of(of, bare, lambda node: start_s(costs, node))
+    placed = place(gaps, [sum(seconds(node) for node in of.of(unit)) for unit in bare.units])
+    beside: dict[int, list[int]] = {start: [] for start in starts}
+    for unit, number in enumerate(placed):
+        if number is not None:
+            beside[starts[number]].append(unit)
+    ranges = []
+    if split is not None and split.parts > 1:
+        ranges = chosen_ranges(
+            of, seconds, lambda start: bare.due_s.get(start, 0.0), costs, split.parts, split.groups, split.reach, show
+        )
+    collectives = {}
+    for start in of.starts:
+        if is_all_to_all(of.nodes[start]):
+            weights_s = sum(seconds(one) for unit in beside.get(start, ()) for one in of.of(bare.units[unit]))
+            within = any(one.start <= start < one.stop for one, _ in ranges)
+            due_s = 0.0 if within else bare.due_s.get(start, 0.0) + weights_s
+            collectives[start] = (start_s(costs, of.nodes[start]), due_s)
+    pipelined = [one._asdict() | {"report": vars(what)} for one, what in ranges]
+    return {"beside": beside, "collectives": collectives, "ranges": pipelined}
+
+
+def _report(
+    of: Instructions, phase: str, plan: dict[str, Any], units: list[int], beside: dict[int, list[int]]
+) -> PassReport:
+    def names(numbers: Collection[int]) -> tuple[str, ...]:
+        units_of = ([node.name for node in of.of(units[number]) if computes(node)] for number in numbers)
+        return tuple(" + ".join(found) for found in units_of)
+
+    report = PassReport(phase, len(of.nodes))
+    for text, (seconds, beside_s) in plan["collectives"].items():
+        node = of.nodes[int(text)]
+        weights = names(beside.get(int(text), ()))
+        report.collectives.append(Collective(node.name, bytes_of(node), seconds, beside_s, weights))
+    report.ranges = [Pipelined(**one["report"]) for one in plan["ranges"]]
+    used = {unit for found in beside.values() for unit in found}
+    report.leftover = names([number for number in range(len(units)) if number not in used])
+    return report
+
+
+def _structure(of: Instructions) -> str:
+    """The graph without its sizes and groups, the same on ranks that go the same way through a model."""
+    lines = []
+    for index, node in enumerate(of.nodes):
+        needs = [str(of.place[one]) if one in of.place else "input" for one in node.all_input_nodes]
+        lines.append(f"{index} {node.target} {' '.join(needs)}")
+    return "\n".join(lines)
+
+
+def _sizes(of: Instructions) -> str:
+    """The graph with its sizes and without its groups."""
+    lines = []
+    for index, node in enumerate(of.nodes):
+        group = group_of(node) if is_start(node) else None
+        args = [str(argument) for argument in (*node.args, *node.kwargs.values()) if argument is not group]
+        lines.append(f"{index} {node.target} {' '.join(args)} {node.meta.get('val')}")
+    return "\n".join(lines)
+
+
+def _points(meeting: Meeting, all_to_alls: list[fx.Node], device: torch.device) -> Points:
+    """Of the first all-to-all's group: known, or measured by all ranks. Collective."""
+    handle = resolve(group_of(all_to_alls[0]))
+    sizes = point_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
+    facts = machine_facts(Topology(), device, torch.float32)
+    hosts = meeting.all(socket.gethostname())
+    world = {"size": dist.get_world_size(handle), "backend": dist.get_backend(handle), "hosts": len(set(hosts))}
+    path = cache_dir() / f"all-to-all-{fingerprint(facts | {'group': world})}.json"
+    known = load_numbers(path) if meeting.leader else {}
+    missing = json.loads(meeting.decided(lambda: json.dumps([size for size in sizes if str(size) not in known])))
+    if missing:
+        with unset_fake_temporarily():
+            found = measure_points(handle, device, missing)
+        known |= dict(zip(map(str, missing), found, strict=True))
+        if meeting.leader:
+            write(path, json.dumps(known, indent=0) + "\n", "what all-to-alls take")
+    chosen = sorted((int(size), seconds) for size, seconds in known.items())
+    return Points(tuple(size for size, _ in chosen), tuple(seconds for _, seconds in chosen)) if chosen else _NONE
+
+
+def _valid(text: str) -> bool:
+    try:
+        plan = json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(plan, dict) and plan.keys() == {"beside", "collectives", "ranges"}

@@ -1,0 +1,82 @@
+"""Products over rows sorted by expert: what each must return, in plain torch.
+
+Rows n = 0 … N - 1 belong to experts, `expert_N`; `source_N` says which token each of them copies. There are four:
+
+* `up`: h = x[source]·W1_eᵀ + b1_e and a = act(h), rows gathered on the way in, the activation on the way out;
+* `product`: a[n]·B_e (+ bias), the down projection, and the gradient of the rows that go into the up projection;
+* `dhidden`: from dA' = dy[source]·W2_e, while it is in registers, everything that needs it;
+* `dweight`: Σ over the rows n of an expert of left[n]ᵀ·right[n], the gradient of the experts' matrices.
+
+Their Triton cuts the rows into tiles (`define_tiles`), so that the size of a grid is known without asking the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.activation import define_activation
+
+
+def define_up(
+    x_SM: Tensor, source_N: Tensor, expert_N: Tensor, w1: Tensor, b1: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    """h and a, in plain torch."""
+    h = torch.empty((len(source_N), *w1.shape[1:-1]), dtype=x_SM.dtype, device=x_SM.device)
+    for e, matrix in enumerate(w1):
+        h[expert_N == e] = torch.einsum("nm,...m->n...", x_SM[source_N[expert_N == e]], matrix)
+    if b1 is not None:
+        h = h + b1[expert_N]
+    return h, define_activation(activation, h)
+
+
+def define_product(a_NK: Tensor, expert_N: Tensor, b: Tensor, transposed: bool) -> Tensor:
+    """out, in plain torch; `b` is [E, N, K] if transposed, else [E, K, N]."""
+    out = torch.empty((len(a_NK), b.shape[1] if transposed else b.shape[2]), dtype=a_NK.dtype, device=a_NK.device)
+    for e, matrix in enumerate(b):
+        out[expert_N == e] = a_NK[expert_N == e] @ (matrix.t() if transposed else matrix)
+    return out
+
+
+def define_dhidden(
+    dy_SM: Tensor,
+    source_N: Tensor,
+    expert_N: Tensor,
+    weight_N: Tensor,
+    h: Tensor,
+    w2: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dH, s·A and the router weights' gradient, in plain torch."""
+    h = h.detach().requires_grad_()
+    with torch.enable_grad():
+        a = define_activation(activation, h)
+    da = define_product(dy_SM[source_N], expert_N, w2, False)
+    (dh,) = torch.autograd.grad(a, h, da * weight_N[:, None])
+    return dh, a.detach() * weight_N[:, None], (da * a.detach()).sum(-1)
+
+
+def define_dweight(left_NP: Tensor, right_NQ: Tensor, expert_N: Tensor, experts: int) -> Tensor:
+    """out [E, P, Q], in plain torch, of rows already gathered."""
+    rows = [expert_N == e for e in range(experts)]
+    return torch.stack([left_NP[of_expert].t() @ right_NQ[of_expert] for of_expert in rows])
+
+
+def tile_bound(rows: int, experts: int, block_rows: int) -> int:
+    """Tiles that `rows` rows of `experts` experts can make at most."""
+    return rows // block_rows + experts
+
+
+def define_tiles(counts: list[int], rows: int, block_rows: int) -> list[list[int]]:
+    """Expert and first row of every tile, expert -1 where there is none, as plain loops.
+
+    A tile is up to `block_rows` rows of one expert.
+
+    Worked example, tiles of 4 rows, counts [5, 0, 3]: expert 0 has rows 0–3 and 4, expert 2 rows 5–7; the table is
+    [[0, 0], [0, 4], [2, 5], [-1, 0], [-1, 0]].
+    """
+    tiles, start = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [[expert, row] for row in range(start, start + count, block_rows)]
+        start += count
+    return tiles + [[-1, 0]] * (tile_bound(rows, len(counts), block_rows) - len(tiles))

@@ -1,0 +1,318 @@
+"""One-sided dispatch: each token goes once to every rank that has experts of its, by kernels that write to that rank.
+
+Nothing here communicates or needs Triton: here is what kernels are told (receive buffers, addresses, bounds of waits),
+and which rows go where.
+
+The sender decides where in its part of the receiver's buffer a token lies, and tells in the routing metadata that goes
+with the tokens: for each local expert how many rows there are and where their results go, then for each row the token's
+place and its router weight. The receiver sorts rows by expert, source and the sender's order, as the collectives' path
+does, and reads a token as often as experts want it.
+
+Worked example, two ranks of one expert each, degree 1: rank 0 has tokens a, b, c with experts {0, 1}, {1}, {1}. To rank
+0 it puts a, to rank 1 a, b, c in places 0, 1, 2. Rank 1 reads in the metadata: 3 rows of its expert, whose results go
+to rows 1, 2, 3 of rank 0's results (row 0 there is expert 0's); then places 0, 1, 2 and the weights.
+
+With more chunks tokens go in the order of the first chunk that needs them. Plain torch, no host synchronisation where
+the number of rows is given as a bound. Definitions: tests/kernels/test_one_sided.py.
+
+A peer is far where this GPU cannot address its memory: it is on another node. Rows for it are first stored in memory of
+this rank that NVSHMEM may read (staging), and go on from there; `triton/one_sided/network.py` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.layout import Layout, offsets
+
+# The record of a wait that ended early has so many numbers: reason, index of the signal, expected, seen, and the
+# address of the signals.
+RECORD = 5
+# Reasons that kernels find themselves; others are what the host has written to `stop`.
+TIME_IS_UP = 1
+
+
+class Bounds(NamedTuple):
+    """Bounds of the waits of kernels (`fusedmoe.kernels.triton.one_sided.remote.wait`)."""
+
+    stop: Tensor
+    record: Tensor
+    limit_ns: int
+
+
+class Network(NamedTuple):
+    """How rows get to far peers: by NVSHMEM.
+
+    Attributes:
+        pe_W: int32, each rank's PE.
+        spare: [1] int64 of the symmetric memory, which anybody may set and nobody reads.
+        libraries: what kernels with NVSHMEM's functions are linked with.
+    """
+
+    pe_W: Tensor
+    spare: Tensor
+    libraries: Mapping[str, str]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a launch whose kernel calls NVSHMEM."""
+        return {"extern_libs": dict(self.libraries)}
+
+
+def linked(network: Network | None) -> dict[str, Any]:
+    """The constexpr `NVSHMEM` of a kernel, and with a network the options of its launch."""
+    return {"NVSHMEM": False} if network is None else {"NVSHMEM": True, **network.options}
+
+
+def far_pointers(network: Network | None) -> tuple[Tensor | None, Tensor | None]:
+    """The PEs and the spare signal that a kernel takes; None twice where nobody is far."""
+    return (None, None) if network is None else (network.pe_W, network.spare)
+
+
+class ReceiveBuffer(NamedTuple):
+    """A receive buffer as kernels see it.
+
+    Attributes:
+        rows: [slots, W, C, M], this rank's copy: what the W ranks put here; or [slots, 1, C, M], the same rows for all.
+        row_table: [W] all ranks' copies, 0 for those that are far.
+        signals: [slots, W, T] int64 of each rank, T = C / tile where tiles have signals.   signal_table: of these.
+        tile: rows for which there is one signal.
+        credits: [W] int64, of each peer the last exchange of this rank's that it has read.   credit_table: of these.
+        me: this rank's place.
+        network: leads to far peers; None where none is.
+        staging: [slots, W, C, M], rows for far peers on their way; None where none is, or where they have theirs.
+    """
+
+    rows: Tensor
+    row_table: Tensor
+    signals: Tensor
+    signal_table: Tensor
+    tile: int
+    credits: Tensor
+    credit_table: Tensor
+    me: int
+    network: Network | None = None
+    staging: Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def peers(self) -> int:
+        return self.credits.numel()
+
+    def slot(self, epoch: int) -> int:
+        return (epoch - 1) % self.slots
+
+
+class Addresses(NamedTuple):
+    """Addresses to which rows go, and through which network.
+
+    Attributes:
+        peer_N: int32, to whom.
+        store_N: int64, what a kernel stores to: at the peer, or, where that is far, in staging, where rows that follow
+            one another lie together.
+        target_N: int64, of this rank's symmetric memory: where the row goes in the peer's. 0 where that is near; None
+            where nobody is far.
+        network: leads to far peers; None where none is.
+    """
+
+    peer_N: Tensor
+    store_N: Tensor
+    target_N: Tensor | None = None
+    network: Network | None = None
+
+
+class Mark(NamedTuple):
+    """The signal of this rank at every peer: number `place` of their `signals`, whose addresses `table` [W] has."""
+
+    signals: Tensor
+    place: int
+    table: Tensor
+
+
+class Put(NamedTuple):
+    """Rows that go to other ranks' memory.
+
+    Attributes:
+        like: of the rows' dtype.
+        addresses: of the rows.   weight_N: factors, or None for 1.
+        wanted_W: int32, rows of each peer.
+        signal_W: int64, the addresses of what to set to `epoch` when they are all there; for far peers a spare one.
+        mark: the same signal once more, for far peers.
+    """
+
+    like: Tensor
+    addresses: Addresses
+    weight_N: Tensor | None
+    wanted_W: Tensor
+    signal_W: Tensor
+    epoch: int
+    mark: Mark
+
+
+class Wait(NamedTuple):
+    """Rows lie in a receive buffer and may still be on their way: those that `layout.source_N` names are waited for.
+
+    Attributes:
+        signals: [..., T] int64, of the rows of the buffer in order, one for each `tile` of them.
+        epoch: the exchange that they come with.
+        network: leads to far peers; None where none is.
+    """
+
+    signals: Tensor
+    tile: int
+    epoch: int
+    bounds: Bounds
+    network: Network | None = None
+
+
+class Sends(NamedTuple):
+    """Tokens and routing metadata that a rank puts into its peers' receive buffers.
+
+    Attributes:
+        token_WC: int32, the token at each place of a peer's buffer; token_used_W: int32, how many there are.
+        metadata: [E + N, 2] int32, lines for all peers; line_WC, line_used_W: those of each peer.
+    """
+
+    token_WC: Tensor
+    token_used_W: Tensor
+    metadata: Tensor
+    line_WC: Tensor
+    line_used_W: Tensor
+
+
+class Arrivals(NamedTuple):
+    """One chunk of what has been put here, sorted by local expert, then source, then the sender's order.
+
+    Attributes:
+        layout: `source_N` are rows of a slot of the buffer; padding may follow.
+        weight_R: float32 router weights.   peer_R: int32, sources.   place_R: int64, the result's row there.
+        wanted_W: int32, rows of each source.
+    """
+
+    layout: Layout
+    weight_R: Tensor
+    peer_R: Tensor
+    place_R: Tensor
+    wanted_W: Tensor
+
+
+def chunk_of(place: Tensor, count: Tensor, degree: int) -> Tensor:
+    """The chunk of an expert's i-th row of `count`, where chunk j has those from ⌊count·j/degree⌋ on."""
+    return ((place + 1) * degree - 1).div(count.clamp(min=1), rounding_mode="floor").clamp(max=degree - 1)
+
+
+def plan_sends(layout: Layout, weight_N: Tensor | None, peers: int, degree: int, capacity: int, lines: int) -> Sends:
+    """Plans what this rank puts: which tokens to which peer in which order, and the routing metadata.
+
+    Args:
+        layout: of its tokens over all E experts; rank p has those from p·E/peers on.
+        weight_N: [N] router weight of each sorted row; None for 1.
+        degree: chunks in which receivers compute; decides the order of tokens.
+        capacity, lines: places that each rank has in a peer's buffers of tokens and of lines.
+    """
+    assert layout.source_N is not None
+    device, tokens, rows = layout.counts_E.device, layout.tokens, layout.rows
+    local = layout.experts // peers
+    row_N = torch.arange(rows, device=device)
+    kept_N = row_N < layout.offsets_E1[-1]
+    expert_N = torch.searchsorted(layout.offsets_E1[1:].contiguous(), row_N, right=True).clamp(max=layout.experts - 1)
+    peer_N = expert_N // local
+    chunk_N = chunk_of(row_N - layout.offsets_E1[expert_N], layout.counts_E[expert_N], degree)
+
+    # Of each token and peer the first chunk that needs it; `degree` where none does.
+    pair_N = torch.where(kept_N, layout.source_N * peers + peer_N, tokens * peers)
+    first = torch.full((tokens * peers + 1,), degree, device=device).scatter_reduce(0, pair_N, chunk_N, "amin")
+    first_SW = first[:-1].view(tokens, peers)
+    token_SW = first_SW.argsort(dim=0, stable=True)
+    place_SW = torch.empty_like(token_SW).scatter_(0, token_SW, _rows_like(token_SW))
+    token_WC = torch.zeros((peers, capacity), dtype=torch.int32, device=device)
+    token_WC[:, :tokens] = token_SW.t()
+
+    start_E = layout.offsets_E1[:-1]
+    head = torch.stack([layout.counts_E.to(torch.int32), start_E], 1)
+    place_N = place_SW.view(-1)[pair_N.clamp(max=max(tokens * peers - 1, 0))] if tokens else row_N
+    weight = torch.ones(rows, device=device) if weight_N is None else weight_N.float()
+    body = torch.stack([place_N.to(torch.int32), weight.contiguous().view(torch.int32)], 1)
+    count_W = layout.counts_E.view(peers, local).sum(1)
+    line = torch.arange(lines, device=device)
+    own_W1 = torch.arange(peers, device=device)[:, None]
+    line_WC = torch.where(
+        line < local, own_W1 * local + line, layout.experts + start_E[::local][:, None] + line - local
+    ).clamp(max=max(layout.experts + rows - 1, 0))
+    return Sends(
+        token_WC,
+        (first_SW < degree).sum(0, dtype=torch.int32),
+        torch.cat([head, body]),
+        line_WC.to(torch.int32),
+        (count_W + local).to(torch.int32),
+    )
+
+
+def read_metadata(
+    metadata_WC2: Tensor, experts: int, degree: int, capacity: int, rows: Sequence[int]
+) -> list[Arrivals]:
+    """Reads the routing metadata: the layout of what has been put here, chunk by chunk.
+
+    Args:
+        metadata_WC2: int32, all ranks' routing metadata.
+        experts: of this rank.
+        capacity: places of each source in a slot of the buffer.
+        rows: of each chunk, or bounds on them.
+    """
+    peers, device = metadata_WC2.shape[0], metadata_WC2.device
+    counts_We, start_We = metadata_WC2[:, :experts, 0].long(), metadata_WC2[:, :experts, 1].long()
+    before_We = counts_We.cumsum(1) - counts_We
+    flat = metadata_WC2.view(peers * metadata_WC2.shape[1], 2)
+    found = []
+    for chunk, bound in enumerate(rows):
+        skipped_We = counts_We * chunk // degree
+        count_eW = (counts_We * (chunk + 1) // degree - skipped_We).t()
+        end_G = count_eW.reshape(-1).cumsum(0)
+        row_R = torch.arange(bound, device=device)
+        group_R = torch.searchsorted(end_G, row_R, right=True).clamp(max=end_G.numel() - 1)
+        inside_R = row_R - (end_G - count_eW.reshape(-1))[group_R]
+        expert_R, peer_R = group_R // peers, group_R % peers
+        inside_R = inside_R + skipped_We[peer_R, expert_R]
+        line_R = peer_R * metadata_WC2.shape[1] + experts + before_We[peer_R, expert_R] + inside_R
+        kept_R = row_R < end_G[-1]
+        line = flat[torch.where(kept_R, line_R, 0)]
+        source_R = peer_R * capacity + torch.where(kept_R, line[:, 0].long(), 0)
+        count_e = count_eW.sum(1)
+        layout = Layout(count_e, offsets(count_e), source_R, row_R, row_R.view(-1, 1))
+        weight_R = line[:, 1].contiguous().view(torch.float32)
+        place_R = start_We[peer_R, expert_R] + inside_R
+        found.append(Arrivals(layout, weight_R, peer_R.to(torch.int32), place_R, count_eW.sum(0, dtype=torch.int32)))
+    return found
+
+
+def contiguous(arrivals: Arrivals) -> Layout:
+    """The layout once the rows have been copied out of the buffer in its order."""
+    return replace(arrivals.layout, source_N=None)
+
+
+def _rows_like(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], device=x.device)[:, None].expand_as(x)
+
+
+def for_all_shards(layout: Layout, shards: int) -> Layout:
+    """The layout by which every row goes to all shards of its expert, and the shards' results are added up in order.
+
+    Args:
+        layout: without padding, over the e experts of which each of the `shards` ranks has a part.
+    Returns:
+        over shards·e experts, those of rank q from q·e on; pair k of a token becomes pairs k·shards + q.
+    """
+    assert layout.source_N is not None
+    rows, shard_Q1 = layout.rows, torch.arange(shards, device=layout.counts_E.device)[:, None]
+    counts_E = layout.counts_E.repeat(shards)
+    row_SKQ = torch.where(layout.row_SK[..., None] < 0, -1, layout.row_SK[..., None] + shard_Q1.view(-1) * rows)
+    pair_N = (layout.pair_N * shards + shard_Q1).view(-1)
+    return Layout(counts_E, offsets(counts_E), layout.source_N.repeat(shards), pair_N, row_SKQ.flatten(1))

@@ -1,1 +1,0 @@
-"""Triton kernels that sort, copy, sum and pack rows. Needs Triton; imported only where it serves."""

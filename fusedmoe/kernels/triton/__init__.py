@@ -1,0 +1,1 @@
+"""The operations of `fusedmoe.kernels` in Triton; imported only where it serves."""

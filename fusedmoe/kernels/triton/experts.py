@@ -1,0 +1,167 @@
+"""The experts' operation on grouped kernels, forward and backward; also on rows that are still on their way, and with
+results that go straight to where they belong.
+
+The contract is that of `fusedmoe.kernels.experts`. No host synchronisation (but when a configuration is tuned); shapes
+are bounds, rows past the true count are never read as results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.gather_sum import gather_sum, permute
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.one_sided import Addresses, Put, Wait
+from fusedmoe.kernels.triton.grouped.autotune import tuner, untuned
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, solid
+from fusedmoe.kernels.triton.grouped.configs import has_bulk_copies
+from fusedmoe.kernels.triton.grouped.dhidden import dhidden
+from fusedmoe.kernels.triton.grouped.dweight import dweight
+from fusedmoe.kernels.triton.grouped.product import product
+from fusedmoe.kernels.triton.grouped.up import up
+from fusedmoe.kernels.triton.one_sided.put import put_values
+from fusedmoe.kernels.weights import Gradients, Hidden, Weights
+
+
+def make_call(layout: Layout, like: Tensor, in_flight: bool = False) -> GroupedCall:
+    """Prepares the launches of one call; `like`: a tensor of the call's dtype and device.
+
+    `in_flight`: launches wait for rows or put them, so that none can be repeated to tune it.
+    """
+    if INTERPRET:
+        return GroupedCall(layout, like, untuned(None), True, 4)
+    gpu = torch.cuda.get_device_properties(like.device)
+    bulk = has_bulk_copies((gpu.major, gpu.minor))
+    choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device).choose
+    return GroupedCall(layout, like, choose, bulk, gpu.multi_processor_count)
+
+
+def experts_forward(
+    x_SM: Tensor, layout: Layout, weight_N: Tensor | None, weights: Weights, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """The forward, as in the contract."""
+    call = make_call(layout, x_SM)
+    h, a = up(call, x_SM, weights, activation)
+    out_NM = product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start)
+    hidden = weights.w2.shape[2]
+    shape = (layout.rows, 2, hidden) if activation.gated else (layout.rows, hidden)
+    return gather_sum(out_NM, layout, weight_N), h.view(shape)
+
+
+def experts_backward(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    h_NH: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+) -> Gradients:
+    """The backward, as in the contract."""
+    dx_SM, ds_N, left = experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
+    grads = experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
+    return replace(grads, x_SM=dx_SM, weight_N=ds_N)
+
+
+def experts_backward_rows(
+    dy_SM: Tensor,
+    x_SM: Tensor,
+    h_NH: Tensor,
+    layout: Layout,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+) -> tuple[Tensor, Tensor | None, Hidden]:
+    """The rows' half of the backward, as in the contract; what it leaves is times the router weights."""
+    dy_SM = solid(dy_SM)
+    call = make_call(layout, x_SM)
+    h = h_NH.view(layout.rows, activation.halves * weights.w2.shape[2])
+    dh, a, ds_N = dhidden(call, dy_SM, h, weight_N, weights, activation)
+    up_ENM = weights.w1.view(weights.w1.shape[0], -1, weights.w1.shape[-1])
+    dx_SM = gather_sum(product(call, "dinput", dh, up_ENM, False), layout)
+    if weights.b2 is not None and ds_N is not None:
+        ds_N = ds_N + _bias_dot(call, dy_SM, weights)
+    if ds_N is not None:
+        ds_N = layout.zero_padding(ds_N)
+    return dx_SM, ds_N, Hidden(a, dh)
+
+
+def experts_backward_weights(
+    dy_SM: Tensor, x_SM: Tensor, left: Hidden, layout: Layout, weight_N: Tensor | None, weights: Weights
+) -> Gradients:
+    """The parameters' half of the backward, as in the contract."""
+    x_SM, dy_SM, dh, a = solid(x_SM), solid(dy_SM), left.dh_NH, left.a_NH
+    call = make_call(layout, x_SM)
+    dw1 = dweight(call, "dw1", dh, x_SM, "right").view_as(weights.w1)
+    dw2 = dweight(call, "dw2", dy_SM, a, "left")
+    one_N1 = None
+    if weights.b1 is not None or weights.b2 is not None:
+        one_N1 = dh.new_ones((layout.rows, 1))
+    db1 = None if weights.b1 is None or one_N1 is None else dweight(call, "dw1", one_N1, dh, None).view_as(weights.b1)
+    db2 = None
+    if weights.b2 is not None and one_N1 is not None:
+        factor_N1 = one_N1 if weight_N is None else weight_N.to(dh.dtype)[:, None]
+        db2 = dweight(call, "dw1", factor_N1, dy_SM, "right")[:, 0, weights.b2_columns()].contiguous()
+    return Gradients(x_SM, None, dw1, dw2, db1, db2)
+
+
+def forward_in_flight(
+    x_CM: Tensor, layout: Layout, weights: Weights, activation: Activation, wait: Wait | None, put: Put | None
+) -> tuple[Tensor, Tensor]:
+    """The forward of rows in a receive buffer: results [R, M], none where they are put, and h [R, (2,) H].
+
+    Args:
+        layout: `source_N` are the rows of x; padding may follow.
+    """
+    call = make_call(layout, x_CM, in_flight=True)
+    h, a = up(call, x_CM, weights, activation, wait)
+    out_RM = product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start, put)
+    hidden = weights.w2.shape[2]
+    return out_RM, h.view((layout.rows, 2, hidden) if activation.gated else (layout.rows, hidden))
+
+
+def backward_rows_in_flight(
+    dy_CM: Tensor,
+    h: Tensor,
+    layout: Layout,
+    weight_R: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+    wait: Wait | None,
+    put: Put | None,
+    values: Addresses | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Hidden]:
+    """The rows' half of the backward of `forward_in_flight`.
+
+    Gradients of rows [R, M], none where they are put, of router weights [R], and what is left for those of parameters:
+    dy, [R, M] sorted by expert, and activations.
+
+    Args:
+        values: where the gradients of router weights go as well.
+    """
+    call = make_call(layout, dy_CM, in_flight=True)
+    h = h.view(layout.rows, activation.halves * weights.w2.shape[2])
+    dh, a, ds_R = dhidden(call, dy_CM, h, weight_R, weights, activation, wait)
+    dy_RM = permute(dy_CM, layout)  # all of them are here by now
+    if weights.b2 is not None and ds_R is not None:
+        sorted_call = make_call(replace(layout, source_N=None), dy_RM, in_flight=True)
+        ds_R = ds_R + _bias_dot(sorted_call, dy_RM, weights)
+    if values is not None and ds_R is not None:
+        put_values(ds_R, values, layout.offsets_E1[-1:])
+    up_ENM = weights.w1.view(weights.w1.shape[0], -1, weights.w1.shape[-1])
+    return product(call, "dinput", dh, up_ENM, False, put=put), ds_R, dy_RM, Hidden(a, dh)
+
+
+def _bias_dot(call: GroupedCall, dy_SM: Tensor, weights: Weights) -> Tensor:
+    """⟨dy[source], b2_e⟩ of every row: what the output bias adds to the router weight's gradient."""
+    assert weights.b2 is not None
+    dot_SE = dy_SM[:, weights.b2_columns()].float() @ weights.b2.float().t()
+    row_N = torch.arange(call.layout.rows, device=dy_SM.device)
+    expert_N = torch.searchsorted(call.ends_E, row_N, right=True).clamp(max=dot_SE.shape[1] - 1)
+    source_N = row_N if call.layout.source_N is None else call.layout.source_N
+    return dot_SE[source_N, expert_N]

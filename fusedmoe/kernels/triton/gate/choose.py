@@ -1,0 +1,406 @@
+"""From logits to a choice of experts in one pass over a tile of rows, with the product in front where it fits.
+
+A program has all logits of its BS tokens in registers. Top-k is k passes of a maximum: logits become integers that sort
+as they do (so that NaN, infinities and equal values have one place each), the lower index wins, and what was taken
+becomes the lowest integer, below every logit. What was taken is thereby known for the count of choices.
+
+Sums over tokens are made in two steps, programs' sums and then their sum in a fixed order. The backward makes the
+gradient of the logits in one pass, recomputing scores and sums from the logits. Definition: `define_choice`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.gate import SCORES, GateChoice, GateRule
+from fusedmoe.kernels.triton.gate.router import (
+    BLACKWELL,
+    Capability,
+    Tile,
+    capability,
+    logits,
+    logits_tile,
+    taken_apart,
+    width,
+)
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
+
+_SCORE_CODES = {name: code for code, name in enumerate(SCORES)}
+# What a sum is at least when it divides: float32's least normal number, as in the definition.
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+_TAKEN = tl.constexpr(-(2**31))
+_UNSPECIAL = ["length", "blocks", "programs"]
+
+
+@triton.jit
+def sortable(x):
+    """Integers in the order of the floats: -0 as 0, NaN highest, all above `_TAKEN`."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x == x, key, 0x7FFFFFFF)
+
+
+@triton.jit
+def unsortable(key):
+    """The float of a key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rows_of_program(length, blocks, BS: tl.constexpr):
+    """The sequence, the rows (int64, those past the sequence's end clamped to its last) and which are inside."""
+    sequence = tl.program_id(0) // blocks
+    place = tl.program_id(0) % blocks * BS + tl.arange(0, BS)
+    row = sequence * length + tl.minimum(place, length - 1)
+    return sequence, row.to(tl.int64), place < length
+
+
+@triton.jit
+def softmax_terms(logits):
+    """The powers of e above the highest logit, their sum, and that logit; a column of padding is -inf."""
+    top = tl.max(logits, 1)
+    power = tl.exp(logits - top[:, None])
+    return power, tl.sum(power, 1), top
+
+
+@triton.jit
+def softmax_backward(logits, grad):
+    """The gradient of logits from that of their softmax; columns of padding are -inf."""
+    power, total, _ = softmax_terms(logits)
+    share = power / total[:, None]
+    return share * (grad - tl.sum(share * grad, 1)[:, None])
+
+
+@triton.jit
+def score_backward(logits, inside, grad, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr):
+    """The gradient of logits from that of their scores, with NORMALIZE of scores / Σ scores, over what is `inside`."""
+    score = tl.sigmoid(logits) if SIGMOID else logits
+    score = tl.where(inside, score, 0.0)
+    factor = score if SIGMOID else tl.where(inside, 1.0, 0.0)
+    if NORMALIZE:
+        total = tl.sum(score, 1)
+        divisor = tl.maximum(total, _TINY)[:, None]
+        mean = tl.where(total >= _TINY, tl.sum(score / divisor * grad, 1), 0.0)
+        grad = grad - mean[:, None]
+        factor = factor / divisor  # before the gradient: divided by next to nothing, that would be infinite
+    if SIGMOID:
+        factor *= 1.0 - score
+    return factor * grad
+
+
+@jit(do_not_specialize=_UNSPECIAL)
+def choose_kernel(
+    x_ptr,
+    w_ptr,
+    logits_ptr,
+    bias_ptr,
+    expert_ptr,
+    weight_ptr,
+    sums_ptr,
+    logsumexp_ptr,
+    length,
+    blocks,
+    programs,
+    M,
+    E,
+    scale,
+    K: tl.constexpr,
+    SCORE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    LOGSUMEXP: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    EVEN: tl.constexpr,
+    TAKEN_APART: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BS: tl.constexpr,
+    BK: tl.constexpr,
+    EP: tl.constexpr,
+    KP: tl.constexpr,
+):
+    SOFTMAX: tl.constexpr = SCORE == 0
+    sequence, row, inside = rows_of_program(length, blocks, BS)
+    e = tl.arange(0, EP)
+    known = (e < E)[None, :]
+    at = row[:, None] * E + e[None, :]
+    if PRODUCT:
+        logits = logits_tile(x_ptr, w_ptr, row, tl.minimum(e, E - 1), M, EVEN, TAKEN_APART, INTERPRET, BS, EP, BK)
+        tl.store(logits_ptr + at, logits, mask=inside[:, None] & known)
+        logits = tl.where(known, logits, -float("inf"))
+    else:
+        logits = tl.load(logits_ptr + at, mask=known, other=-float("inf"))
+
+    if SOFTMAX and (STATISTICS or BIAS or not NORMALIZE) or LOGSUMEXP:
+        power, total, top = softmax_terms(logits)
+        if LOGSUMEXP:
+            tl.store(logsumexp_ptr + row, top + tl.log(total), mask=inside)
+
+    if BIAS:
+        if SOFTMAX:
+            by = power / total[:, None]
+        elif SCORE == 1:
+            by = tl.sigmoid(logits)
+        else:
+            by = logits
+        by += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
+    else:
+        by = logits
+    key = tl.where(known, sortable(by), _TAKEN)
+    k = tl.arange(0, KP)
+    expert = tl.zeros((BS, KP), dtype=tl.int32)
+    picked = tl.zeros((BS, KP), dtype=tl.float32)
+    for place in range(K):
+        best, index = tl.max(key, 1, return_indices=True, return_indices_tie_break_left=True)
+        key = tl.where(e[None, :] == index[:, None], _TAKEN, key)
+        here = (k == place)[None, :]
+        expert = tl.where(here, index[:, None], expert)
+        if not BIAS:
+            picked = tl.where(here, unsortable(best)[:, None], picked)
+
+    chosen = (k < K)[None, :]
+    # From here on logits come from memory again, where this program wrote them: the passes need their registers.
+    if PRODUCT and (BIAS or STATISTICS) and not INTERPRET:
+        tl.debug_barrier()
+    if BIAS:
+        picked = tl.load(logits_ptr + row[:, None] * E + expert)
+    if SOFTMAX:
+        if NORMALIZE:
+            weight, sum_of_chosen, _ = softmax_terms(tl.where(chosen, picked, -float("inf")))
+            weight = weight / sum_of_chosen[:, None]
+        else:
+            weight = tl.exp(picked - top[:, None]) / total[:, None]
+    else:
+        weight = tl.sigmoid(picked) if SCORE == 1 else picked
+        if NORMALIZE:
+            weight = tl.where(chosen, weight, 0.0)
+            weight = weight / tl.maximum(tl.sum(weight, 1), _TINY)[:, None]
+    pair = row[:, None] * K + k[None, :]
+    tl.store(expert_ptr + pair, expert.to(tl.int64), mask=inside[:, None] & chosen)
+    tl.store(weight_ptr + pair, weight * scale, mask=inside[:, None] & chosen)
+
+    if STATISTICS:
+        logits = tl.load(logits_ptr + at, mask=known, other=-float("inf"))
+        if SOFTMAX:
+            share = tl.exp(logits - top[:, None]) / total[:, None]
+        elif SCORE == 1:
+            share = tl.where(known, tl.sigmoid(logits), 0.0)
+            share = share / tl.maximum(tl.sum(share, 1), _TINY)[:, None]
+        else:
+            share = logits
+        counted = (key == _TAKEN) & known & inside[:, None]
+        sums = sums_ptr + tl.program_id(0).to(tl.int64) * E + e
+        tl.store(sums, tl.sum(tl.where(inside[:, None], share, 0.0), 0), mask=e < E)
+        tl.store(sums + programs.to(tl.int64) * E, tl.sum(counted.to(tl.float32), 0), mask=e < E)
+
+
+@jit(do_not_specialize=_UNSPECIAL)
+def dlogits_kernel(
+    logits_ptr,
+    expert_ptr,
+    dweight_ptr,
+    dscore_ptr,
+    dlogsumexp_ptr,
+    dlogits_ptr,
+    length,
+    blocks,
+    E,
+    scale,
+    K: tl.constexpr,
+    SCORE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    LOGSUMEXP: tl.constexpr,
+    BS: tl.constexpr,
+    EP: tl.constexpr,
+    KP: tl.constexpr,
+):
+    SOFTMAX: tl.constexpr = SCORE == 0
+    sequence, row, inside = rows_of_program(length, blocks, BS)
+    e = tl.arange(0, EP)
+    known = (e < E)[None, :]
+    at = row[:, None] * E + e[None, :]
+    logits = tl.load(logits_ptr + at, mask=known, other=-float("inf"))
+
+    # What the weights send to the logits of the chosen; to their probabilities, if they are not a softmax of their own.
+    dlogits = tl.zeros((BS, EP), dtype=tl.float32)
+    if WEIGHTS:
+        k = tl.arange(0, KP)
+        chosen = (k < K)[None, :]
+        pair = row[:, None] * K + k[None, :]
+        expert = tl.load(expert_ptr + pair, mask=chosen, other=0).to(tl.int32)
+        grad = tl.load(dweight_ptr + pair, mask=chosen, other=0.0) * scale
+        if NORMALIZE or SCORE == 1:
+            picked = tl.load(logits_ptr + row[:, None] * E + expert, mask=chosen, other=-float("inf"))
+            if SOFTMAX:
+                grad = softmax_backward(picked, grad)
+            else:
+                grad = score_backward(picked, chosen, grad, NORMALIZE, SCORE == 1)
+        for place in range(K):
+            here = (k == place)[None, :]
+            index = tl.sum(tl.where(here, expert, 0), 1)
+            value = tl.sum(tl.where(here, grad, 0.0), 1)
+            dlogits = tl.where(e[None, :] == index[:, None], value[:, None], dlogits)
+
+    if STATISTICS:
+        dscore = tl.load(dscore_ptr + sequence.to(tl.int64) * E + e, mask=e < E, other=0.0)[None, :]
+        dscore = tl.broadcast_to(dscore, (BS, EP))
+    if SOFTMAX:
+        if NORMALIZE:
+            if STATISTICS:
+                dlogits += softmax_backward(logits, dscore)
+        else:
+            if STATISTICS:
+                dlogits += dscore
+            if STATISTICS or WEIGHTS:
+                dlogits = softmax_backward(logits, dlogits)
+    elif STATISTICS:
+        dlogits += score_backward(logits, known, dscore, SCORE == 1, SCORE == 1)
+    if LOGSUMEXP:
+        power, total, _ = softmax_terms(logits)
+        dlogits += power / total[:, None] * tl.load(dlogsumexp_ptr + row)[:, None]
+    tl.store(dlogits_ptr + at, dlogits, mask=inside[:, None] & known)
+
+
+def fused_tile(experts: int, apart: str, capability: Capability | None) -> Tile | None:
+    """For logits made and used in one program; None where they are too many for its registers."""
+    columns = width(experts)
+    if capability is None:
+        return Tile(64, columns, 128, 4, 1)
+    # Rows of logits that are no multiple of 16 take more registers: they come and go by single numbers.
+    ragged = experts % 16 != 0
+    if ragged and (columns > 128 or columns == 128 and apart == "both"):
+        return None
+    if apart:
+        return Tile(64, columns, 32, 8, 3) if columns <= 128 else None
+    # Blackwell's products give a thread a whole row, which reductions like but registers do not.
+    if capability >= BLACKWELL:
+        return Tile(64, columns, 64, 4 if columns <= 64 else 8, 3) if columns <= 128 else None
+    return Tile(64, columns, 64, 8 if columns > (64 if ragged else 128) else 4, 3) if columns <= 256 else None
+
+
+def rowwise_tile(experts: int, capability: Capability | None) -> Tile:
+    """For logits that are given, and for their gradient."""
+    if capability is None:
+        return Tile(64, width(experts), 16, 4, 1)
+    return Tile(min(64, 4096 // width(experts)), width(experts), 16, 8, 1)
+
+
+def choose(logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
+    """`define_choice` of float32 logits. No autograd, and no word from the device."""
+    return _choose(None, None, logits_SE.contiguous(), rule, bias_E)
+
+
+def gate(x_SM: Tensor, weight_EM: Tensor, rule: GateRule, bias_E: Tensor | None = None) -> GateChoice:
+    """`define_choice` of x·Wᵀ. No autograd, and no word from the device."""
+    x_SM, weight_EM = x_SM.contiguous(), weight_EM.contiguous()
+    experts = weight_EM.shape[0]
+    if fused_tile(experts, taken_apart(x_SM.dtype, weight_EM.dtype), capability(x_SM)) is None:
+        return _choose(None, None, logits(x_SM, weight_EM), rule, bias_E)
+    logits_SE = torch.empty((x_SM.shape[0], experts), dtype=torch.float32, device=x_SM.device)
+    return _choose(x_SM, weight_EM, logits_SE, rule, bias_E)
+
+
+def _choose(
+    x_SM: Tensor | None, weight_EM: Tensor | None, logits_SE: Tensor, rule: GateRule, bias_E: Tensor | None
+) -> GateChoice:
+    (S, E), B = logits_SE.shape, rule.sequences(logits_SE.shape[0])
+    device, single = logits_SE.device, torch.float32
+    expert_SK = torch.empty((S, rule.k), dtype=torch.int64, device=device)
+    weight_SK = torch.empty((S, rule.k), dtype=single, device=device)
+    logsumexp_S = torch.empty(S, dtype=single, device=device) if rule.logsumexp else None
+    if S == 0:
+        zeros = (torch.zeros((B, E), dtype=single, device=device) for _ in range(2))
+        score_BE, count_BE = zeros if rule.statistics else (None, None)
+        return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S)
+    tile = rowwise_tile(E, capability(logits_SE))
+    M, product = 0, {"EVEN": True, "TAKEN_APART": ""}
+    if x_SM is not None and weight_EM is not None:
+        M, apart = x_SM.shape[1], taken_apart(x_SM.dtype, weight_EM.dtype)
+        fused = fused_tile(E, apart, capability(x_SM))
+        assert fused is not None
+        tile, product = fused, {"EVEN": M % fused.depth == 0, "TAKEN_APART": apart}
+    blocks = triton.cdiv(S // B, tile.rows)
+    sums = torch.empty((2, B, blocks, E), dtype=single, device=device) if rule.statistics else None
+    choose_kernel[(B * blocks,)](
+        x_SM,
+        weight_EM,
+        logits_SE,
+        bias_E,
+        expert_SK,
+        weight_SK,
+        sums,
+        logsumexp_S,
+        S // B,
+        blocks,
+        B * blocks,
+        M,
+        E,
+        rule.scale,
+        BIAS=bias_E is not None,
+        STATISTICS=rule.statistics,
+        PRODUCT=x_SM is not None,
+        INTERPRET=INTERPRET,
+        BK=tile.depth,
+        num_stages=tile.stages,
+        **product,
+        **launch_options(rule, tile),
+    )
+    score_BE, count_BE = (None, None) if sums is None else (sums[0].sum(1), sums[1].sum(1))
+    return GateChoice(expert_SK, weight_SK, logits_SE, score_BE, count_BE, logsumexp_S)
+
+
+def dlogits(
+    logits_SE: Tensor,
+    expert_SK: Tensor,
+    rule: GateRule,
+    dweight_SK: Tensor | None,
+    dscore_BE: Tensor | None,
+    dlogsumexp_S: Tensor | None,
+) -> Tensor:
+    """The gradient of float32 logits from those of a choice's weights, scores and logsumexp, as far as given."""
+    S, E = logits_SE.shape
+    logits_SE = logits_SE.contiguous()
+    dlogits_SE = torch.empty_like(logits_SE)
+    if S == 0:
+        return dlogits_SE
+    tile, B = rowwise_tile(E, capability(logits_SE)), rule.sequences(S)
+    blocks = triton.cdiv(S // B, tile.rows)
+    dlogits_kernel[(B * blocks,)](
+        logits_SE,
+        expert_SK,
+        None if dweight_SK is None else dweight_SK.contiguous(),
+        None if dscore_BE is None else dscore_BE.contiguous(),
+        None if dlogsumexp_S is None else dlogsumexp_S.contiguous(),
+        dlogits_SE,
+        S // B,
+        blocks,
+        E,
+        rule.scale,
+        WEIGHTS=dweight_SK is not None,
+        STATISTICS=dscore_BE is not None,
+        **{**launch_options(rule, tile), "LOGSUMEXP": dlogsumexp_S is not None},
+    )
+    return dlogits_SE
+
+
+def launch_options(rule: GateRule, tile: Tile) -> dict[str, Any]:
+    return {
+        "K": rule.k,
+        "SCORE": _SCORE_CODES[rule.score],
+        "NORMALIZE": rule.normalize,
+        "LOGSUMEXP": rule.logsumexp,
+        "BS": tile.rows,
+        "EP": tile.columns,
+        "KP": triton.next_power_of_2(rule.k),
+        "num_warps": tile.warps,
+        # Left to itself the assembler spills a few bytes where that lets one more program onto a multiprocessor.
+        "maxnreg": MOST_REGISTERS,
+    }

@@ -1,0 +1,302 @@
+"""The router's three products, as exact as float32: logits = x·Wᵀ, dx = dlogits·W, dW = dlogitsᵀ·x.
+
+The tokens x and the matrix W are in half precision or float32, logits and their gradients always float32. Tensor cores
+take no float32, so that a float32 operand is taken apart: beside bfloat16 into two or three bfloat16 summands, which
+together hold 16 or 24 of its bits; else into two of tf32 (Triton's "tf32x3"). A plain float32 product on the ordinary
+cores would take longer than an expert's. Definitions: the three expressions above.
+
+Tile shapes follow from ahead-of-time compiles (registers, spills, shared memory), which the tests repeat for every
+entry; none has been timed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.triton.jit import jit
+
+# Programs that fill a GPU: the sum over tokens in dW is cut so that there are about as many. A constant, since the
+# result must not depend on the GPU.
+_PROGRAMS = 264
+
+Capability = tuple[int, int]
+BLACKWELL = (10, 0)
+
+
+class Tile(NamedTuple):
+    """Tile of a result, depth of a product's steps, and how a program is laid out."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}x{self.depth} w{self.warps}"
+
+
+def width(experts: int) -> int:
+    """Columns of a tile that holds a token's logits; a product has at least 16."""
+    return max(16, 1 << (experts - 1).bit_length())
+
+
+def product_tile(operation: str, apart: str, capability: Capability | None) -> Tile:
+    """For one of the router's products.
+
+    Args:
+        operation: "logits", "dx" or "dw".
+        apart: how operands are taken apart (`taken_apart`).
+        capability: of the GPU; None for the interpreter, which pays for programs and steps, not for their size.
+    """
+    if capability is None:
+        return Tile(64, 256, 128, 4, 1)
+    if operation == "logits":
+        if apart == "both":
+            return Tile(64, 64, 32, 8, 3)
+        return Tile(64, 128, 32, 8, 3) if apart else Tile(128, 128, 64, 8, 3)
+    if apart == "both":
+        return Tile(64, 64, 32, 8, 2)
+    if capability >= BLACKWELL:
+        return Tile(64, 128, 32 if operation == "dx" else 64, 8, 2)
+    return Tile(128 if operation == "dx" else 64, 128, 32, 8, 2)
+
+
+@triton.jit
+def summand(rest):
+    """The bfloat16 next to a float32, and what is left."""
+    high = rest.to(tl.bfloat16)
+    return high, rest - high.to(tl.float32)
+
+
+@triton.jit
+def mac(a, b, acc, TAKEN_APART: tl.constexpr, SUMMANDS: tl.constexpr, INTERPRET: tl.constexpr):
+    """acc + a·b. TAKEN_APART: the float32 side beside bfloat16, "a" or "b"; "both"; "" for two of one half type."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif TAKEN_APART == "":
+        return tl.dot(a, b, acc)
+    elif TAKEN_APART == "both":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
+    elif TAKEN_APART == "a":
+        high, rest = summand(a)
+        middle, rest = summand(rest)
+        if SUMMANDS == 3:
+            acc = tl.dot(rest.to(tl.bfloat16), b, acc)
+        acc = tl.dot(middle, b, acc)
+        return tl.dot(high, b, acc)
+    else:
+        high, rest = summand(b)
+        middle, rest = summand(rest)
+        if SUMMANDS == 3:
+            acc = tl.dot(a, rest.to(tl.bfloat16), acc)
+        acc = tl.dot(a, middle, acc)
+        return tl.dot(a, high, acc)
+
+
+@triton.jit
+def logits_tile(
+    x_ptr,
+    w_ptr,
+    row,
+    expert,
+    M,
+    EVEN: tl.constexpr,
+    TAKEN_APART: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BS: tl.constexpr,
+    BE: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """x[row]·W[expert]ᵀ for BS rows and BE experts, all of them valid indices (clamped: a mask would cost the loads
+    their way around the registers)."""
+    m = tl.arange(0, BK)
+    x_ptrs = x_ptr + row[:, None].to(tl.int64) * M + m[None, :]
+    w_ptrs = w_ptr + expert[:, None].to(tl.int64) * M + m[None, :]
+    acc = tl.zeros((BS, BE), dtype=tl.float32)
+    for m0 in range(0, M, BK):
+        if EVEN:
+            x = tl.load(x_ptrs)
+            w = tl.load(w_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=m[None, :] < M - m0, other=0.0)
+            w = tl.load(w_ptrs, mask=m[None, :] < M - m0, other=0.0)
+        acc = mac(x, w.T, acc, TAKEN_APART, 3, INTERPRET)
+        x_ptrs += BK
+        w_ptrs += BK
+    return acc
+
+
+@jit(do_not_specialize=["S"])
+def logits_kernel(
+    x_ptr,
+    w_ptr,
+    logits_ptr,
+    S,
+    M,
+    E,
+    EVEN: tl.constexpr,
+    TAKEN_APART: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BS: tl.constexpr,
+    BE: tl.constexpr,
+    BK: tl.constexpr,
+):
+    # Expert tiles run fastest: those of the same rows find them in the cache.
+    tiles = tl.cdiv(E, BE)
+    row = tl.program_id(0) // tiles * BS + tl.arange(0, BS)
+    e = tl.program_id(0) % tiles * BE + tl.arange(0, BE)
+    clamped = tl.minimum(row, S - 1)
+    acc = logits_tile(x_ptr, w_ptr, clamped, tl.minimum(e, E - 1), M, EVEN, TAKEN_APART, INTERPRET, BS, BE, BK)
+    out = logits_ptr + row[:, None].to(tl.int64) * E + e[None, :]
+    tl.store(out, acc, mask=(row < S)[:, None] & (e < E)[None, :])
+
+
+@jit(do_not_specialize=["S"])
+def dx_kernel(
+    dlogits_ptr,
+    w_ptr,
+    dx_ptr,
+    S,
+    M,
+    E,
+    TAKEN_APART: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BS: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    tiles = tl.cdiv(M, BM)
+    row = tl.program_id(0) // tiles * BS + tl.arange(0, BS)
+    m = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    clamped = tl.minimum(row, S - 1).to(tl.int64)
+    e = tl.arange(0, BK)
+    d_ptrs = dlogits_ptr + clamped[:, None] * E + e[None, :]
+    w_ptrs = w_ptr + e[:, None].to(tl.int64) * M + m[None, :]
+    acc = tl.zeros((BS, BM), dtype=tl.float32)
+    for e0 in range(0, E, BK):
+        d = tl.load(d_ptrs, mask=e[None, :] < E - e0, other=0.0)
+        w = tl.load(w_ptrs, mask=(e[:, None] < E - e0) & (m < M)[None, :], other=0.0)
+        acc = mac(d, w, acc, TAKEN_APART, 2, INTERPRET)
+        d_ptrs += BK
+        w_ptrs += BK * M
+    out = dx_ptr + row[:, None].to(tl.int64) * M + m[None, :]
+    tl.store(out, acc.to(dx_ptr.dtype.element_ty), mask=(row < S)[:, None] & (m < M)[None, :])
+
+
+@jit(do_not_specialize=["S", "part_rows"])
+def dw_kernel(
+    dlogits_ptr,
+    x_ptr,
+    dw_ptr,
+    S,
+    M,
+    E,
+    part_rows,
+    TAKEN_APART: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """dw[part] = Σ over the part's tokens of dlogits[s]ᵀ·x[s]."""
+    tiles = tl.cdiv(M, BM)
+    e = tl.program_id(0) // tiles * BE + tl.arange(0, BE)
+    m = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    part = tl.program_id(1)
+    start = part * part_rows
+    end = tl.minimum(start + part_rows, S)
+    s = tl.arange(0, BK)
+    d_ptrs = dlogits_ptr + (start + s)[:, None].to(tl.int64) * E + e[None, :]
+    x_ptrs = x_ptr + (start + s)[:, None].to(tl.int64) * M + m[None, :]
+    in_e, in_m = (e < E)[None, :], (m < M)[None, :]
+    acc = tl.zeros((BE, BM), dtype=tl.float32)
+    for s0 in range(start, end, BK):
+        # Both sides are masked: zero times what lies behind a tensor could be NaN.
+        inside = (s < end - s0)[:, None]
+        d = tl.load(d_ptrs, mask=inside & in_e, other=0.0)
+        x = tl.load(x_ptrs, mask=inside & in_m, other=0.0)
+        acc = mac(d.T, x, acc, TAKEN_APART, 2, INTERPRET)
+        d_ptrs += BK * E
+        x_ptrs += BK * M
+    out = dw_ptr + (part.to(tl.int64) * E + e[:, None]) * M + m[None, :]
+    tl.store(out, acc.to(dw_ptr.dtype.element_ty), mask=(e < E)[:, None] & in_m)
+
+
+def taken_apart(a: torch.dtype, b: torch.dtype) -> str:
+    """Which operand of a product is float32 and must be taken apart, as `mac` wants to be told."""
+    if a == b and a != torch.float32:
+        return ""
+    if (a, b) == (torch.float32, torch.bfloat16):
+        return "a"
+    if (a, b) == (torch.bfloat16, torch.float32):
+        return "b"
+    return "both"
+
+
+def capability(tensor: Tensor) -> Capability | None:
+    """Compute capability of the tensor's GPU; None in the interpreter."""
+    return None if INTERPRET else torch.cuda.get_device_capability(tensor.device)
+
+
+def logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
+    """x·Wᵀ, float32 [S, E]."""
+    x_SM, weight_EM = x_SM.contiguous(), weight_EM.contiguous()
+    (S, M), E = x_SM.shape, weight_EM.shape[0]
+    out_SE = torch.empty((S, E), dtype=torch.float32, device=x_SM.device)
+    if out_SE.numel():
+        apart = taken_apart(x_SM.dtype, weight_EM.dtype)
+        tile = product_tile("logits", apart, capability(x_SM))
+        grid = (triton.cdiv(S, tile.rows) * triton.cdiv(E, tile.columns),)
+        launch = {"EVEN": M % tile.depth == 0, **launch_options(apart, tile, "BS", "BE")}
+        logits_kernel[grid](x_SM, weight_EM, out_SE, S, M, E, **launch)
+    return out_SE
+
+
+def dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
+    """dlogits·W, [S, M]."""
+    weight_EM = weight_EM.contiguous()
+    (S, E), M = dlogits_SE.shape, weight_EM.shape[1]
+    dx_SM = torch.empty((S, M), dtype=dtype, device=dlogits_SE.device)
+    if dx_SM.numel():
+        apart = taken_apart(dlogits_SE.dtype, weight_EM.dtype)
+        tile = product_tile("dx", apart, capability(dx_SM))
+        grid = (triton.cdiv(S, tile.rows) * triton.cdiv(M, tile.columns),)
+        dx_kernel[grid](dlogits_SE, weight_EM, dx_SM, S, M, E, **launch_options(apart, tile, "BS", "BM"))
+    return dx_SM
+
+
+def dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
+    """dlogitsᵀ·x, [E, M]; parts of the tokens are summed apart, and then the parts, always in one order."""
+    x_SM = x_SM.contiguous()
+    (S, E), M = dlogits_SE.shape, x_SM.shape[1]
+    if S == 0:
+        return torch.zeros((E, M), dtype=dtype, device=x_SM.device)
+    apart = taken_apart(dlogits_SE.dtype, x_SM.dtype)
+    tile = product_tile("dw", apart, capability(x_SM))
+    tiles = triton.cdiv(E, tile.rows) * triton.cdiv(M, tile.columns)
+    steps = triton.cdiv(S, tile.depth)
+    part_rows = triton.cdiv(steps, min(max(_PROGRAMS // tiles, 1), steps)) * tile.depth
+    parts = triton.cdiv(S, part_rows)
+    out = torch.empty((parts, E, M), dtype=dtype if parts == 1 else torch.float32, device=x_SM.device)
+    launch = launch_options(apart, tile, "BE", "BM")
+    dw_kernel[(tiles, parts)](dlogits_SE, x_SM, out, S, M, E, part_rows, **launch)
+    return out[0] if parts == 1 else out.sum(0).to(dtype)
+
+
+def launch_options(apart: str, tile: Tile, rows: str, columns: str) -> dict[str, Any]:
+    return {
+        "TAKEN_APART": apart,
+        "INTERPRET": INTERPRET,
+        rows: tile.rows,
+        columns: tile.columns,
+        "BK": tile.depth,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

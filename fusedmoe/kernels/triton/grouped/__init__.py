@@ -1,0 +1,1 @@
+"""Grouped products over rows sorted by expert. They need Triton."""

@@ -1,0 +1,327 @@
+"""Chooses configurations of the grouped products by checking and timing them, on a GPU, when one is first needed.
+
+The rule: what is fast must first be right. A configuration is compared with its operation's definition on small random
+inputs, in exactly the variant that is about to run; one that differs is never chosen, and its fault is written down.
+The right ones are timed on the launch itself. Verdicts and choices are kept for each GPU in a file, for the next run.
+
+Not tuned, but run in what suits the shapes by the table of `configs`: launches too small to matter, launches under CUDA
+graph capture or with deterministic algorithms asked for (a choice by time may change the last bits from machine to
+machine), and all where the environment variable FUSEDMOE_AUTOTUNE is 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import statistics
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import triton
+
+from fusedmoe.kernels.triton.grouped.call import Choose
+from fusedmoe.kernels.triton.grouped.configs import Candidate, Capability, Config, Key, Variant, by_shape, candidates
+from fusedmoe.kernels.triton.grouped.correctness import check
+
+Candidates = Callable[[Key], Sequence[Candidate]]
+Check = Callable[[Variant, Config], str]
+Measure = Callable[[Callable[[], object], float], float]
+
+# A launch of fewer takes some twenty microseconds whatever its tiles.
+LEAST_FLOPS = 10**10
+# What all timings of one key may take together.
+_SECONDS = 1.0
+
+
+def untuned(capability: Capability | None) -> Choose:
+    """The choice by the table alone; capability None: of the interpreter."""
+    known = partial(by_table, capability)
+    return lambda key, launch: by_shape(known(key), key.rows, key.depth)[0]
+
+
+def by_table(capability: Capability | None, key: Key) -> Sequence[Candidate]:
+    """The configurations that the table has for a key."""
+    variant = key.variant
+    return candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even)
+
+
+class Record:
+    """What is known of one kind of GPU, in memory and in a JSON file, for the next run.
+
+    The file serves only: one that is missing, damaged or cannot be written costs tuning again, never a run. Each
+    process writes all it knows and what it finds, whole or not at all. Where two write at once, one's news may be lost
+    until it writes again; what is there is always whole.
+
+    Args:
+        file: or None, to remember only as long as this object lives.
+    Attributes:
+        faults: of a configuration in a variant; "" where it is right.
+        choices: of a key: {"config": ..., "microseconds": {config: ...}}.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self.faults: dict[str, str] = {}
+        self.choices: dict[str, dict[str, object]] = {}
+        self._read()
+
+    def save(self) -> None:
+        if self._file is None:
+            return
+        self._read()
+        text = json.dumps({"faults": self.faults, "choices": self.choices}, indent=1, sort_keys=True)
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._file.parent, prefix=f".{self._file.name}.")
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(text)
+                os.replace(name, self._file)
+            except OSError:
+                os.unlink(name)
+                raise
+
+    def _read(self) -> None:
+        """Adds what the file knows and this object does not."""
+        if self._file is None:
+            return
+        try:
+            found = json.loads(self._file.read_text())
+            faults, choices = dict(found["faults"]), dict(found["choices"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        faults = {name: fault for name, fault in faults.items() if isinstance(fault, str)}
+        choices = {key: choice for key, choice in choices.items() if isinstance(choice, dict)}
+        self.faults = {**faults, **self.faults}
+        self.choices = {**choices, **self.choices}
+
+
+def default_folder() -> Path | None:
+    """$FUSEDMOE_CACHE, or ~/.cache/fusedmoe; None where there is no home."""
+    named = os.environ.get("FUSEDMOE_CACHE")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "fusedmoe"
+    except RuntimeError:
+        return None
+
+
+class Tuner:
+    """Chooses, and remembers.
+
+    Args:
+        candidates: the configurations that may serve.
+        check: "" if a configuration gives right results in a variant, else what is wrong.
+        measure: seconds that a call takes, found within so many seconds (or one call, if that takes longer).
+        record: where verdicts and choices are kept.
+        allowed: whether this is a moment to tune.
+    """
+
+    def __init__(
+        self, candidates: Candidates, check: Check, measure: Measure, record: Record, allowed: Callable[[], bool]
+    ) -> None:
+        self._candidates, self._check, self._measure = candidates, check, measure
+        self._record, self._allowed = record, allowed
+        self._chosen: dict[Key, Config] = {}
+        self._lock = threading.Lock()
+
+    def leave_out(self, which: Callable[[Config], bool]) -> None:
+        """From now on chooses among the others only."""
+        known = self._candidates
+        self._candidates = lambda key: [candidate for candidate in known(key) if not which(candidate.config)]
+
+    def choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
+        """The configuration for a launch.
+
+        Raises:
+            RuntimeError: every configuration gives wrong results; or one has taken the GPU from this process, by a
+                launch that does not end or an illegal access. It is written down, so that the next process goes on.
+        """
+        if key in self._chosen:
+            return self._chosen[key]
+        configs = by_shape(self._candidates(key), key.rows, key.depth)
+        if os.environ.get("FUSEDMOE_AUTOTUNE") == "0":
+            return configs[0]
+        with self._lock:
+            chosen = self._chosen.get(key) or self._recorded(key, configs)
+            if chosen is None:
+                if key.flops < LEAST_FLOPS or not self._allowed():
+                    return self._untuned(key, configs)
+                chosen = self._tune(key, configs, launch)
+            self._chosen[key] = chosen
+        return chosen
+
+    def _fault(self, key: Key, config: Config) -> str | None:
+        """What is known to be wrong with a configuration; None if nobody has looked."""
+        return self._record.faults.get(f"{key.variant}, {config}")
+
+    def _untuned(self, key: Key, configs: Sequence[Config]) -> Config:
+        """The first that is not known to be wrong; a specialised one must be known to be right."""
+        for config in configs:
+            fault = self._fault(key, config)
+            if fault == "" or (fault is None and not config.specialised):
+                return config
+        raise self._all_wrong(key, configs)
+
+    def _all_wrong(self, key: Key, configs: Sequence[Config]) -> RuntimeError:
+        return RuntimeError(
+            f"every configuration of {key.variant} gives wrong results on this GPU, e.g. {configs[0]}: "
+            f"{self._fault(key, configs[0])}. Please report it. FUSEDMOE_AUTOTUNE=0 skips the check."
+        )
+
+    def _recorded(self, key: Key, configs: Sequence[Config]) -> Config | None:
+        name = self._record.choices.get(str(key), {}).get("config")
+        return next((config for config in configs if str(config) == name and self._fault(key, config) == ""), None)
+
+    def _tune(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> Config:
+        with _may_wait():
+            try:
+                right = [config for config in configs if self._is_right(key, config)]
+                if not right:
+                    raise self._all_wrong(key, configs)
+                seconds = {}
+                if len(right) > 1:
+                    seconds = self._times(key, right, launch)
+            except torch.OutOfMemoryError:
+                # There is room for the launch alone. The choice is not written down: the next run may have more.
+                return self._untuned(key, configs)
+        chosen = min(seconds or right, key=lambda config: seconds.get(config, 0.0))
+        times = {str(config): round(1e6 * time, 1) for config, time in seconds.items()}
+        self._record.choices[str(key)] = {"config": str(chosen), "microseconds": times}
+        self._record.save()
+        return chosen
+
+    def _times(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> dict[Config, float]:
+        """Seconds of each configuration that runs at these sizes, too."""
+        seconds = {}
+        for config in configs:
+            try:
+                seconds[config] = self._measure(partial(launch, config), _SECONDS / len(configs))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self._leave_out(key, config, error)
+        if not seconds:
+            raise self._all_wrong(key, configs)
+        return seconds
+
+    def _is_right(self, key: Key, config: Config) -> bool:
+        fault = self._fault(key, config)
+        if fault is None:
+            try:
+                fault = self._check(key.variant, config)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self._leave_out(key, config, error)
+                return False
+            self._write_down(key, config, fault)
+            if fault:
+                _warn(key, config, fault)
+        return fault == ""
+
+    def _leave_out(self, key: Key, config: Config, error: Exception) -> None:
+        """Writes down what a configuration has raised; raises where nothing else can run after it."""
+        fault = f"{type(error).__name__}: {error}"[:1000]
+        self._write_down(key, config, fault)
+        if isinstance(error, TimeoutError) or _is_lost():
+            raise RuntimeError(
+                f"{key.variant} in {config} {error}, and nothing else can run on this GPU in this process. It is left "
+                "out from now on: please start again."
+            ) from error
+        _warn(key, config, fault)
+
+    def _write_down(self, key: Key, config: Config, fault: str) -> None:
+        self._record.faults[f"{key.variant}, {config}"] = fault
+        self._record.save()
+
+
+def _warn(key: Key, config: Config, fault: str) -> None:
+    warnings.warn(f"{key.variant} in {config} is not used: {fault}", RuntimeWarning, stacklevel=2)
+
+
+def _is_lost() -> bool:
+    """Whether this process has lost its GPU: after an illegal access it is told so by whatever it asks for."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+@cache
+def tuner(device: torch.device) -> Tuner:
+    """The tuner of a GPU."""
+    capability = torch.cuda.get_device_capability(device)
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
+    folder = default_folder()
+
+    def check_there(variant: Variant, config: Config) -> str:
+        with torch.cuda.device(device):  # whose events they are
+            return check(variant, config, device)
+
+    def measure_there(run: Callable[[], object], seconds: float) -> float:
+        with torch.cuda.device(device):
+            return _measure(device, run, seconds)
+
+    return Tuner(
+        partial(by_table, capability),
+        check_there,
+        measure_there,
+        Record(None if folder is None else folder / f"grouped-{name}-{_sources()}.json"),
+        lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),
+    )
+
+
+def _sources() -> str:
+    """Stands for the kernels as they are written."""
+    together = hashlib.sha256()
+    definitions = Path(__file__).parents[2] / "grouped.py"
+    for file in (definitions, *sorted(Path(__file__).parent.glob("*.py"))):
+        together.update(file.read_bytes())
+    return together.hexdigest()[:12]
+
+
+def _measure(device: torch.device, run: Callable[[], object], seconds: float) -> float:
+    """The median of some calls, each with nothing of its operands left in the L2 cache."""
+    size = 4 * max(torch.cuda.get_device_properties(device).L2_cache_size, 2**24)
+    other = torch.empty(size, device=device, dtype=torch.int8)
+
+    def once() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        other.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    run()
+    first = once()
+    times = [first] + [once() for _ in range(min(int(seconds / first), 20) - 1)]
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def _may_wait() -> Iterator[None]:
+    """Waiting for the device is no error here, whatever the caller's debug mode."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

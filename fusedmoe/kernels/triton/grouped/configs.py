@@ -1,0 +1,224 @@
+"""Tile shapes of the grouped products: what may be chosen, and what is chosen without tuning.
+
+The tables follow from ahead-of-time compiles (registers, spills, shared memory) for sm_80, sm_90 and sm_100; every
+entry is compiled again by the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS
+
+Capability = tuple[int, int]
+
+OPERATIONS = ("up", "down", "dhidden", "dinput", "dw1", "dw2")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile of the result (rows × columns), depth of a step, and how a program is laid out.
+
+    Attributes:
+        bm, bn, bk: for matrix gradients, bm × bn is the tile of the matrix and bk the rows of a step.
+        warps, stages: of a program, and of its software pipeline.
+        group: row tiles of a band (see `swizzle`).
+        specialised: whether programs are persistent and their warps specialised (`specialised.py`).
+        all_registers: tells the assembler that a thread may have all the registers there are. Left to itself it spills
+            a few bytes where that lets one more program onto a multiprocessor.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    group: int = 8
+    specialised: bool = False
+    all_registers: bool = False
+
+    def __str__(self) -> str:
+        shape = f"{self.bm}x{self.bn}x{self.bk} w{self.warps} s{self.stages} g{self.group}"
+        return shape + " specialised" * self.specialised + " all" * self.all_registers
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options for Triton's compiler."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return {**options, "maxnreg": MOST_REGISTERS} if self.all_registers else options
+
+
+class Candidate(NamedTuple):
+    """A configuration that may serve, and from how many rows of an expert and what depth on it does without tuning.
+
+    Specialised ones never do: no interpreter runs what is special about them, so a GPU has to have checked them.
+    """
+
+    config: Config
+    rows: int = 0
+    depth: int = 0
+
+
+class Variant(NamedTuple):
+    """A launch as far as it decides which code is compiled.
+
+    Attributes:
+        operation: one of `OPERATIONS`.
+        dtype: of all operands, e.g. "bfloat16"; precision: of float32 products, "ieee" or "tf32".
+        activation: its name where the operation has one, else "".
+        gather: whether rows are looked up; extra: whether there is a bias (up, down) or a router weight (dhidden).
+        even: whether sizes are such that whole blocks are read without masks (see `is_even`).
+        bulk: whether operands come by bulk copies.
+    """
+
+    operation: str
+    dtype: str
+    precision: str
+    activation: str
+    gather: bool
+    extra: bool
+    even: bool
+    bulk: bool
+
+    def __str__(self) -> str:
+        flags = [name for name in ("gather", "extra", "even", "bulk") if getattr(self, name)]
+        return " ".join(filter(None, [*self[:4], *flags]))
+
+
+class Key(NamedTuple):
+    """What the choice of a configuration depends on.
+
+    Attributes:
+        depth, columns: of the expert's matrix; for matrix gradients both its sides.
+        rows: of an expert, the power of two not above their mean, so that not every step has a key of its own.
+    """
+
+    variant: Variant
+    depth: int
+    columns: int
+    experts: int
+    rows: int
+
+    @property
+    def flops(self) -> int:
+        """Roughly: a gated activation has twice as many."""
+        return 2 * self.experts * self.rows * self.depth * self.columns
+
+    def __str__(self) -> str:
+        return f"{self.variant} depth={self.depth} columns={self.columns} experts={self.experts} rows={self.rows}"
+
+
+def bucket(rows: int, experts: int) -> int:
+    """`Key.rows` of so many rows of all experts."""
+    return 1 << max(rows // max(experts, 1), 1).bit_length() - 1
+
+
+def is_even(depth: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether blocks never end inside a step and every row starts where bulk and vector copies can: the usual case."""
+    return depth % (64 if dtype.itemsize <= 2 else 32) == 0 and columns % 16 == 0
+
+
+def has_bulk_copies(capability: Capability) -> bool:
+    return capability >= (9, 0)
+
+
+# Large tiles first: operands are shared through the L2 cache only. Four stages of 128x256 fill the shared memory; such
+# programs are alone on their multiprocessor, while 128x128 and below leave room for a second one, which computes while
+# the first one stores.
+_WIDE = Config(128, 256, 64, 8, 4)
+_WIDE_3 = Config(128, 256, 64, 8, 3)
+_TALL = Config(256, 128, 64, 8, 4)
+_SQUARE = Config(128, 128, 64, 8, 3)
+_SQUARE_4 = Config(128, 128, 64, 8, 4)
+_FLAT = Config(64, 256, 64, 8, 3)
+_HALF = Config(64, 128, 64, 8, 3)
+_SMALL = Config(64, 128, 64, 4, 3)
+
+_LARGE_FIRST = (
+    Candidate(_WIDE, rows=1024, depth=512),
+    Candidate(_SQUARE, rows=1024),
+    Candidate(_FLAT, rows=128),
+    Candidate(_SMALL),
+    Candidate(_WIDE_3),
+)
+_MATRIX = (Candidate(_WIDE), Candidate(_WIDE_3), Candidate(_TALL), Candidate(_SQUARE))
+_SPECIALISED = Candidate(Config(128, 256, 64, 4, 3, specialised=True))
+_HOPPER = {
+    "up": _LARGE_FIRST,
+    "down": (*_LARGE_FIRST, _SPECIALISED),
+    "dhidden": (
+        Candidate(_SQUARE, rows=1024),
+        Candidate(_HALF),
+        Candidate(_FLAT),
+        Candidate(_SQUARE_4),
+    ),
+    "dinput": (*_LARGE_FIRST, _SPECIALISED),
+    "dw1": _MATRIX,
+    "dw2": _MATRIX,
+}
+_BLACKWELL = {
+    **_HOPPER,
+    "down": _LARGE_FIRST,
+    "dhidden": (
+        Candidate(_SQUARE, rows=1024),
+        Candidate(replace(_HALF, all_registers=True)),
+        Candidate(_FLAT),
+        Candidate(_SQUARE_4),
+    ),
+    "dinput": _LARGE_FIRST,
+}
+# Without bulk copies addresses take registers.
+_ROWS_AMPERE = (Candidate(_SQUARE, rows=256), Candidate(_SMALL))
+_MATRIX_AMPERE = (Candidate(_SQUARE), Candidate(_SMALL))
+_AMPERE = {
+    "up": (*_ROWS_AMPERE, Candidate(_FLAT)),
+    "down": _ROWS_AMPERE,
+    "dhidden": (Candidate(_HALF), Candidate(_SQUARE)),
+    "dinput": _ROWS_AMPERE,
+    "dw1": _MATRIX_AMPERE,
+    "dw2": _MATRIX_AMPERE,
+}
+# Sizes that are not even: masks everywhere, and rows that start at odd addresses.
+_RAGGED = (Candidate(Config(64, 64, 32, 8, 3, all_registers=True)),)
+# Full float32 products run on the ordinary cores, where a program's registers are soon full.
+_FLOAT32 = (Candidate(Config(64, 64, 16, 4, 2, all_registers=True)),)
+_FLOAT32_RAGGED = (Candidate(Config(32, 64, 16, 4, 2, all_registers=True)),)
+# The interpreter pays for programs and steps, not for their size.
+_INTERPRETER = (Candidate(Config(32, 64, 32, 4, 1, 4)),)
+
+
+def candidates(
+    operation: str, dtype: torch.dtype, capability: Capability | None, even: bool = True
+) -> tuple[Candidate, ...]:
+    """The configurations that may serve.
+
+    Args:
+        operation: one of `OPERATIONS`.
+        capability: of the GPU; None for the interpreter.
+        even: as in `Variant`.
+    """
+    if capability is None:
+        return _INTERPRETER
+    if dtype == torch.float32:
+        return _FLOAT32 if even else _FLOAT32_RAGGED
+    if not even:
+        return _RAGGED
+    if capability >= (10, 0):
+        return _BLACKWELL[operation]
+    return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
+
+
+def by_shape(choices: Sequence[Candidate], rows: int, depth: int) -> list[Config]:
+    """The configurations of `choices`, those that suit the shape first: the first one serves without tuning.
+
+    Specialised ones come last.
+    """
+
+    def order(candidate: Candidate) -> tuple[bool, bool]:
+        return candidate.config.specialised, candidate.rows > rows or candidate.depth > depth
+
+    return [candidate.config for candidate in sorted(choices, key=order)]

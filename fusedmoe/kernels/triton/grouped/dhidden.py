@@ -1,0 +1,198 @@
+"""Gradient of the hidden rows: dA' = dy[source]·W2_e, and from it, while it is in registers, everything that needs it.
+
+With A = act(H) recomputed and s the router weight of the row: dH = s·dA'·act'(H), s·A (for the gradient of W2), and
+the router weight's gradient ⟨dA', A⟩, one partial sum for each column tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.one_sided import Wait
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid, waiting
+from fusedmoe.kernels.triton.grouped.configs import Config
+from fusedmoe.kernels.triton.grouped.device import ACT_CODES, act_both, halves, mac, swizzle
+from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.triton.one_sided.network import arrived
+from fusedmoe.kernels.triton.one_sided.remote import wait
+from fusedmoe.kernels.weights import Weights
+
+
+@triton.jit
+def _finish(
+    da,
+    s,
+    h_ptr,
+    dh_ptr,
+    a_ptr,
+    row,
+    inside,
+    column,
+    H,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Stores dH and s·A for some columns of a tile and returns their part of ⟨dA', A⟩."""
+    mask = inside[:, None] & (column < H)[None, :]
+    if GATED:
+        offset = row[:, None] * (2 * H) + column[None, :]
+        g = tl.load(h_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(h_ptr + offset + H, mask=mask, other=0.0).to(tl.float32)
+        act, slope = act_both(g, ACT)
+        a = act * u
+        scaled = da * s[:, None]
+        tl.store(dh_ptr + offset, (scaled * u * slope).to(dh_ptr.dtype.element_ty), mask=mask)
+        tl.store(dh_ptr + offset + H, (scaled * act).to(dh_ptr.dtype.element_ty), mask=mask)
+    else:
+        offset = row[:, None] * H + column[None, :]
+        h = tl.load(h_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        a, slope = act_both(h, ACT)
+        tl.store(dh_ptr + offset, (da * s[:, None] * slope).to(dh_ptr.dtype.element_ty), mask=mask)
+    a_ptrs = a_ptr + row[:, None] * H + column[None, :]
+    tl.store(a_ptrs, (a * s[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
+    return tl.sum(tl.where(mask, da * a, 0.0), axis=1)
+
+
+@jit(do_not_specialize=["n_row_tiles", "rows", "epoch", "limit_ns"])
+def dhidden_kernel(
+    dy_ptr,
+    source_ptr,
+    w2,
+    weight_ptr,
+    h_ptr,
+    dh_ptr,
+    a_ptr,
+    ds_ptr,
+    tiles_ptr,
+    ends_ptr,
+    n_row_tiles,
+    rows,
+    M,
+    H,
+    signals_ptr,
+    stop_ptr,
+    record_ptr,
+    epoch,
+    limit_ns,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    GATHER: tl.constexpr,
+    AWAITED: tl.constexpr,
+    NVSHMEM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BN), GROUP)
+    expert = tl.load(tiles_ptr + 2 * row_tile)
+    if expert < 0:
+        return
+    start = tl.load(tiles_ptr + 2 * row_tile + 1)
+    end = tl.load(ends_ptr + expert)
+    n0 = col_tile * BN
+
+    row = start + tl.arange(0, BM)
+    inside = row < end
+    row = tl.minimum(row, end - 1).to(tl.int64)
+    source = tl.load(source_ptr + row) if GATHER else row
+    if AWAITED > 0:
+        wait(signals_ptr, (source // AWAITED).to(tl.int32), inside, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET)
+        if NVSHMEM:
+            arrived(signals_ptr + tl.load(source_ptr + start) // AWAITED, epoch)
+    k = tl.arange(0, BK)
+    dy_ptrs = dy_ptr + source[:, None] * M + k[None, :]
+    if not DESCRIPTORS:
+        n = n0 + tl.arange(0, BN)
+        w_ptrs = w2 + expert.to(tl.int64) * M * H + k[:, None].to(tl.int64) * H + n[None, :]
+
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k0 in range(0, M, BK):
+        if EVEN_K:
+            dy = tl.load(dy_ptrs)
+        else:
+            dy = tl.load(dy_ptrs, mask=k[None, :] < M - k0, other=0.0)
+        if DESCRIPTORS:
+            w = w2.load([expert, k0, n0]).reshape(BK, BN)
+        else:
+            # Masked along the contiguous dimension, not clamped: a clamp would hide that addresses are contiguous.
+            if EVEN_K:
+                w = tl.load(w_ptrs, mask=(n < H)[None, :], other=0.0)
+            else:
+                w = tl.load(w_ptrs, mask=(k[:, None] < M - k0) & (n < H)[None, :], other=0.0)
+            w_ptrs += BK * H
+        dy_ptrs += BK
+        acc = mac(dy, w, acc, PRECISION, INTERPRET)
+
+    if WEIGHTED:
+        s = tl.load(weight_ptr + row).to(tl.float32)
+    else:
+        s = tl.full((BM,), 1.0, dtype=tl.float32)
+    # A quarter of the columns at a time: all at once would not fit the registers.
+    left, right = halves(acc, BM, BN)
+    ds = tl.zeros((BM,), dtype=tl.float32)
+    for half in tl.static_range(2):
+        da_left, da_right = halves(left if half == 0 else right, BM, BN // 2)
+        column = n0 + half * (BN // 2) + tl.arange(0, BN // 4)
+        ds += _finish(da_left, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT, GATED)
+        ds += _finish(da_right, s, h_ptr, dh_ptr, a_ptr, row, inside, column + BN // 4, H, ACT, GATED)
+    if WEIGHTED:
+        tl.store(ds_ptr + col_tile.to(tl.int64) * rows + row, ds, mask=inside)
+
+
+def dhidden(
+    call: GroupedCall,
+    dy_SM: Tensor,
+    h: Tensor,
+    weight_N: Tensor | None,
+    weights: Weights,
+    activation: Activation,
+    wait: Wait | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dH [N, (2·)H], s·A [N, H] and the router weights' gradient [N], without the output bias's part."""
+    layout, dim, hidden = call.layout, dy_SM.shape[1], weights.w2.shape[2]
+    dy_SM, h, w2 = solid(dy_SM), solid(h), solid(weights.w2)
+    gather = layout.source_N is not None
+    variant = call.variant("dhidden", dim, hidden, activation.name, gather, weight_N is not None)
+
+    def launch(config: Config) -> tuple[Tensor, Tensor, Tensor | None]:
+        dh, a = torch.empty_like(h), h.new_empty((layout.rows, hidden))
+        column_tiles = triton.cdiv(hidden, config.bn)
+        ds = None
+        if weight_N is not None:
+            ds = torch.empty((column_tiles, layout.rows), device=h.device, dtype=torch.float32)
+        tiles = call.tiles(config.bm)
+        dhidden_kernel[(len(tiles.table) * column_tiles,)](
+            dy_SM,
+            layout.source_N,
+            described(w2, [1, config.bk, config.bn]) if variant.bulk else w2,
+            weight_N,
+            h,
+            dh,
+            a,
+            ds,
+            tiles.table,
+            call.ends_E,
+            len(tiles.table),
+            layout.rows,
+            dim,
+            hidden,
+            ACT=ACT_CODES[activation.name],
+            GATED=activation.gated,
+            **waiting(wait),
+            GATHER=gather,
+            WEIGHTED=variant.extra,
+            **constants(variant, config),
+        )
+        return dh, a, None if ds is None else ds.sum(0)
+
+    return call.run(variant, dim, hidden, launch)

@@ -1,0 +1,115 @@
+"""Gradient of the experts' matrices: out_e = Σ over the rows n of expert e of left[n]ᵀ·right[n].
+
+A product of ragged depth. Either side's rows may be gathered. An expert without rows gets zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid
+from fusedmoe.kernels.triton.grouped.configs import Config
+from fusedmoe.kernels.triton.grouped.device import mac, swizzle
+from fusedmoe.kernels.triton.jit import jit
+
+
+@jit
+def dweight_kernel(
+    left_ptr,
+    right_ptr,
+    solid,
+    source_ptr,
+    out_ptr,
+    starts_ptr,
+    P,
+    Q,
+    GATHER_LEFT: tl.constexpr,
+    GATHER_RIGHT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BP: tl.constexpr,
+    BQ: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """`solid`: with DESCRIPTORS, a descriptor of the side that is not gathered, read in whole blocks of rows."""
+    expert = tl.program_id(1)
+    p_tile, q_tile = swizzle(tl.program_id(0), tl.cdiv(P, BP), tl.cdiv(Q, BQ), GROUP)
+    start = tl.load(starts_ptr + expert)
+    end = tl.load(starts_ptr + expert + 1)
+    p = p_tile * BP + tl.arange(0, BP)
+    q = q_tile * BQ + tl.arange(0, BQ)
+    in_p, in_q = (p < P)[None, :], (q < Q)[None, :]
+    k = tl.arange(0, BK)
+
+    acc = tl.zeros((BP, BQ), dtype=tl.float32)
+    full_end = start + (end - start) // BK * BK
+    # The next block's source rows are read one block ahead: an indirect load inside the loop would cost it its stages.
+    row = (start + k).to(tl.int64)
+    last = tl.maximum(end - 1, 0)
+    source = row
+    if GATHER_LEFT or GATHER_RIGHT:
+        source = tl.load(source_ptr + tl.minimum(row, last))
+    for row0 in range(start, full_end, BK):
+        if DESCRIPTORS and not GATHER_LEFT:
+            left = solid.load([row0, p_tile * BP])
+        else:
+            left = tl.load(left_ptr + (source if GATHER_LEFT else row)[:, None] * P + p[None, :], mask=in_p, other=0.0)
+        if DESCRIPTORS and GATHER_LEFT:
+            right = solid.load([row0, q_tile * BQ])
+        else:
+            right = tl.load(
+                right_ptr + (source if GATHER_RIGHT else row)[:, None] * Q + q[None, :], mask=in_q, other=0.0
+            )
+        row += BK
+        if GATHER_LEFT or GATHER_RIGHT:
+            source = tl.load(source_ptr + tl.minimum(row, last))
+        acc = mac(left.T, right, acc, PRECISION, INTERPRET)
+    if full_end < end:
+        # The rows that are left. Both sides are masked: zero times an unwritten row could be NaN.
+        rest = (row < end)[:, None]
+        left_ptrs = left_ptr + (source if GATHER_LEFT else row)[:, None] * P + p[None, :]
+        right_ptrs = right_ptr + (source if GATHER_RIGHT else row)[:, None] * Q + q[None, :]
+        left = tl.load(left_ptrs, mask=rest & in_p, other=0.0)
+        right = tl.load(right_ptrs, mask=rest & in_q, other=0.0)
+        acc = mac(left.T, right, acc, PRECISION, INTERPRET)
+    out_ptrs = out_ptr + expert.to(tl.int64) * P * Q + p[:, None].to(tl.int64) * Q + q[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(p < P)[:, None] & (q < Q)[None, :])
+
+
+def dweight(call: GroupedCall, operation: str, left: Tensor, right: Tensor, gather: str | None) -> Tensor:
+    """Σ over each expert's rows of left[n]ᵀ·right[n], [E, P, Q]; `gather`: which side's rows are looked up."""
+    layout = call.layout
+    if layout.source_N is None:
+        gather = None
+    left, right = solid(left), solid(right)
+    p, q = left.shape[1], right.shape[1]
+    if layout.rows == 0:
+        return left.new_zeros((layout.experts, p, q))
+    variant = call.variant(operation, p, q, gather=gather is not None)
+
+    def launch(config: Config) -> Tensor:
+        out = left.new_empty((layout.experts, p, q))
+        together, width = (right, config.bn) if gather == "left" else (left, config.bm)
+        given = constants(variant, config)
+        given |= {"BP": given.pop("BM"), "BQ": given.pop("BN")}
+        given.pop("EVEN_K")
+        dweight_kernel[(triton.cdiv(p, config.bm) * triton.cdiv(q, config.bn), layout.experts)](
+            left,
+            right,
+            described(together, [config.bk, width]) if variant.bulk else together,
+            layout.source_N,
+            out,
+            call.starts_E1,
+            p,
+            q,
+            GATHER_LEFT=gather == "left",
+            GATHER_RIGHT=gather == "right",
+            **given,
+        )
+        return out
+
+    return call.run(variant, p, q, launch)

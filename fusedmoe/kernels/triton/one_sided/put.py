@@ -1,0 +1,296 @@
+"""Rows to other ranks' receive buffers, started by kernels: puts with a signal for every tile, results, and credits.
+
+A receive buffer is a ring of slots of a symmetric heap; in each slot every rank has room for C rows, of which it
+signals TILE at a time. Kernels here write to it, those of `wait.py` wait; those that compute on what has come wait
+for their own rows, and put what they make (`triton/grouped`). Nothing here waits for the host.
+
+With `NVSHMEM`, rows and signals for far peers go through the network (`network.py`); without, no peer is far.
+
+Contract: the caller owns the buffers, counts the exchanges and gives credit once it has read (`comm/windows.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.one_sided import Addresses, Bounds, Put, ReceiveBuffer, far_pointers, linked
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
+from fusedmoe.kernels.triton.one_sided.network import fence, put_runs, put_signal_nbi, signal_far, signal_pe
+from fusedmoe.kernels.triton.one_sided.remote import at_peer, signal, wait
+
+# Rows of a program that puts what lies here already.
+RETURN_TILE = 64
+# Of programs that move rows.
+_WARPS = 8
+_UNSPECIAL = ["me", "slot", "epoch", "credit", "limit_ns"]
+
+
+@jit(do_not_specialize=_UNSPECIAL)
+def put_rows_kernel(
+    x_ptr,
+    source_ptr,
+    used_ptr,
+    rows_ptr,
+    row_table_ptr,
+    signals_ptr,
+    signal_table_ptr,
+    credits_ptr,
+    staging_ptr,
+    pe_ptr,
+    spare_ptr,
+    stop_ptr,
+    record_ptr,
+    me,
+    slot,
+    epoch,
+    credit,
+    limit_ns,
+    W,
+    C,
+    T,
+    M,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NVSHMEM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    # First tiles first, and each rank begins with another peer.
+    tile = tl.program_id(0) // W
+    peer = (me + tl.program_id(0)) % W
+    used = tl.load(used_ptr + peer)
+    # The first tile is signalled without rows, too: its reader then knows of an exchange in which nothing came.
+    if tile > 0 and tile * TILE >= used:
+        return
+    one = tl.arange(0, 1)
+    wait(credits_ptr, peer + one, one == 0, credit, stop_ptr, record_ptr, limit_ns, INTERPRET)
+
+    place = tile * TILE + tl.arange(0, TILE)
+    inside = place < used
+    source = tl.load(source_ptr + peer.to(tl.int64) * C + place, mask=inside, other=0).to(tl.int64)
+    there = at_peer(rows_ptr, row_table_ptr, peer)
+    owner = me
+    if NVSHMEM:
+        far = tl.load(row_table_ptr + peer) == 0
+        if far:
+            there, owner = staging_ptr, peer
+    target = (slot.to(tl.int64) * W + owner) * C + place
+    column = tl.arange(0, BLOCK)
+    for first in range(0, M, BLOCK):
+        mask = inside[:, None] & (first + column < M)[None, :]
+        x = tl.load(x_ptr + source[:, None] * M + first + column[None, :], mask=mask)
+        tl.store(there + target[:, None] * M + first + column[None, :], x, mask=mask)
+    mark = (slot * W + me) * T + tile
+    if NVSHMEM:
+        if far:
+            size = M * (staging_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            here = staging_ptr + ((slot.to(tl.int64) * W + peer) * C + tile * TILE) * M
+            away = rows_ptr + ((slot.to(tl.int64) * W + me) * C + tile * TILE) * M
+            count, pe = tl.minimum(used - tile * TILE, TILE).to(tl.int64), tl.load(pe_ptr + peer)
+            if count > 0:
+                put_signal_nbi(away, here, count * size, signals_ptr + mark, epoch, pe)
+            else:
+                signal_pe(signals_ptr + mark, epoch, pe, spare_ptr)
+        else:
+            signal(at_peer(signals_ptr, signal_table_ptr, peer) + mark, epoch)
+    else:
+        signal(at_peer(signals_ptr, signal_table_ptr, peer) + mark, epoch)
+
+
+@jit(do_not_specialize=_UNSPECIAL)
+def credit_kernel(credits_ptr, credit_table_ptr, pe_ptr, spare_ptr, me, epoch, NVSHMEM: tl.constexpr):
+    peer = tl.program_id(0)
+    if NVSHMEM:
+        if tl.load(credit_table_ptr + peer) == 0:
+            fence()  # or the network might bring it before an earlier credit, which would then be the last
+            signal_pe(credits_ptr + me, epoch, tl.load(pe_ptr + peer), spare_ptr)
+        else:
+            signal(at_peer(credits_ptr, credit_table_ptr, peer) + me, epoch)
+    else:
+        signal(at_peer(credits_ptr, credit_table_ptr, peer) + me, epoch)
+
+
+@triton.jit
+def signal_peers(peer, inside, parts, counter_ptr, wanted_ptr, signal_ptr, epoch, W):
+    """Counts a tile's rows for each peer, and signals those who have all of theirs now: all `parts` of `wanted` rows.
+
+    `signal_ptr`: [W] addresses of what to signal; far peers are signalled later (`signal_far`), here a spare place is.
+    A reader's acquire of the last one's release covers all tiles: each counted itself in with a release that the last
+    one acquired.
+    """
+    tl.debug_barrier()
+    for p in range(W):
+        mine = tl.sum((inside & (peer == p)).to(tl.int32), 0)
+        if mine > 0:
+            before = tl.atomic_add(counter_ptr + p, mine, sem="acq_rel", scope="gpu")
+            if before + mine == tl.load(wanted_ptr + p) * parts:
+                signal(tl.load(signal_ptr + p).to(tl.pointer_type(tl.int64)), epoch)
+
+
+@triton.jit
+def signal_those_without(wanted_ptr, signal_ptr, epoch, W):
+    """A peer that none of these rows belong to learns that nothing comes."""
+    for p in range(W):
+        if tl.load(wanted_ptr + p) == 0:
+            signal(tl.load(signal_ptr + p).to(tl.pointer_type(tl.int64)), epoch)
+
+
+@jit(do_not_specialize=["epoch"])
+def return_rows_kernel(
+    x_ptr,
+    rows_ptr,
+    address_ptr,
+    peer_ptr,
+    counter_ptr,
+    wanted_ptr,
+    signal_ptr,
+    target_ptr,
+    pe_ptr,
+    epoch,
+    W,
+    M,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NVSHMEM: tl.constexpr,
+):
+    if tl.program_id(0) == 0:
+        signal_those_without(wanted_ptr, signal_ptr, epoch, W)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = row < tl.load(rows_ptr)
+    target = tl.load(address_ptr + row, mask=inside, other=0).to(x_ptr.dtype)
+    column = tl.arange(0, BLOCK)
+    for first in range(0, M, BLOCK):
+        mask = inside[:, None] & (first + column < M)[None, :]
+        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * M + first + column[None, :], mask=mask)
+        tl.store(target[:, None] + first + column[None, :], x, mask=mask)
+    if NVSHMEM:
+        size = M * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        first = tl.program_id(0) * TILE
+        put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, TILE)
+    peer = tl.load(peer_ptr + row, mask=inside, other=0)
+    signal_peers(peer, inside, 1, counter_ptr, wanted_ptr, signal_ptr, epoch, W)
+
+
+@jit
+def put_values_kernel(
+    x_ptr, address_ptr, rows_ptr, target_ptr, peer_ptr, pe_ptr, BLOCK: tl.constexpr, NVSHMEM: tl.constexpr
+):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < tl.load(rows_ptr)
+    target = tl.load(address_ptr + n, mask=inside, other=0).to(x_ptr.dtype)
+    tl.store(target, tl.load(x_ptr + n, mask=inside), mask=inside)
+    if NVSHMEM:
+        first, size = tl.program_id(0) * BLOCK, x_ptr.dtype.element_ty.primitive_bitwidth // 8
+        put_runs(address_ptr, target_ptr, peer_ptr, pe_ptr, first, tl.load(rows_ptr) - first, size, BLOCK)
+
+
+def put_rows(x: Tensor, source_WC: Tensor, used_W: Tensor, buffer: ReceiveBuffer, epoch: int, bounds: Bounds) -> None:
+    """Puts x[source_WC[p, i]] to peer p's buffer, row i, for i < used_W[p], and signals each tile.
+
+    Args:
+        x: [n, M] contiguous, of the buffer's dtype. source_WC: int32. used_W: int32.
+        epoch: of the exchange; waits until the peer has read what was in the slot before.
+    """
+    width, capacity = buffer.rows.shape[-1], buffer.rows.shape[2]
+    tiles = capacity // buffer.tile
+    put_rows_kernel[(buffer.peers * tiles,)](
+        x,
+        source_WC,
+        used_W,
+        buffer.rows,
+        buffer.row_table,
+        buffer.signals,
+        buffer.signal_table,
+        buffer.credits,
+        buffer.staging,
+        *far_pointers(buffer.network),
+        bounds.stop,
+        bounds.record,
+        buffer.me,
+        buffer.slot(epoch),
+        epoch,
+        epoch - buffer.slots,
+        bounds.limit_ns,
+        buffer.peers,
+        capacity,
+        tiles,
+        width,
+        TILE=buffer.tile,
+        **columns(width, buffer.tile),
+        **linked(buffer.network),
+        INTERPRET=INTERPRET,
+        **launch_options(buffer.network is not None),
+    )
+
+
+def give_credit(buffer: ReceiveBuffer, epoch: int) -> None:
+    """Tells all peers that their rows of this exchange have been read."""
+    credit_kernel[(buffer.peers,)](
+        buffer.credits,
+        buffer.credit_table,
+        *far_pointers(buffer.network),
+        buffer.me,
+        epoch,
+        **linked(buffer.network),
+        **credit_options(buffer.network is not None),
+    )
+
+
+def put_values(x_R: Tensor, addresses: Addresses, rows: Tensor) -> None:
+    """Puts x_R[i] to its address for i < rows[0]. Far peers have them before signals that come later (`finish`)."""
+    if x_R.numel():
+        block = 256 if not INTERPRET else triton.next_power_of_2(x_R.numel())
+        peer_N, store_N, target_N, network = addresses
+        put_values_kernel[(triton.cdiv(x_R.numel(), block),)](
+            x_R, store_N, rows, target_N, peer_N, far_pointers(network)[0], BLOCK=block, **linked(network)
+        )
+
+
+def return_rows(x_RM: Tensor, rows: Tensor, put: Put) -> None:
+    """Puts x_RM[i], for i < rows[0], where `put` says; the weights of `put` are not applied."""
+    count, width = x_RM.shape
+    peer_N, store_N, target_N, network = put.addresses
+    return_rows_kernel[(max(1, triton.cdiv(count, RETURN_TILE)),)](
+        x_RM.contiguous(),
+        rows,
+        store_N,
+        peer_N,
+        torch.zeros_like(put.wanted_W),
+        put.wanted_W,
+        put.signal_W,
+        target_N,
+        far_pointers(network)[0],
+        put.epoch,
+        put.wanted_W.numel(),
+        width,
+        TILE=RETURN_TILE,
+        **columns(width, RETURN_TILE),
+        **linked(network),
+        **launch_options(network is not None),
+    )
+    finish(put)
+
+
+def finish(put: Put) -> None:
+    """Behind the launches that put: far peers learn that they have all of it."""
+    if put.addresses.network is not None:
+        signal_far(put.mark, put.epoch, put.addresses.network)
+
+
+def launch_options(nvshmem: bool) -> dict[str, int]:
+    """Options of launches that move rows. With calls of NVSHMEM the assembler would spill to fit one more program."""
+    return {"num_warps": _WARPS, "maxnreg": MOST_REGISTERS} if nvshmem else {"num_warps": _WARPS}
+
+
+def credit_options(nvshmem: bool) -> dict[str, int]:
+    """Options of launches that give credit: every thread fences, so one warp is enough."""
+    return {"num_warps": 1} if nvshmem else {}
+
+
+def columns(width: int, tile: int) -> dict[str, int]:
+    """A program's block of columns: addresses of more elements would not fit its registers."""
+    most = max(16, 4096 // tile) if not INTERPRET else 4096
+    return {"BLOCK": min(most, max(2, triton.next_power_of_2(width)))}

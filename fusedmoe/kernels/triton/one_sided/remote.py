@@ -1,0 +1,101 @@
+"""Primitives of device-initiated communication, for kernels: put rows into a peer's memory, signal, wait with a bound.
+
+One source for every symmetric heap (`fusedmoe/comm/heap.py`): a kernel gets its own copy of an allocation and the table
+of all ranks' addresses, and stores where the table says. The protocol, checked exhaustively in
+tests/comm/test_protocol.py:
+
+* Memory is a ring of slots; exchange number `epoch` (from 1) uses slot (epoch - 1) % slots.
+* A signal is the number of the exchange whose rows are there. It only grows and is never reset by a reader.
+* A producer waits for the reader's credit before it writes to a slot again: the credit of a peer is the last exchange
+  that it has read. A reader gives credit for every exchange, also one in which nothing came.
+* The signal is a release, the wait an acquire, both for the whole system: rows first, then their signal.
+* Through the network (`network.py`) rows are read where they are staged until they have come, so what
+  was there before must have been read by the peer. A fence is between rows and their signal, and between two credits.
+  A reader asks NVSHMEM between the wait and the rows.
+* A wait ends when `stop` is set or, on a GPU, when its time is up; it then leaves a record, and whoever launched the
+  kernel raises (`fusedmoe/comm/watch.py`). What such a kernel has computed is never used.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def at_peer(own_ptr, table_ptr, peer):
+    """The peer's copy of an allocation, as a pointer like the one to this rank's."""
+    return tl.load(table_ptr + peer).to(own_ptr.dtype)
+
+
+@triton.jit
+def signal(ptr, epoch):
+    """Says that everything the program has written is there. `ptr`: int64, in anybody's memory."""
+    # All threads' writes come before the one thread's release.
+    tl.debug_barrier()
+    tl.atomic_xchg(ptr, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def now_ns():
+    """The GPU's clock, the same in all threads, each of which reads another: for loops that must end in all at once."""
+    thread = tl.arange(0, tl.extra.cuda.num_threads())
+    times = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [thread], tl.int64, is_pure=False, pack=1)
+    return tl.max(times, 0)
+
+
+@triton.jit
+def stopped(stop_ptr, INTERPRET: tl.constexpr):
+    """The host's word, the same in all threads: or some would leave a loop and others wait for them."""
+    if INTERPRET:
+        return tl.load(stop_ptr, volatile=True)
+    # Not by an atomic: those of a GPU and of its host need not know of each other.
+    thread = tl.arange(0, tl.extra.cuda.num_threads())
+    return tl.max(tl.load(stop_ptr + thread * 0, volatile=True), 0)
+
+
+@triton.jit
+def look(ptr, index, wanted):
+    """The signals with these indices, as an acquire; those that are not wanted count as come."""
+    seen = tl.atomic_add(ptr + index, 0, mask=wanted, sem="acquire", scope="sys")
+    return tl.where(wanted, seen, 0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def wait(ptr, index, wanted, epoch, stop_ptr, record_ptr, limit_ns, INTERPRET: tl.constexpr, LOOKS: tl.constexpr = 64):
+    """Waits until all wanted signals have come to `epoch`.
+
+    Args:
+        ptr: int64 signals in this rank's memory. index, wanted: vectors.
+        stop_ptr: the host's word; not 0 ends the wait.
+        record_ptr: takes the record of the first wait of a heap that has ended early.
+        LOOKS: at the signals between two looks at `stop`, which is the host's memory, and at the clock.
+        limit_ns: how long it may last by the GPU's clock; the interpreter has none, there the host sets `stop`.
+    """
+    seen = look(ptr, index, wanted)
+    late = tl.sum((seen < epoch).to(tl.int32), 0)
+    began = tl.full((), 0, tl.int64)
+    if not INTERPRET:
+        began = now_ns()
+    looks = 0
+    while late > 0:
+        reason = tl.full((), 0, tl.int64)
+        looks += 1
+        if looks % LOOKS == 0 or INTERPRET:
+            reason = stopped(stop_ptr, INTERPRET)
+            if not INTERPRET:
+                if now_ns() - began > limit_ns:
+                    reason = tl.full((), 1, tl.int64)
+        if reason != 0:
+            first = tl.min(tl.where(seen < epoch, index, 0x7FFFFFFF), 0)
+            found = tl.min(tl.where((seen < epoch) & (index == first), seen, 0x7FFFFFFFFFFFFFFF), 0)
+            if tl.atomic_cas(record_ptr, tl.full((), 0, tl.int64), reason, sem="acq_rel", scope="sys") == 0:
+                tl.store(record_ptr + 1, first.to(tl.int64))
+                tl.store(record_ptr + 2, tl.full((), 0, tl.int64) + epoch)
+                tl.store(record_ptr + 3, found)
+                tl.store(record_ptr + 4, ptr.to(tl.int64))
+            tl.store(stop_ptr, reason)  # nothing waits after it
+            late = 0
+        else:
+            seen = look(ptr, index, wanted)
+            late = tl.sum((seen < epoch).to(tl.int32), 0)

@@ -1,0 +1,153 @@
+"""Rows packed for the wire and unpacked, one program a row or a block of its columns.
+
+Rounding is done on the bits, so that it is the same everywhere, also on GPUs that know no fp8.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.wire import E4M3_MAX, SCALE_BYTES, SCALE_MIN, fp8_dim
+
+# Columns that a program holds at a time; of wider rows it holds so many, again and again.
+_MOST_COLUMNS = 4096
+_COLUMNS_OF_WIDE_ROWS = 2048
+
+
+@triton.jit
+def _bf16_bits(x):
+    """float32 -> the bits of the nearest bf16, ties to even; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
+def _e4m3_bits(x, inverse):
+    """float32, times the inverse scale -> the bits of the nearest e4m3, ties to even; not finite -> NaN."""
+    y = x * inverse
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Three bits of mantissa are left, and the exponent's bias goes from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 numbers are multiples of 2^-9, and that is what float32 has at 2^14: adding rounds.
+    tiny = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, tiny, normal)
+    code = tl.where(tl.abs(x) < float("inf"), code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _finite_magnitude(x):
+    magnitude = tl.abs(x)
+    return tl.where(magnitude < float("inf"), magnitude, 0.0)
+
+
+@jit
+def pack_fp8_kernel(
+    x_ptr,
+    out_ptr,
+    M,
+    stride,
+    LARGEST: tl.constexpr,
+    SMALLEST_SCALE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    x_ptr += n * stride
+    out_ptr += n * (M + 4)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + column, mask=column < M, other=0.0).to(tl.float32)
+    largest = _finite_magnitude(x)
+    if not WHOLE:
+        for first in range(BLOCK, M, BLOCK):
+            more = tl.load(x_ptr + first + column, mask=first + column < M, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, _finite_magnitude(more))
+    scale = tl.maximum(tl.div_rn(tl.max(largest, 0), LARGEST), SMALLEST_SCALE)
+    inverse = tl.div_rn(1.0, scale)
+    tl.store(out_ptr + column, _e4m3_bits(x, inverse), mask=column < M)
+    if not WHOLE:
+        for first in range(BLOCK, M, BLOCK):
+            more = tl.load(x_ptr + first + column, mask=first + column < M, other=0.0).to(tl.float32)
+            tl.store(out_ptr + first + column, _e4m3_bits(more, inverse), mask=first + column < M)
+    # Byte by byte: where M is no multiple of four, four bytes at once would be stored askew.
+    byte = tl.arange(0, 4)
+    tl.store(out_ptr + M + byte, ((scale.to(tl.int32, bitcast=True) >> (8 * byte)) & 0xFF).to(tl.uint8))
+
+
+@jit
+def unpack_fp8_kernel(packed_ptr, out_ptr, M, AS_BF16: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    packed_ptr += n * (M + 4)
+    byte = tl.arange(0, 4)
+    scale = tl.sum(tl.load(packed_ptr + M + byte).to(tl.int32) << (8 * byte), 0).to(tl.float32, bitcast=True)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    code = tl.load(packed_ptr + column, mask=column < M, other=0).to(tl.int32)
+    magnitude = code & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    number = tl.where(magnitude == 0x7F, float("nan"), number)
+    x = tl.where(code < 128, number, -number) * scale
+    value = _bf16_bits(x) if AS_BF16 else x.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + n * M + column, value, mask=column < M)
+
+
+@jit
+def pack_bf16_kernel(x_ptr, out_ptr, M, stride, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + n * stride + column, mask=column < M, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n * M + column, _bf16_bits(x), mask=column < M)
+
+
+def pack_fp8(rows_NM: Tensor) -> Tensor:
+    rows_NM = rows_NM if rows_NM.stride(1) == 1 else rows_NM.contiguous()
+    rows, dim = rows_NM.shape
+    packed = rows_NM.new_empty((rows, dim + SCALE_BYTES), dtype=torch.uint8)
+    if rows:
+        pack_fp8_kernel[(rows,)](rows_NM, packed, dim, rows_NM.stride(0), **pack_constants(dim), **launch_options(dim))
+    return packed
+
+
+def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    packed = packed.contiguous()
+    rows, dim = packed.shape[0], fp8_dim(packed)
+    out_NM = packed.new_empty((rows, dim), dtype=dtype)
+    if out_NM.numel():
+        block = columns(dim)
+        half = dtype == torch.bfloat16
+        written = out_NM.view(torch.int16) if half else out_NM
+        grid = (rows, triton.cdiv(dim, block))
+        unpack_fp8_kernel[grid](packed, written, dim, AS_BF16=half, BLOCK=block, **launch_options(dim))
+    return out_NM
+
+
+def pack_bf16(rows_NM: Tensor) -> Tensor:
+    rows_NM = rows_NM if rows_NM.stride(1) == 1 else rows_NM.contiguous()
+    rows, dim = rows_NM.shape
+    out_NM = rows_NM.new_empty((rows, dim), dtype=torch.bfloat16)
+    if out_NM.numel():
+        block = columns(dim)
+        grid = (rows, triton.cdiv(dim, block))
+        written = out_NM.view(torch.int16)
+        pack_bf16_kernel[grid](rows_NM, written, dim, rows_NM.stride(0), BLOCK=block, **launch_options(dim))
+    return out_NM
+
+
+def columns(dim: int) -> int:
+    return max(128, triton.next_power_of_2(dim)) if dim <= _MOST_COLUMNS else _COLUMNS_OF_WIDE_ROWS
+
+
+def pack_constants(dim: int) -> dict[str, float]:
+    block = columns(dim)
+    return {"LARGEST": E4M3_MAX, "SMALLEST_SCALE": SCALE_MIN, "WHOLE": dim <= block, "BLOCK": block}
+
+
+def launch_options(dim: int) -> dict[str, int]:
+    """A product and a sum contracted to one operation would round differently from the definition."""
+    return {"num_warps": max(1, min(8, columns(dim) // 256)), "enable_fp_fusion": False}

@@ -1,0 +1,245 @@
+"""Policies: pure functions from what is known of loads to where experts are in the next iteration, and what that takes.
+
+Hecate, and what it is compared with (its section 2.3): plain expert parallelism, FasterMoE's shadowing, SmartMoE's
+swaps and FlexMoE's replication. All have the same dispatcher, the same costs and the same memory m for replicas, and
+none reserves more than it uses. What they leave out of their papers, their docstrings say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusedmoe.placement.hecate import EVERY, calibrate, gathered_s, improve, materialise, moves, reshard
+from fusedmoe.placement.load_trace import WINDOW, predict
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.price import PlacementCosts, layer_s, load, transfers_s
+from fusedmoe.placement.transfers import Transfer, predicted_volume
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a policy may know before the experts of an iteration run.
+
+    Attributes:
+        iteration: from 0.
+        before: [L], the placements of the iteration before; at first even shardings.
+        history_ILE: the loads of all earlier iterations, one at least.
+        tokens_LWE: what the gates choose now. Only policies that act after the gate may look at it.
+    """
+
+    iteration: int
+    before: tuple[Placement, ...]
+    history_ILE: NDArray[np.int64]
+    tokens_LWE: NDArray[np.int64]
+    nodes: Nodes
+    costs: PlacementCosts
+
+
+class Decision(NamedTuple):
+    """Attributes:
+    placements: [L], of this iteration.
+    waits_s: for how long everything else waits for parameters (and state) on their way.
+    sent_bytes: of all ranks, for parameters, gradients of replicas and state, hidden or not.
+    """
+
+    placements: tuple[Placement, ...]
+    waits_s: float
+    sent_bytes: int
+
+
+Policy = Callable[[Situation], Decision]
+
+
+def expert_parallelism(now: Situation) -> Decision:
+    """Experts stay where they are."""
+    return Decision(now.before, 0.0, 0)
+
+
+def hecate(now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: bool = False) -> Decision:
+    """FSSDP: Algorithm 1 and the search behind it, on the predicted load, in every iteration, Algorithm 2 (`sharded`)
+    every 100, for which all waits; and calibration where it is asked for. t is what hides the gather and the
+    reduce-scatter, so they cost no time; calibration does."""
+    shardings = tuple(one.sharding for one in now.before)
+    expected_LE = predict(now.history_ILE)
+    waits_s, sent = 0.0, 0
+    if sharded and is_due(now.iteration):
+        resharded = reshard(shardings, expected_LE, now.nodes, t)
+        waits_s, sent = _moved(shardings, resharded, now)
+        shardings = resharded
+    placements = []
+    for sharding, load_E, tokens_WE in zip(shardings, expected_LE, now.tokens_LWE, strict=True):
+        start = materialise(sharding, load_E, now.nodes, t, m)
+        placement = improve(sharding, start, load_E, now.nodes, t, m, now.costs)
+        if calibrated:
+            more = calibrate(placement, tokens_WE, now.nodes, m, now.costs)
+            waits_s += gathered_s(placement, more, now.nodes, now.costs)
+            placement = more
+        placements.append(placement)
+    return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now))
+
+
+def is_due(iteration: int) -> bool:
+    """Whether owners may change in an iteration: every 100, and once as many loads are known as are looked at."""
+    return iteration % EVERY == 0 or iteration == WINDOW
+
+
+def shadowing(now: Situation, *, m: int) -> Decision:
+    """FasterMoE (He et al. 2022): after the gate, the most popular experts are copied to all ranks for this iteration,
+    one more as long as that is expected to be faster, their broadcast and the sum of their gradients counted.
+
+    The expectation is this library's price of the layer, better informed than the paper's, which takes the load of the
+    largest expert for that of its rank. Copying waits for the gate and the experts for it; the paper's smart schedule,
+    which hides a part of that behind other experts, is left out.
+    """
+    placements, waits_s = [], 0.0
+    for before, tokens_WE in zip(now.before, now.tokens_LWE, strict=True):
+        placement = shadow(before.sharding, tokens_WE, now.nodes, m, now.costs)
+        placements.append(placement)
+        waits_s += gathered_s(before.sharding, placement, now.nodes, now.costs)
+    return Decision(tuple(placements), waits_s, _synchronised(placements, now))
+
+
+def shadow(sharding: Placement, tokens_WE: NDArray[np.int64], nodes: Nodes, m: int, costs: PlacementCosts) -> Placement:
+    """Shadowing's choice for one layer, once its gate has chosen."""
+    load_E = tokens_WE.sum(axis=0)
+    best, best_s = sharding, layer_s(load(tokens_WE, sharding, nodes), costs)
+    for shadows in range(1, min(m, sharding.experts) + 1):
+        candidate = materialise(sharding, load_E, nodes, shadows, shadows)
+        seconds = gathered_s(sharding, candidate, nodes, costs) + layer_s(load(tokens_WE, candidate, nodes), costs)
+        if seconds >= best_s:
+            break
+        best, best_s = candidate, seconds
+    return best
+
+
+def swaps(now: Situation, *, every: int = 25) -> Decision:
+    """SmartMoE (Zhai et al. 2023): every so often experts change places, with their state, for even work of the ranks.
+
+    As long as that lightens it, the busiest rank of a layer gives an expert for one of another rank, the pair that
+    lightens the busier of the two most. It is done where the time that is saved until the next time is more than moving
+    takes. Only the online stage of the paper is here: its other one chooses the degrees of parallelism before a run.
+    """
+    if now.iteration % every and now.iteration != WINDOW:
+        return Decision(now.before, 0.0, 0)
+    expected_LE = predict(now.history_ILE)
+    placements, waits_s, sent = [], 0.0, 0
+    for before, load_E in zip(now.before, expected_LE, strict=True):
+        after = _swapped(before, load_E)
+        tokens_WE = _spread(load_E, now.nodes)
+        saved_s = every * (_layer_s(tokens_WE, before, now) - _layer_s(tokens_WE, after, now))
+        wait_s, bytes_ = _moved([before], [after], now)
+        if saved_s > wait_s:
+            placements.append(after)
+            waits_s += wait_s
+            sent += bytes_
+        else:
+            placements.append(before)
+    return Decision(tuple(placements), waits_s, sent)
+
+
+def replication(now: Situation, *, m: int, every: int = 10) -> Decision:
+    """FlexMoE (Nie et al. 2023): replicas, with optimizer state, that stay; every so often experts get more of them, or
+    lose some.
+
+    The expert with the most load for each copy gets one more, on the rank with the least work that has room; where none
+    has, the expert with the least load for each copy gives one of its up first. Of such a series as many steps are
+    taken as save most time until the next one, sending the experts counted: one step alone often saves nothing. Left
+    out: moving a replica from rank to rank (which is giving it up and making it anew), and sending in small parts
+    beside the training. Gradients of replicas are summed behind the backward pass and cost no time, as Hecate's do.
+    """
+    if now.iteration % every and now.iteration != WINDOW:
+        return Decision(now.before, 0.0, _synchronised(now.before, now))
+    placements, waits_s, sent = [], 0.0, 0
+    for before, load_E in zip(now.before, predict(now.history_ILE), strict=True):
+        tokens_WE = _spread(load_E, now.nodes)
+        placement, copies = before, list[Transfer]()
+        best, best_s, best_wait_s, best_copies = before, every * _layer_s(tokens_WE, before, now), 0.0, 0
+        while len(copies) - best_copies < now.nodes.ranks:  # enough steps without gain: one for each rank
+            grown = _grown(placement, load_E, tokens_WE, m, now.nodes)
+            if grown is None:
+                break
+            placement, copy = grown
+            copies.append(copy)
+            wait_s = transfers_s(copies, now.nodes, now.costs, now.costs.move_bytes)
+            seconds = every * _layer_s(tokens_WE, placement, now) + wait_s
+            if seconds < best_s:
+                best, best_s, best_wait_s, best_copies = placement, seconds, wait_s, len(copies)
+        placements.append(best)
+        waits_s += best_wait_s
+        sent += best_copies * now.costs.move_bytes
+    return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now))
+
+
+def _grown(
+    placement: Placement, load_E: NDArray[np.float64], tokens_WE: NDArray[np.int64], m: int, nodes: Nodes
+) -> tuple[Placement, Transfer] | None:
+    """One replica more of the expert with the most load for each copy, and its way; None where there is no place."""
+    holds_EW = placement.holds_EW.copy()
+    share_E = load_E / holds_EW.sum(axis=1)
+    expert = int(share_E.argmax())
+    work_W = load(tokens_WE, placement, nodes).work_W
+    room_W = (placement.extra_W() < m) & ~holds_EW[expert]
+    if not room_W.any():
+        # By what the copies that are left would have: it must be less than what the expert has now.
+        left_E = np.array(
+            [load_E[e] / len(of) if of and e != expert else np.inf for e, of in enumerate(placement.replicas)]
+        )
+        for loser in np.argsort(left_E, kind="stable").tolist():
+            if left_E[loser] >= share_E[expert]:
+                return None
+            places = [rank for rank in placement.replicas[loser] if not holds_EW[expert, rank]]
+            if places:
+                rank = min(places, key=lambda rank: (work_W[rank], rank))
+                holds_EW[loser, rank] = False
+                room_W[rank] = True
+                break
+        else:
+            return None
+    target = int(np.where(room_W, work_W, np.iinfo(np.int64).max).argmin())
+    holds_EW[expert, target] = True
+    return Placement.holding(placement.owners, holds_EW), Transfer(expert, placement.owners[expert], target, 0)
+
+
+def _swapped(placement: Placement, load_E: NDArray[np.float64]) -> Placement:
+    owner_E = np.array(placement.owners)
+    work_W = np.bincount(owner_E, weights=load_E, minlength=placement.ranks)
+    while True:
+        busiest = int(work_W.argmax())
+        ours, others = np.flatnonzero(owner_E == busiest), np.flatnonzero(owner_E != busiest)
+        if not len(ours) or not len(others):
+            break
+        less_AB = load_E[ours][:, None] - load_E[others]  # how much lighter the busiest becomes
+        worse_AB = np.maximum(work_W[busiest] - less_AB, work_W[owner_E[others]] + less_AB)
+        a, b = np.unravel_index(int(worse_AB.argmin()), worse_AB.shape)
+        if worse_AB[a, b] >= work_W[busiest] * (1 - 1e-9):
+            break
+        mine, theirs = ours[a], others[b]
+        owner_E[mine], owner_E[theirs] = owner_E[theirs], owner_E[mine]
+        work_W = np.bincount(owner_E, weights=load_E, minlength=placement.ranks)
+    return Placement(placement.ranks, tuple(owner_E.tolist()))
+
+
+def _layer_s(tokens_WE: NDArray[np.int64], placement: Placement, now: Situation) -> float:
+    return layer_s(load(tokens_WE, placement, now.nodes), now.costs)
+
+
+def _spread(load_E: NDArray[np.float64], nodes: Nodes) -> NDArray[np.int64]:
+    """[W, E]: an expected load, the same on every rank."""
+    return np.tile(np.rint(load_E / nodes.ranks).astype(np.int64), (nodes.ranks, 1))
+
+
+def _moved(before: Sequence[Placement], after: Sequence[Placement], now: Situation) -> tuple[float, int]:
+    """Seconds and bytes of changing owners, parameters and state, all at once."""
+    found = [Transfer(one.expert, one.source, one.target, 0) for one in moves(before, after)]
+    return transfers_s(found, now.nodes, now.costs, now.costs.move_bytes), len(found) * now.costs.move_bytes
+
+
+def _synchronised(placements: Iterable[Placement], now: Situation) -> int:
+    """Bytes by which parameters reach replicas and gradients come back, or an all-reduce of the gradients (Eq. 2)."""
+    volumes = (predicted_volume(one.sharding, one, now.nodes, now.costs.expert_bytes) for one in placements)
+    return 2 * sum(volume.total for volume in volumes)

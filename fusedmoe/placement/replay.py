@@ -1,0 +1,227 @@
+"""A load trace under a policy: each rank's work, what enters the nodes, what is added to make it so; and its picture.
+
+matplotlib is imported where it draws, not with this module, and through its object interface: no window, no global
+state, any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.placement.load_trace import WINDOW, LoadTrace
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement_policies import Policy, Situation
+from fusedmoe.placement.price import PlacementCosts, compute_s, exchange_s, load
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_INK, _FAINT, _RULE = "#1a1a1a", "#5c5c5c", "#d8d8d8"
+_BEFORE, _AFTER, _OWNER, _REPLICA = "#f79a1c", "#0a2f66", "#0a2f66", "#98b8f8"
+_OTHERS = "#d9d6d2"
+# Neighbours differ in lightness, so that they can be told apart with any colour vision.
+_EXPERTS = ("#0a2f66", "#f79a1c", "#1f7350", "#80f2d8", "#8f1fe8", "#f5d878", "#ad380c", "#98b8f8")
+_DPI = 130
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a policy makes of a trace, from its sixth iteration on: the earlier ones are the first prediction's.
+
+    Attributes:
+        last: [L], the placements of the last iteration.
+        work_ILW: tokens that each rank computes.
+        ingress_IL: bytes that the rank with the most receives from other nodes in one all-to-all.
+        exchange_IL, compute_IL: seconds of the all-to-alls, and of the busiest rank's experts, of an iteration.
+        waits_I: seconds in which everything waits for parameters on their way.
+        sent_I: bytes of parameters, gradients of replicas and state that are sent, hidden or not.
+        replicas_I: the most replicas that a rank holds, of all layers together.
+        owned_I: the most experts that a rank owns, of all layers together.
+    """
+
+    last: tuple[Placement, ...]
+    work_ILW: NDArray[np.int64]
+    ingress_IL: NDArray[np.int64]
+    exchange_IL: NDArray[np.float64]
+    compute_IL: NDArray[np.float64]
+    waits_I: NDArray[np.float64]
+    sent_I: NDArray[np.int64]
+    replicas_I: NDArray[np.int64]
+    owned_I: NDArray[np.int64]
+
+    @property
+    def straggler_IL(self) -> NDArray[np.float64]:
+        """The busiest rank's work over the mean of all; 1 where there is none."""
+        mean_IL = self.work_ILW.mean(axis=2)
+        return np.where(mean_IL > 0, self.work_ILW.max(axis=2) / np.maximum(mean_IL, 1e-300), 1.0)
+
+    @property
+    def straggler(self) -> float:
+        """The mean over iterations and layers of the busiest rank's work over the mean of all."""
+        return float(self.straggler_IL.mean())
+
+    @property
+    def ingress_bytes(self) -> float:
+        """Mean bytes that the busiest rank receives from other nodes, in the all-to-all of one layer."""
+        return float(self.ingress_IL.mean())
+
+    @property
+    def layers_s(self) -> float:
+        """Mean seconds of all layers' all-to-alls and experts in an iteration."""
+        return float((self.exchange_IL + self.compute_IL).sum(axis=1).mean())
+
+    @property
+    def waits_s(self) -> float:
+        """Mean seconds of an iteration in which everything waits for parameters."""
+        return float(self.waits_I.mean())
+
+    @property
+    def iteration_s(self) -> float:
+        """Mean seconds that the experts' layers take of an iteration, what waits for parameters included."""
+        return self.layers_s + self.waits_s
+
+    def speedup_L(self, of: Outcome) -> NDArray[np.float64]:
+        """[L]: how many times faster the layers are than `of`'s, without what waits (Hecate, Fig. 11)."""
+        ours_L, theirs_L = ((one.exchange_IL + one.compute_IL).sum(axis=0) for one in (self, of))
+        return theirs_L / ours_L
+
+
+def replay(
+    trace: LoadTrace,
+    policy: Policy,
+    nodes: Nodes,
+    costs: PlacementCosts,
+    *,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Follows the trace. It starts from even shardings.
+
+    Args:
+        show: called after each iteration with how many are done, and of how many.
+    Raises:
+        ConfigError: the trace is of other ranks, or too short for a prediction.
+    """
+    if trace.ranks != nodes.ranks:
+        raise ConfigError(f"simulation: a trace of {trace.ranks} ranks, but {nodes.ranks} ranks in nodes")
+    if len(trace) <= WINDOW:
+        raise ConfigError(
+            f"simulation: {len(trace)} iterations; the first {WINDOW} are for the prediction, give more than that"
+        )
+    load_ILE = trace.load_ILE
+    placements = (Placement.even(trace.ranks, trace.experts),) * trace.layers
+    rows = []
+    for iteration in range(WINDOW, len(trace)):
+        tokens_LWE = trace.tokens_ILWE[iteration]
+        decision = policy(Situation(iteration, placements, load_ILE[:iteration], tokens_LWE, nodes, costs))
+        placements = decision.placements
+        found = [load(tokens_WE, one, nodes) for tokens_WE, one in zip(tokens_LWE, placements, strict=True)]
+        rows.append(
+            (
+                [one.work_W for one in found],
+                [costs.token_bytes * one.ingress_W.max() for one in found],
+                [exchange_s(one, costs) for one in found],
+                [compute_s(one, costs) for one in found],
+                decision.waits_s,
+                decision.sent_bytes,
+                np.sum([one.extra_W() for one in placements], axis=0).max(),
+                np.sum([np.bincount(one.owners, minlength=one.ranks) for one in placements], axis=0).max(),
+            )
+        )
+        show(iteration + 1 - WINDOW, len(trace) - WINDOW)
+    return Outcome(placements, *(np.array(column) for column in zip(*rows, strict=True)))
+
+
+def draw(
+    trace: LoadTrace, before: Outcome, after: Outcome, nodes: Nodes, layer: int, path: str | Path, *, title: str
+) -> None:
+    """Writes the picture to `path`; its ending chooses the format (.png, .svg, .pdf).
+
+    Args:
+        before, after: the trace under two policies. The placement is that of `after` in the last iteration, and each
+            rank's work is in that iteration.
+    """
+    figure(trace, before, after, nodes, layer, title=title).savefig(path, dpi=_DPI)
+
+
+def figure(trace: LoadTrace, before: Outcome, after: Outcome, nodes: Nodes, layer: int, *, title: str) -> Figure:
+    """The picture as a matplotlib figure, bound to no window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = Figure(figsize=(14, 9), layout="constrained")
+    FigureCanvasAgg(found)
+    found.suptitle(title, color=_INK)
+    (loads, stragglers), (places, work) = found.subplots(2, 2)
+    load_IE = trace.load_ILE[:, layer]
+    order_E = np.argsort(-load_IE.mean(axis=0), kind="stable")
+    _draw_loads(loads, load_IE, order_E)
+    _draw_stragglers(stragglers, before.straggler_IL[:, layer], after.straggler_IL[:, layer])
+    _draw_placement(places, after, layer, order_E, nodes)
+    _draw_work(work, before.work_ILW[-1, layer], after.work_ILW[-1, layer], nodes)
+    for axes in (loads, stragglers, places, work):
+        axes.tick_params(colors=_FAINT, length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    return found
+
+
+def _draw_loads(axes: Any, load_IE: NDArray[np.int64], order_E: NDArray[np.intp]) -> None:
+    share_IE = load_IE / np.maximum(load_IE.sum(axis=1, keepdims=True), 1)
+    named = order_E[: len(_EXPERTS)]
+    rest_I = 1 - share_IE[:, named].sum(axis=1)
+    labels = [f"expert {expert}" for expert in named] + ["all others"] * (len(order_E) > len(named))
+    layers = [*share_IE[:, named].T, rest_I][: len(labels)]
+    axes.stackplot(range(len(load_IE)), layers, labels=labels, colors=[*_EXPERTS[: len(named)], _OTHERS])
+    axes.set(title="Loads: share of all tokens", xlabel="iteration", xlim=(0, max(len(load_IE) - 1, 1)), ylim=(0, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True, frameon=False)
+
+
+def _draw_stragglers(axes: Any, before_I: NDArray[np.float64], after_I: NDArray[np.float64]) -> None:
+    iterations = range(WINDOW, WINDOW + len(before_I))
+    axes.plot(iterations, before_I, color=_BEFORE, label=f"before: {before_I.mean():.2f} in the mean")
+    axes.plot(iterations, after_I, color=_AFTER, label=f"after: {after_I.mean():.2f}")
+    axes.axhline(1, color=_RULE, zorder=0)
+    axes.set(title="Work of the busiest rank over the mean", xlabel="iteration", ylim=(0, None))
+    axes.legend(loc="lower right", fontsize="small")  # no busiest rank has less than the mean
+
+
+def _draw_placement(axes: Any, after: Outcome, layer: int, order_E: NDArray[np.intp], nodes: Nodes) -> None:
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    placement = after.last[layer]
+    holds_EW = placement.holds_EW.astype(np.int64)
+    holds_EW[np.arange(placement.experts), list(placement.owners)] = 2
+    colours = ListedColormap(["white", _REPLICA, _OWNER])
+    axes.pcolormesh(holds_EW[order_E], cmap=colours, vmin=0, vmax=2, edgecolors=_RULE, linewidth=0.4)
+    for node in range(1, nodes.count):
+        axes.axvline(node * nodes.per_node, color=_INK, linewidth=1.2)
+    axes.set(title="Placement in the last iteration", xlabel="rank, by node", ylabel="expert, the most asked for first")
+    axes.set_xticks(np.arange(nodes.ranks) + 0.5, [str(rank) for rank in range(nodes.ranks)])
+    axes.set_yticks(np.arange(placement.experts) + 0.5, [str(expert) for expert in order_E], fontsize="x-small")
+    axes.invert_yaxis()
+    axes.legend(
+        handles=[Patch(color=_OWNER, label="owner"), Patch(color=_REPLICA, label="replica")],
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        fontsize="small",
+        frameon=False,
+    )
+
+
+def _draw_work(axes: Any, before_W: NDArray[np.int64], after_W: NDArray[np.int64], nodes: Nodes) -> None:
+    ranks_W = np.arange(nodes.ranks)
+    axes.bar(ranks_W - 0.2, before_W, 0.4, color=_BEFORE, label="before")
+    axes.bar(ranks_W + 0.2, after_W, 0.4, color=_AFTER, label="after")
+    axes.axhline(before_W.mean(), color=_FAINT, linewidth=1, linestyle="--", label="mean")
+    axes.set(title="Tokens that each rank computes in the last iteration", xlabel="rank")
+    axes.set_xticks(ranks_W)
+    axes.set_ylim(0, 1.15 * max(before_W.max(), after_W.max(), 1))
+    axes.legend(loc="upper right", ncols=3, fontsize="small")  # above the bars

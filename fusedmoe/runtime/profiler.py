@@ -1,0 +1,405 @@
+"""The profiler: what collectives and matrix products take on this machine, measured where they will run (FSMoE §4.1).
+
+    found = profile(topology, device)
+    found.costs                         # lines with r², and the contention between the two kinds of links
+
+Every collective runs on the topology's own groups through the library's own functions, on all ranks at once, as in a
+layer. Nothing is drawn from the global generators, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from fusedmoe.comm.collectives import (
+    all_gather_object,
+    all_gather_rows,
+    all_reduce,
+    all_to_all_rows,
+    device_of,
+    reduce_scatter_rows,
+)
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.runtime.execute import Streams, execute
+from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.cost import LEAST_BETA, CostModel, Line, fit
+from fusedmoe.schedule.orders import three_queues
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import PIPELINE, Task
+
+#: Seconds that measuring may take, unless the caller says otherwise.
+BUDGET_S = 30.0
+
+#: How often each size is measured; its time is the median.
+ROUNDS = 5
+
+# The paper's ladders: 1 to 24 (1 to 12) units of elements, of a collective's buffer in fp32 and of a product's left
+# factor.
+_UNIT, _STEPS = 2**18, 24
+_GEMM_UNIT, _GEMM_STEPS = 2**19, 12
+# The right factor is a square of this side; copies are of rows of so many elements.
+_SIDE = 1024
+# Of copies, as large as what a layer keeps: memory that is new costs more than memory that is used again.
+_COPY_UNIT, _COPY_STEPS = 2**21, 12
+# Until the ladder fits the time, steps are halved down to so many, then units down to this part of themselves: a line
+# through few sizes far apart is better than one through many that are all small.
+_LEAST_STEPS, _LEAST_PART = 6, 2**8
+# How often the sizes are probed that its ladder is chosen by.
+_PROBES = 3
+# Of the budget, for probes and for what the estimates are off.
+_RESERVE = 0.25
+
+_ALONE = (Plan.parse("inter: D0"), Plan.parse("intra: AG0"))
+_TOGETHER = Plan.parse("intra: AG0\ninter: D0\nafter AG0:")  # it waits for nothing
+_EMPTY, _EMPTY_ROUNDS = Plan.of(three_queues(PIPELINE, 8)), 9
+
+Show = Callable[[int, int], None]
+T = TypeVar("T")
+
+Sample = tuple[str, int]  # a line and a size
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        costs: the lines through the points, and the contention.
+        points: for each line (n, median seconds), n in bytes or FLOP.
+        seconds: how long measuring took.
+    """
+
+    costs: CostModel
+    points: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """Indented JSON that `CostModel.from_json` reads as well."""
+        data = json.loads(self.costs.to_json()) | {"points": dict(self.points), "seconds": self.seconds}
+        return json.dumps(data, allow_nan=False, indent=2)
+
+    @classmethod
+    def from_json(cls, source: str) -> Profile:
+        """The profile written by `to_json`. Raises `ConfigError` for anything else."""
+        costs, data = CostModel.from_json(source), json.loads(source)
+        try:
+            points = {
+                name: tuple((float(n), float(seconds)) for n, seconds in of) for name, of in data["points"].items()
+            }
+            return cls(costs, points, float(data["seconds"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"profile: the points are missing or not pairs of numbers: {error}") from error
+
+
+def profile(
+    topology: Topology,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    budget_s: float = BUDGET_S,
+    machine: str = "",
+    show: Show | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Profile:
+    """Measures and fits; the result is the same on every rank. Collective over all ranks.
+
+    All-to-all over ep, all-gather and reduce-scatter over esp and all-reduce over dp, as far as these have more than
+    one rank, at 1 to 24 times 2¹⁸ fp32 elements, and matrix products of 1 to 12 times 2¹⁹ elements with a square of
+    1024, and copies of rows of 1024 numbers in another order, as a layer makes them whose two passes have different
+    chunks. n is the bytes that a rank puts into a collective (of an all-gather: that it gets), as in
+    `schedule.workload`. Each time is the median of five rounds through all sizes (the paper's is their
+    mean, which one disturbance moves); in each the slowest rank counts.
+
+    No line starts in less than what the executor itself takes for a task: where products or links start for nothing,
+    more chunks still cost something.
+
+    Args:
+        device: where computation runs, on CUDA the current device.
+        dtype: of the matrix products.
+        budget_s: what does not fit is cut: first there are fewer sizes, then smaller ones, then fewer rounds.
+        machine: for `CostModel.machine`.
+        show: told (done, total) now and then.
+        clock: what is measured with on a CPU, in seconds.
+    Raises:
+        ConfigError: a budget that is not positive.
+        RankError: see `fusedmoe.comm.collectives`.
+    """
+    if not budget_s > 0:
+        raise ConfigError(f"profile: the budget must be more than 0 s, not {budget_s}")
+    # Autocast would turn the products into others.
+    with topology.guard("profile"), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        return _Profiler(topology, device, dtype, budget_s, show or _nothing, clock).run(machine)
+
+
+def _nothing(done: int, total: int) -> None:
+    pass
+
+
+def _no_work(task: Task) -> None:
+    pass
+
+
+def line_names(topology: Topology) -> tuple[str, ...]:
+    """The lines that a profile of this topology has."""
+    sizes = {
+        "all-to-all/ep": topology.ep.size,
+        "all-gather/esp": topology.esp.size,
+        "reduce-scatter/esp": topology.esp.size,
+        "all-reduce/dp": topology.size,  # with one replica, of the norms and gates that all of its ranks have
+    }
+    return (*(name for name, size in sizes.items() if size > 1), "gemm", "copy")
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> Line:
+    """The line of least squares.
+
+    Where noise in the longest times makes it start or grow below zero, the one whose relative errors are least, among
+    those that do neither.
+    """
+    line = fit(points)
+    if line.alpha_s >= 0 and line.beta_s >= LEAST_BETA:
+        return line
+    from scipy.optimize import nnls
+
+    n, seconds = np.array(points).T
+    (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
+    alpha, beta = float(alpha), max(LEAST_BETA, float(beta / n.max()))
+    left, spread = seconds - (alpha + beta * n), seconds - seconds.mean()
+    return Line(alpha, beta, 1.0 - float(left @ left) / float(spread @ spread) if spread.any() else 1.0)
+
+
+def contention_of(inter_s: float, intra_s: float, together_s: float) -> float:
+    """The share of their speed that two collectives go on at while both run, in (0, 1].
+
+    Alone they take `inter_s` and `intra_s`; begun together, `together_s` until both are done. While both run each has
+    the share c, so the shorter one takes short / c, and the longer one then has long − short left.
+    """
+    short, long = sorted((inter_s, intra_s))
+    return short / max(short, together_s - (long - short))
+
+
+class _Work(NamedTuple):
+    """Something to measure, in sizes of fp32 elements (of a product: of its left factor)."""
+
+    unit: int
+    steps: int
+    run: Callable[[int], Any]
+    n: Callable[[int], int]  # bytes or FLOP of a size
+
+
+class _Profiler:
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        dtype: torch.dtype,
+        budget_s: float,
+        show: Show,
+        clock: Callable[[], float],
+    ) -> None:
+        self._topology, self._device, self._budget_s, self._show = topology, device, budget_s, show
+        self._clock, self._began = clock, clock()
+        self._recorder = Recorder(topology.rank, device=device, clock=clock)
+        self._stop, self._streams = partial(topology.stop, "profile"), Streams()
+        self._wire = device_of(topology.world)
+        self._buffer = torch.zeros(_UNIT * _STEPS, device=self._wire)
+        every = {**self._collectives(), "gemm": self._products(dtype), "copy": self._copies()}
+        self._works = {name: every[name] for name in line_names(topology)}
+
+    def run(self, machine: str) -> Profile:
+        ladder = self._ladder()
+        contends = {"all-to-all/ep", "all-gather/esp"} <= self._works.keys()
+        total = ROUNDS * (len(ladder) + len(_ALONE) + 1) if contends else ROUNDS * len(ladder)
+        rounds: list[np.ndarray] = []
+        round_s = 0.0
+        while len(rounds) < ROUNDS and (not rounds or self._elapsed_s() + round_s < self._budget_s):
+            before_s = self._elapsed_s()
+            rounds.append(self._round(ladder, len(rounds) * len(ladder), total))
+            round_s = self._elapsed_s() - before_s
+        medians = np.median(rounds, axis=0)
+        points: dict[str, list[tuple[float, float]]] = {name: [] for name in self._works}
+        for (name, size), seconds in zip(ladder, medians, strict=True):
+            points[name].append((float(self._works[name].n(size)), float(seconds)))
+        task_s = self._task_s()
+        fitted = {name: line_through(of) for name, of in points.items()}
+        lines = self._of_rank_0(
+            {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
+        )
+        contention = self._contention(lines, points, total) if contends else 1.0
+        costs = CostModel(lines, contention, machine, tiled=self._device.type == "cpu")
+        seconds = self._elapsed_s()
+        return Profile(costs, {name: tuple(of) for name, of in points.items()}, seconds)
+
+    def _task_s(self) -> float:
+        """What the executor takes for a task that does nothing."""
+        bodies = dict.fromkeys(PIPELINE, _no_work)
+        taken = []
+        for _ in range(_EMPTY_ROUNDS):
+            began = self._clock()
+            execute(_EMPTY, bodies, stop=self._stop, streams=self._streams.on(self._device))
+            taken.append((self._clock() - began) / len(_EMPTY))
+        return statistics.median(taken)
+
+    def _collectives(self) -> dict[str, _Work]:
+        topology, buffer = self._topology, self._buffer
+        ep, esp = topology.ep, topology.esp
+        dp = topology.world if topology.dp.size == 1 < topology.size else topology.dp
+
+        def all_to_all(size: int) -> None:
+            each = [size // ep.size] * ep.size
+            all_to_all_rows(ep, buffer[: sum(each)], each, each)
+
+        def all_gather(size: int) -> None:
+            each = [size // esp.size] * esp.size
+            all_gather_rows(esp, buffer[: each[0]], each)
+
+        def reduce_scatter(size: int) -> None:
+            each = [size // esp.size] * esp.size
+            reduce_scatter_rows(esp, buffer[: sum(each)], each)
+
+        def reduce(size: int) -> None:
+            all_reduce(dp, buffer[:size])
+
+        width = buffer.element_size()
+
+        def even(ranks: int) -> Callable[[int], int]:
+            return lambda size: size // ranks * ranks * width
+
+        return {
+            "all-to-all/ep": _Work(_UNIT, _STEPS, all_to_all, even(ep.size)),
+            "all-gather/esp": _Work(_UNIT, _STEPS, all_gather, even(esp.size)),
+            "reduce-scatter/esp": _Work(_UNIT, _STEPS, reduce_scatter, even(esp.size)),
+            "all-reduce/dp": _Work(_UNIT, _STEPS, reduce, even(1)),
+        }
+
+    def _products(self, dtype: torch.dtype) -> _Work:
+        # Zeros would take less power, and a GPU less time.
+        chance = torch.Generator(self._device).manual_seed(0)
+
+        def random(rows: int) -> torch.Tensor:
+            return torch.rand(rows, _SIDE, generator=chance, device=self._device).to(dtype)
+
+        left, right = random(_GEMM_UNIT * _GEMM_STEPS // _SIDE), random(_SIDE)
+        out = torch.empty_like(left)
+
+        def product(size: int) -> None:
+            rows = size // _SIDE
+            torch.mm(left[:rows], right, out=out[:rows])
+
+        return _Work(_GEMM_UNIT, _GEMM_STEPS, product, lambda size: 2 * (size // _SIDE) * _SIDE**2)
+
+    def _copies(self) -> _Work:
+        rows = torch.ones(_COPY_UNIT * _COPY_STEPS // _SIDE, _SIDE, device=self._device)
+        chance = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(rows), generator=chance).to(self._device)
+        width = rows.element_size()
+
+        def copy(size: int) -> None:
+            rows[order[: size // _SIDE]]
+
+        return _Work(_COPY_UNIT, _COPY_STEPS, copy, lambda size: size // _SIDE * _SIDE * width)
+
+    def _ladder(self) -> list[Sample]:
+        """The sizes of each line that fit its share of the time. What short ones leave over goes to the longer ones."""
+        ends = [(name, work.unit // part) for name, work in self._works.items() for part in (64, 4)]
+        self._round(ends, 0, 0)  # the first time anything runs, it is set up
+        # The least of some: one disturbance would halve a ladder.
+        probed = np.min([self._round(ends, 0, 0) for _ in range(_PROBES)], axis=0)
+        guesses: dict[str, Line] = {}
+        for name in self._works:
+            of = [(size, seconds) for (other, size), seconds in zip(ends, probed, strict=True) if other == name]
+            guesses[name] = line_through(of)
+
+        def takes_s(name: str, unit: int, steps: int) -> float:
+            return sum(guesses[name].seconds(unit * step) for step in range(1, steps + 1)) * ROUNDS
+
+        left_s = self._budget_s * (1 - _RESERVE) - self._elapsed_s()
+        sizes: dict[str, list[int]] = {}
+        for name, work in sorted(self._works.items(), key=lambda one: takes_s(one[0], one[1].unit, one[1].steps)):
+            share_s = left_s / (len(self._works) - len(sizes) + 1)  # contention has one, too
+            unit, steps = work.unit, work.steps
+            while takes_s(name, unit, steps) > share_s and steps > _LEAST_STEPS:
+                steps //= 2
+            while takes_s(name, unit, steps) > share_s and unit > work.unit // _LEAST_PART:
+                unit //= 2
+            left_s -= takes_s(name, unit, steps)
+            # A product or a copy of no rows, and a collective of less than an element a rank, would be no measurement.
+            unit = max(unit, _SIDE if name in ("gemm", "copy") else self._topology.size)
+            sizes[name] = [unit * step for step in range(1, steps + 1)]
+        return self._of_rank_0([(name, size) for name in self._works for size in sizes[name]])
+
+    def _round(self, samples: Sequence[Sample], done: int, total: int) -> np.ndarray:
+        """Seconds of each sample: of the slowest rank."""
+        self._ready()
+        for number, (name, size) in enumerate(samples):
+            self._together()
+            with self._recorder.span(name, kind="other"):
+                self._works[name].run(size)
+            if total:
+                self._show(done + number + 1, total)
+        return self._slowest([span.duration_s for span in self._recorder.timeline().spans])
+
+    def _ready(self) -> None:
+        self._recorder.clear()
+        if self._device.type == "cuda":
+            # The host gets ahead meanwhile, so that no launch is part of what is measured.
+            torch.cuda._sleep(20_000_000)
+
+    def _together(self) -> None:
+        """Ranks that start at different times would measure each other's delay."""
+        all_reduce(self._topology.world, torch.zeros(1, device=self._wire), operation="profile")
+
+    def _slowest(self, seconds: Sequence[float]) -> np.ndarray:
+        found = torch.tensor(seconds, dtype=torch.float64, device=self._wire)
+        return all_reduce(self._topology.world, found, "max", "profile").cpu().numpy()
+
+    def _of_rank_0(self, found: T) -> T:
+        """Processors of different kinds may round differently, but all must measure, and find, the same."""
+        result: T = all_gather_object(self._topology.world, found, "profile")[0]
+        return result
+
+    def _elapsed_s(self) -> float:
+        """Seconds since this profiler began, the same on every rank; collective."""
+        return float(self._slowest([self._clock() - self._began])[0])
+
+    def _contention(
+        self, lines: Mapping[str, Line], points: Mapping[str, Sequence[tuple[float, float]]], total: int
+    ) -> float:
+        """The share of their speed that both collectives keep: each alone, then at once, as a layer's plan has them."""
+        names = ("all-to-all/ep", "all-gather/esp")
+        left_s = max(0.1 * self._budget_s, self._budget_s - self._elapsed_s())
+        # About as long as each other, within the sizes that were measured, and all of it within the time.
+        longest_s = min(*(points[name][-1][1] for name in names), left_s / (4 * ROUNDS))
+        width = self._buffer.element_size()
+        sizes = {
+            name: int(min(max(lines[name].amount(longest_s), points[name][0][0]), points[name][-1][0])) // width
+            for name in names
+        }
+        bodies = {
+            "dispatch": lambda task: self._works[names[0]].run(sizes[names[0]]),
+            "all-gather": lambda task: self._works[names[1]].run(sizes[names[1]]),
+        }
+        rounds = []
+        for number in range(ROUNDS):
+            seconds = []
+            for plan in (*_ALONE, _TOGETHER):
+                seconds.append(self._execution_s(plan, bodies))
+                self._show(total - (ROUNDS - number) * len((*_ALONE, _TOGETHER)) + len(seconds), total)
+            rounds.append(self._slowest(seconds))
+        return contention_of(*(float(middle) for middle in np.median(rounds, axis=0)))
+
+    def _execution_s(self, plan: Plan, bodies: Mapping[str, Callable[[Task], None]]) -> float:
+        self._ready()
+        self._together()
+        execute(plan, bodies, stop=self._stop, streams=self._streams.on(self._device), recorder=self._recorder)
+        return self._recorder.timeline().duration_s

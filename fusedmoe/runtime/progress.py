@@ -1,0 +1,152 @@
+"""Progress on a terminal: of work that may take a moment or a minute, and of a training run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+# Work that is over sooner shows no bar.
+_AFTER_S = 2.0
+
+# Between two lines when there is no terminal to draw on.
+_LINE_EVERY_S = 15.0
+
+
+class WorkBar:
+    """A bar on stderr that appears once the work has taken a while; without a terminal one line then says what goes on.
+
+    with WorkBar("simulating") as bar:
+        work(bar.show)              # calls show(done, total) now and then
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._began = what, time.monotonic()
+        self._console = Console(stderr=True)
+        parts = (TextColumn(what, markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        terminal = self._console.is_terminal
+        self._progress = Progress(*parts, console=self._console, transient=True, disable=not terminal)
+        self._task = self._progress.add_task(what, total=None)
+        self._said = terminal
+
+    def __enter__(self) -> WorkBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, done: int, total: int) -> None:
+        if time.monotonic() - self._began <= _AFTER_S:
+            return
+        if not self._said:
+            self._said = True
+            print(f"fusedmoe: {self._what} …", file=sys.stderr, flush=True)
+        self._progress.start()
+        self._progress.update(self._task, completed=done, total=total)
+
+
+class Display(Protocol):
+    """A context to report steps to."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def step(self, done: int, loss: float, tokens_per_s: float) -> None:
+        """Steps that are done now, the loss of the last one, and the speed."""
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+
+
+def make_display(rank: int, total: int, done: int) -> Display:
+    """What fits: nothing on ranks other than 0, a bar on a terminal, else lines."""
+    if rank:
+        return Silent()
+    return TrainingBar(total, done) if sys.stdout.isatty() else Lines(total)
+
+
+class Silent:
+    """Shows nothing."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def step(self, done: int, loss: float, tokens_per_s: float) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+
+class Lines(Silent):
+    """A line for the first step, for the last and every quarter of a minute."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._began: tuple[int, float] | None = None
+        self._next_s = 0.0
+
+    def step(self, done: int, loss: float, tokens_per_s: float) -> None:
+        now = time.monotonic()
+        left = ""
+        if self._began is None:
+            self._began = (done, now)
+        elif done > self._began[0]:
+            seconds = (now - self._began[1]) / (done - self._began[0]) * (self._total - done)
+            left = f", {_clock(seconds)} left"
+        if now >= self._next_s or done == self._total:
+            self._next_s = now + _LINE_EVERY_S
+            self.say(f"step {done}/{self._total}: loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s{left}")
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class TrainingBar(Silent):
+    """A bar that moves, with the loss, the speed and the time left."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[speed]} tokens/s"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=Console(),
+        )
+        self._task = self._progress.add_task("training", total=total, completed=done, loss="–", speed="–")
+
+    def __enter__(self) -> TrainingBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def step(self, done: int, loss: float, tokens_per_s: float) -> None:
+        self._progress.update(self._task, completed=done, loss=f"{loss:.3f}", speed=f"{tokens_per_s:,.0f}")
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,267 @@
+"""Who holds a copy of which parameter, and the sum of the copies' gradients, in flat buffers of bounded size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.experts.base import NAMED
+from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
+
+# What the losses of an MP group are: see fusedmoe.training.data_parallel.
+MpLoss = Literal["summands", "replicated"]
+
+# Small gradients share a collective, and no second copy of large ones, or of parameters, is made.
+BUCKET_BYTES = 32 * 2**20
+_NONE, _DENSE, _SPARSE = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class Replica:
+    """A parameter of this rank and the ranks that hold a copy of it.
+
+    Attributes:
+        sharding: {axis: dimension} over the axes that have more than one rank; empty for a replicated parameter.
+        group: the ranks with a copy; each has a gradient of its own until they are summed. For a parameter that FSDP
+            manages: the ranks with a copy of this rank's part, whose gradients FSDP has not joined.
+        expert: an expert's, split over ranks or not: its gradient is a summand on every rank that holds a copy.
+        managed: FSDP shards the parameter over the dp group and averages its gradient there.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    sharding: dict[str, int]
+    group: Group
+    expert: bool = False
+    managed: bool = False
+
+    @property
+    def named(self) -> bool:
+        """The parameter has this name on some ranks only."""
+        return NAMED in self.sharding.values()
+
+
+def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
+    """Every distinct parameter once, in the order of `named_parameters`, which is the same on all ranks.
+
+    Raises:
+        ConfigError: a parameter that FSDP shards over other ranks than the dp group.
+    """
+    shardings = parameter_shardings(model)
+    found = []
+    for name, parameter in model.named_parameters():
+        declared = shardings.get(name, {})
+        sharding, expert = active(declared, topology), not declared.keys().isdisjoint(EXPERT_AXES)
+        group, managed = holders(sharding, topology), isinstance(parameter, DTensor)
+        if managed:
+            group = _unmanaged_holders(name, parameter, sharding, topology)
+        found.append(Replica(name, parameter, sharding, group, expert, managed))
+    return found
+
+
+def divisor(replica: Replica, topology: Topology, mp_loss: MpLoss) -> int:
+    """What the sum of a parameter's gradients over `replica.group` is divided by.
+
+    Raises:
+        ConfigError: unknown `mp_loss`.
+    """
+    if mp_loss not in ("summands", "replicated"):
+        raise ConfigError(f"mp_loss = {mp_loss!r}; choose summands or replicated")
+    ranks = 1 if replica.managed else topology.dp.size
+    whole = mp_loss == "replicated" and not replica.sharding and not replica.expert
+    return ranks * topology.mp.size if whole else ranks
+
+
+def active(sharding: dict[str, int], topology: Topology) -> dict[str, int]:
+    """The axes of a sharding that do split: those of more than one rank."""
+    return {axis: dim for axis, dim in sharding.items() if getattr(topology, axis).size > 1}
+
+
+def holders(sharding: dict[str, int], topology: Topology) -> Group:
+    """The ranks that hold a copy of a tensor split along the active axes of `sharding`."""
+    axes = set(active(sharding, topology))
+    if not axes:
+        return topology.world
+    if axes == {"mp"}:
+        return topology.dp
+    free = [axis for axis in EXPERT_AXES if axis not in axes and getattr(topology, axis).size > 1]
+    if not free:
+        return topology.edp
+    assert topology.expert_grid is not None
+    grid = topology.expert_grid
+    ranks = grid[:, topology.ep.index] if free == ["esp"] else grid[:, :, topology.esp.index]
+    return topology.subgroup(f"edp×{free[0]}", tuple(sorted(ranks.flatten().tolist())))
+
+
+def _unmanaged_holders(name: str, parameter: Tensor, sharding: dict[str, int], topology: Topology) -> Group:
+    assert isinstance(parameter, DTensor)
+    ranks = sorted(parameter.device_mesh.mesh.flatten().tolist())
+    if ranks != sorted(topology.dp.ranks) or not sharding.keys() <= {"mp"}:
+        raise ConfigError(
+            f"rank {topology.rank}: {name} is a DTensor over ranks {ranks}, which does not go with {topology}. "
+            "Shard models with fusedmoe.training.fully_shard: the dense parts over the dp group, experts not at all."
+        )
+    return topology.subgroup("own", (topology.rank,)) if "mp" in sharding else topology.mp
+
+
+@torch.no_grad()
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory: the tensor itself, unless it is a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def broadcast_parameters(model: nn.Module, topology: Topology) -> None:
+    """Gives all copies of each parameter and buffer the value they have on the first rank that holds one. Collective.
+
+    For models that ranks initialised differently. Models of this library need it only if their ranks were seeded
+    differently.
+    """
+    shardings = parameter_shardings(model)
+    for replica in replicas(model, topology):
+        broadcast(replica.parameter, replica.group)
+    for name, buffer in model.named_buffers():
+        broadcast(buffer, holders(shardings.get(name, {}), topology))
+
+
+@torch.no_grad()
+def broadcast(tensor: Tensor, group: Group) -> None:
+    """Copies the first rank's tensor to the others, in place: a sum of bytes, theirs zero, is exact for every dtype."""
+    part = local_part(tensor.detach())
+    if group.size == 1 or part.numel() == 0:
+        return
+    flat = part.contiguous().view(-1)
+    for bucket in flat.split(max(1, BUCKET_BYTES // max(1, flat.element_size()))):
+        bucket_bytes = bucket.view(torch.uint8).to(device_of(group))
+        if group.index != 0:
+            bucket_bytes = torch.zeros_like(bucket_bytes)
+        all_reduce(group, bucket_bytes, operation="broadcast of parameters")
+        bucket.copy_(bucket_bytes.to(bucket.device).view(bucket.dtype))
+    part.copy_(flat.view(part.shape))
+
+
+@torch.no_grad()
+def reduce_gradients(copies: list[Replica], divisors: list[int], topology: Topology) -> None:
+    """Replaces each gradient by the sum over its copies, divided by its divisor. Collective over the world.
+
+    Sums run in at least float32, whatever the dtype of the gradient, and give the same bits on every rank that holds a
+    copy. Where some rank has a gradient and another has none, the latter counts as zero: an optimizer steps the whole
+    parameter on all ranks or on none, as it would in one process.
+
+    Args:
+        copies: the same parameters in the same order on every rank, save for names that only some ranks have.
+        divisors: one for each.
+    Raises:
+        ConfigError: a sparse gradient (on every rank).
+        RankError: another rank failed or did not come, in these sums or in the pass before.
+    """
+    present = _present(copies, topology)
+    topology.check()  # the host has just waited for the pass: what it missed must not get into sums and steps
+    buckets: dict[tuple[tuple[int, ...], torch.dtype, int], list[tuple[Replica, bool]]] = {}
+    for replica, divisor, has in zip(copies, divisors, present, strict=True):
+        dtype = torch.promote_types(replica.parameter.dtype, torch.float32)
+        buckets.setdefault((replica.group.ranks, dtype, divisor), []).append((replica, has))
+    # In an order that does not depend on which names this rank has: ranks share several of the groups.
+    for (_, dtype, divisor), members in sorted(buckets.items(), key=lambda item: repr(item[0])):
+        gradients = [_writable_gradient(replica) for replica, has in members if has]
+        if members[0][0].group.size > 1:
+            _reduce(members[0][0].group, gradients, dtype, divisor)
+        elif divisor != 1:
+            for gradient in gradients:
+                gradient.div_(divisor)
+
+
+def _present(copies: list[Replica], topology: Topology) -> list[bool]:
+    """Whether any rank has a gradient, for each parameter; one collective for all parameters of a kind, and one wait of
+    the host for all of them."""
+    states = [_state(replica) for replica in copies]
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for i, replica in enumerate(copies):
+        # A parameter split over ranks is one tensor and has a gradient on all of them or on none.
+        kinds.setdefault(replica.group.ranks if replica.named else topology.world.ranks, []).append(i)
+    found, in_order = [], [members for _, members in sorted(kinds.items())]
+    for members in in_order:
+        first = copies[members[0]]
+        group = first.group if first.named else topology.world
+        flags = torch.tensor([states[i] for i in members], dtype=torch.uint8, device=device_of(group))
+        found.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
+    if found:
+        for i, state in zip(chain(*in_order), torch.cat(found).tolist(), strict=True):
+            states[i] = state
+    for replica, state in zip(copies, states, strict=True):
+        if state == _SPARSE:
+            refusal = f"the gradient of {replica.name} is sparse. Make its embedding with sparse=False."
+            topology.fail("gradient all-reduce", refusal)
+            raise ConfigError(f"rank {topology.rank}: gradient all-reduce over the {replica.group}: {refusal}")
+    return [state != _NONE for state in states]
+
+
+def _state(replica: Replica) -> int:
+    gradient = replica.parameter.grad
+    if gradient is None:
+        return _NONE
+    return _DENSE if gradient.layout == torch.strided else _SPARSE
+
+
+def _writable_gradient(replica: Replica) -> Tensor:
+    """This rank's part of the gradient, zeros if there is none, in memory that each element has to itself."""
+    parameter = replica.parameter
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    part = local_part(parameter.grad)
+    if any(stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
+        parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+        part = local_part(parameter.grad)
+    return part
+
+
+def _reduce(group: Group, gradients: list[Tensor], dtype: torch.dtype, divisor: int) -> None:
+    total = sum(gradient.numel() for gradient in gradients)
+    bucket = _Bucket(group, min(total, BUCKET_BYTES // dtype.itemsize), dtype, divisor)
+    for gradient in gradients:
+        bucket.add(gradient)
+    bucket.flush()
+
+
+class _Bucket:
+    """A flat buffer that gradients are laid into end to end; each time it is full, a collective empties it."""
+
+    def __init__(self, group: Group, size: int, dtype: torch.dtype, divisor: int) -> None:
+        self._group, self._divisor = group, divisor
+        self._buffer = torch.empty(size, dtype=dtype, device=device_of(group))
+        self._filled = 0
+        self._parts: list[tuple[Tensor, Tensor]] = []  # (part of a flat gradient, its place in the buffer)
+        self._copied: list[tuple[Tensor, Tensor]] = []  # (gradient that cannot be viewed flat, its flat copy)
+
+    def add(self, gradient: Tensor) -> None:
+        flat = gradient.contiguous().view(-1)
+        start = 0
+        while start < flat.numel():
+            size = min(flat.numel() - start, self._buffer.numel() - self._filled)
+            place = self._buffer[self._filled : self._filled + size]
+            part = flat[start : start + size]
+            place.copy_(part)
+            self._parts.append((part, place))
+            start, self._filled = start + size, self._filled + size
+            if self._filled == self._buffer.numel():
+                self.flush()
+        if not gradient.is_contiguous():
+            self._copied.append((gradient, flat))
+
+    def flush(self) -> None:
+        if self._filled:
+            filled = self._buffer[: self._filled]
+            all_reduce(self._group, filled, operation="gradient all-reduce").div_(self._divisor)
+            for part, place in self._parts:
+                part.copy_(place)
+        for gradient, flat in self._copied:
+            gradient.copy_(flat.view(gradient.shape))
+        self._filled, self._parts, self._copied = 0, [], []

@@ -1,0 +1,214 @@
+"""Gradients over ranks: joining the copies, by a call or inside PyTorch's wrappers, and the norm over all parts.
+
+Each rank's loss is such that the losses of an MP group sum up to the mean loss of one replica, and the true loss is the
+mean over the DP replicas. So the gradient of a parameter is 1/DP times the sum over the ranks that hold a copy of it:
+all ranks for replicated parameters, the edp group for experts, the dp group for what MP splits.
+
+In a model whose activations between layers are the same on all MP ranks, so is the loss, and the gradient of a
+replicated parameter is whole on each of them: it is the mean over all ranks. That is `mp_loss="replicated"`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import fully_shard as _fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
+from fusedmoe.training.copies import MpLoss, active, broadcast, divisor, local_part, reduce_gradients, replicas
+from fusedmoe.training.gradient_buckets import GradientBuckets
+
+
+def sync_gradients(
+    model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands", buckets: GradientBuckets | None = None
+) -> None:
+    """Turns each rank's gradients into those of the true loss, in place. Collective over all ranks.
+
+    Call it once for each optimizer step, after the last backward and before `clip_grad_norm`. In a world of one, and
+    for a model from `distributed_data_parallel`, whose backward has done it already, nothing is left to do.
+
+    The gradient becomes (1/DP)·Σ over the ranks that hold a copy, with sums in at least float32 that have the same bits
+    on all of them. A parameter without a gradient on some ranks only counts as zero there; without one on any rank, it
+    stays without. Memory: one buffer of at most 32 MiB. What FSDP has averaged already is summed over what remains, the
+    mp group.
+
+    Args:
+        mp_loss: what the losses of an MP group are, "summands" of its mean loss (each rank has tokens of its own, as in
+            `fusedmoe.models`) or "replicated", the same loss on every rank (`MoELayer(mp_input="replicated")`).
+        buckets: what has been reduced during the backward pass (`plan_step`); this is its end.
+    Raises:
+        ConfigError: a sparse gradient, or a model wrapped in PyTorch's own DistributedDataParallel.
+        RankError: another rank failed or did not come.
+    """
+    if isinstance(model, DataParallel):
+        return
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"rank {topology.rank}: gradient sync of a model in PyTorch's DistributedDataParallel, which has averaged "
+            "experts over ranks that hold different ones. Wrap it with fusedmoe.training.distributed_data_parallel."
+        )
+    if topology.size == 1:
+        return
+    done = set() if buckets is None else buckets.close()
+    copies = [replica for replica in replicas(model, topology) if id(replica.parameter) not in done]
+    reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology)
+
+
+@torch.no_grad()
+def clip_grad_norm(model: nn.Module, topology: Topology, max_norm: float) -> Tensor:
+    """Scales all gradients such that their joint 2-norm is at most `max_norm`; returns what it was. Collective.
+
+    Call it after `sync_gradients`. Each element of each distinct parameter counts once, on whichever ranks it lies: the
+    norm is that of the same model in one process, and the same bits on every rank. Norms are taken in at least float32
+    and added in float64. As in `torch.nn.utils.clip_grad_norm_`, gradients are scaled by max_norm/(norm + 1e-6) where
+    that is below 1, and a norm that is not finite spoils them: look at the result.
+
+    The host waits for nothing: that is up to who reads the norm.
+
+    Returns:
+        The norm before clipping, a float64 scalar where the gradients are.
+    """
+    gradients = []
+    squares: dict[torch.device, list[Tensor]] = {}
+    for replica in replicas(model, topology):
+        if replica.parameter.grad is None:
+            continue
+        gradient = local_part(replica.parameter.grad)
+        gradients.append(gradient)
+        if replica.group.index == 0:  # the first of the ranks that hold a copy counts it
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(gradient, dtype=dtype)
+            squares.setdefault(norm.device, []).append(norm.double().square())
+    first = gradients[0].device if gradients else torch.device("cpu")
+    device = device_of(topology.world) if topology.size > 1 else first
+    sums = [torch.stack(of).sum().to(device) for of in squares.values()]
+    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
+    norm = all_reduce(topology.world, total, operation="sum of gradient norms").sqrt()
+    # A tensor of one dimension, which half precision is promoted by: the scale is not rounded to it.
+    scale_1 = (max_norm / (norm + 1e-6)).clamp(max=1.0).view(1)
+    for gradient in gradients:
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        gradient.unsqueeze(0).mul_(scale_1.to(gradient.device, dtype))
+    return norm
+
+
+def expert_parameter_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that are split over ep or esp: those no wrapper may treat as replicated."""
+    shardings = parameter_shardings(model)
+    names = {name for name, axes in shardings.items() if not axes.keys().isdisjoint(EXPERT_AXES)}
+    return names & {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def distributed_data_parallel(
+    model: nn.Module, topology: Topology, *, mp_loss: MpLoss = "summands", **options: Any
+) -> DataParallel | SingleRank:
+    """Wraps a model such that each backward leaves the gradients of the true loss. Collective over all ranks.
+
+    Replicated parameters are PyTorch's DistributedDataParallel's, reduced while backward runs. It never sees those that
+    ep, esp or mp split: they are summed over the ranks that hold a copy at the end of the same backward. No call is
+    left to forget, `no_sync()` holds for both, and gradients may be accumulated with it or without.
+
+    Copies start equal: rank 0's value for replicated parameters, the first holder's for the others.
+
+    Args:
+        mp_loss: what the losses of an MP group are, as in `sync_gradients`.
+        options: for DistributedDataParallel.
+    Returns:
+        The wrapper; the model is its attribute `module`. In a world of one it needs no process group.
+    """
+    return DataParallel(model, topology, mp_loss, **options) if topology.size > 1 else SingleRank(model)
+
+
+class SingleRank(nn.Module):
+    """What `distributed_data_parallel` returns in a world of one: the same interface, nothing to do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+
+class DataParallel(DistributedDataParallel):
+    """DistributedDataParallel for models with split parameters; made by `distributed_data_parallel`."""
+
+    def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
+        copies = replicas(model, topology)
+        split = [replica for replica in copies if replica.sharding]
+        shardings = parameter_shardings(model)
+        hidden = [name for name, axes in shardings.items() if active(axes, topology)]
+        # It writes the names of the root module's own parameters with a dot in front.
+        hidden += [f".{name}" for name in hidden if "." not in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, hidden)
+        super().__init__(model, process_group=topology.world.handle, **options)
+        if options.get("init_sync", True):
+            for replica in split:
+                broadcast(replica.parameter, replica.group)
+        self._topology, self._split = topology, split
+        self._synced_backward = -1
+        own = weakref.ref(self)
+        for replica in copies:
+            if replica.parameter.requires_grad:
+                # Means over the copies leave what was accumulated in earlier backwards as it is. The divided
+                # sums that are wanted are means of gradients scaled like this.
+                scale = replica.group.size / divisor(replica, topology, mp_loss)
+                replica.parameter.register_hook(lambda gradient, scale=scale: _arrived(own(), gradient, scale))
+
+    def _finish_backward(self) -> None:
+        reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
+
+
+def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Tensor | None:
+    """A gradient of this backward, on its way to be accumulated: the first one has the sync done at the end."""
+    if wrapper is None:  # the model lives on without its wrapper
+        return None
+    backward = torch._C._current_graph_task_id()
+    # DistributedDataParallel decides in forward; `require_forward_param_sync` is what it decided.
+    syncs = wrapper.require_backward_grad_sync or wrapper.require_forward_param_sync
+    if syncs and backward != wrapper._synced_backward:
+        wrapper._synced_backward = backward
+        Variable._execution_engine.queue_callback(wrapper._finish_backward)
+    return gradient if scale == 1.0 else gradient * scale
+
+
+def fully_shard(module: nn.Module, topology: Topology, **options: Any) -> nn.Module:
+    """PyTorch's FSDP2 for a model, or one part of it after another, with experts left to expert parallelism.
+
+    The dense parameters are sharded over the dp group. Those split over ep or esp stay as they are: they are spread
+    over ranks already. The loop stays that of a model without FSDP: `sync_gradients`, then `clip_grad_norm`, then the
+    step, once for each optimizer step. Ranks must hold equal parameters beforehand (`broadcast_parameters` makes them
+    equal). With a dp group of one rank there is nothing to shard, and the module is returned as it is.
+
+        for block in model.blocks:
+            fully_shard(block, topology)
+        fully_shard(model, topology)
+
+    Args:
+        options: for `torch.distributed.fsdp.fully_shard`, without `mesh` and `ignored_params`.
+    """
+    if topology.dp.size == 1:
+        return module
+    assert topology.dense_mesh is not None
+    shardings = parameter_shardings(module)
+    ignored = {
+        parameter
+        for name, parameter in module.named_parameters()
+        if not active(shardings.get(name, {}), topology).keys().isdisjoint(EXPERT_AXES)
+    }
+    _fully_shard(module, mesh=topology.dense_mesh["dp"], ignored_params=ignored, **options)
+    return module

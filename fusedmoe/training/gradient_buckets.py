@@ -1,0 +1,297 @@
+"""Gradients of the dense parts in buckets, each reduced when a plan says so while the backward pass goes on."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.sharding import parameter_shardings
+from fusedmoe.runtime.execute import Streams
+from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.task import Task
+from fusedmoe.training.copies import MpLoss, Replica, divisor, local_part, replicas
+
+
+@dataclass(eq=False)
+class _Item:
+    """A parameter in the buckets.
+
+    `gradient`: what was given; None: it is where autograd puts it. `sent`: it was there when the first part of it went.
+    `whole`: a scalar on the device, whether that was so on every rank.
+    """
+
+    replica: Replica
+    divisor: int
+    dtype: torch.dtype
+    gradient: Tensor | None = None
+    ready: bool = False
+    sent: bool = False
+    whole: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return self.replica.parameter.numel()
+
+
+class GradientBuckets:
+    """The gradients of a model's dense parts in the order of back-propagation, last layer first.
+
+    A layer's dense part is what comes before its experts in the order of the model's parameters, back to the experts of
+    the layer before; its gate belongs to it. What comes after the last experts, and experts themselves, are not
+    in them.
+
+    Buckets are filled in the order in which plans run them, the same on every rank. A parameter whose gradient is not
+    there on every rank when its first part goes is left out, and `sync_gradients(…, buckets=…)` reduces it. The host
+    learns which these are at the end of the step, and waits for nothing before.
+
+    Args:
+        dense: each layer's parameters, where the model knows better (`PipelinedBlocks.dense_parameters`).
+    Attributes:
+        layer_bytes: of each layer, in the order of the layers, as they are sent (in at least float32).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        topology: Topology,
+        *,
+        mp_loss: MpLoss = "summands",
+        dense: Sequence[Sequence[nn.Parameter]] | None = None,
+    ) -> None:
+        self._topology = topology
+        layers = _dense_parts(model, topology, dense)
+        self._items = [
+            _Item(replica, divisor(replica, topology, mp_loss), _sent_as(replica))
+            for layer in reversed(layers)
+            for replica in reversed(layer)
+        ]
+        self.layer_bytes = [sum(_sent_as(r).itemsize * r.parameter.numel() for r in layer) for layer in layers]
+        self._by_parameter = {id(item.replica.parameter): item for item in self._items}
+        for item in self._items:
+            item.replica.parameter.register_post_accumulate_grad_hook(self._note)
+        self._open = False
+        self._recorder: Recorder | None = None
+        self._place = 0, 0  # the item that the next bucket starts in, and the element
+        self._working: threading.Thread | None = None
+        self._streams = Streams()
+        self._beside: torch.cuda.Stream | None = None
+        self._error: BaseException | None = None
+
+    def open(self, recorder: Recorder | None = None) -> None:
+        """To be called before the backward pass whose gradients are the step's: the last, where several add up.
+
+        Buckets of passes before it do nothing. `recorder` measures those that `begin` is given.
+        """
+        self._open, self._place, self._recorder = True, (0, 0), recorder
+        for item in self._items:
+            item.ready, item.sent, item.whole, item.gradient = False, False, None, None
+
+    @property
+    def opened(self) -> bool:
+        """Whether a step's last backward pass has begun, or is to."""
+        return self._open
+
+    def give(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """A gradient before autograd has it, in contiguous memory of its own: it is reduced in place."""
+        item = self._by_parameter.get(id(parameter))
+        if item is not None:
+            item.gradient, item.ready = gradient, True
+
+    def reduce(self, task: Task) -> None:
+        """Reduces the next `task.size` bytes. Collective."""
+        if self._open and task.size is not None:
+            self._reduce(task.size)
+
+    def begin(self, tasks: Sequence[Task]) -> None:
+        """Reduces buckets beside what the caller does; `wait` sees to the end of it.
+
+        On a CPU a thread does it. On CUDA a stream does, and all of it is issued here: of several communicators NCCL
+        asks for one order on all ranks, which two threads would not keep (`fusedmoe/runtime/nccl.md`).
+        """
+        self.wait()
+        if not self._open or not tasks:
+            return
+        streams = self._streams.on(device_of(self._topology.world))
+        if streams is None:
+            self._working = threading.Thread(target=self._work, args=(tasks,), name="fusedmoe gradients", daemon=True)
+            self._working.start()
+            return
+        self._beside = streams["inter"]
+        self._beside.wait_stream(streams["compute"])
+        with torch.cuda.stream(self._beside):
+            self._reduce_all(tasks)
+
+    def wait(self) -> None:
+        """Until what was begun is done (on CUDA the current stream waits). Raises what went wrong there."""
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+            self._beside = None
+        if self._working is not None:
+            self._working.join()
+            self._working = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> set[int]:
+        """Ends the step: reduces the rest of a parameter that was begun; returns the ids of those that are done.
+
+        Collective.
+        """
+        self.wait()
+        item, element = self._place
+        if self._open and element:
+            left = self._items[item]
+            self._reduce((left.size - element) * left.dtype.itemsize)
+            item = self._place[0]
+        self._open = False
+        for one in self._items:
+            one.gradient = None
+        done = [one for one in self._items[:item] if one.whole is not None]
+        if not done:
+            return set()
+        whole = torch.stack([one.whole for one in done if one.whole is not None]).tolist()
+        return {id(one.replica.parameter) for one, all_have in zip(done, whole, strict=True) if all_have}
+
+    def _note(self, parameter: Tensor) -> None:
+        self._by_parameter[id(parameter)].ready = True
+
+    def _work(self, tasks: Sequence[Task]) -> None:
+        try:
+            self._reduce_all(tasks)
+        except BaseException as error:
+            self._error = error
+
+    def _reduce_all(self, tasks: Sequence[Task]) -> None:
+        for kind, chunk, layer, phase, size in tasks:
+            with span(self._recorder, kind, kind=kind, resource="inter", chunk=chunk, layer=layer, phase=phase):
+                self.reduce(Task(kind, chunk, layer, phase, size))
+
+    @torch.no_grad()
+    def _reduce(self, size: int) -> None:
+        """Neighbours that the same ranks hold share a collective, with a flag for each parameter that begins in it."""
+        together: list[tuple[_Item, int, int]] = []
+        for part in self._cut(size):
+            if together and _kind(together[0][0]) != _kind(part[0]):
+                self._reduce_together(together)
+                together = []
+            together.append(part)
+        if together:
+            self._reduce_together(together)
+
+    def _cut(self, size: int) -> Iterator[tuple[_Item, int, int]]:
+        """(item, first element, end) of the next `size` bytes, as far as there are any."""
+        while size > 0 and self._place[0] < len(self._items):
+            number, start = self._place
+            item = self._items[number]
+            end = min(item.size, start - -size // item.dtype.itemsize)  # whole elements, up
+            self._place = (number, end) if end < item.size else (number + 1, 0)
+            size -= (end - start) * item.dtype.itemsize
+            yield item, start, end
+
+    def _reduce_together(self, parts: Sequence[tuple[_Item, int, int]]) -> None:
+        first = parts[0][0]
+        group = first.replica.group
+        sizes = [end - start for _, start, end in parts]
+        begun = [item for item, start, _ in parts if start == 0]
+        buffer = torch.zeros(sum(sizes) + len(begun), dtype=first.dtype, device=device_of(group))
+        *places, flags = buffer.split([*sizes, len(begun)])
+        for item, flag in zip(begun, flags, strict=True):
+            item.sent = item.ready  # looked at once: autograd may go on beside this
+            if item.sent:
+                flag.fill_(1.0)
+        for (item, start, end), place in zip(parts, places, strict=True):
+            if item.sent:
+                place.copy_(_flat(item)[start:end])
+        all_reduce(group, buffer, operation="gradient all-reduce")
+        for item, flag in zip(begun, flags, strict=True):
+            item.whole = flag == group.size
+        for (item, start, end), place in zip(parts, places, strict=True):
+            if item.sent and item.whole is not None:
+                own = _flat(item)[start:end]
+                own.copy_(torch.where(item.whole, place / item.divisor, own))
+
+
+def _kind(item: _Item) -> tuple[tuple[int, ...], torch.dtype, int]:
+    return item.replica.group.ranks, item.dtype, item.divisor
+
+
+def _sent_as(replica: Replica) -> torch.dtype:
+    return torch.promote_types(replica.parameter.dtype, torch.float32)
+
+
+def _flat(item: _Item) -> Tensor:
+    """The gradient, flat and in memory of its own."""
+    if item.gradient is not None:
+        return local_part(item.gradient).view(-1)
+    parameter = item.replica.parameter
+    assert parameter.grad is not None
+    if not parameter.grad.is_contiguous():
+        parameter.grad = parameter.grad.contiguous()
+    return local_part(parameter.grad).view(-1)
+
+
+def bucketed_bytes(
+    model: nn.Module, ranks: int, mp: int, dense: Sequence[Sequence[nn.Parameter]] | None = None
+) -> list[int]:
+    """`GradientBuckets.layer_bytes` of a rank of a larger world, of a model that was made in a world of one.
+
+    Args:
+        ranks, mp: of that world.
+        dense: as for `GradientBuckets`.
+    """
+    shardings, names = parameter_shardings(model), {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def own_bytes(parameter: nn.Parameter) -> int:
+        split = "mp" in shardings.get(names[id(parameter)], {})
+        if (ranks // mp if split else ranks) == 1:
+            return 0
+        shape = list(parameter.shape)
+        if split:
+            dim = shardings[names[id(parameter)]]["mp"]
+            shape[dim] = -(-shape[dim] // mp)
+        return math.prod(shape) * torch.promote_types(parameter.dtype, torch.float32).itemsize
+
+    return [sum(map(own_bytes, of)) for of in (_before_experts(model) if dense is None else dense)]
+
+
+def _dense_parts(
+    model: nn.Module, topology: Topology, dense: Sequence[Sequence[nn.Parameter]] | None
+) -> list[list[Replica]]:
+    """The replicated parameters before the experts of each MoE layer, in order, or those that are given."""
+    own = [{id(parameter) for parameter in of} for of in (_before_experts(model) if dense is None else dense)]
+    bucketed = [replica for replica in replicas(model, topology) if _bucketed(replica)]
+    return [[replica for replica in bucketed if id(replica.parameter) in of] for of in own]
+
+
+def _before_experts(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters before the experts of each MoE layer, and after those of the layer before it, in order.
+
+    A shared expert, and all else that comes after the experts of a layer, counts to the next one.
+    """
+    experts = {id(p): n for n, layer in enumerate(moe_layers(model)) for p in layer.experts.parameters()}
+    found: list[list[nn.Parameter]] = [[] for _ in set(experts.values())]
+    layer = 0
+    for parameter in model.parameters():
+        if id(parameter) in experts:
+            layer = experts[id(parameter)] + 1
+        elif layer < len(found):
+            found[layer].append(parameter)
+    return found
+
+
+def _bucketed(replica: Replica) -> bool:
+    return replica.group.size > 1 and not (replica.managed or replica.named)
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """A model's MoE layers in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]

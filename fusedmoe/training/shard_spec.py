@@ -1,0 +1,261 @@
+"""Where this rank's part of each tensor of a model lies in the whole tensor, as a checkpoint asks."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fusedmoe.comm.collectives import all_gather_object, together
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.experts.base import NAMED, NUMBERS, experts_of
+from fusedmoe.layers.sharding import parameter_shardings
+from fusedmoe.training.copies import active, holders, local_part
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class RowShard(Tensor):
+    """Some rows of a whole tensor, or the same slice of each of them; a DTensor has its rows in order.
+
+    It is written and read row by row, so that a checkpoint does not know how the rows were spread.
+
+    Args:
+        part: [n, ...], in whose memory they lie.
+        numbers: which rows of the whole, n of them.
+        shape: of the whole.
+        starts: where `part` begins in the whole, by dimension; that of the rows is not read.
+    """
+
+    part: Tensor
+    numbers: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def __new__(cls, part: Tensor, numbers: Sequence[int], shape: Sequence[int], starts: Sequence[int]) -> RowShard:
+        made: RowShard = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=part.dtype, device=part.device
+        )
+        made.part, made.numbers, made.starts = part, tuple(numbers), tuple(starts)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of some rows of a tensor: they are for checkpoints alone")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"RowShard({list(self.numbers)} of {list(self.shape)})"
+
+    # What torch.distributed.checkpoint asks of tensors that it does not know.
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        sizes = torch.Size((1, *self.part.shape[1:]))
+        return [ChunkStorageMetadata(torch.Size((number, *self.starts[1:])), sizes) for number in self.numbers]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.part)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        row = self.numbers.index(index.offset[0])
+        return self.part[row : row + 1]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSpec:
+    """How a tensor is spread over ranks.
+
+    Attributes:
+        shape: of the whole tensor.
+        group: the ranks that hold the same part as this one.
+        split: some axis splits the tensor, or gives each rank one of its own.
+        everywhere: all ranks hold (a part of) a tensor of this name.
+        mesh, placements: of the DTensor that this rank's part belongs to; mesh None: the tensor is used as it is.
+        numbers, starts: which rows this rank has, where they are not in order, and where in them its part begins.
+    """
+
+    shape: tuple[int, ...]
+    group: Group
+    split: bool = False
+    everywhere: bool = True
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+    numbers: tuple[int, ...] | None = None
+    starts: tuple[int, ...] = ()
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        """The DTensor (or `RowShard`) whose part on this rank is `tensor`, in the same memory."""
+        if self.numbers is not None:
+            return RowShard(local_part(tensor), self.numbers, self.shape, self.starts)
+        if self.mesh is None:
+            return tensor
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            local_part(tensor), self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
+        )
+
+
+@dataclass(eq=False)
+class ShardSpecs:
+    """The specs of this rank's tensors by name, and the names of those tensors that only other ranks have."""
+
+    own: dict[str, ShardSpec]
+    elsewhere: set[str]
+
+
+def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topology, operation: str) -> ShardSpecs:
+    """Lays out `tensors`, those of the model's state by plain name. Collective over all ranks.
+
+    Raises:
+        ConfigError, RankError: ranks hold different tensors, or a shard that torch.chunk would not have made; the
+            message names the first tensor.
+    """
+    found = parameter_shardings(model)
+    shardings = {plain_name(name): active(sharding, topology) for name, sharding in found.items()}
+    split = {name: tuple(tensor.shape) for name, tensor in tensors.items() if shardings.get(name)}
+    whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
+    shapes = _exchange_shapes(split, whole, topology, operation)
+    numbers = _row_numbers(model)
+    result = ShardSpecs({}, {name for on_rank in shapes for name in on_rank} - split.keys())
+
+    def build() -> None:
+        for name, tensor in tensors.items():
+            spec = _shard_spec(name, tensor, shardings.get(name, {}), shapes, topology, numbers.get(name))
+            result.own[name] = spec
+
+    together(topology.world, operation, build)
+    return result
+
+
+def writes(key: str, group: Group) -> bool:
+    """Whether this rank, of those that hold `key`, is the one that writes it: by chance, but the same on all."""
+    return zlib.crc32(key.encode()) % group.size == group.index
+
+
+def _exchange_shapes(split: Shapes, whole: Shapes, topology: Topology, operation: str) -> list[Shapes]:
+    """Every rank's split tensors; checks that the others are the same everywhere."""
+    digest = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()
+    facts = all_gather_object(topology.world, (digest, split), operation)
+    if any(other != digest for other, _ in facts):
+        for rank, others in enumerate(all_gather_object(topology.world, whole, operation)):
+            for name in sorted(whole.keys() | others.keys()):
+                if whole.get(name) != others.get(name):
+                    raise RankError(
+                        f"{operation}: {name} is {_told(whole.get(name))} on rank {topology.rank} and "
+                        f"{_told(others.get(name))} on rank {rank}. Build the same model on every rank; what is split "
+                        "has to be in its module's `shardings`."
+                    )
+    return [on_rank for _, on_rank in facts]
+
+
+def _told(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Which experts the parameters under a placement hold here, row by row."""
+    return {
+        plain_name(prefix + name): experts.numbers
+        for prefix, experts in experts_of(model)
+        if experts.numbers is not None
+        for name, _ in experts.named_parameters()
+    }
+
+
+def number_names(model: nn.Module) -> set[str]:
+    """Entries of the model's state that say which experts are here, by plain names; specs say so by themselves."""
+    return {plain_name(prefix + NUMBERS) for prefix, _ in experts_of(model)}
+
+
+def _shard_spec(
+    name: str,
+    tensor: Tensor,
+    sharding: dict[str, int],
+    shapes: list[Shapes],
+    topology: Topology,
+    numbers: tuple[int, ...] | None,
+) -> ShardSpec:
+    managed = isinstance(tensor, DTensor)
+    if not sharding:
+        return ShardSpec(tuple(tensor.shape), topology.mp if managed else topology.world)
+    shape = list(tensor.shape)
+    for dim in set(sharding.values()) - {NAMED}:
+        shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
+    starts = _check_chunk(name, tensor, shape, sharding, topology, numbers is not None)
+    everywhere, group = NAMED not in sharding.values(), holders(sharding, topology)
+    if "mp" not in sharding:
+        placements = tuple(_placement(sharding.get(axis, NAMED)) for axis in ("edp", "ep", "esp"))
+        return ShardSpec(tuple(shape), group, True, everywhere, topology.expert_mesh, placements, numbers, starts)
+    by_mp, mesh = _placement(sharding["mp"]), topology.dense_mesh
+    if not isinstance(tensor, DTensor):
+        return ShardSpec(tuple(shape), group, True, everywhere, mesh, (Replicate(), by_mp))
+    assert mesh is not None
+    # FSDP has split what mp had split before: a mesh whose dimensions stand in that order says so. It serves only to
+    # find places, so it needs no process groups.
+    mesh = DeviceMesh(mesh.device_type, mesh.mesh.T, mesh_dim_names=("mp", "dp"), _init_backend=False)
+    alone = topology.subgroup("own", (topology.rank,))
+    return ShardSpec(tuple(shape), alone, True, everywhere, mesh, (by_mp, *tensor.placements))
+
+
+def _placement(dim: int) -> Placement:
+    return Replicate() if dim == NAMED else Shard(dim)
+
+
+def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list[int]:
+    """Ranks whose parts, joined along `dim`, give its whole size."""
+    if "mp" in sharding:
+        assert topology.dense_grid is not None
+        return topology.dense_grid[0].tolist()
+    assert topology.expert_grid is not None
+    ranks = topology.expert_grid[0]
+    for place, axis in enumerate(("ep", "esp")):
+        if sharding.get(axis) != dim:
+            index = getattr(topology, axis).index if sharding.get(axis) == NAMED else 0
+            ranks = ranks.narrow(place, index, 1)
+    return ranks.flatten().tolist()
+
+
+def _check_chunk(
+    name: str, tensor: Tensor, shape: list[int], sharding: dict[str, int], topology: Topology, placed: bool
+) -> tuple[int, ...]:
+    """Where in the whole this rank's part begins; of `placed` rows any may be here."""
+    expected, starts = list(shape), [0] * len(shape)
+    for axis in ("ep", "esp", "mp"):
+        dim = sharding.get(axis, NAMED)
+        if placed and axis == "ep":
+            expected[dim] = tensor.shape[dim]
+        elif dim != NAMED:
+            group: Group = getattr(topology, axis)
+            chunk = -(-expected[dim] // group.size)
+            starts[dim] += min(chunk * group.index, expected[dim])
+            expected[dim] = max(0, min(chunk, expected[dim] - chunk * group.index))
+    if list(tensor.shape) != expected:
+        raise ConfigError(
+            f"rank {topology.rank}: {name} has shape {list(tensor.shape)} here and {shape} over all ranks; split as "
+            f"{sharding}, torch.chunk would put {expected} here. Split it that way, or pad it."
+        )
+    return tuple(starts)

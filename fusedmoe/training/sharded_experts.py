@@ -1,0 +1,441 @@
+"""Fully sharded sparse data parallelism: who owns and who copies the experts of a model in training (Hecate).
+
+Experts that change owners take their parameters and optimizer state with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows, device_of
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.heap import Heap
+from fusedmoe.comm.sparse import Carrier
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.experts.base import require_own_experts
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.placed import Placed
+from fusedmoe.layers.schedule import measured_costs
+from fusedmoe.placement.hecate import calibrate, overlap_degree, reshard
+from fusedmoe.placement.load_trace import WINDOW, predict
+from fusedmoe.placement.placement import Placement
+from fusedmoe.placement.placement_policies import (
+    Policy,
+    Situation,
+    expert_parallelism,
+    hecate,
+    is_due,
+    replication,
+    shadow,
+    swaps,
+)
+from fusedmoe.placement.price import PlacementCosts
+from fusedmoe.training.gradient_buckets import moe_layers
+
+#: What places experts: Hecate's algorithms, and what they are compared with.
+POLICIES = ("hecate", "ep", "fastermoe", "smartmoe", "flexmoe")
+
+#: Where nothing is decided by costs.
+_UNKNOWN = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
+
+
+class ExpertMemory(NamedTuple):
+    """Bytes of the placed experts on this rank, now.
+
+    `parameters`: of the experts that it owns; `replicas`: of the others that it holds, with room that is kept for them.
+    """
+
+    parameters: int
+    replicas: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class ShardedExperts:
+    """Shards the experts of a model, parameters and optimizer state, over all ranks, and copies them to where they are
+    asked for (Hecate, section 3: FSSDP). Collective over all ranks, as are all its methods.
+
+        model = Transformer(config, topology, placement="fssdp")
+        optimizer = torch.optim.AdamW(model.parameters())
+        experts = ShardedExperts(model, optimizer, topology, overlap=8, memory=2)
+
+    That is all; the loop stays as it was. After each `optimizer.step()` the loads of the last five steps say where
+    copies are in the next one (Algorithm 1). They are fetched for each forward pass, so that it sees parameters as they
+    are, whoever changed them and how. They are on their way while the model computes what comes before its first
+    experts; their gradients come back while the backward pass computes what is left, and `.grad` of an expert that a
+    rank owns is whole when `backward()` returns. Every 100 steps, and after the first five, experts change owners where
+    that evens out the work of ranks (Algorithm 2). Losses, gradients and updates are those of expert parallelism.
+
+    A parameter of experts is [owned, ...] on each rank, and changes its shape and its memory when owners change: look
+    it up, do not keep `.data`. Checkpoints (`save_checkpoint`) have experts by their numbers and load under any
+    placement, on any number of ranks; `state_dict()` beside them has what the next placements follow from. The model's
+    own `state_dict()` loads where ranks own the same experts, and is refused elsewhere, before anything of it is
+    loaded. A copy of the model, for averaged weights, say, has no replicas and keeps its owners: then use
+    reshard=False.
+
+    Args:
+        model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
+        optimizer: any whose state is shaped like the parameters; its `step()` is hooked.
+        policy: "hecate"; "ep", which moves nothing; or a baseline (`fusedmoe.placement.placement_policies`):
+            "fastermoe", "smartmoe", "flexmoe".
+        memory: m, how many copies a rank has room for in each layer.
+        overlap: t, how many experts may travel for a layer. None: as many as go unnoticed by the time that the model
+            takes between two layers of experts, which the first five steps measure, at the bandwidth that this machine
+            was measured to have (`fusedmoe.runtime.cache`). Where costs are known, a search behind Algorithm 1
+            makes more of what it gives (`fusedmoe.placement.hecate`).
+        reshard: owners may change (Algorithm 2).
+        calibrates: looks again once the gate has chosen, and fetches more copies where that pays.
+        rematerialises: copies are given back after each forward pass and fetched again for its backward pass. Less
+            memory, that of two layers' copies (one layer's are used while the next one's arrive), twice the traffic.
+        costs: what a token and an expert take. None: measured where a policy asks for them.
+        heap: symmetric memory of the expert-parallel group (`fusedmoe.puts.open_heap`), which must outlive this.
+            Experts then travel by puts that kernels start, instead of by collectives.
+    Attributes:
+        overlap: t; 0 while it is not known yet.
+        iteration: steps so far.
+        moved_bytes: parameters and state that this rank has sent to new owners.
+    Raises:
+        ConfigError: no placed layers, layers of different numbers of experts or with a ShardedExperts already, or
+            numbers that cannot be; in the first step, an optimizer whose state cannot move with single experts.
+        RankError: the ranks pass different arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        topology: Topology,
+        *,
+        policy: str = "hecate",
+        memory: int = 2,
+        overlap: int | None = None,
+        reshard: bool = True,
+        calibrates: bool = False,
+        rematerialises: bool = False,
+        costs: PlacementCosts | None = None,
+        heap: Heap | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ConfigError(f"placement policy {policy!r}; choose one of {', '.join(POLICIES)}")
+        if memory < 0 or (overlap is not None and overlap < 0):
+            raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
+        layers = [layer for layer in moe_layers(model) if layer.placed is not None]
+        self._recorded = layers
+        self._layers = [layer.placed for layer in layers if layer.placed is not None]
+        if topology.ep.size > 1 and not layers:
+            raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
+        if any(one.hooked for one in self._layers):
+            raise ConfigError("ShardedExperts: this model has one already; close() it before another is made")
+        if len({one.placement.experts for one in self._layers}) > 1:
+            raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
+        self.iteration, self.moved_bytes = 0, 0
+        self._optimizer, self._topology = optimizer, topology
+        self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
+        self._name, self._memory, self._calibrates = policy, memory, calibrates
+        self._moves = reshard if policy == "hecate" else policy == "smartmoe"
+        self.overlap = overlap or 0
+        self._measures = overlap is None and policy == "hecate" and bool(self._layers)
+        self._idle_s: list[float] = []
+        if not self._layers:
+            self._hooks: list[Any] = []
+            return
+        asks = self._measures or calibrates or policy in ("fastermoe", "smartmoe", "flexmoe")
+        self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
+        facts = {"policy": policy, "memory": memory, "overlap": overlap, "reshard": reshard, "calibrates": calibrates}
+        facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
+        topology.agree(facts, "ShardedExperts")
+        self._carrier = _carrier(topology, heap)
+        for one, before, after in zip(self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True):
+            one.hooked, one.rematerialises, one.neighbours = True, rematerialises, (before, after)
+            one.carrier, one.clocked = self._carrier, self._measures
+            one.correct = self._correction(one)
+        self._hooks = [
+            model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
+            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+            model.register_load_state_dict_pre_hook(require_own_experts),
+        ]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """[L]: where the experts of each layer are in the next step."""
+        return tuple(one.placement for one in self._layers)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of parameters and gradients of replicas that this rank has sent."""
+        return sum(one.sent_bytes for one in self._layers)
+
+    def memory(self) -> ExpertMemory:
+        """What the experts take on this rank."""
+        found = np.array([(0, 0, 0, 0), *(self._memory_of(p) for one in self._layers for p in one.parameters)])
+        return ExpertMemory(*found.sum(axis=0).tolist())
+
+    def hide_in(self, seconds: float) -> None:
+        """Sets t to the experts that travel in so many seconds: those in which a plan's link between nodes has nothing
+        else to do (`fusedmoe.schedule.sparse`), in place of what the first steps would measure. Only where `overlap`
+        was left open, and before it was found."""
+        if self._measures:
+            self._find_overlap(seconds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next placements follow from; the same on every rank. For `save_checkpoint(…, extra=…)`."""
+        return {
+            "iteration": self.iteration,
+            "history": [load_LE.tolist() for load_LE in self._history],
+            "overlap": None if self._measures else self.overlap,
+            "placements": [str(one) for one in self.placements],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another one was, after `load_checkpoint`. On another number of ranks, owners start evenly.
+
+        Raises:
+            ConfigError: the state is of a model with other layers or numbers of experts; nothing was loaded.
+        """
+        iteration, overlap = int(state["iteration"]), state["overlap"]
+        history = [np.array(load_LE, dtype=np.int64) for load_LE in state["history"]]
+        saved = [Placement.parse(text) for text in state["placements"]]
+        shape = (len(self._layers), self._layers[0].placement.experts) if self._layers else None
+        other = next((load_LE.shape for load_LE in history if shape and load_LE.shape != shape), None)
+        if other is not None:
+            raise ConfigError(
+                f"ShardedExperts: this state has loads of {list(other)} layers and experts, and the model has "
+                f"{list(shape or ())}. Load what was saved beside this model."
+            )
+        self.iteration = iteration
+        if not self._layers:
+            return
+        self._history.clear()
+        self._history.extend(history)
+        if overlap is not None and self._measures:
+            self.overlap = int(overlap)
+            self._stop_measuring()
+        here = [(one.ranks, one.experts) for one in self.placements]
+        if [(one.ranks, one.experts) for one in saved] == here:
+            self._install(saved)
+        elif self._history:
+            self._decide()
+
+    def close(self) -> None:
+        """Takes its hooks away and ends its threads. The layers stay where they are, without replicas."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._layers:
+            self._carrier.close()
+        for one in self._layers:
+            one.rest()
+
+    def _begin(self) -> None:
+        with self._topology.guard("ShardedExperts"):
+            for layer, one in zip(self._recorded, self._layers, strict=True):
+                one.recorder = layer.recorder
+                one.begin()
+
+    def _stepped(self) -> None:
+        with self._topology.guard("ShardedExperts"):
+            self.iteration += 1
+            if not self._history and self._moves:
+                require_movable(self._layers, self._optimizer)
+            load_LE = torch.from_numpy(np.stack([one.take_load() for one in self._layers]))
+            load_LE = load_LE.to(device_of(self._topology.world))
+            self._history.append(all_reduce(self._topology.world, load_LE, operation="sum of loads").cpu().numpy())
+            if self._measures:
+                self._measure()
+            self._decide()
+
+    def _decide(self) -> None:
+        history_ILE = np.stack(self._history)
+        nodes, before, world = self._layers[0].nodes, self.placements, self._topology.world
+        if self._name == "hecate" and self._moves and is_due(self.iteration):
+            shardings = tuple(one.sharding for one in before)
+            before = reshard(shardings, predict(history_ILE), nodes, self.overlap)
+        # The rest is one layer's alone: ranks decide for some layers each.
+        own = list(range(world.index, len(before), world.size))
+        # What the gates choose is not known yet: policies that look at it are asked later, by `_correction`.
+        unknown = np.zeros((len(own), nodes.ranks, history_ILE.shape[2]), dtype=np.int64)
+        of_own = tuple(before[layer] for layer in own)
+        now = Situation(self.iteration, of_own, history_ILE[:, own], unknown, nodes, self._costs)
+        decided = self._policy(now).placements if own else ()
+        owners = [one.owners for one in before]
+        every = all_gather_object(world, (owners, [(one.owners, one.replicas) for one in decided]), "placements")
+        if any(theirs != owners for theirs, _ in every):
+            raise RankError(
+                f"rank {self._topology.rank}: the ranks give experts to different owners. These follow from the loads: "
+                "run the same versions of this library and of NumPy on every rank"
+            )
+        found = [every[layer % world.size][1][layer // world.size] for layer in range(len(before))]
+        self._install([Placement(nodes.ranks, *one) for one in found])
+
+    def _install(self, placements: Sequence[Placement]) -> None:
+        self.moved_bytes += move(self._layers, [one.sharding for one in placements], self._optimizer)
+        for one, placement in zip(self._layers, placements, strict=True):
+            one.place(placement)
+
+    @property
+    def _policy(self) -> Policy:
+        m = self._memory
+        policies: dict[str, Policy] = {
+            "hecate": partial(hecate, t=self.overlap, m=m, sharded=False),
+            "ep": expert_parallelism,
+            "fastermoe": expert_parallelism,
+            "smartmoe": swaps,
+            "flexmoe": partial(replication, m=m),
+        }
+        return policies[self._name]
+
+    def _correction(self, placed: Placed) -> Any:
+        nodes, m, costs = placed.nodes, self._memory, self._costs
+        if self._name == "fastermoe":
+            return lambda placement, tokens_WE: shadow(placement, tokens_WE, nodes, m, costs)
+        if self._calibrates:
+            return lambda placement, tokens_WE: calibrate(placement, tokens_WE, nodes, m, costs)
+        return None
+
+    def _measure(self) -> None:
+        """t, from the time between two layers of experts."""
+        idle_s = torch.tensor([one.idle_s() for one in self._layers], dtype=torch.float64).mean()
+        idle_s = all_reduce(self._topology.world, idle_s.to(device_of(self._topology.world)), "min", "time to hide in")
+        self._idle_s.append(float(idle_s))
+        if len(self._idle_s) == WINDOW:
+            self._find_overlap(float(np.median(self._idle_s)))
+
+    def _find_overlap(self, seconds: float) -> None:
+        expert_bytes = max(1, self._layers[0].expert_bytes)
+        self.overlap = overlap_degree(seconds, expert_bytes, self._costs.inter_bytes_s)
+        self._stop_measuring()
+
+    def _stop_measuring(self) -> None:
+        self._measures = False
+        for one in self._layers:
+            one.clocked = False
+
+    def _memory_of(self, parameter: nn.Parameter) -> tuple[int, int, int, int]:
+        grad = 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
+        state = self._optimizer.state.get(parameter, {}).values()
+        held = parameter.data.untyped_storage().nbytes()
+        kept = sum(value.nbytes for value in state if isinstance(value, Tensor))
+        return parameter.nbytes, held - parameter.nbytes, grad, kept
+
+
+def _carrier(topology: Topology, heap: Heap | None) -> Carrier:
+    if heap is None:
+        return Carrier(topology.beside(topology.ep, "experts that move"))
+    from fusedmoe.comm.byte_window import ByteWindow  # which needs Triton
+
+    return Carrier(topology.ep, ByteWindow(heap))
+
+
+def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
+    """What this machine takes for a token and an expert of a layer. Collective over all ranks."""
+    assert layer.placed is not None
+    parameters = layer.placed.parameters
+    first = parameters[0]
+    lines = measured_costs(topology, first.device, first.dtype).lines
+    expert_bytes = layer.placed.expert_bytes
+    inter = lines["all-to-all/ep"]
+    intra = lines.get("all-gather/esp", inter)
+    flop = 3 * 2 * sum(parameter.shape[1:].numel() for parameter in parameters)
+    return PlacementCosts(
+        token_s=flop * lines["gemm"].beta_s,
+        token_bytes=layer.model_dim * first.element_size(),
+        expert_bytes=expert_bytes,
+        state_bytes=2 * expert_bytes,
+        inter_bytes_s=inter.per_s,
+        intra_bytes_s=intra.per_s,
+    )
+
+
+@torch.no_grad()
+def move(layers: Sequence[Placed], shardings: Sequence[Placement], optimizer: Optimizer) -> int:
+    """Gives each layer's experts the owners that a sharding says. Collective over the expert-parallel group.
+
+    Each tensor of an expert is sent once, from its old owner to its new one. Gradients are dropped.
+
+    Returns:
+        The bytes that this rank sent.
+    Raises:
+        ConfigError: optimizer state that is not shaped like the parameter: it is not known how it splits.
+        RankError: the ranks' optimizers keep different state.
+    """
+    changing = [(one, to) for one, to in zip(layers, shardings, strict=True) if to != one.placement.sharding]
+    if not changing:
+        return 0
+    group = changing[0][0].group
+    kept = [[_state(optimizer, name, p) for name, p in one.experts.named_parameters()] for one, _ in changing]
+    _require_same(group, [[sorted(tensors) for tensors in of] for of in kept])
+    sent = 0
+    for (placed, sharding), states in zip(changing, kept, strict=True):
+        before = placed.placement
+        parameters: dict[str, Tensor] = {}
+        for (name, parameter), state in zip(placed.experts.named_parameters(), states, strict=True):
+            parameters[name], bytes_ = _moved(parameter.data, before, sharding, group)
+            sent += bytes_
+            for key, tensor in state.items():
+                optimizer.state[parameter][key], bytes_ = _moved(tensor, before, sharding, group)
+                sent += bytes_
+        placed.reshard(sharding, parameters)
+    return sent
+
+
+def require_movable(layers: Sequence[Placed], optimizer: Optimizer) -> None:
+    """Raises `ConfigError` as `move` would, before anything has to move."""
+    for placed in layers:
+        for name, parameter in placed.experts.named_parameters():
+            _state(optimizer, name, parameter)
+
+
+def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What an optimizer keeps for each element of a parameter."""
+    found = {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue  # a count of steps: all ranks have the same
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for the experts' {name} of shape "
+                f"{list(parameter.shape)}, which cannot move with single experts. Use an optimizer whose state is "
+                "shaped like the parameters, or ShardedExperts(…, reshard=False)."
+            )
+        found[key] = value
+    return found
+
+
+def _require_same(group: Group, keys: list[list[list[str]]]) -> None:
+    every = all_gather_object(group, keys, "moving experts")
+    for rank, other in zip(group.ranks, every, strict=True):
+        if other != every[0]:
+            raise RankError(
+                f"moving experts: the optimizer keeps {other} on rank {rank} and {every[0]} on rank {group.ranks[0]}, "
+                "by layer and parameter. Make it the same on every rank, and step on all of them or on none."
+            )
+
+
+def _moved(tensor: Tensor, before: Placement, after: Placement, group: Group) -> tuple[Tensor, int]:
+    """This rank's rows, [owned, ...] in order of their experts, after the change; and the bytes that it sent."""
+    me = group.index
+    ours, wanted = before.owned(me), after.owned(me)
+    leaving = sorted((after.owners[expert], expert) for expert in ours if after.owners[expert] != me)
+    coming = sorted((before.owners[expert], expert) for expert in wanted if before.owners[expert] != me)
+    send, recv = ([sum(rank == other for rank, _ in of) for other in range(group.size)] for of in (leaving, coming))
+    row = {expert: at for at, expert in enumerate(ours)}
+    rows = tensor[[row[expert] for _, expert in leaving]].contiguous()
+    received = all_to_all_rows(group, rows, send, recv, "moving experts")
+    arrived = {expert: at for at, (_, expert) in enumerate(coming)}
+    result = tensor.new_empty((len(wanted), *tensor.shape[1:]))
+    for at, expert in enumerate(wanted):
+        result[at] = received[arrived[expert]] if expert in arrived else tensor[row[expert]]
+    return result, rows.nbytes

@@ -1,0 +1,105 @@
+"""The process groups that topologies share: few, agreed on whatever a rank has dropped, and freed when closed."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from tests.cluster import Cluster
+
+
+def held() -> dict[str, int]:
+    """Threads and sockets of this process, and process groups."""
+    sockets = [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and "socket" in os.readlink(fd)]
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return {"threads": len(os.listdir("/proc/self/task")), "sockets": len(sockets), "groups": groups}
+
+
+def sums(topology: Topology, rank: int) -> list[float]:
+    return [
+        all_reduce(getattr(topology, name), torch.tensor(10.0**rank)).item() for name in ("world", "ep", "esp", "mp")
+    ]
+
+
+def made_and_dropped(rank: int, world: int) -> None:
+    right = sums(Topology.from_sizes(2, 2, 2), rank)
+    before = held()
+    for _ in range(200):
+        assert sums(Topology.from_sizes(2, 2, 2), rank) == right
+    assert held() == before
+    assert before["groups"] == 1 + 5  # the job's own; world, ep, esp, mp and dp
+
+
+def test_two_hundred_topologies(cluster: Cluster) -> None:
+    cluster.run(4, made_and_dropped)
+
+
+def closed(rank: int, world: int) -> None:
+    dist.barrier()
+    before = held()
+    for _ in range(20):
+        with Topology.from_sizes(2, 1, 2, duplex=True) as topology:
+            group = topology.subgroup("both", (0, 1))
+            all_reduce(topology.beside(topology.ep, "a test"), torch.ones(1))
+            assert topology.dense_mesh is not None
+    del topology
+    gc.collect()
+    assert held() == before
+    with pytest.raises(ConfigError, match="this topology was closed"):
+        all_reduce(group, torch.ones(1))
+
+
+def test_closing_frees_everything(cluster: Cluster) -> None:
+    cluster.run(2, closed)
+
+
+def closed_beside_another(rank: int, world: int) -> None:
+    first, second = Topology.from_sizes(2), Topology.from_sizes(2)
+    assert first.ep.handle is second.ep.handle and first.dp.handle is second.dp.handle
+    assert first.ep.handle is not first.dp.handle, "rows and gradients travel at the same time"
+    first.close()
+    first.close()
+    assert all_reduce(second.ep, torch.ones(1)).item() == 2.0
+    second.close()
+    assert all_reduce(Topology.from_sizes(2).ep, torch.ones(1)).item() == 2.0
+
+
+def test_what_another_topology_uses_stays(cluster: Cluster) -> None:
+    cluster.run(2, closed_beside_another)
+
+
+def kept_on_one_rank(rank: int, world: int) -> None:
+    """What one rank still holds must not decide whether a group is the old one: all would wait for each other."""
+    first = Topology.from_sizes(2, timeout_s=20)
+    keeps = first if rank == 0 else None
+    first.close()
+    found = [Topology.from_sizes(2, timeout_s=20), Topology.from_sizes(2, timeout_s=20 + rank)]
+    found += [Topology.from_sizes(2, timeout_s=20), Topology.from_sizes(2, timeout_s=20 + rank)]
+    for topology in found:
+        assert all_reduce(topology.ep, torch.ones(1)).item() == 2.0
+    del keeps
+
+
+def test_ranks_that_hold_different_ones(cluster: Cluster) -> None:
+    cluster.run(2, kept_on_one_rank)
+
+
+def only_one_closes(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(2, timeout_s=1.0)
+    if rank == 0:
+        topology.close()
+
+
+def test_a_rank_that_does_not_close(cluster: Cluster) -> None:
+    first, second = cluster.outcomes(2, only_one_closes)
+    assert first.error is not None and first.error[0] == RankError.__name__
+    assert "closing the topology" in first.error[1] and "rank 1" in first.error[1]
+    assert second.error is None

@@ -1,0 +1,414 @@
+"""Compiled training equals training as it is, irregular all-to-alls included; plans, reports, what goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single
+
+import fusedmoe
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.graph import GraphBackend, PassReport
+from fusedmoe.graph.compiler import Irregular
+from fusedmoe.graph.planning import Meeting
+from fusedmoe.runtime.cache import CACHE
+from tests.cluster import Cluster
+from tests.graph.models import Model, Steady, train
+
+
+@pytest.fixture
+def world(world: None) -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def largest_difference(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for a, b in zip(ours, theirs, strict=True) for name in b)
+
+
+def compiled_and_eager(rank: int, world: int, k: int, parts: int, blocks: int) -> tuple[float, list[PassReport]]:
+    """The largest difference of any loss, gradient or parameter over 5 steps, and the reports."""
+    torch._dynamo.reset()
+    model = Model(k, blocks).double()
+    plain = copy.deepcopy(model)
+    backend = GraphBackend(costs=Steady(), parts=parts, groups=1)
+    ours = train(model, torch.compile(model, backend=backend, fullgraph=True), rank)
+    return largest_difference(ours, train(plain, plain, rank)), backend.reports
+
+
+@pytest.mark.parametrize(
+    ("world_size", "k", "parts", "blocks"),
+    [(1, 2, 4, 2), (2, 1, 4, 2), pytest.param(4, 2, 2, 1, marks=pytest.mark.slow)],
+)
+def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, parts: int, blocks: int) -> None:
+    found = cluster.run(world_size, compiled_and_eager, k, parts, blocks)
+    for worst, (forward, backward) in found:
+        assert worst < 1e-10
+        assert [one.parts for one in forward.ranges] == [parts] * blocks
+        # Each all-to-all of the backward pass has something beside it that only weights need.
+        assert [bool(one.weights) for one in backward.collectives] == [True] * 2 * blocks
+    assert len({str((forward.order, backward.order)) for _, (forward, backward) in found}) == 1
+
+
+def test_weight_gradients_in_between_change_no_bit(world: None) -> None:
+    """Parts apart, the same operators run on the same numbers; and they run where the report says."""
+    model = Model(2).double()
+    plain = copy.deepcopy(model)
+    backend = GraphBackend(costs=Steady(), parts=1)
+    ours = train(model, torch.compile(model, backend=backend, fullgraph=True), 0)
+    theirs = train(plain, torch.compile(plain, backend="aot_eager", fullgraph=True), 0)
+    assert largest_difference(ours, theirs) == 0.0
+    forward, backward = backend.reports
+    assert (forward.phase, backward.phase) == ("forward", "backward")
+    assert not forward.ranges and len(forward.collectives) == len(backward.collectives) == 4
+    for one in backward.collectives:
+        start = backward.order.index(one.name)
+        wait = next(place for place in range(start, len(backward.order)) if "wait" in backward.order[place])
+        for unit in one.weights:
+            for name in unit.split(" + "):
+                assert start < backward.order.index(name) < wait
+    assert sum("mm" in name for one in backward.collectives for name in one.weights) >= 6
+    text = str(backward)
+    assert text.startswith("backward: ") and "4 all-to-alls" in text and "beside it " in text
+
+
+class Broken(nn.Module):
+    """The graph ends between two layers with an all-to-all each; one has dropout, and a statistic that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x_SM: Tensor) -> Tensor:
+        x_SM = self.drop(all_to_all_single(self.first(x_SM).relu(), None, None, dist.group.WORLD))
+        torch._dynamo.graph_break()
+        x_SM = all_to_all_single(self.norm(self.second(x_SM)), None, None, dist.group.WORLD)
+        return self.drop(x_SM) + self.drop(self.first(x_SM))
+
+
+def test_graph_breaks_dropout_and_statistics(world: None) -> None:
+    """Random numbers are drawn in the order of the model as it is."""
+    model = Broken().double()
+    plain = copy.deepcopy(model)
+    backend = GraphBackend(costs=Steady())
+    compiled = torch.compile(model, backend=backend)
+    for step in range(3):
+        x_SM = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+        other_SM = x_SM.detach().clone().requires_grad_()
+        torch.manual_seed(step)
+        ours = compiled(x_SM)
+        torch.manual_seed(step)
+        theirs = plain(other_SM)
+        ours.square().sum().backward()
+        theirs.square().sum().backward()
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+        assert torch.allclose(x_SM.grad, other_SM.grad, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    assert torch.equal(model.norm.running_mean, plain.norm.running_mean)  # type: ignore[arg-type]
+    assert len(backend.reports) == 4
+    with torch.no_grad():
+        compiled.eval()
+        plain.eval()
+        assert torch.allclose(compiled(x_SM), plain(x_SM), rtol=0, atol=1e-12)
+    assert backend.reports[-1].phase == "inference"
+
+
+def test_sizes_that_are_known_late(world: None) -> None:
+    """A dynamic dimension: the backward pass is planned all the same, nothing is split."""
+    model = nn.Sequential(nn.Linear(8, 8), _AllToAll(), nn.Linear(8, 8), _AllToAll(), nn.Linear(8, 8)).double()
+    backend = GraphBackend(costs=Steady())
+    compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+    for size in (4, 6, 10):
+        x_SM = torch.randn(size, 8, dtype=torch.float64)
+        assert torch.allclose(compiled(x_SM), model(x_SM), rtol=0, atol=1e-12)
+        compiled(x_SM).sum().backward()
+    assert [report.phase for report in backend.reports] == ["forward", "backward"]
+    assert not backend.reports[0].ranges and backend.reports[1].collectives[1].weights
+
+
+def test_sizes_that_values_decide(world: None) -> None:
+    """As many rows as are chosen: no number is known of them, and results are what they were."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.send = nn.Linear(8, 8), nn.Linear(8, 8), _AllToAll()
+
+        def forward(self, x_SM: Tensor) -> Tensor:
+            h_SM = self.send(self.first(x_SM))
+            rows = (h_SM.detach()[:, 0] > 0).nonzero()[:, 0]
+            return self.send(h_SM.index_add(0, rows, self.second(h_SM[rows])))
+
+    model, backend = Chosen().double(), GraphBackend(costs=Steady())
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for _ in range(3):
+            x_SM = torch.randn(6, 8, dtype=torch.float64)
+            results = []
+            for run in (model, compiled):
+                model.zero_grad()
+                run(x_SM).square().sum().backward()
+                results.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+            for one, other in zip(*results, strict=True):
+                assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    assert [report.phase for report in backend.reports] == ["forward", "backward"]
+
+
+class _AllToAll(nn.Module):
+    def forward(self, x_SM: Tensor) -> Tensor:
+        return all_to_all_single(x_SM, None, None, dist.group.WORLD)
+
+
+def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default backend measures, once: the second job finds costs and plans, and runs the same."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    orders = []
+    for cached in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Model(1).double()
+        plain = copy.deepcopy(model)
+        backend = GraphBackend(parts=2, groups=1)
+        ours = train(model, torch.compile(model, backend=backend), 0, steps=1)
+        assert largest_difference(ours, train(plain, plain, 0, steps=1)) < 1e-10
+        assert [report.cached for report in backend.reports] == [cached, cached]
+        assert all(one.seconds > 0 for report in backend.reports for one in report.collectives)
+        orders.append([report.order for report in backend.reports])
+    assert orders[0] == orders[1]
+    assert sorted({path.name.rpartition("-")[0] for path in tmp_path.iterdir()}) == ["all-to-all", "graph", "operators"]
+    for path in tmp_path.glob("graph-*"):
+        path.write_text("{")  # not a plan: another one is made
+    torch._dynamo.reset()
+    backend = GraphBackend(parts=2, groups=1)
+    train(model, torch.compile(model, backend=backend), 0, steps=1)
+    assert not any(report.cached for report in backend.reports)
+
+
+def test_the_plain_function(world: None) -> None:
+    model = _AllToAll()
+    x_SM = torch.randn(4, 2)
+    assert torch.equal(torch.compile(model, backend=fusedmoe.graph.backend, fullgraph=True)(x_SM), x_SM)
+    # Without an all-to-all there is nothing to plan.
+    own = GraphBackend()
+    assert torch.equal(torch.compile(nn.ReLU(), backend=own)(x_SM), x_SM.relu()) and not own.reports
+
+
+@pytest.mark.parametrize("wrong", [{"parts": 0}, {"groups": 0}, {"reach": -1}, {"timeout_s": 0.0}])
+def test_settings_that_cannot_work(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="graph backend"):
+        GraphBackend(**wrong)  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("fusedmoe_tests::as_long_as_there_is_room", mutates_args=())
+def as_long_as_there_is_room(x: Tensor, full: Tensor) -> Tensor:
+    if full.item():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return x.clone()
+
+
+as_long_as_there_is_room.register_fake(lambda x, full: torch.empty_like(x))
+
+
+@pytest.mark.parametrize(("parts", "cure"), [(4, "parts=2"), (2, "parts=1, which splits nothing")])
+def test_too_little_memory(world: None, parts: int, cure: str) -> None:
+    """The error says how to go on, on every rank."""
+    model = Model(1, 1).double()
+
+    def call(tokens_BL: Tensor, full: Tensor) -> Tensor:
+        return as_long_as_there_is_room(model(tokens_BL), full)
+
+    compiled = torch.compile(call, backend=GraphBackend(costs=Steady(), parts=parts, groups=1), fullgraph=True)
+    tokens_BL, full = torch.randint(11, (4, 8)), torch.tensor(False)
+    with torch.no_grad():
+        assert torch.allclose(compiled(tokens_BL, full), model(tokens_BL), rtol=0, atol=1e-12)
+        words = rf"memory\.\n.*up to {parts} micro-batches.*GraphBackend\({cure}\)"
+        with pytest.raises(torch.OutOfMemoryError, match=words):
+            compiled(tokens_BL, full | True)
+
+
+def other_ways(rank: int, world: int) -> str:
+    """Rank 1 takes another way through the model."""
+    torch._dynamo.reset()
+    layer = nn.Linear(8, 8)
+
+    def call(x_SM: Tensor) -> Tensor:
+        y_SM = all_to_all_single(layer(x_SM), None, None, dist.group.WORLD)
+        return y_SM.relu() if rank else y_SM
+
+    with pytest.raises(Exception) as caught:
+        torch.compile(call, backend=GraphBackend(costs=Steady(), timeout_s=30))(torch.randn(4, 8))
+    return str(caught.value)
+
+
+def deciding(rank: int, world: int) -> list[str]:
+    meeting = Meeting([dist.group.WORLD], 20.0)
+    return [*meeting.all(f"rank {rank}"), meeting.decided(lambda: f"as rank {rank} says")]
+
+
+def failing(rank: int, world: int) -> str:
+    with pytest.raises((RankError, ZeroDivisionError)) as caught:
+        Meeting([dist.group.WORLD], 60.0).decided(lambda: str(1 // 0))
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def alone(rank: int, world: int) -> str:
+    if rank == 1:
+        return ""
+    with pytest.raises(RankError) as caught:
+        Meeting([dist.group.WORLD], 1.0).same("a graph")
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_fit_together(cluster: Cluster) -> None:
+    for text in cluster.run(2, other_ways):
+        assert "ranks [1] captured another graph than rank 0" in text
+    assert cluster.run(2, deciding) == [["rank 0", "rank 1", "as rank 0 says"]] * 2
+    first, second = cluster.run(2, failing)
+    assert first.startswith("ZeroDivisionError")
+    assert second.startswith("RankError: rank 1: planning a captured graph ended because rank 0 failed")
+    text, _ = cluster.run(2, alone)
+    assert "rank 1 failed" in text and "must compile the same graphs in the same order" in text
+
+
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.bool: torch.uint8}
+
+
+SHAPES = ((4, 3, 5), (8, 1), (2, 2, 3, 4), (4, 0, 3), (0, 3))
+
+
+def every_exchange(rank: int, world: int, filled: float) -> list[tuple[int, int, int]]:
+    return [exchanged(rank, world, shape, dtype, filled) for dtype in BITS for shape in SHAPES]
+
+
+def exchanged(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype, filled: float) -> tuple[int, int, int]:
+    """Rows of a buffer, how many of them travelled, and how many are not all zero bits."""
+    source = torch.Generator().manual_seed(rank + math.prod(shape))
+    x = torch.randn(shape, generator=source, dtype=torch.float64).to(dtype)
+    full = torch.rand(shape[:-1], generator=source) < filled
+    x = torch.where(full[..., None], x, torch.zeros((), dtype=dtype))
+    if filled > 0 and dtype != torch.bool and shape[-1] and full.any():
+        first = x[full][0]
+        first.fill_(0.0)
+        first[-1] = -0.0  # not the bits of 0.0
+        x[full.nonzero()[0].split(1)] = first
+        x[full.nonzero()[-1].split(1)] = math.nan
+    x = x.transpose(0, -2).contiguous().transpose(0, -2)  # where there are three dimensions, not contiguous
+    share = [shape[0] // world] * world
+    want = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # Gloo has no collectives of every dtype; bytes have no dtype.
+    dist.all_to_all_single(want.view(torch.uint8), x.contiguous().view(torch.uint8), share, share)
+    irregular = Irregular()
+    got = irregular.wait(irregular.start(x, world, dist.group.WORLD.group_name))
+    assert got.shape == want.shape and got.dtype == dtype and got.is_contiguous()
+    assert torch.equal(got.view(BITS[dtype]), want.view(BITS[dtype]))
+    bits_NM = x.flatten(0, -2).contiguous().view(BITS[dtype])
+    return irregular.rows, irregular.sent, int((bits_NM != 0).any(-1).sum())
+
+
+@pytest.mark.parametrize("filled", [0.0, 0.5, 1.0])
+def test_every_bit_arrives(cluster: Cluster, filled: float) -> None:
+    for found in cluster.run(2, every_exchange, filled):
+        for (rows, sent, wanted), shape in zip(found, len(BITS) * SHAPES, strict=True):
+            assert rows == math.prod(shape[:-1]) and sent == wanted
+            assert sent == 0 if filled == 0 else sent <= rows
+        assert filled == 0 or sum(sent for _, sent, _ in found) > 0
+
+
+def trained(rank: int, world: int, k: int, parts: int, factor: float) -> tuple[float, int, int]:
+    """The largest difference from training as it is, and the rows of all passes, and those that travelled."""
+    torch._dynamo.reset()
+    model = Model(k, 2, factor=factor).double()
+    plain = copy.deepcopy(model)
+    backend = GraphBackend(costs=Steady(), parts=parts, groups=1, irregular=True)
+    ours = train(model, torch.compile(model, backend=backend, fullgraph=True), rank)
+    theirs = train(plain, plain, rank)
+    worst = max(float((a[name] - b[name]).abs().max()) for a, b in zip(ours, theirs, strict=True) for name in b)
+    assert backend.irregular is not None
+    return worst, backend.irregular.rows, backend.irregular.sent
+
+
+@pytest.mark.parametrize(
+    ("world_size", "k", "parts", "factor"),
+    [
+        (2, 1, 4, 1.0),
+        pytest.param(4, 2, 2, 2.0, marks=pytest.mark.slow),
+        pytest.param(1, 2, 1, 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_training_with_irregular_all_to_alls_is_what_it_was(
+    cluster: Cluster, world_size: int, k: int, parts: int, factor: float
+) -> None:
+    found = cluster.run(world_size, trained, k, parts, factor)
+    tokens, blocks, steps = 32, 2, 5
+    for worst, rows, _ in found:
+        assert worst < 1e-10
+        assert rows == 4 * blocks * steps * 4 * int(factor * k * tokens / 4)
+    # No more than the tokens that are kept, each four times: there and back, forward and backward.
+    rows, sent = (sum(one[place] for one in found) for place in (1, 2))
+    assert 0 < sent <= min(rows, 4 * blocks * steps * k * tokens * world_size) and (factor < 1 or sent < rows)
+
+
+def as_they_are(rank: int, world: int) -> tuple[int, bool]:
+    """An all-to-all of unequal shares and one of a vector."""
+    torch._dynamo.reset()
+    mine, other = (3, 1) if rank == 0 else (1, 3)
+
+    def call(x_SM: Tensor) -> Tensor:
+        y_SM = all_to_all_single(x_SM, [mine, other], [mine, other], dist.group.WORLD)
+        return all_to_all_single(y_SM.sum(-1), None, None, dist.group.WORLD)
+
+    backend = GraphBackend(costs=Steady(), irregular=True)
+    x_SM = torch.arange(12.0).reshape(4, 3) * (rank + 1)
+    assert backend.irregular is not None
+    return backend.irregular.rows, torch.equal(torch.compile(call, backend=backend)(x_SM), call(x_SM))
+
+
+def test_what_stays_as_it_is(cluster: Cluster) -> None:
+    assert cluster.run(2, as_they_are) == [(0, True)] * 2
+
+
+def of_any_size(rank: int, world: int) -> list[tuple[int, int, bool]]:
+    """Sizes that a graph does not fix: rows so far, those that travelled, and whether results are the same."""
+    torch._dynamo.reset()
+
+    def call(x_SM: Tensor) -> Tensor:
+        return 2 * all_to_all_single(x_SM.relu(), None, None, dist.group.WORLD)
+
+    backend = GraphBackend(costs=Steady(), irregular=True)
+    compiled = torch.compile(call, backend=backend, dynamic=True)
+    assert backend.irregular is not None
+    found = []
+    for tokens in (4, 6, 8):
+        x_SM = torch.arange(3.0 * tokens).reshape(tokens, 3) + rank
+        x_SM[1] = -1
+        same = torch.equal(compiled(x_SM), call(x_SM))
+        found.append((backend.irregular.rows, backend.irregular.sent, same))
+    return found
+
+
+def test_any_size(cluster: Cluster) -> None:
+    for rank, found in enumerate(cluster.run(2, of_any_size)):
+        assert found == [(4, 3, True), (10, 8, True), (18, 15, True)], rank
+
+
+@pytest.mark.parametrize(("dtype", "stays"), [(torch.complex64, True), (torch.float32, False)])
+def test_complex_numbers_stay(dtype: torch.dtype, stays: bool) -> None:
+    """Whose bits may not be what they say: a conjugate is a flag."""
+    graph = torch.fx.Graph()
+    x_SM = graph.placeholder("x_SM")
+    x_SM.meta["val"] = torch.empty(4, 3, dtype=dtype)
+    start = torch.ops._c10d_functional.all_to_all_single.default
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    graph.output(graph.call_function(wait, (graph.call_function(start, (x_SM, [2, 2], [2, 2], "group")),)))
+    Irregular().put_into(graph)
+    assert (start in {node.target for node in graph.nodes}) == stays

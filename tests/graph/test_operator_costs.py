@@ -1,0 +1,80 @@
+"""OperatorCosts of captured instructions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusedmoe.graph import operator_costs as costs
+from fusedmoe.graph.operator_costs import (
+    MeasuredCosts,
+    Points,
+    load_numbers,
+    measure,
+    node_s,
+    operator_key,
+    point_sizes,
+)
+
+aten = torch.ops.aten
+
+
+def test_points_are_joined_by_lines() -> None:
+    points = Points((1024, 2048, 4096), (1.0, 2.0, 3.0))
+    assert [points.at(size) for size in (0, 1024, 1536, 3072, 4096, 8192)] == [1.0, 1.0, 1.5, 2.5, 3.0, 6.0]
+    assert Points((1024,), (2.0,)).at(512) == 2.0
+
+
+def test_sizes_that_are_measured() -> None:
+    assert point_sizes(1) == [1024]
+    assert point_sizes(5000) == [1024, 2048, 4096, 8192]
+    assert point_sizes(8192)[-1] == 8192
+
+
+def test_an_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(costs, "measure", lambda target, args, kwargs: calls.append(str(target)) or 0.5)
+    measured = MeasuredCosts(Points((1024,), (1.0,)), {}, tmp_path / "operators.json")
+    inputs = (torch.randn(4, 8), torch.randn(8, 2))
+    module = make_fx(lambda a, b: ((a @ b).relu() @ b.t(), a @ b), tracing_mode="fake")(*inputs)
+    total = sum(node_s(measured, node) for node in module.graph.nodes if node.op == "call_function")
+    # Two products are alike, of the view nothing is measured.
+    assert calls == ["aten.mm.default", "aten.relu.default", "aten.mm.default"] and total == 2.0
+    measured.save()
+    assert load_numbers(tmp_path / "operators.json") == measured.known
+    again = MeasuredCosts(Points((1024,), (1.0,)), load_numbers(tmp_path / "operators.json"))
+    assert again.operator_s(aten.mm.default, inputs, {}) == 0.5 and len(calls) == 3
+
+
+def test_shapes_strides_and_settings_tell_operators_apart() -> None:
+    a, b = torch.randn(4, 8), torch.randn(8, 4)
+    keys = {
+        operator_key(aten.sum.dim_IntList, (a, [0]), {}),
+        operator_key(aten.sum.dim_IntList, (a, [1]), {}),
+        operator_key(aten.sum.dim_IntList, (b.t(), [0]), {}),
+        operator_key(aten.sum.dim_IntList, (a.double(), [0]), {}),
+        operator_key(aten.mean.dim, (a, [0]), {}),
+    }
+    assert len(keys) == 5
+
+
+def test_measuring() -> None:
+    """Random numbers of the job are not used up; what cannot be run with made-up inputs is estimated."""
+    x, table = torch.randn(100), torch.randn(7, 3)
+    state = torch.get_rng_state()
+    assert measure(aten.native_dropout.default, (x, 0.5, True), {}) > 0
+    assert measure(aten.embedding.default, (table, torch.tensor([6, 6])), {}) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    wrong = measure(aten.mm.default, (torch.zeros(1000, 1000), torch.zeros(3, 3)), {})
+    assert wrong == pytest.approx(5e-6 + (1_000_000 + 9) * 4 / 5e9)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    assert load_numbers(path) == {}
+    for text in ("{", "[1]", '{"a": "b", "c": -1.0}'):
+        path.write_text(text)
+        assert load_numbers(path) == {}

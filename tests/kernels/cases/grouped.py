@@ -1,0 +1,262 @@
+"""The grouped kernels as they are compiled ahead of time: every launch there can be, in all configurations it can have.
+
+What can be launched is enumerated here once more (`variants`); the configurations are those that the choice at run time
+has (`configs.candidates`). A test runs the launchers and finds each launch among these cases.
+
+Sizes decide little of the code: whether they are even, and whether they are multiples of 16, or 1. Those that are not
+even come in all these kinds for one variant of each operation and dtype, and odd for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.aot.standin import TARGETS
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.libraries import nvshmem_bitcode
+from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, Config, Variant, candidates, has_bulk_copies
+from fusedmoe.kernels.triton.grouped.device import ACT_CODES
+from fusedmoe.kernels.triton.grouped.dhidden import dhidden_kernel
+from fusedmoe.kernels.triton.grouped.dweight import dweight_kernel
+from fusedmoe.kernels.triton.grouped.product import product_kernel
+from fusedmoe.kernels.triton.grouped.specialised import specialised_kernel
+from fusedmoe.kernels.triton.grouped.up import up_kernel
+from tests.kernels.cases import AotCase
+
+# Depth and columns of an expert's matrix: even, and others; the first of these stand for all where kinds do not matter.
+EVEN = (4096, 1024)
+ODD = ((4101, 1027), (4112, 1040), (4112, 1027), (4101, 1040), (1, 1027), (4101, 1))
+# Sums over an expert's rows, for the gradients of biases, are products with a matrix of one column.
+_BIAS_GRADIENTS = ((1, 4096), (1, 1027))
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_PRECISIONS = (("bfloat16", "ieee"), ("float16", "ieee"), ("float32", "ieee"), ("float32", "tf32"))
+_WITH_ACTIVATION = ("up", "dhidden")
+_WITH_GATHER = ("up", "dhidden", "dw1", "dw2")
+_WITH_EXTRA = ("up", "down", "dhidden")
+# Tensor cores of each generation.
+_PRODUCT = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+
+
+def variants(bulk_copies: bool) -> Iterator[Variant]:
+    """Everything that the launchers tell apart, on GPUs with or without bulk copies."""
+    for operation, (dtype, precision), even in product(OPERATIONS, _PRECISIONS, (True, False)):
+        activations = ACTIVATIONS if operation in _WITH_ACTIVATION else ("",)
+        gathers = (True, False) if operation in _WITH_GATHER else (False,)
+        extras = (True, False) if operation in _WITH_EXTRA else (False,)
+        for activation, gather, extra in product(activations, gathers, extras):
+            yield Variant(operation, dtype, precision, activation, gather, extra, even, even and bulk_copies)
+
+
+class _Launch(NamedTuple):
+    """`in_flight`: rows are awaited, or results put; `nvshmem`: from far peers, or to them."""
+
+    variant: Variant
+    config: Config
+    sides: tuple[int, int]
+    in_flight: bool = False
+    nvshmem: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.variant.dtype)
+
+    @property
+    def gated(self) -> bool:
+        return ACTIVATIONS[self.variant.activation].gated
+
+    def box(self, *sizes: int) -> Any:
+        """A descriptor of boxes, or without bulk copies a pointer."""
+        text = ", ".join(str(size) for size in sizes)
+        return f"tensordesc<{_DTYPES[self.variant.dtype]}[{text}]>" if self.variant.bulk else self.dtype
+
+
+def aot_cases() -> list[AotCase]:
+    targets: dict[_Launch, list[int]] = {}
+    for target in TARGETS:
+        for launch in _launches(target):
+            targets.setdefault(launch, []).append(target)
+    return [_case(launch, at) for launch, at in targets.items()]
+
+
+def _launches(target: int) -> Iterator[_Launch]:
+    capability = divmod(target, 10)
+    for variant in variants(has_bulk_copies(capability)):
+        all_sides: tuple[tuple[int, int], ...] = (EVEN,) if variant.even else ODD[:1]
+        if not variant.even and _is_common(variant):
+            all_sides = ODD
+        if not variant.even and variant.operation == "dw1":
+            all_sides = tuple(dict.fromkeys(all_sides + _BIAS_GRADIENTS))
+        for candidate in candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even):
+            for sides in all_sides:
+                yield _Launch(variant, candidate.config, sides)
+            if _can_be_in_flight(variant) and not candidate.config.specialised:
+                yield _Launch(variant, candidate.config, all_sides[0], True)
+                config = candidate.config
+                if variant.operation in ("down", "dinput"):
+                    config = replace(config, all_registers=True)
+                yield _Launch(variant, config, all_sides[0], True, True)
+
+
+def _can_be_in_flight(variant: Variant) -> bool:
+    """Rows are read out of a window and awaited, or put: of all these variants of which each stands for some."""
+    if variant.operation in ("up", "dhidden"):
+        return variant.gather and _is_common(variant)
+    return variant.operation in ("down", "dinput")
+
+
+def _is_common(variant: Variant) -> bool:
+    """One variant of each operation, dtype and precision."""
+    gather, extra = variant.operation in _WITH_GATHER, variant.operation in _WITH_EXTRA
+    return variant.activation in ("", "swiglu") and (variant.gather, variant.extra) == (gather, extra)
+
+
+def _case(launch: _Launch, targets: list[int]) -> AotCase:
+    variant, config, sides, *_ = launch
+    kernel, arguments = _KERNELS[variant.operation](launch)
+    arguments |= {"BM": config.bm, "BN": config.bn, "BP": config.bm, "BQ": config.bn, "BK": config.bk}
+    arguments |= {"GROUP": config.group, "EVEN_K": variant.even, "DESCRIPTORS": variant.bulk}
+    arguments |= {"PRECISION": variant.precision, "INTERPRET": False}
+    known = {parameter.name for parameter in kernel.params}
+    first = [candidates(variant.operation, launch.dtype, divmod(at, 10), variant.even)[0].config for at in targets]
+    common, chosen = _is_common(variant), config in first or config.specialised
+    rare = not common or sides not in (EVEN, ODD[0])
+    words = [str(variant), str(config), *([] if variant.even else ["{}x{}".format(*sides)])]
+    return AotCase(
+        " ".join(words) + " in flight" * launch.in_flight + " nvshmem" * launch.nvshmem,
+        kernel,
+        {name: value for name, value in arguments.items() if name in known},
+        config.options,
+        tuple(targets),
+        {target: _expect(launch, target) for target in targets if target == 90 or not rare},
+        quick=common and variant.even and variant.dtype == "bfloat16" and chosen and not launch.nvshmem,
+        rare=rare or (launch.in_flight and config not in first) or launch.nvshmem,
+        libraries=nvshmem_bitcode if launch.nvshmem else dict,
+    )
+
+
+def _expect(launch: _Launch, target: int) -> tuple[str, ...]:
+    """Instructions of tensor cores, of copies that pass the registers by, and of warps that are specialised indeed:
+    groups that hand registers to one another tell that."""
+    variant = launch.variant
+    words = []
+    if variant.dtype != "float32":
+        words.append(_PRODUCT[target])
+    if variant.bulk:
+        words.append("UTMALDG")
+    if variant.even and not (variant.bulk and variant.operation in ("down", "dinput")):
+        words.append("LDGSTS")
+    if launch.config.specialised:
+        words.append("USETMAXREG")
+    return tuple(words)
+
+
+def _up(launch: _Launch) -> tuple[Any, dict[str, Any]]:
+    dtype, variant, config = launch.dtype, launch.variant, launch.config
+    halves = 2 if launch.gated else 1
+    tensors = {
+        "x_ptr": dtype,
+        "source_ptr": torch.int64 if variant.gather else None,
+        "w1": launch.box(halves, config.bn // halves, config.bk),
+        "b1_ptr": dtype if variant.extra else None,
+        "h_ptr": dtype,
+        "a_ptr": dtype,
+    }
+    flags = {"GATHER": variant.gather, "BIAS": variant.extra, **_activation(launch), **_waiting(launch)}
+    return up_kernel, {**tensors, **_tables(), **_sides(launch, "M", "H"), **flags}
+
+
+def _dhidden(launch: _Launch) -> tuple[Any, dict[str, Any]]:
+    dtype, variant, config = launch.dtype, launch.variant, launch.config
+    weight = torch.float32 if variant.extra else None
+    tensors = {
+        "dy_ptr": dtype,
+        "source_ptr": torch.int64 if variant.gather else None,
+        "w2": launch.box(1, config.bk, config.bn),
+        "weight_ptr": weight,
+        "h_ptr": dtype,
+        "dh_ptr": dtype,
+        "a_ptr": dtype,
+        "ds_ptr": weight,
+        "rows": "i32",
+    }
+    flags = {"GATHER": variant.gather, "WEIGHTED": variant.extra, **_activation(launch), **_waiting(launch)}
+    return dhidden_kernel, {**tensors, **_tables(), **_sides(launch, "M", "H"), **flags}
+
+
+def _product(launch: _Launch) -> tuple[Any, dict[str, Any]]:
+    dtype, variant, config = launch.dtype, launch.variant, launch.config
+    transposed = variant.operation == "down"
+    bias = {
+        "bias_ptr": dtype if variant.extra else None,
+        "bias_start": "i32",
+        "bias_columns": "i32",
+        "BIAS": variant.extra,
+    }
+    common = {"out_ptr": dtype, "TRANSPOSED": transposed, **bias, **_tables(), **_sides(launch, "K", "N")}
+    if config.specialised:
+        own = {"a_ptr": dtype, "b_ptr": dtype, "used_ptr": torch.int32, "rows": "i32", "E": "i32"}
+        return specialised_kernel, {**common, **own}
+    columns, depth = config.bn, config.bk
+    own = {
+        "a": launch.box(config.bm, depth),
+        "b": launch.box(1, columns, depth) if transposed else launch.box(1, depth, columns),
+    }
+    return product_kernel, {**common, **own, **_putting(launch)}
+
+
+def _dweight(launch: _Launch) -> tuple[Any, dict[str, Any]]:
+    dtype, variant, config = launch.dtype, launch.variant, launch.config
+    left = variant.operation == "dw2" and variant.gather
+    tensors = {
+        "left_ptr": dtype,
+        "right_ptr": dtype,
+        "solid": launch.box(config.bk, config.bn if left else config.bm),
+        "source_ptr": torch.int64 if variant.gather else None,
+        "out_ptr": dtype,
+        "starts_ptr": torch.int32,
+    }
+    flags = {"GATHER_LEFT": left, "GATHER_RIGHT": variant.gather and not left}
+    return dweight_kernel, {**tensors, **_sides(launch, "P", "Q"), **flags}
+
+
+_KERNELS = {"up": _up, "dhidden": _dhidden, "down": _product, "dinput": _product, "dw1": _dweight, "dw2": _dweight}
+
+
+def _activation(launch: _Launch) -> dict[str, Any]:
+    return {"ACT": ACT_CODES[launch.variant.activation], "GATED": launch.gated}
+
+
+def _waiting(launch: _Launch) -> dict[str, Any]:
+    if not launch.in_flight:
+        nothing = dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr", "epoch", "limit_ns"))
+        return {**nothing, "AWAITED": 0, "NVSHMEM": False}
+    words = dict.fromkeys(("signals_ptr", "stop_ptr", "record_ptr"), torch.int64)
+    return {**words, "epoch": "i32", "limit_ns": "i64", "AWAITED": 128, "NVSHMEM": launch.nvshmem}
+
+
+def _putting(launch: _Launch) -> dict[str, Any]:
+    names = ("address_ptr", "weight_ptr", "peer_ptr", "counter_ptr", "wanted_ptr", "signal_ptr", "epoch", "W")
+    far = ("done_ptr", "target_ptr", "pe_ptr")
+    if not launch.in_flight:
+        return {**dict.fromkeys((*names, *far)), "PUT": False, "WEIGHTED": False, "NVSHMEM": False}
+    # Of results, not of gradients, weights are applied on the way.
+    weighted = launch.variant.operation == "down"
+    i32, i64 = torch.int32, torch.int64
+    values = (i64, torch.float32 if weighted else None, i32, i32, i32, i64, "i32", 8)
+    more = (i32, i64, i32) if launch.nvshmem else (None,) * 3
+    arguments = dict(zip((*names, *far), (*values, *more), strict=True))
+    return {**arguments, "PUT": True, "WEIGHTED": weighted, "NVSHMEM": launch.nvshmem}
+
+
+def _sides(launch: _Launch, depth: str, columns: str) -> dict[str, int]:
+    return dict(zip((depth, columns), launch.sides, strict=True))
+
+
+def _tables() -> dict[str, Any]:
+    return {"tiles_ptr": torch.int32, "ends_ptr": torch.int32, "n_row_tiles": "i32"}

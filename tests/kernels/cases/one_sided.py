@@ -1,0 +1,104 @@
+"""Kernels that put rows into other ranks' memory, signal, and wait: where no peer is far, and through the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedmoe.kernels.libraries import nvshmem_bitcode
+from fusedmoe.kernels.triton.one_sided import network, put, wait
+from tests.kernels.cases import AotCase
+
+
+def aot_cases() -> list[AotCase]:
+    return [*_of_puts(), *_of_waits(), *_of_signals()]
+
+
+def _of_puts() -> list[AotCase]:
+    i32, i64 = torch.int32, torch.int64
+    stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
+    numbers = {name: "i32" for name in ("me", "slot", "epoch")}
+    ends = {"counter_ptr": i32, "wanted_ptr": i32, "signal_ptr": i64, "epoch": "i32"}
+    cases = []
+
+    def add(
+        name: str,
+        kernel: Any,
+        arguments: dict[str, Any],
+        far: dict[str, Any],
+        options: Callable[[bool], dict[str, int]] = lambda nvshmem: {},
+        quick: bool = False,
+    ) -> None:
+        """Both ways: where no peer is far, and through the network."""
+        near = {**arguments, **dict.fromkeys(far), "NVSHMEM": False}
+        cases.append(AotCase(name, kernel, near, options(False), quick=quick))
+        arguments = {**arguments, **far, "NVSHMEM": True}
+        cases.append(AotCase(f"{name} nvshmem", kernel, arguments, options(True), libraries=nvshmem_bitcode))
+
+    for dtype, tile, width in (
+        *((torch.bfloat16, 128, width) for width in (512, 4096, 7168)),
+        *((torch.bfloat16, tile, 4096) for tile in (16, 64)),
+        (torch.float16, 128, 4096),
+        (torch.float32, 128, 4096),
+        (torch.float32, 128, 100),
+        (torch.int32, 1024, 2),
+    ):
+        name = f"{str(dtype)[6:]} {tile}x{width}"
+        tables = {"rows_ptr": dtype, "row_table_ptr": i64, "signals_ptr": i64, "signal_table_ptr": i64}
+        more = {"source_ptr": i32, "used_ptr": i32, "credits_ptr": i64, "credit": "i32", "W": 8, "C": 4096, "T": 32}
+        sizes = {"M": width, "TILE": tile, **put.columns(width, tile), "INTERPRET": False}
+        arguments = {"x_ptr": dtype, **tables, **more, **numbers, **stop, **sizes}
+        far = {"staging_ptr": dtype, "pe_ptr": i32, "spare_ptr": i64}
+        add(
+            f"put rows {name}",
+            put.put_rows_kernel,
+            arguments,
+            far,
+            put.launch_options,
+            quick=name == "bfloat16 128x4096",
+        )
+        if dtype != torch.int32 and tile == 128:
+            back = {"x_ptr": dtype, "rows_ptr": i32, "address_ptr": i64, "peer_ptr": i32, **ends, "W": 8, "M": width}
+            back |= {"TILE": put.RETURN_TILE, **put.columns(width, put.RETURN_TILE)}
+            far = {"target_ptr": i64, "pe_ptr": i32}
+            add(f"return rows {str(dtype)[6:]} {width}", put.return_rows_kernel, back, far, put.launch_options)
+    credit = {"credits_ptr": i64, "credit_table_ptr": i64, "me": "i32", "epoch": "i32"}
+    add("credit", put.credit_kernel, credit, {"pe_ptr": i32, "spare_ptr": i64}, put.credit_options)
+    values = {"x_ptr": torch.float32, "address_ptr": i64, "rows_ptr": i32, "peer_ptr": i32, "BLOCK": 256}
+    add("put values", put.put_values_kernel, values, {"target_ptr": i64, "pe_ptr": i32})
+    return cases
+
+
+def _of_waits() -> list[AotCase]:
+    i32, i64 = torch.int32, torch.int64
+    stop = {"stop_ptr": i64, "record_ptr": i64, "limit_ns": "i64"}
+    metadata = {"metadata_ptr": i32, "signals_ptr": i64, **stop, "slot": "i32", "epoch": "i32", "W": 8, "C": 65536}
+    shape = {"T": 64, "E": 32, "TILE": 1024, "TILES": 64, "EP": 32, "INTERPRET": False}
+    some = {"signals_ptr": i64, "index_ptr": i32, **stop, "epoch": "i32", "count": "i32", "INTERPRET": False}
+    kernels: list[tuple[str, Any, dict[str, Any]]] = [
+        ("wait metadata", wait.wait_metadata_kernel, {**metadata, **shape})
+    ]
+    kernels += [(f"wait {block}", wait.wait_signals_kernel, {**some, "BLOCK": block}) for block in (16, 256, 1024)]
+    return [
+        case
+        for name, kernel, arguments in kernels
+        for case in (
+            AotCase(name, kernel, {**arguments, "NVSHMEM": False}),
+            AotCase(f"{name} nvshmem", kernel, {**arguments, "NVSHMEM": True}, libraries=nvshmem_bitcode),
+        )
+    ]
+
+
+def _of_signals() -> list[AotCase]:
+    long = torch.int64
+    arguments = {"signals_ptr": long, "place": "i32", "table_ptr": long, "pe_ptr": torch.int32, "spare_ptr": long}
+    case = AotCase(
+        "signal far nvshmem",
+        network.signal_far_kernel,
+        {**arguments, "epoch": "i32"},
+        {"num_warps": 1},
+        libraries=nvshmem_bitcode,
+    )
+    return [case]

@@ -1,0 +1,128 @@
+"""Kernels that sort rows, cut them into tiles, copy, sum and pack them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+import triton
+
+from fusedmoe.kernels.triton import gather_sum, layout, wire
+from fusedmoe.kernels.triton.grouped.tiles import block_sizes, tiles_kernel
+from tests.kernels.cases import AotCase
+
+
+def aot_cases() -> list[AotCase]:
+    return [*_of_layouts(), *_of_tiles(), *_of_sums(), *_of_wire_formats()]
+
+
+def _of_layouts() -> list[AotCase]:
+    i32, i64 = torch.int32, torch.int64
+    cases = []
+    sizes = {"tokens": "i32", "positions": "i32"}
+    for experts in (1, 7, 128):
+        table = {"count_ptr": "*i32", "total_ptr": "*i32", "blocks": "i32", "E": experts}
+        constants = {"EXPERTS": layout.SCAN_EXPERTS, "BLOCKS": layout.SCAN_BLOCKS}
+        cases.append(AotCase(f"order scan E={experts}", layout.scan_kernel, {**table, **constants}, {"num_warps": 4}))
+    kinds = [(experts, 8) for experts in (1, 7, 24, 64, 128, 256, 512, 1024, 2048)] + [(128, 1), (128, 16)]
+    for (experts, k), ordered in product(kinds, (False, True)):
+        order = i64 if ordered else None
+        constants = {"E": experts, "ORDERED": ordered, "BLOCK": layout.BLOCK, "EP": triton.next_power_of_2(experts)}
+        name = f"E={experts} K={k}{' by priority' if ordered else ''}"
+        inputs = {"expert_ptr": i64, "order_ptr": order, "key_ptr": i32, "count_ptr": "*i32"}
+        outputs = {"counts_ptr": i64, "offsets_ptr": i32, "source_ptr": i64, "pair_ptr": i64, "row_ptr": i64}
+        read = {"key_ptr": i32, "before_ptr": "*i32", "total_ptr": "*i32", "order_ptr": order}
+        limits = {"capacity": "i32", "bound": "i32", "CHUNK": layout.CHUNK}
+        count = {**inputs, **sizes, **constants, "K": k}
+        place = {**read, **outputs, **sizes, **limits, **constants, "K": k}
+        quick, rare = (experts, k, ordered) == (128, 8, False), (experts, k) not in ((7, 8), (128, 8), (512, 8))
+        cases += [
+            AotCase(f"order count {name}", layout.count_kernel, count, {"num_warps": 4}, quick=quick, rare=rare),
+            AotCase(f"order place {name}", layout.place_kernel, place, {"num_warps": 8}, quick=quick, rare=rare),
+        ]
+    return cases
+
+
+def _of_tiles() -> list[AotCase]:
+    def case(experts: int, block_rows: int) -> AotCase:
+        padded, block = block_sizes(experts)
+        arguments = {"offsets_ptr": torch.int32, "tiles_ptr": torch.int32, "used_ptr": torch.int32}
+        sizes = {"n_tiles": "i32", "E": experts}
+        return AotCase(
+            f"tiles E={experts} BM={block_rows}",
+            tiles_kernel,
+            {**arguments, **sizes, "BM": block_rows, "BT": block, "EP": padded},
+            {"num_warps": 4},
+            quick=experts == 128,
+        )
+
+    return [case(experts, 128) for experts in (1, 7, 128, 256, 512, 2048)] + [case(128, 64), case(128, 32)]
+
+
+def _of_sums() -> list[AotCase]:
+    half, single, double, long = torch.bfloat16, torch.float32, torch.float64, torch.int64
+    cases = []
+    for dtype in (half, single, double, torch.uint8, long):
+        for dim in (100, 256, 512, 4096):
+            block, warps = gather_sum.columns(dim)
+            arguments = {
+                "x_ptr": dtype,
+                "source_ptr": long,
+                "kept_ptr": torch.int32,
+                "rows_ptr": dtype,
+                "M": dim,
+                "stride": dim,
+                "BLOCK": block,
+            }
+            name = f"permute {str(dtype)[6:]} M={dim}"
+            options, quick, rare = {"num_warps": warps}, (dtype, dim) == (half, 4096), dim != 4096
+            cases.append(AotCase(name, gather_sum.gather_rows_kernel, arguments, options, quick=quick, rare=rare))
+    sizes = ((100, 1), (100, 3), (256, 8), (512, 2), (4096, 1), (4096, 2), (4096, 8), (4096, 16))
+    every_k = tuple((4096, k) for k in range(1, 17))
+    for dtype in (half, torch.float16, single, double, long):
+        for dim, k in dict.fromkeys(sizes + every_k) if dtype == half else sizes:
+            weights = (None, *dict.fromkeys((single, dtype))) if dtype.is_floating_point else (None,)
+            for weight in weights:
+                block, warps = gather_sum.columns(dim)
+                summands = {
+                    "rows_ptr": dtype,
+                    "row_ptr": long,
+                    "weight_ptr": weight,
+                    "y_ptr": dtype,
+                    "M": dim,
+                    "stride": dim,
+                    "K": k,
+                    "WEIGHTED": weight is not None,
+                    "TOTAL": gather_sum.total_dtype(dtype),
+                    "BLOCK": block,
+                }
+                name = f"gather_sum {str(dtype)[6:]} M={dim} K={k}"
+                name += "" if weight is None else f" weights {str(weight)[6:]}"
+                quick = (dtype, dim, k, weight) == (half, 4096, 8, single)
+                rare = (dim, k) not in ((100, 3), (4096, 16)) and not quick
+                cases.append(
+                    AotCase(name, gather_sum.sum_rows_kernel, summands, {"num_warps": warps}, quick=quick, rare=rare)
+                )
+    return cases
+
+
+def _of_wire_formats() -> list[AotCase]:
+    cases = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        half, kind = dtype == torch.bfloat16, str(dtype)[6:]
+        for dim in (100, 512, 4096, 7168):
+            options, block = wire.launch_options(dim), wire.columns(dim)
+            of_rows = {"x_ptr": dtype, "M": dim, "stride": dim}
+            pack = {**of_rows, "out_ptr": torch.uint8, **wire.pack_constants(dim)}
+            out = torch.int16 if half else dtype
+            unpack = {"packed_ptr": torch.uint8, "out_ptr": out, "M": dim, "AS_BF16": half, "BLOCK": block}
+            round_off = {**of_rows, "out_ptr": torch.int16, "BLOCK": block}
+            kernels = (
+                ("pack fp8", wire.pack_fp8_kernel, pack),
+                ("unpack fp8", wire.unpack_fp8_kernel, unpack),
+                ("pack bf16", wire.pack_bf16_kernel, round_off),
+            )
+            for name, kernel, arguments in kernels:
+                quick, rare = half and dim == 7168, dim not in (100, 7168)
+                cases.append(AotCase(f"{name} {kind} M={dim}", kernel, arguments, options, quick=quick, rare=rare))
+    return cases

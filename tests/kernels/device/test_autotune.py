@@ -1,0 +1,557 @@
+"""Configurations are checked, timed, chosen and remembered; here with made-up times."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.layout import contiguous_layout
+from fusedmoe.kernels.triton import experts as triton_experts
+from fusedmoe.kernels.triton.grouped import autotune, correctness
+from fusedmoe.kernels.triton.grouped import call as grouped_call
+from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, default_folder
+from fusedmoe.kernels.triton.grouped.call import GroupedCall
+from fusedmoe.kernels.triton.grouped.configs import (
+    OPERATIONS,
+    Candidate,
+    Config,
+    Key,
+    Variant,
+    bucket,
+    by_shape,
+    candidates,
+    is_even,
+)
+from fusedmoe.kernels.triton.grouped.correctness import check
+from fusedmoe.kernels.triton.grouped.product import product
+from fusedmoe.kernels.triton.grouped.tiles import Tiles
+from fusedmoe.kernels.weights import Weights
+
+COUNTS = (0, 1, 37, 0, 0, 65, 0)
+# Two steps and more than a tile; neither a whole number of tiles, nor the second of steps.
+SIDES = {True: (64, 80), False: (67, 81)}
+SMALL = Config(32, 64, 32, 4, 1, 4)
+
+
+def variant(
+    operation: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    even: bool = True,
+    bulk: bool = True,
+    gather: bool = True,
+    extra: bool = True,
+) -> Variant:
+    activation = {"up": "swiglu", "dhidden": "geglu"}.get(operation, "")
+    gather = gather and operation not in ("down", "dinput")
+    extra = extra and operation in ("up", "down", "dhidden")
+    name = str(dtype).removeprefix("torch.")
+    return Variant(operation, name, "ieee", activation, gather, extra, even, bulk and even)
+
+
+def small(variant: Variant, config: Config, device: torch.device) -> str:
+    return check(variant, config, device, COUNTS, SIDES[variant.even])
+
+
+@pytest.mark.parametrize(("even", "bulk"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_checks_pass(operation: str, even: bool, bulk: bool, device: torch.device) -> None:
+    for flag in (True, False):
+        assert small(variant(operation, even=even, bulk=bulk, gather=flag, extra=flag), SMALL, device) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.device) -> None:
+    """That may be chosen on this machine, on the sizes of the check: outputs and gradients alike. On a GPU one that
+    fails is named and left out, as the tuner does, so long as others are right. Specialised ones: see there."""
+    capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
+    bulk = capability is None or capability >= (9, 0)
+    for even, flag in itertools.product((True, False), repeat=2):
+        if capability is None and even != flag:
+            continue
+        case = variant(operation, dtype=dtype, even=even, bulk=bulk, gather=flag, extra=flag)
+        choices = [one.config for one in candidates(operation, dtype, capability, even) if not one.config.specialised]
+        if capability is None:
+            assert [small(case, config, device) for config in choices] == [""] * len(choices), case
+        else:
+            assert_some_are_right(case, choices, lambda case, config: check(case, config, device))
+
+
+def assert_some_are_right(case: Variant, choices: list[Config], check: Callable[[Variant, Config], str]) -> None:
+    """Through the tuner's own judgement, which names the others in warnings."""
+    tuner = Tuner(lambda key: [], check, lambda run, seconds: 0.0, Record(None), lambda: True)
+    key = Key(case, 576, 272, 8, 64)
+    assert any([tuner._is_right(key, config) for config in choices]), tuner._record.faults
+
+
+def test_one_bad_configuration_is_named_and_left_out() -> None:
+    choices = [SLOW, WRONG, FAST]
+    with pytest.warns(RuntimeWarning, match=f"{WRONG} is not used: lost a tile"):
+        assert_some_are_right(KEY.variant, choices, lambda case, config: "lost a tile" if config == WRONG else "")
+    with pytest.raises(AssertionError, match="lost a tile"):
+        assert_some_are_right(KEY.variant, choices, lambda case, config: "lost a tile")
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("operation", ["up", "dhidden"])
+def test_checks_pass_with_every_activation(operation: str, activation: str, device: torch.device) -> None:
+    assert small(variant(operation)._replace(activation=activation), SMALL, device) == ""
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [pytest.param(one, marks=pytest.mark.slow) if one in ("dhidden", "dinput", "dw2") else one for one in OPERATIONS],
+)
+def test_configurations_of_hopper(operation: str, device: torch.device) -> None:
+    """On the sizes that a GPU's check has. What the interpreter runs is their tiles and nothing else of them."""
+    if device.type == "cuda":
+        pytest.skip("float32 does not fit them")
+    for config in {candidate.config for candidate in candidates(operation, torch.bfloat16, (9, 0))}:
+        assert check(variant(operation), config, device) == ""
+        if operation in ("up", "dhidden"):
+            assert check(variant(operation)._replace(activation="gelu"), config, device) == ""
+
+
+def test_real_sizes_are_what_they_are_said_to_be() -> None:
+    assert all(is_even(*correctness.EVEN, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert not any(is_even(*correctness.ODD, dtype) for dtype in (torch.bfloat16, torch.float32))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("error", [1e-3, float("nan")])
+def test_check_finds_one_wrong_value(
+    operation: str, error: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = {"down": "product", "dinput": "product", "dw1": "dweight", "dw2": "dweight"}.get(operation, operation)
+    launcher = getattr(correctness, name)
+
+    def wrong(*args: object) -> object:
+        found = launcher(*args)
+        last = found if isinstance(found, Tensor) else found[-1]
+        last[min(COUNTS[-2] + 30, len(last) - 2)] += error * last[1].abs().mean()
+        return found
+
+    monkeypatch.setattr(correctness, name, wrong)
+    assert "wrong" in small(variant(operation), SMALL, device)
+
+
+@pytest.mark.parametrize("operation", ["up", "down", "dhidden", "dinput"])
+def test_check_finds_a_lost_tile(operation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiles = grouped_call.make_tiles
+
+    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
+        tiles = make_tiles(offsets_E1, rows, block_rows)
+        tiles.table[2, 0] = -1
+        return tiles
+
+    monkeypatch.setattr(grouped_call, "make_tiles", lossy)
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: Tensor.new_zeros(self, *args, **kwargs))
+    assert "wrong" in small(variant(operation), SMALL, device)
+
+
+def test_buckets() -> None:
+    assert [bucket(rows, 4) for rows in (0, 3, 4, 11, 16, 4095, 4096)] == [1, 1, 1, 2, 4, 512, 1024]
+    assert bucket(0, 0) == 1
+
+
+def test_default_depends_on_the_shape() -> None:
+    choices = candidates("down", torch.bfloat16, (9, 0))
+    shapes = [(4096, 1024), (4096, 256), (512, 1024), (16, 1024)]
+    first = [by_shape(choices, rows, depth)[0] for rows, depth in shapes]
+    assert [(config.bm, config.bn) for config in first] == [(128, 256), (128, 128), (64, 256), (64, 128)]
+    for shape in shapes:
+        assert sorted(map(str, by_shape(choices, *shape))) == sorted(str(choice.config) for choice in choices)
+    for operation, dtype, capability, even in itertools.product(
+        OPERATIONS, (torch.bfloat16, torch.float32), ((8, 0), (9, 0), (10, 0), (12, 0), None), (True, False)
+    ):
+        found = candidates(operation, dtype, capability, even)
+        assert 1 <= len(found) <= 6 and any(not candidate.rows and not candidate.depth for candidate in found)
+        assert len({candidate.config for candidate in found}) == len(found)
+
+
+def test_specialised_programs_serve_only_where_a_gpu_has_checked_them() -> None:
+    for operation, capability in itertools.product(OPERATIONS, ((8, 0), (9, 0), (10, 0), (12, 0))):
+        choices = candidates(operation, torch.bfloat16, capability)
+        special = [choice for choice in choices if choice.config.specialised]
+        assert bool(special) == (operation in ("down", "dinput") and capability == (9, 0))
+        choose = autotune.untuned(capability)
+        for rows, depth in itertools.product((1, 512, 4096), (64, 512, 14336)):
+            key = Key(variant(operation, dtype=torch.bfloat16), depth, 4096, 8, rows)
+            assert not choose(key, lambda config: None).specialised
+            assert all(not config.specialised for config in by_shape(choices, rows, depth)[: -len(special) or None])
+
+
+# --- The logic, with made-up checks and times ---
+
+SLOW, FAST, WRONG = (Config(16 * i, 64, 32, 4, 1) for i in (1, 2, 3))
+KEY = Key(variant("up"), 4096, 1024, 64, 1024)
+
+
+class Fake:
+    """A tuner whose checks and times are made up; it counts what it is asked."""
+
+    def __init__(self, file: Path | None = None, allowed: bool = True) -> None:
+        self.checked: list[Config] = []
+        self.timed = 0
+        self.launched: list[Config] = []
+        self.allowed = allowed
+        self.faults = {WRONG: "3 values are wrong"}
+        choices = [Candidate(SLOW), Candidate(WRONG), Candidate(FAST)]
+        self.tuner = Tuner(lambda key: choices, self._check, self._measure, Record(file), lambda: self.allowed)
+
+    def _check(self, variant: Variant, config: Config) -> str:
+        self.checked.append(config)
+        return self.faults.get(config, "")
+
+    def _measure(self, run: Callable[[], object], seconds: float) -> float:
+        self.timed += 1
+        run()
+        assert seconds <= 1.0
+        return {SLOW: 2e-3, FAST: 1e-3, WRONG: 1e-6}[self.launched[-1]]
+
+    def choose(self, key: Key = KEY) -> Config:
+        return self.tuner.choose(key, self.launched.append)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is not used.*", category=RuntimeWarning)
+        yield
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "grouped.json"
+
+
+def test_the_fastest_of_the_right_ones(file: Path) -> None:
+    fake = Fake(file)
+    assert fake.choose() == FAST
+    assert sorted(map(str, fake.checked)) == sorted(map(str, (SLOW, FAST, WRONG)))
+    assert fake.launched == [SLOW, FAST], "a wrong one was timed"
+    assert fake.choose() == FAST and fake.timed == 2, "tuned again"
+    found = json.loads(file.read_text())
+    assert found["faults"][f"{KEY.variant}, {WRONG}"] == "3 values are wrong"
+    assert found["choices"][str(KEY)] == {
+        "config": str(FAST),
+        "microseconds": {str(SLOW): 2000.0, str(FAST): 1000.0},
+    }
+
+
+def test_a_wrong_one_is_told() -> None:
+    with pytest.warns(RuntimeWarning, match="is not used: 3 values are wrong"):
+        Fake().choose()
+
+
+def test_verdicts_serve_other_keys_of_the_variant_only() -> None:
+    fake = Fake()
+    fake.choose()
+    fake.choose(KEY._replace(rows=2048))
+    assert len(fake.checked) == 3 and fake.timed == 4
+    fake.choose(KEY._replace(variant=KEY.variant._replace(gather=False)))
+    assert len(fake.checked) == 6
+
+
+def test_what_is_recorded_is_used(file: Path) -> None:
+    Fake(file).choose()
+    fake = Fake(file)
+    assert fake.choose() == FAST and not fake.checked and not fake.timed
+    assert fake.choose(KEY._replace(experts=8)) == FAST and not fake.checked and fake.timed == 2
+
+
+def test_a_recorded_choice_that_is_gone_or_wrong_is_not_used(file: Path) -> None:
+    Fake(file).choose()
+    for config in ("999x64x32 w4 s1 g8", str(WRONG), 7, None):
+        found = json.loads(file.read_text())
+        found["choices"][str(KEY)]["config"] = config
+        file.write_text(json.dumps(found))
+        fake = Fake(file)
+        assert fake.choose() == FAST and fake.timed == 2
+
+
+def test_an_exception_is_a_fault(file: Path) -> None:
+    fake = Fake(file)
+
+    def check(variant: Variant, config: Config) -> str:
+        if config == FAST:
+            raise RuntimeError("out of shared memory")
+        return fake.faults.get(config, "")
+
+    fake.tuner._check = check
+    assert fake.choose() == SLOW and fake.timed == 0
+    assert "out of shared memory" in json.loads(file.read_text())["faults"][f"{KEY.variant}, {FAST}"]
+
+
+def test_one_that_never_ends_ends_one_run_only(file: Path) -> None:
+    fake = Fake(file)
+    ended = iter([False, False, True])
+    correctness.wait(lambda: next(ended), 60)
+    fake.tuner._check = lambda variant, config: correctness.wait(lambda: config != SLOW, 0.01) or ""
+    with pytest.raises(RuntimeError, match="has not ended after 0.01 seconds.*please start again"):
+        fake.choose()
+    again = Fake(file)
+    assert again.choose() == FAST and SLOW not in again.checked
+
+
+def test_one_that_takes_the_gpu_ends_one_run_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal access nothing runs in this process: that is no fault of the configurations behind."""
+    fake, lost = Fake(file), []
+
+    def check(variant: Variant, config: Config) -> str:
+        fake.checked.append(config)
+        if config == SLOW:
+            lost.append(True)
+        if lost:
+            raise RuntimeError("an illegal memory access was encountered")
+        return ""
+
+    fake.tuner._check = check
+    monkeypatch.setattr(autotune, "_is_lost", lambda: bool(lost))
+    with pytest.raises(RuntimeError, match="illegal memory access.*nothing else can run.*please start again"):
+        fake.choose()
+    assert fake.checked[-1] == SLOW and set(json.loads(file.read_text())["faults"].values()) - {""} == {
+        "RuntimeError: an illegal memory access was encountered"
+    }
+    lost.clear()
+    again = Fake(file)
+    assert again.choose() == FAST and SLOW not in again.checked
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_one_that_fails_at_the_sizes_themselves(lost: bool, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(file)
+    measure = fake.tuner._measure
+
+    def failing(run: Callable[[], object], seconds: float) -> float:
+        taken = measure(run, seconds)
+        if fake.launched[-1] == FAST:
+            raise RuntimeError("misaligned address")
+        return taken
+
+    fake.tuner._measure = failing
+    monkeypatch.setattr(autotune, "_is_lost", lambda: lost)
+    if lost:
+        with pytest.raises(RuntimeError, match="misaligned address.*please start again"):
+            fake.choose()
+    else:
+        assert fake.choose() == SLOW
+    assert "misaligned" in json.loads(file.read_text())["faults"][f"{KEY.variant}, {FAST}"]
+    assert Fake(file).choose() == SLOW
+
+
+def test_some_are_left_out_as_asked_for(file: Path) -> None:
+    fake = Fake(file)
+    fake.tuner.leave_out(lambda config: config == FAST)
+    assert fake.choose() == SLOW and FAST not in fake.checked
+
+
+def test_all_wrong() -> None:
+    fake = Fake()
+    fake.faults = dict.fromkeys((SLOW, FAST, WRONG), "all zeros")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="every configuration of up float32.*all zeros.*FUSEDMOE_AUTOTUNE=0"):
+            fake.choose()
+        fake.allowed = False
+
+
+@pytest.mark.parametrize("where", ["check", "measure"])
+def test_out_of_memory_is_no_verdict(where: str, file: Path) -> None:
+    fake = Fake(file)
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    setattr(fake.tuner, f"_{where}", fail)
+    assert fake.choose() == SLOW and fake.choose() == SLOW
+    again = Fake(file)
+    assert again.choose() == FAST and again.timed == 2, "what lack of memory decided was written down"
+
+
+def test_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDMOE_AUTOTUNE", "0")
+    fake = Fake(file)
+    assert fake.choose() == SLOW and not fake.checked and not fake.timed and not file.exists()
+
+
+def test_not_now(file: Path) -> None:
+    """Under graph capture the table decides, and the next launch is tuned; what is known is used even then."""
+    fake = Fake(file, allowed=False)
+    assert fake.choose() == SLOW and not fake.checked and not fake.timed
+    fake.allowed = True
+    assert fake.choose() == FAST
+    fake = Fake(file, allowed=False)
+    fake.faults = {}
+    assert fake.choose() == FAST
+    fake.tuner._record.faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
+    assert fake.choose(KEY._replace(experts=8)) == FAST
+
+
+def test_a_specialised_one_nobody_has_checked_is_no_default() -> None:
+    special = Config(128, 256, 64, 4, 3, specialised=True)
+    fake = Fake(allowed=False)
+    fake.tuner._candidates = lambda key: [Candidate(SLOW), Candidate(special)]
+    faults = fake.tuner._record.faults
+    faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
+    with pytest.raises(RuntimeError, match="every configuration.*known to be wrong"):
+        fake.choose()
+    faults[f"{KEY.variant}, {special}"] = ""
+    assert fake.choose() == special
+
+
+def test_small_launches_are_not_tuned() -> None:
+    fake = Fake()
+    assert fake.choose(KEY._replace(rows=1, experts=1)) == SLOW and not fake.checked and not fake.timed
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "7", '{"faults": 3, "choices": {}}', '{"faults": {"a": []}, "choices": {"b": 1}}', "\x00\xff"],
+)
+def test_a_damaged_file_is_written_anew(text: str, file: Path) -> None:
+    file.parent.mkdir()
+    file.write_bytes(text.encode("latin-1"))
+    fake = Fake(file)
+    assert fake.choose() == FAST and fake.timed == 2
+    again = Fake(file)
+    assert again.choose() == FAST and again.timed == 0
+
+
+def test_a_file_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder is wanted")
+    assert Fake(blocked / "grouped.json").choose() == FAST
+    folder = tmp_path / "grouped.json"
+    folder.mkdir()
+    assert Fake(folder).choose() == FAST
+    assert sorted(os.listdir(tmp_path)) == ["blocked", "grouped.json"], "something is left"
+
+
+def test_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSEDMOE_CACHE", str(tmp_path / "there"))
+    assert default_folder() == tmp_path / "there"
+    monkeypatch.delenv("FUSEDMOE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_folder() == tmp_path / ".cache" / "fusedmoe"
+
+
+def _write(file: Path, names: list[str]) -> None:
+    record = Record(file)
+    for name in names:
+        record.faults[name] = "x" * 2000
+        record.save()
+
+
+def test_two_processes_write(file: Path) -> None:
+    """Whoever reads meanwhile finds a whole file; each process's own news are all there once it writes alone."""
+    context = multiprocessing.get_context("fork")
+    names = [[f"{process} {i}" for i in range(40)] for process in "ab"]
+    writers = [context.Process(target=_write, args=(file, mine)) for mine in names]
+    for writer in writers:
+        writer.start()
+    seen = 0
+    while any(writer.is_alive() for writer in writers):
+        if file.exists():
+            found = json.loads(file.read_text())["faults"]
+            assert all(len(fault) == 2000 for fault in found.values())
+            seen += 1
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert seen
+    _write(file, ["c"])
+    found = json.loads(file.read_text())["faults"]
+    assert any(set(mine) <= set(found) for mine in names) and "c" in found
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+# --- Through the launchers ---
+
+
+def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real checks and launches: the fastest of the right ones runs, and not the one that loses rows."""
+    monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
+    make_tiles = grouped_call.make_tiles
+
+    def lossy(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
+        tiles = make_tiles(offsets_E1, rows, block_rows)
+        if block_rows == 16:
+            tiles.table[1:, 0] = -1
+        return tiles
+
+    monkeypatch.setattr(grouped_call, "make_tiles", lossy)
+    broken, slow, fast = (Config(bm, 64, 32, 4, 1) for bm in (16, 32, 64))
+    times = {broken: 1.0, slow: 3.0, fast: 2.0}
+    ran: list[Config] = []
+
+    def measure(run: Callable[[], object], seconds: float) -> float:
+        run()
+        config = run.args[0]  # type: ignore[attr-defined]
+        ran.append(config)
+        return times[config]
+
+    tuner = Tuner(
+        lambda key: [Candidate(config) for config in (broken, slow, fast)],
+        lambda variant, config: small(variant, config, device),
+        measure,
+        Record(None),
+        lambda: True,
+    )
+    layout = contiguous_layout(torch.tensor([20, 0, 30], device=device), 50)
+    call = GroupedCall(layout, torch.empty(0, device=device), tuner.choose, True, 4)
+    a, b = torch.randn(50, 64, device=device), torch.randn(3, 32, 64, device=device)
+    out = product(call, "down", a, b, True)
+    assert ran == [slow, fast]
+    assert [*tuner._chosen.values()] == [fast]
+    expert_N = torch.arange(3, device=device).repeat_interleave(torch.tensor([20, 0, 30], device=device))
+    torch.testing.assert_close(out, torch.einsum("nk,nmk->nm", a, b[expert_N]), rtol=1e-4, atol=1e-4)
+    product(call, "down", a, b, True)
+    assert len(ran) == 2
+
+
+def test_the_interpreter_is_never_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cuda":
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(triton_experts, "tuner", lambda device: pytest.fail("asked for a tuner"))
+    layout = contiguous_layout(torch.tensor([3]), 3)
+    x_SM, w1, w2 = torch.randn(3, 32), torch.randn(1, 32, 32), torch.randn(1, 32, 32)
+    weights = Weights(w1, w2)
+    y_SM, _ = triton_experts.experts_forward(x_SM, layout, None, weights, ACTIVATIONS["relu"])
+    torch.testing.assert_close(y_SM, (x_SM @ w1[0].t()).relu() @ w2[0].t(), rtol=1e-4, atol=1e-4)
+
+
+def test_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if device.type == "cpu":
+        pytest.skip("there is no GPU")
+    torch.use_deterministic_algorithms(False)  # the fixture of this folder asks for them
+    monkeypatch.setenv("FUSEDMOE_CACHE", str(tmp_path))
+    monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
+    tuner = autotune.tuner.__wrapped__(torch.device("cuda", torch.cuda.current_device()))
+    tuner.leave_out(lambda config: config.specialised)
+    layout = contiguous_layout(torch.tensor([200, 0, 300], device=device), 500)
+    a = torch.randn(500, 128, device=device, dtype=torch.bfloat16)
+    b = torch.randn(3, 256, 128, device=device, dtype=torch.bfloat16)
+    call = GroupedCall(layout, a, tuner.choose, torch.cuda.get_device_capability() >= (9, 0), 4)
+    out = product(call, "down", a, b, True)
+    (written,) = tmp_path.iterdir()
+    (choice,) = json.loads(written.read_text())["choices"].values()
+    assert choice["config"] in choice["microseconds"] and min(choice["microseconds"].values()) > 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = product(call, "down", a, b, True)
+        product(call, "down", a[:, :64].contiguous(), b[:, :, :64].contiguous(), True)
+    graph.replay()
+    assert torch.equal(out, again)

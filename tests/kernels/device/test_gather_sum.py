@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedmoe.kernels.gather_sum import define_gather_sum, define_permute, gather_sum, permute, put_pairs, take_pairs
+from fusedmoe.kernels.layout import build_layout, define_layout
+from tests.kernels.routings import choose
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "experts", "empty", "capacity", "dim"),
+    [
+        (0, 2, 7, 0.0, None, 100),
+        (1, 1, 1, 0.0, None, 1),
+        (1, 8, 64, 0.0, None, 512),
+        (37, 3, 7, 0.3, 9, 100),
+        (37, 10, 64, 0.0, 4, 100),
+        (37, 16, 128, 0.2, None, 1),
+        (37, 2, 7, 1.0, None, 100),
+        (37, 2, 7, 0.0, 0, 100),
+        (60, 2, 7, 0.0, None, 1500),
+        (101, 1, 8, 0.0, 20, 300),
+    ],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gather_sum(
+    tokens: int,
+    slots: int,
+    experts: int,
+    empty: float,
+    capacity: int | None,
+    dim: int,
+    weighted: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    layout = build_layout(choose(tokens, slots, experts, empty).to(device), experts, capacity)
+    rows_NM = torch.randn(layout.rows, dim, device=device, dtype=dtype)
+    weight_N = torch.rand(layout.rows, device=device, dtype=dtype) if weighted else None
+    rows = int(layout.offsets_E1[-1])
+    for poisoned in (rows_NM, weight_N) if weight_N is not None else (rows_NM,):
+        poisoned[rows:] = float("nan")  # slack
+    exact = define_gather_sum(rows_NM.double(), layout, None if weight_N is None else weight_N.double())
+    got = gather_sum(rows_NM, layout, weight_N)
+    assert got.dtype == dtype and got.shape == (tokens, dim)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-15
+    assert (got.double() - exact).norm() <= tolerance * exact.norm()
+    dropped = (layout.row_SK < 0).all(1)
+    assert torch.equal(got[dropped], torch.zeros_like(got[dropped]))
+
+
+def test_sums_in_slot_order(device: torch.device) -> None:
+    """(1 + ε) − 1 depends on the order in which float32 numbers are added."""
+    layout = build_layout(choose(20, 3, 8).to(device), 8)
+    value_SK = torch.tensor([1e8, 1.0, -1e8], device=device)[torch.rand(20, 3, device=device).argsort(1)]
+    rows_NM = take_pairs(value_SK, layout)[:, None].expand(-1, 5)
+    expected = (value_SK[:, 0] + value_SK[:, 1]) + value_SK[:, 2]
+    assert torch.equal(gather_sum(rows_NM, layout), expected[:, None].expand(-1, 5))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_summed_in_float32(
+    dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> None:
+    layout = build_layout(choose(37, 8, 16).to(device), 16)
+    rows_NM = torch.randn(layout.rows, 64, device=device).to(dtype)
+    weight_N = torch.rand(layout.rows, device=device).to(weight_dtype)
+    exact = define_gather_sum(rows_NM.double(), layout, weight_N.double())
+    # One rounding at the end, by cutting off in the interpreter; sums in bf16 would be off by several.
+    units = (gather_sum(rows_NM, layout, weight_N).double() - exact).abs() / exact.abs().clamp(min=1e-3)
+    assert units.max() <= torch.finfo(dtype).eps * 1.01
+
+
+def test_strides_and_integers(device: torch.device) -> None:
+    layout = build_layout(choose(37, 3, 9, 0.2).to(device), 9, 12)
+    wide = torch.randn(2 * layout.rows, 90, device=device)
+    weight_N = torch.rand(2 * layout.rows, device=device)[::2]
+    for rows_NM in (wide[::2, 20:70], wide[: layout.rows, ::3], wide[: layout.rows].t().contiguous().t()):
+        exact = define_gather_sum(rows_NM.double(), layout, weight_N.double())
+        assert (gather_sum(rows_NM, layout, weight_N) - exact).norm() <= 1e-6 * exact.norm()
+    integers = torch.randint(-(2**40), 2**40, (layout.rows, 5), device=device)
+    assert torch.equal(gather_sum(integers, layout), define_gather_sum(integers, layout))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8], ids=str)
+@pytest.mark.parametrize(("tokens", "dim"), [(0, 5), (1, 1), (37, 100), (9, 1500)])
+def test_permute(tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    layout = build_layout(choose(tokens, 2, 5, 0.2).to(device), 5, 8)
+    x_SM = (torch.randn(tokens, 2 * dim, device=device) * 100).to(dtype)[:, ::2]
+    got = permute(x_SM, layout)
+    assert got.dtype == dtype and torch.equal(got, define_permute(x_SM, layout))
+
+
+def test_values_of_slots_and_back(device: torch.device) -> None:
+    expert_SK = choose(37, 3, 6, 0.2)
+    layout, exact = build_layout(expert_SK.to(device), 6), define_layout(expert_SK, 6)
+    assert layout.rows > exact.rows
+    value_SK = torch.randn(37, 3, device=device)
+    value_N = take_pairs(value_SK, layout)
+    assert torch.equal(value_N[: exact.rows].cpu(), value_SK.cpu().reshape(-1)[exact.pair_N])
+    value_N[exact.rows :] = float("nan")
+    kept = layout.row_SK >= 0
+    assert torch.equal(put_pairs(value_N, layout), torch.where(kept, value_SK, 0))

@@ -1,0 +1,158 @@
+"""The fence between asynchronous copies and products on Hopper and Blackwell: found missing, and put in."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench.aot import compiling, standin
+from bench.aot.machine_code import judge, unfenced
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.backend import INTERPRET
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.triton.gate.router import logits
+from fusedmoe.kernels.triton.grouped.autotune import untuned
+from fusedmoe.kernels.triton.grouped.call import GroupedCall
+from fusedmoe.kernels.triton.grouped.dweight import dweight
+from fusedmoe.kernels.triton.grouped.up import up
+from fusedmoe.kernels.triton.jit import with_fences
+from fusedmoe.kernels.weights import Weights
+from tests.kernels.aot import ROOT
+
+compiles = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
+
+COPY, COMMIT = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", "cp.async.commit_group;"
+WAIT, BARRIER = "cp.async.wait_group 1;", "bar.sync 0;"
+FENCE, MULTIPLY = "fence.proxy.async.shared::cta;", "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%f1}, %rd2;"
+
+
+def code(*lines: str) -> str:
+    return "\n".join((".visible .entry some_kernel(", ")", "{", *lines, "ret;", "}"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "bad"),
+    [
+        ((COPY, COMMIT, WAIT, BARRIER, MULTIPLY), True),
+        ((COPY, COMMIT, WAIT, BARRIER, FENCE, MULTIPLY), False),
+        ((COPY, COMMIT, WAIT, FENCE, BARRIER, MULTIPLY, MULTIPLY), False),
+        # A fence before the copies have ended is none for them.
+        ((COPY, COMMIT, FENCE, WAIT, BARRIER, MULTIPLY), True),
+        ((COPY, COMMIT, WAIT, FENCE, "cp.async.wait_all;", MULTIPLY), True),
+        ((COPY, COMMIT, WAIT, "fence.proxy.tensormap::generic.acquire.gpu [%rd1], 128;", MULTIPLY), True),
+        ((WAIT, BARRIER, MULTIPLY), False),
+        # In a loop: the copies of one step are read in the next.
+        (("$L1:", WAIT, FENCE, MULTIPLY, COPY, COMMIT, "@%p1 bra $L1;"), False),
+        (("$L1:", WAIT, MULTIPLY, FENCE, COPY, COMMIT, "@%p1 bra $L1;"), True),
+        # One of two ways has none, and it is a way that is taken.
+        ((COPY, WAIT, "@%p1 bra $L1;", FENCE, "$L1:", MULTIPLY), True),
+        ((COPY, WAIT, FENCE, "bra.uni $L2;", "$L1:", WAIT, "$L2:", MULTIPLY), False),
+        (("@%p1 cp.async.ca.shared.global [%r1], [%rd1], 4;", WAIT, MULTIPLY.replace("wgmma", "@%p2 wgmma")), True),
+        ((COPY, WAIT, "@%p1 tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, %p2;"), True),
+    ],
+)
+def test_a_missing_fence_is_found(lines: tuple[str, ...], bad: bool) -> None:
+    assert bool(unfenced(code(*lines))) == bad
+    assert not unfenced(with_fences(code(*lines)))
+
+
+def test_other_code_stays_as_it_is() -> None:
+    text = code(COPY, COMMIT, WAIT, BARRIER, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1};")
+    assert with_fences(text) == text and not unfenced(text)
+
+
+def test_products_that_are_not_found_are_an_error() -> None:
+    with pytest.raises(ValueError, match="not looked for"):
+        unfenced(code(COPY, "{ .reg .pred p; " + MULTIPLY + " }"))
+
+
+def gathering_launches(target: int) -> list[standin.Launch]:
+    """One of each kernel in which tensor cores multiply rows that were looked up, and the gate's."""
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    layout = Layout(
+        empty(4, dtype=torch.int64),
+        empty(5, dtype=torch.int32),
+        empty(999, dtype=torch.int64),
+        empty(999, dtype=torch.int64),
+        empty(333, 3, dtype=torch.int64),
+    )
+    with standin.recording(target) as launches:
+        call = GroupedCall(layout, empty(0), untuned(divmod(target, 10)), True, 4)
+        up(call, empty(333, 512), Weights(empty(4, 2, 256, 512), empty(4, 512, 256)), ACTIVATIONS["swiglu"])
+        dweight(call, "dw1", empty(999, 512), empty(333, 256), "right")
+        logits(empty(333, 512), empty(4, 512))
+    return [launch for launch in launches if launch.kernel != "tiles_kernel"]
+
+
+def ptx(launch: standin.Launch, compiled: Any) -> str:
+    assert "error" not in judge(compiled, launch.target)
+    return compiled.asm["ptx"]
+
+
+@compiles
+@pytest.mark.parametrize("target", [90, 100])
+def test_compiled_kernels_have_it(target: int) -> None:
+    """By this Triton or by our own doing; and without it they would be found out."""
+    launches = gathering_launches(target)
+    assert len(launches) == 3
+    for launch in launches:
+        done = compiling.compile_one(launch, ptx)
+        assert not done.error, done.error
+        without = re.sub(r"^\s*fence\.proxy\.async\S*;\n", "", done.found, flags=re.M)
+        assert without != done.found and "cp.async.wait_group" in without
+        assert not unfenced(done.found) and unfenced(without)
+        assert not unfenced(with_fences(without))
+
+
+FORGETTING = """
+import re
+from types import SimpleNamespace
+
+import triton
+from triton import knobs
+from triton.compiler import compiler
+
+triton.__version__ = "3.6.0"
+# Nor does 3.6 ask a hook for a part of the key under which it keeps what it compiles.
+compiler.knobs = SimpleNamespace(**{**vars(knobs), "runtime": SimpleNamespace(add_stages_inspection_hook=None)})
+from triton.backends.nvidia.compiler import CUDABackend
+
+make_ptx = CUDABackend.make_ptx
+CUDABackend.make_ptx = lambda *args: re.sub(r"fence\\.proxy\\.async\\S*;", "", make_ptx(*args))
+hits = []
+from tests.kernels.test_jit import compiling, gathering_launches, ptx, unfenced
+
+for launch in gathering_launches(90)[:1]:
+    for _ in range(2):
+        done = compiling.compile_one(launch, ptx)
+        assert not done.error, done.error
+        assert done.found.count("fence.proxy.async") == done.found.count("cp.async.wait_group") > 0
+        hits.append(done.cached)
+print(*hits)
+"""
+
+
+@compiles
+def test_a_triton_that_leaves_it_out_is_helped(tmp_path: Any) -> None:
+    """3.6, and so this one made like it; what was compiled is found again."""
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETTING], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_an_old_triton_is_refused() -> None:
+    line = "import triton; triton.__version__ = '3.5.1'; import fusedmoe.kernels.triton.grouped.up"
+    done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert "ConfigError: these kernels need Triton 3.6 or newer, and this is 3.5.1" in done.stderr

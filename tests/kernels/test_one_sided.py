@@ -1,0 +1,88 @@
+"""Who sends what where, compared with loops over tokens."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedmoe.autograd.order import order
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.one_sided import chunk_of, for_all_shards, plan_sends, read_metadata
+
+
+def ranges(count: int, degree: int) -> list[int]:
+    return [chunk for chunk in range(degree) for _ in range(count * chunk // degree, count * (chunk + 1) // degree)]
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_chunks_are_equal_shares(count: int, degree: int) -> None:
+    found = chunk_of(torch.arange(count), torch.tensor(count), degree)
+    assert found.tolist() == ranges(count, degree)
+
+
+def route(seed: int, tokens: int, slots: int, experts: int, capacity: int | None) -> tuple[Layout, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    expert_SK = torch.rand(tokens, experts, generator=random).argsort(1)[:, :slots]
+    expert_SK[torch.rand(tokens, slots, generator=random) < 0.2] = -1
+    return order(expert_SK, experts, capacity), torch.rand(tokens, slots, generator=random)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, slots: int, drops: bool) -> None:
+    experts, slots = peers * local, min(slots, peers * local)
+    random = torch.Generator().manual_seed(seed)
+    most = 9
+    tokens = torch.randint(0, most, (peers,), generator=random).tolist()
+    capacity, lines = most, local + most * slots
+    batches = [route(seed + p, count, slots, experts, 3 if drops else None) for p, count in enumerate(tokens)]
+    sends = [plan_sends(lay, w.reshape(-1)[lay.pair_N], peers, degree, capacity, lines) for lay, w in batches]
+
+    # What each rank wants to know of (sender, sorted row): which token, its weight, in the receiver's order.
+    for me in range(peers):
+        metadata = torch.full((peers, lines, 2), -7, dtype=torch.int32)
+        for sender, send in enumerate(sends):
+            used = int(send.line_used_W[me])
+            metadata[sender, :used] = send.metadata[send.line_WC[me, :used].long()]
+        wanted: list[list[tuple[int, int, float, int]]] = [[] for _ in range(degree)]
+        for e in range(me * local, (me + 1) * local):
+            for sender, (layout, weight_SK) in enumerate(batches):
+                first, count = int(layout.offsets_E1[e]), layout.counts[e]
+                for i, chunk in enumerate(ranges(count, degree)):
+                    assert layout.source_N is not None
+                    n = first + i
+                    weight = float(weight_SK.reshape(-1)[layout.pair_N[n]])
+                    wanted[chunk].append((sender, int(layout.source_N[n]), weight, n))
+        rows = [len(chunk) + 3 for chunk in wanted]  # bounds
+        for chunk, arrivals in zip(wanted, read_metadata(metadata, local, degree, capacity, rows), strict=True):
+            count = int(arrivals.layout.offsets_E1[-1])
+            assert count == len(chunk) == int(arrivals.wanted_W.sum()) == int(arrivals.layout.counts_E.sum())
+            found = []
+            for r in range(count):
+                assert arrivals.layout.source_N is not None
+                sender, place = divmod(int(arrivals.layout.source_N[r]), capacity)
+                assert sender == int(arrivals.peer_R[r]) and place < int(sends[sender].token_used_W[me])
+                token = int(sends[sender].token_WC[me, place])
+                found.append((sender, token, float(arrivals.weight_R[r]), int(arrivals.place_R[r])))
+            assert found == chunk
+        # Each token is sent once, in the order of the first chunk that needs it.
+        for sender, send in enumerate(sends):
+            used = send.token_WC[me, : int(send.token_used_W[me])].tolist()
+            needed = [token for chunk in wanted for s, token, _, _ in chunk if s == sender]
+            assert len(set(used)) == len(used) and set(used) == set(needed)
+            firsts = [next(c for c, chunk in enumerate(wanted) if (sender, t) in {x[:2] for x in chunk}) for t in used]
+            assert firsts == sorted(firsts)
+
+
+def test_all_shards() -> None:
+    layout = order(torch.tensor([[1], [0], [-1], [1]]), 2)
+    both = for_all_shards(layout, 3)
+    assert both.counts == [1, 2] * 3
+    assert both.row_SK.tolist() == [[1, 4, 7], [0, 3, 6], [-1, -1, -1], [2, 5, 8]]
+    assert both.source_N is not None and both.source_N.tolist() == [1, 0, 3] * 3
+    two = for_all_shards(order(torch.tensor([[1, 0], [0, -1]]), 2), 2)
+    assert two.row_SK.tolist() == [[2, 5, 1, 4], [0, 3, -1, -1]] and two.pair_N.tolist() == [4, 2, 0, 5, 3, 1]
+    for s, row in enumerate(both.row_SK.tolist()):
+        for q, n in enumerate(row):
+            assert n < 0 or int(both.pair_N[n]) == 3 * s + q

@@ -1,0 +1,134 @@
+"""A transformer in micro-batches is the transformer: loss, gradients, dropped rows; and what a block amounts to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.pipeline import Along
+from fusedmoe.models.block import block_workload
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import Transformer
+from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.training import plan_step, sync_gradients
+from tests.cluster import Cluster
+from tests.models.test_parallel import AUX, BERT, GPT, LENGTH
+
+COSTS = CostModel({name: Line(1e-6, 1e-12 if name == "gemm" else 4e-9) for name in LINES}, contention=0.8)
+POLICIES = ("flowmoe", "lancet", "joint", "fsmoe")
+
+
+def run(model: Transformer, config: ModelConfig, batch: int, seed: int, buckets: Any) -> list[Tensor | None]:
+    torch.manual_seed(seed)
+    tokens_BL, targets_BL = torch.randint(config.vocabulary, (2, batch, LENGTH))
+    loss = model(tokens_BL, targets_BL)
+    if buckets is not None:
+        buckets.open()
+    (loss.nats + AUX * loss.aux).backward()
+    sync_gradients(model, model.topology, buckets=buckets)
+    dropped = torch.tensor([layer.dropped for layer in model.moe_layers()])
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return [loss.nats.detach(), loss.aux.detach(), dropped, *grads]
+
+
+def compare(
+    rank: int,
+    world: int,
+    settings: dict[str, Any],
+    layout: dict[str, int],
+    recompute: bool,
+    along: Along = "samples",
+    policies: Sequence[str] = POLICIES,
+) -> None:
+    topology = Topology.from_sizes(**layout, timeout_s=30) if world > 1 else Topology()
+    config = ModelConfig(**settings)
+    torch.manual_seed(0)
+    model = Transformer(config, topology, recompute=recompute, dtype=torch.double)
+    workload = block_workload(config, topology.ep.size, topology.esp.size, topology.mp.size, 8)
+    for policy in policies:
+        other = copy.deepcopy(model)
+        blocks = other.in_micro_batches(along)
+        plan, buckets = plan_step(other, topology, policy, COSTS, workload, limit=4, blocks=blocks)
+        recorder = Recorder(rank)
+        other.record(recorder)
+        for step in range(2):
+            seed = 10 * step + topology.dp.index
+            want, got = run(model, config, 3, seed, None), run(other, config, 3, seed, buckets)
+            for one, right in zip(got, want, strict=True):
+                assert (one is None) == (right is None)
+                if one is not None and right is not None:
+                    torch.testing.assert_close(one, right, rtol=1e-10, atol=1e-10)
+        done = [(span.kind, span.chunk, span.layer, span.phase) for span in recorder.timeline().spans]
+        assert all(done.count(task[:4]) == 2 for task in plan)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("settings", [GPT, BERT, {**GPT, "gate": "hash", "k": 1}], ids=["gpt", "bert", "hash"])
+def test_one_rank(settings: dict[str, Any], recompute: bool) -> None:
+    compare(0, 1, settings, {}, recompute)
+
+
+def test_four_ranks(cluster: Cluster) -> None:
+    cluster.run(4, compare, GPT, dict(ep=2, esp=2, mp=2), False, "samples", ("flowmoe", "joint"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [dict(ep=2, esp=2, mp=2), dict(ep=4), dict(ep=2, mp=4)], ids=str)
+@pytest.mark.parametrize("settings", [GPT, BERT], ids=["gpt", "bert"])
+def test_four_ranks_under_every_policy(cluster: Cluster, settings: dict[str, Any], layout: dict[str, int]) -> None:
+    cluster.run(4, compare, settings, layout, False)
+
+
+def test_the_last_block_may_have_no_experts() -> None:
+    compare(0, 1, {**GPT, "layers": 3, "moe_every": 2}, {}, False)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+@pytest.mark.parametrize("moe_every", [1, 2])
+def test_along_positions(positions: str, moe_every: int) -> None:
+    compare(0, 1, {**GPT, "positions": positions, "layers": 4, "moe_every": moe_every}, {}, False, "positions")
+
+
+def test_along_positions_on_ranks(cluster: Cluster) -> None:
+    cluster.run(2, compare, {**GPT, "k": 1, "bias": True}, dict(ep=2), True, "positions")
+
+
+def test_models_that_cannot_be_split() -> None:
+    with pytest.raises(ConfigError, match="no experts"):
+        Transformer(ModelConfig(**{**GPT, "moe_every": 3})).in_micro_batches()
+    with pytest.raises(ConfigError, match="along positions"):
+        Transformer(ModelConfig(**BERT)).in_micro_batches("positions")
+    with pytest.raises(ConfigError, match="looks at whole batches"):
+        Transformer(ModelConfig(**{**GPT, "gate": "expert_choice"})).in_micro_batches()
+
+
+TOKENS = 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"k": 2, "capacity_factor": 1.5}, 3 * TOKENS),
+        ({"k": 2, "capacity_factor": None}, 2 * TOKENS),
+        ({"k": 2, "capacity_factor": 1.5, "order": "dropless"}, 2 * TOKENS),
+        ({"gate": "switch", "k": 2, "capacity_factor": 1.0}, TOKENS),
+        ({"gate": "expert_choice", "k": 2, "capacity_factor": 0.5}, TOKENS),
+        ({"gate": "expert_choice", "k": 2, "capacity_factor": 0.5, "order": "dropless"}, TOKENS),
+        ({"gate": "softmoe", "gate_options": {"slots": 3}}, 8 * 3),
+    ],
+    ids=str,
+)
+def test_rows(settings: dict[str, Any], rows: int) -> None:
+    config = ModelConfig(batch=2, seq_len=16, experts=8, **settings)
+    assert block_workload(config, 4, 1, 1, 4).rows == pytest.approx(rows)
+    # Twice as many ranks on an expert's shards bring twice as many tokens.
+    assert block_workload(config, 4, 2, 1, 4).rows == pytest.approx(2 * rows)

@@ -1,0 +1,189 @@
+"""Policies on made loads, and on those of a real job, `bench/traces/skewed.json`: 4 ranks, 16 experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.placement.load_trace import LoadTrace, make_loads
+from fusedmoe.placement.placement import Nodes, Placement
+from fusedmoe.placement.placement_policies import expert_parallelism, hecate, replication, shadowing, swaps
+from fusedmoe.placement.price import CLUSTER_A, layer_s, load
+from fusedmoe.placement.replay import Outcome, draw, figure, replay
+
+NODES = Nodes(16, 4)
+
+
+def follow(iterations: int, seed: int, m: int, **changes) -> dict[str, Outcome]:
+    """24 layers of 32 experts on 4 × 4 ranks under every policy, t = 8."""
+    trace = make_loads(iterations, 24, 16, 32, seed=seed, **changes)
+    policies = {
+        "ep": expert_parallelism,
+        "hecate": partial(hecate, t=8, m=m),
+        "fastermoe": partial(shadowing, m=m),
+        "smartmoe": swaps,
+        "flexmoe": partial(replication, m=m),
+    }
+    return {name: replay(trace, policy, NODES, CLUSTER_A) for name, policy in policies.items()}
+
+
+def check(outcomes: dict[str, Outcome], straggler: float, ingress: float) -> None:
+    ep, ours = outcomes["ep"], outcomes["hecate"]
+    assert ep.straggler / ours.straggler >= straggler
+    assert ep.ingress_bytes / ours.ingress_bytes >= ingress
+    for name in ("fastermoe", "smartmoe", "flexmoe"):
+        assert ours.straggler < outcomes[name].straggler
+        assert ours.ingress_bytes < outcomes[name].ingress_bytes
+        assert ours.iteration_s < outcomes[name].iteration_s < ep.iteration_s
+    assert ours.owned_I.max() == 48, "24 layers of 32 experts on 16 ranks"
+
+
+def test_ahead_of_the_others():
+    outcomes = follow(10, 0, 2)
+    assert 5.5 < outcomes["ep"].straggler < 6.7, "as skewed as the paper's"
+    assert outcomes["hecate"].replicas_I.max() <= 24 * 2
+    check(outcomes, 3.5, 8.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("m", "straggler", "ingress"), [(2, 3.5, 8.0), (4, 4.0, 12.0)])
+def test_a_long_trace(seed, m, straggler, ingress):
+    check(follow(120, seed, m), straggler, ingress)
+
+
+def test_by_definition():
+    trace = make_loads(8, 3, 16, 20, tokens=300)
+    found = replay(trace, expert_parallelism, NODES, CLUSTER_A)
+    even = Placement.even(16, 20)
+    assert found.last == (even,) * 3 and found.work_ILW.shape == (3, 3, 16)
+    for iteration in range(5, 8):
+        for layer in range(3):
+            one = load(trace.tokens_ILWE[iteration, layer], even, NODES)
+            at = iteration - 5, layer
+            assert found.work_ILW[at].tolist() == one.work_W.tolist()
+            assert found.ingress_IL[at] == one.ingress_W.max() * CLUSTER_A.token_bytes
+            assert found.exchange_IL[at] + found.compute_IL[at] == pytest.approx(layer_s(one, CLUSTER_A))
+            assert found.straggler_IL[at] == pytest.approx(one.straggler)
+    assert found.straggler == pytest.approx(found.straggler_IL.mean())
+    assert found.waits_s == 0 and not found.sent_I.any() and not found.replicas_I.any()
+    assert found.iteration_s == pytest.approx((found.exchange_IL + found.compute_IL).sum() / 3)
+    np.testing.assert_allclose(found.speedup_L(found), 1.0)
+
+
+def test_policies_see_only_the_past():
+    trace = make_loads(8, 2, 16, 20, tokens=300)
+    seen = []
+
+    def policy(now):
+        seen.append(
+            (now.iteration, len(now.history_ILE), np.array_equal(now.tokens_LWE, trace.tokens_ILWE[now.iteration]))
+        )
+        return expert_parallelism(now)
+
+    shown: list[tuple[int, int]] = []
+    replay(trace, policy, NODES, CLUSTER_A, show=lambda done, total: shown.append((done, total)))
+    assert seen == [(5, 5, True), (6, 6, True), (7, 7, True)] and shown == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_iterations_without_tokens():
+    trace = LoadTrace(np.zeros((7, 2, 16, 20), dtype=np.int64))
+    for policy in (
+        expert_parallelism,
+        partial(hecate, t=4, m=2),
+        partial(shadowing, m=2),
+        swaps,
+        partial(replication, m=2),
+    ):
+        found = replay(trace, policy, NODES, CLUSTER_A)
+        assert found.straggler == 1.0 and found.ingress_bytes == 0.0
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match="5 iterations"):
+        replay(make_loads(5, 1, 16, 4), expert_parallelism, NODES, CLUSTER_A)
+    with pytest.raises(ConfigError, match="a trace of 8 ranks"):
+        replay(make_loads(6, 1, 8, 4), expert_parallelism, NODES, CLUSTER_A)
+
+
+FEW = Nodes(4, 2)
+
+
+def followed(experts: int):
+    trace = make_loads(9, 2, 4, experts, tokens=200)
+    before, after = (replay(trace, one, FEW, CLUSTER_A) for one in (expert_parallelism, partial(hecate, t=2, m=1)))
+    return trace, before, after
+
+
+@pytest.mark.parametrize("experts", [3, 12])
+def test_what_is_drawn(experts):
+    trace, before, after = followed(experts)
+    found = figure(trace, before, after, FEW, 1, title="A layer")
+    loads, stragglers, places, work = found.axes
+    assert found.get_suptitle() == "A layer"
+    named = loads.get_legend_handles_labels()[1]
+    top = trace.load_ILE[:, 1].mean(axis=0).argmax()
+    assert named[0] == f"expert {top}" and len(named) == (9 if experts > 8 else 3)
+    lines = [line.get_ydata() for line in stragglers.get_lines()]
+    assert list(lines[0]) == list(before.straggler_IL[:, 1]) and list(lines[1]) == list(after.straggler_IL[:, 1])
+    cells = places.collections[0].get_array().reshape(experts, 4)
+    assert (cells == 2).sum(axis=1).tolist() == [1] * experts, "one owner"
+    assert (cells == 1).sum() == after.last[1].extra_W().sum()
+    heights = [bar.get_height() for bar in work.patches]
+    assert heights == [*before.work_ILW[-1, 1], *after.work_ILW[-1, 1]]
+
+
+def test_legends_cover_no_bar_and_no_line():
+    found = figure(*followed(12), FEW, 1, title="A layer")
+    found.canvas.draw()
+    _, stragglers, _, work = found.axes
+    box = stragglers.get_legend().get_window_extent()
+    ends = [stragglers.transData.transform(line.get_xydata()) for line in stragglers.get_lines()[:2]]
+    assert min(y for end in ends for _, y in end) > box.y1
+    assert max(bar.get_window_extent().y1 for bar in work.patches) < work.get_legend().get_window_extent().y0
+
+
+@pytest.mark.parametrize(("ending", "starts"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_formats(tmp_path, ending, starts):
+    path = tmp_path / f"loads.{ending}"
+    draw(*followed(4), FEW, 0, path, title="A layer")
+    assert path.read_bytes().startswith(starts)
+
+
+TRACE = LoadTrace.from_json((Path(__file__).parents[2] / "bench/traces/skewed.json").read_text(encoding="utf-8"))
+
+
+def test_what_was_recorded():
+    """60 steps of 16 sequences of 128 bytes on each of 4 ranks, two choices a byte."""
+    assert TRACE.tokens_ILWE.shape == (60, 4, 4, 16) and (TRACE.tokens_ILWE.sum(axis=3) == 16 * 128 * 2).all()
+    share_ILE = TRACE.load_ILE / TRACE.load_ILE.sum(axis=2, keepdims=True)
+    assert share_ILE.max(axis=2).mean() > 3 / 16, "skewed"
+    step, whole = abs(share_ILE[1:] - share_ILE[:-1]).sum(axis=2).mean(), abs(share_ILE[-1] - share_ILE[0]).sum(axis=1)
+    assert step < 0.5 < whole.mean(), "and drifting"
+
+
+# Of ranks as 2 × 2, with one copy and two, and as four nodes.
+@pytest.mark.parametrize(
+    ("per_node", "m", "straggler", "ingress", "faster"),
+    [(2, 1, 1.6, 5.5, 2.8), (2, 2, 1.7, 7.5, 3.2), (1, 2, 1.6, 4.0, 2.7)],
+)
+def test_hecate_is_ahead(per_node, m, straggler, ingress, faster):
+    policies = {
+        "ep": expert_parallelism,
+        "fastermoe": partial(shadowing, m=m),
+        "smartmoe": swaps,
+        "flexmoe": partial(replication, m=m),
+        "hecate": partial(hecate, t=4, m=m),
+    }
+    found = {name: replay(TRACE, policy, Nodes(4, per_node), CLUSTER_A) for name, policy in policies.items()}
+    ours, ep = found.pop("hecate"), found["ep"]
+    for other in found.values():
+        assert ours.straggler < other.straggler and ours.ingress_bytes < other.ingress_bytes
+        assert ours.iteration_s < other.iteration_s
+    assert ep.straggler / ours.straggler > straggler
+    assert ep.ingress_bytes / ours.ingress_bytes > ingress
+    assert ep.iteration_s / ours.iteration_s > faster

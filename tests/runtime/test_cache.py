@@ -1,0 +1,179 @@
+""""""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.runtime import cache as module
+from fusedmoe.runtime.cache import CACHE, cache_dir, cached_profile, describe, fingerprint, machine_facts
+from fusedmoe.runtime.profiler import Profile, line_names
+from fusedmoe.schedule.cost import CostModel, Line
+from tests.cluster import Cluster
+
+CPU = torch.device("cpu")
+
+
+class Profiler:
+    """Counts how often something is measured; each time something else comes out."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.asked: list[dict[str, Any]] = []
+        patch.setattr(module, "profile", self)
+
+    def __call__(self, topology: Topology, device: torch.device, **asked: Any) -> Profile:
+        self.asked.append(asked)
+        line = Line(1e-6 * len(self.asked), 1e-12, 0.5)
+        costs = CostModel(dict.fromkeys(line_names(topology), line), 0.5, asked["machine"], tiled=True)
+        return Profile(costs, {name: ((1.0, 2.0), (3.0, 4.0)) for name in costs.lines}, 1.5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE, str(tmp_path / "not" / "there yet"))
+    return tmp_path / "not" / "there yet"
+
+
+@pytest.fixture
+def profiler(monkeypatch: pytest.MonkeyPatch) -> Profiler:
+    return Profiler(monkeypatch)
+
+
+def test_a_machine_is_measured_once(folder: Path, profiler: Profiler) -> None:
+    first, path = cached_profile(Topology(), CPU, budget_s=3.0)
+    assert path.parent == folder and [path] == list(folder.iterdir())
+    assert cached_profile(Topology(), CPU) == (first, path)
+    assert len(profiler.asked) == 1 and profiler.asked[0]["budget_s"] == 3.0
+    assert "1 rank on 1 host" in first.costs.machine and "float32 products" in first.costs.machine
+    again, _ = cached_profile(Topology(), CPU, again=True)
+    assert len(profiler.asked) == 2 and again != first
+    assert cached_profile(Topology(), CPU)[0] == again and len(profiler.asked) == 2
+    assert Profile.from_json(path.read_text()) == again
+
+
+def test_products_of_another_dtype_are_another_file(folder: Path, profiler: Profiler) -> None:
+    paths = {cached_profile(Topology(), CPU, dtype=dtype)[1] for dtype in (torch.float32, torch.float64)}
+    assert len(paths) == len(list(folder.iterdir())) == 2
+
+
+def line(**changes: Any) -> Callable[[str], str]:
+    """Another line of matrix products."""
+
+    def change(text: str) -> str:
+        data = json.loads(text)
+        data["lines"]["gemm"] |= changes
+        return json.dumps(data)
+
+    return change
+
+
+BROKEN: dict[str, Callable[[str], str]] = {
+    "nothing": lambda text: "",
+    "half of it": lambda text: text[: len(text) // 2],
+    "another JSON": lambda text: "[1, 2]",
+    "no text": lambda text: "\udcff",
+    "costs without points": lambda text: CostModel.from_json(text).to_json(),
+    "a line less": lambda text: text.replace('"gemm"', '"all-reduce/dp"'),
+    "a processor of another kind": lambda text: text.replace('"tiled": true', '"tiled": false'),
+    "a time below zero": line(alpha_s=-1.0),
+    "a time of text": line(beta_s="fast"),
+    "no number": line(alpha_s=float("nan")),
+    "no end": line(beta_s=float("inf")),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_is_measured_again(folder: Path, profiler: Profiler, what: str) -> None:
+    _, path = cached_profile(Topology(), CPU)
+    path.write_text(BROKEN[what](path.read_text()), errors="surrogateescape")
+    found, _ = cached_profile(Topology(), CPU)
+    assert len(profiler.asked) == 2
+    assert cached_profile(Topology(), CPU)[0] == found and len(profiler.asked) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiler: Profiler
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
+    for times in (1, 2):
+        with pytest.warns(UserWarning, match=f"could not be kept.*Set {CACHE} to a folder"):
+            found, _ = cached_profile(Topology(), CPU)
+        assert len(profiler.asked) == times and set(found.costs.lines) == {"gemm", "copy"}
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv(CACHE, "~/kept")
+    assert cache_dir() == Path("/home/somebody/kept")
+    for unset in ("", None):
+        monkeypatch.setenv(CACHE, "") if unset == "" else monkeypatch.delenv(CACHE)
+        assert cache_dir() == Path("/home/somebody/.cache/fusedmoe")
+
+
+def test_names_of_hosts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prints() -> str:
+        return fingerprint(machine_facts(Topology(), CPU, torch.float32))
+
+    before = prints()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert prints() == before
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 63)
+    assert prints() != before
+
+
+# Ranks
+
+
+def on_ranks(rank: int, world: int, folder: str, ep: int, esp: int) -> tuple[Profile, str, list[str], int]:
+    """Every rank has a folder of its own in mind; only rank 0's counts."""
+    topology = Topology.from_sizes(ep, esp, ranks_per_node=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, f"{folder}/{rank}")
+        profiler = Profiler(patch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found, path = cached_profile(topology, CPU)
+            same, _ = cached_profile(topology, CPU)
+        assert same == found
+        kept = os.listdir(f"{folder}/{rank}") if os.path.isdir(f"{folder}/{rank}") else []
+        return found, path.name, kept, len(profiler.asked)
+
+
+def test_rank_0_reads_and_writes_for_all(cluster: Cluster, tmp_path: Path) -> None:
+    names = []
+    for ep, esp in ((2, 2), (4, 1), (2, 1)):
+        every = cluster.run(4, on_ranks, str(tmp_path), ep, esp)
+        assert all(found == every[0][0] for found, *_ in every)
+        assert [asked for *_, asked in every] == [1] * 4
+        assert [bool(kept) for _, _, kept, _ in every] == [True, False, False, False]
+        assert every[0][1] in every[0][2]
+        names.append(every[0][1])
+        again = cluster.run(4, on_ranks, str(tmp_path), ep, esp)
+        assert [asked for *_, asked in again] == [0] * 4 and again[0][0] == every[0][0]
+    assert len(set(names)) == 3  # another layout, another file
+
+
+def different_hosts(rank: int, world: int) -> tuple[str, str, str]:
+    topology = Topology.from_sizes(2, 1)
+    together = machine_facts(topology, CPU, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"host{rank}")
+        apart = machine_facts(topology, CPU, torch.float32)
+    return fingerprint(together), fingerprint(apart), describe(apart)
+
+
+def test_two_hosts_are_another_machine(cluster: Cluster) -> None:
+    found = cluster.run(2, different_hosts)
+    assert found[0] == found[1]
+    together, apart, text = found[0]
+    assert together != apart and "2 ranks on 2 hosts" in text and "gloo" in text

@@ -1,0 +1,252 @@
+""""""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import lsq_linear
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.runtime import profiler as module
+from fusedmoe.runtime.profiler import ROUNDS, Profile, contention_of, line_names, line_through, profile
+from fusedmoe.schedule.cost import LINES, CostModel, Durations, Line
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import makespan
+from tests.cluster import Cluster
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+# Lines and contention
+
+
+def test_a_line_is_found_again() -> None:
+    for _ in range(50):
+        right = Line(random.uniform(0, 1e-2), 10 ** random.uniform(-13, -6))
+        points = [(n, right.seconds(n)) for n in random.sample(range(1, 10**8), random.randint(2, 24))]
+        found = line_through(points)
+        assert found.alpha_s == pytest.approx(right.alpha_s, abs=1e-9 + 1e-6 * max(seconds for _, seconds in points))
+        assert found.beta_s == pytest.approx(right.beta_s, rel=1e-5)
+        assert found.r2 == pytest.approx(1.0)
+
+
+def test_noise_makes_no_line_negative() -> None:
+    """Then it is the best one in relative errors that starts and rises from zero: compared with a bounded solver."""
+    seen = 0
+    for _ in range(100):
+        n = np.array(random.sample(range(1, 100), 6)) * 1e6
+        seconds = np.abs(random.uniform(-1e-2, 1e-3) + random.uniform(-1e-10, 1e-9) * n) + 1e-6
+        found = line_through(list(zip(n.tolist(), seconds.tolist(), strict=True)))
+        assert found.alpha_s >= 0 and found.beta_s > 0 and found.r2 is not None
+        slope, start = np.polyfit(n, seconds, 1)
+        if slope > 1e-14 and start > 1e-12:
+            assert (found.alpha_s, found.beta_s) == pytest.approx((start, slope), rel=1e-6)
+            continue
+        seen += 1
+        right = lsq_linear(np.stack([1 / seconds, n / 1e8 / seconds], 1), np.ones(6), (0, np.inf), "bvls", tol=1e-14)
+        assert (found.alpha_s, found.beta_s * 1e8) == pytest.approx(tuple(right.x), rel=1e-5, abs=1e-6)
+    assert seen > 10
+
+
+def test_contention_is_what_the_simulator_would_have_it() -> None:
+    together = Plan.parse("intra: AG0\ninter: D0\nafter AG0:")
+    tasks = {task.kind: task for task in together}
+    for _ in range(100):
+        inter, intra, share = random.uniform(0.1, 9), random.uniform(0.1, 9), random.uniform(0.05, 1)
+        durations = Durations({tasks["dispatch"]: inter, tasks["all-gather"]: intra}, share)
+        assert contention_of(inter, intra, makespan(together, durations)) == pytest.approx(share)
+
+
+def test_no_contention_is_one_even_with_noise() -> None:
+    assert contention_of(2.0, 3.0, 3.0) == 1.0
+    assert contention_of(2.0, 3.0, 2.9) == 1.0
+    assert contention_of(2.0, 2.0, 4.0) == 0.5
+
+
+# A machine whose times are known: collectives and products move its clock
+
+
+class Machine:
+    """A clock that goes on when something is done, by the lines of a cost model."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, lines: dict[str, Line]) -> None:
+        self.now_s, self.lines = 0.0, lines
+        self.calls: list[tuple[str, float]] = []
+        patch.setattr(module, "line_names", lambda topology: tuple(lines))
+        for name, line in (("all_to_all_rows", "all-to-all/ep"), ("all_gather_rows", "all-gather/esp")):
+            patch.setattr(module, name, self.does(line))
+        patch.setattr(module, "reduce_scatter_rows", self.does("reduce-scatter/esp"))
+        patch.setattr(module, "all_reduce", self.all_reduce)
+        patch.setattr(torch, "mm", self.product)
+
+    def does(self, name: str) -> Callable[..., None]:
+        def run(group: Any, rows: torch.Tensor, *rest: Any) -> None:
+            self.go(name, rows.numel() * rows.element_size())
+
+        return run
+
+    def all_reduce(self, group: Any, tensor: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        if group.axis == "dp":
+            self.go("all-reduce/dp", tensor.numel() * 4)
+        return tensor
+
+    def product(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        assert out.shape == (len(left), right.shape[1])
+        self.go("gemm", 2 * left.numel() * right.shape[1])
+
+    def go(self, name: str, n: float) -> None:
+        self.calls.append((name, n))
+        self.now_s += self.lines[name].seconds(n)
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+class SharingMachine(Machine):
+    """The same where two collectives that go on at once have a share of their speed each while both do.
+
+    The executor runs these on threads of their own, and alone on the caller's. Each thread is at the end of what it has
+    done; a collective of a thread is done when another thread's has begun, too.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, lines: dict[str, Line], share: float) -> None:
+        super().__init__(patch, lines)
+        self.share = share
+        self._own, self._both = threading.local(), threading.Barrier(2, timeout=60)
+        self._seconds: list[float] = []
+
+    def clock(self) -> float:
+        return getattr(self._own, "now_s", self.now_s)
+
+    def go(self, name: str, n: float) -> None:
+        if not threading.current_thread().name.startswith("fusedmoe "):
+            return super().go(name, n)
+        begun_s, seconds = self.now_s, self.lines[name].seconds(n)
+        self._seconds.append(seconds)
+        self._both.wait()
+        assert len(self._seconds) == 2
+        self._own.now_s = begun_s + seconds + min(self._seconds) * (1 / self.share - 1)
+        if self._both.wait() == 0:
+            self.now_s += max(self._seconds) + min(self._seconds) * (1 / self.share - 1)
+            self._seconds.clear()
+
+
+FAST = {
+    "all-to-all/ep": Line(1e-4, 2e-10),
+    "reduce-scatter/esp": Line(3e-5, 1e-10),
+    "all-reduce/dp": Line(2e-4, 5e-10),
+    "gemm": Line(1e-5, 1e-12),
+}
+
+
+def test_known_lines_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, FAST)
+    shown: list[tuple[int, int]] = []
+    found = profile(Topology(), CPU, clock=machine.clock, machine="made up", show=lambda *at: shown.append(at))
+    assert list(found.costs.lines) == list(FAST) and found.costs.machine == "made up"
+    assert found.costs.contention == 1.0
+    for name, line in found.costs.lines.items():
+        assert line.alpha_s == pytest.approx(FAST[name].alpha_s, rel=1e-6)
+        assert line.beta_s == pytest.approx(FAST[name].beta_s, rel=1e-9)
+        assert line.r2 == pytest.approx(1.0)
+    # The paper's ladders, five times.
+    sizes = {name: [n for n, _ in points] for name, points in found.points.items()}
+    assert sizes["all-to-all/ep"] == sizes["all-reduce/dp"] == [MIB * step for step in range(1, 25)]
+    assert sizes["gemm"] == [2 * 2**19 * 1024 * step for step in range(1, 13)]
+    assert machine.calls.count(("all-to-all/ep", 24 * MIB)) == ROUNDS
+    assert found.seconds == pytest.approx(machine.now_s) and found.seconds < 30
+    assert shown[-1][0] == shown[-1][1] == len(shown)
+
+
+@pytest.mark.parametrize("budget_s", [1.0, 10.0, 90.0])
+@pytest.mark.parametrize("slow", ["all-to-all/ep", "all-reduce/dp", "gemm"])
+def test_the_budget_is_kept(monkeypatch: pytest.MonkeyPatch, slow: str, budget_s: float) -> None:
+    line = Line(1e-3, 1e-11) if slow == "gemm" else Line(1e-3, 3e-7)
+    machine = Machine(monkeypatch, FAST | {slow: line})
+    found = profile(Topology(), CPU, budget_s=budget_s, clock=machine.clock)
+    assert machine.now_s == pytest.approx(found.seconds) and found.seconds < 1.1 * budget_s
+    sizes = [n for n, _ in found.points[slow]]
+    assert 6 <= len(sizes) <= 24 and sizes[-1] == len(sizes) * sizes[0]
+    assert found.costs.line(slow).beta_s == pytest.approx(line.beta_s, rel=1e-6)
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="more than 0 s, not 0"):
+        profile(Topology(), CPU, budget_s=0)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.5], ids=["own links", "in part", "one link"])
+def test_contention_is_measured(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Collectives that share a link go on at a part of their speed while both are under way; on one link at half."""
+    machine = SharingMachine(monkeypatch, FAST | {"all-gather/esp": Line(7e-5, 3e-10)}, share)
+    found = profile(Topology(), CPU, clock=machine.clock)
+    assert found.costs.contention == pytest.approx(share, rel=1e-9)
+
+
+# Ranks
+
+
+def measured(rank: int, world: int, ep: int, esp: int, mp: int) -> tuple[Profile, tuple[str, ...], bool]:
+    topology = Topology.from_sizes(ep, esp, mp, ranks_per_node=2)
+    before = torch.random.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = profile(topology, CPU, dtype=torch.float64, budget_s=1.0)
+    return found, line_names(topology), torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("world", "ep", "esp", "mp", "names"),
+    [
+        (1, 1, 1, 1, LINES[4:]),
+        (2, 1, 2, 1, (*LINES[1:3], *LINES[3:])),
+        (2, 1, 2, 2, (*LINES[1:3], *LINES[3:])),  # one replica, whose ranks all have norms and gates
+        (4, 2, 2, 1, LINES),
+        (4, 2, 1, 1, (LINES[0], *LINES[3:])),
+    ],
+)
+def test_all_ranks_find_the_same(
+    cluster: Cluster, world: int, ep: int, esp: int, mp: int, names: tuple[str, ...]
+) -> None:
+    every = cluster.run(world, measured, ep, esp, mp)
+    found, known, untouched = every[0]
+    assert all(one == every[0] for one in every) and untouched
+    assert tuple(found.costs.lines) == tuple(found.points) == known == names
+    for name, line in found.costs.lines.items():
+        sizes = [n for n, _ in found.points[name]]
+        assert line.alpha_s >= 0 and line.beta_s > 0
+        assert len(sizes) >= 6 and sizes == sorted(sizes) and all(seconds > 0 for _, seconds in found.points[name])
+    assert 0 < found.costs.contention <= 1
+    assert found.costs.contention == 1 or {"all-to-all/ep", "all-gather/esp"} <= set(names)
+
+
+# JSON
+
+SOME = Profile(
+    CostModel({"gemm": Line(1e-5, 3.1e-12, 0.99)}, 0.7, "some machine"), {"gemm": ((1e6, 0.1), (2e6, 0.25))}, 12.5
+)
+
+
+def test_json_there_and_back() -> None:
+    assert Profile.from_json(SOME.to_json()) == SOME
+    assert CostModel.from_json(SOME.to_json()) == SOME.costs
+
+
+@pytest.mark.parametrize("broken", ["points", "seconds", "lines", "format"])
+def test_json_that_is_no_profile(broken: str) -> None:
+    data = json.loads(SOME.to_json())
+    for value in itertools.chain(([1], "x"), () if broken == "seconds" else (3,)):
+        with pytest.raises(ConfigError):
+            Profile.from_json(json.dumps(data | {broken: value}))
+    del data[broken]
+    with pytest.raises(ConfigError):
+        Profile.from_json(json.dumps(data))

@@ -1,0 +1,304 @@
+"""Gradients over ranks, and their norm, are those of the whole model in one process."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedmoe
+from fusedmoe import training
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.training import broadcast_parameters, clip_grad_norm, copies, sync_gradients
+from tests.cluster import Cluster
+from tests.training.host_reads import HostReads, on_a_made_up_gpu
+from tests.training.toy import ONE, Sizes, Toy, part, sharding, whole
+
+WORLDS = [
+    Sizes(2, ep=2),
+    Sizes(2, mp=2),
+    Sizes(4),
+    Sizes(4, ep=2, mp=2),
+    Sizes(4, esp=2, mp=4),
+    Sizes(4, ep=2, esp=2, mp=2),
+    Sizes(4, ep=4),
+]
+
+
+def _has_gradient(name: str, rank: int) -> bool:
+    """Some parameters have a gradient on some ranks only, one on none."""
+    if name in ("experts.w2", "dense.frozen"):
+        return False
+    return not (name in ("attention.rows", "experts.b2") and rank % 2) and not ("list.3" in name and rank < 2)
+
+
+def _copies(name: str, sizes: Sizes, rank: int) -> list[int]:
+    """The ranks whose shard of `name` is the same as this rank's, by the definition of the rank layout."""
+    own = {axis: place for axis, place in sizes.places(rank).items() if axis in sharding(name)}
+    return [other for other in range(sizes.world) if own.items() <= sizes.places(other).items()]
+
+
+def _expected(name: str, sizes: Sizes, rank: int) -> torch.Tensor | None:
+    """(1/DP) times the sum over the ranks that hold a copy; None where no rank has a gradient for any part."""
+    named = "custom" in name
+    if not any(_has_gradient(name, other) for other in (_copies(name, sizes, rank) if named else range(sizes.world))):
+        return None
+    total = part(torch.zeros_like(whole(name, "gradient")), name, sizes, rank)
+    for other in _copies(name, sizes, rank):
+        if _has_gradient(name, other):
+            total += part(whole(name, "gradient", other), name, sizes, other)
+    return total / sizes.dp
+
+
+def _give_gradients(model: Toy, sizes: Sizes, rank: int) -> None:
+    for name, parameter in model.named_parameters():
+        if _has_gradient(name, rank):
+            parameter.grad = part(whole(name, "gradient", rank), name, sizes, rank).to(parameter.dtype)
+
+
+def _sync(rank: int, world: int, sizes: Sizes, bucket_bytes: int) -> dict[str, tuple[Any, Any]]:
+    topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
+    _give_gradients(model, sizes, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "BUCKET_BYTES", bucket_bytes)
+        sync_gradients(model, topology)
+    return {name: (p.grad, _expected(name, sizes, rank)) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sizes", WORLDS, ids=str)
+def test_gradient_is_the_sum_over_copies_divided_by_dp(cluster: Cluster, sizes: Sizes) -> None:
+    bucket_bytes = 56 if sizes.ep == 2 else 2**20  # 7 elements: tensors end inside buckets, buckets inside tensors
+    for result in cluster.run(sizes.world, _sync, sizes, bucket_bytes):
+        assert len(result) > 9
+        for name, (gradient, expected) in result.items():
+            assert (gradient is None) == (expected is None), name
+            if expected is not None:
+                torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-15, msg=name)
+
+
+def test_a_world_of_one_leaves_gradients_alone() -> None:
+    model = Toy()
+    model.set_gradients(ONE, 0, 0)
+    model.dense.weight.grad = None
+    before = {name: p.grad for name, p in model.named_parameters()}
+    sync_gradients(model, Topology())
+    assert all(p.grad is before[name] for name, p in model.named_parameters())
+
+
+class _Odd(nn.Module):
+    """Gradients that are laid out in every way."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.transposed, self.expanded, self.strided, self.plain = (
+            nn.Parameter(torch.zeros(3, 4, dtype=dtype)) for _ in range(4)
+        )
+
+
+def _odd_gradients(rank: int, world: int, dtype: torch.dtype) -> dict[str, Any]:
+    topology, model = Sizes(world).topology(), _Odd(dtype)
+    drawn = [torch.randn(world, 3, 4, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(4)]
+    expanded = drawn[1][:, :1].expand(world, 3, 4)
+    model.transposed.grad = drawn[0][rank].t().contiguous().t()
+    model.expanded.grad = expanded[rank]
+    model.strided.grad = torch.stack([drawn[2][rank], torch.zeros(3, 4, dtype=dtype)], 2)[..., 0]
+    model.plain.grad = drawn[3][rank].clone()
+    assert not any(p.grad.is_contiguous() for p in list(model.parameters())[:3])
+    sync_gradients(model, topology)
+    wanted = zip(("transposed", "expanded", "strided", "plain"), (drawn[0], expanded, *drawn[2:]), strict=True)
+    return {name: (getattr(model, name).grad, values.double().mean(0)) for name, values in wanted}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_any_memory_layout_and_dtype_with_sums_that_round_once(cluster: Cluster, dtype: torch.dtype) -> None:
+    first, second = cluster.run(4, _odd_gradients, dtype), cluster.run(4, _odd_gradients, dtype)
+    for name, (gradient, exact) in first[0].items():
+        assert gradient.dtype == dtype
+        # Sums of four in bfloat16 would round three times.
+        torch.testing.assert_close(gradient, exact.to(dtype), rtol=0 if dtype == torch.bfloat16 else 1e-7, atol=1e-7)
+        for result in (*first, *second):
+            assert torch.equal(result[name][0], gradient), "the same bits on every rank, every time"
+
+
+def _refused(rank: int, world: int, what: str) -> str:
+    topology, model = Sizes(world).topology(), nn.Embedding(4, 3, sparse=what == "sparse" and rank == 1)
+    model(torch.tensor([rank])).sum().backward()
+    wrapped = DistributedDataParallel(model) if what == "wrapped" else model
+    with pytest.raises(ConfigError) as error:
+        sync_gradients(wrapped, topology)
+    return str(error.value)
+
+
+def test_sparse_gradients_and_other_wrappers_are_refused_on_every_rank(cluster: Cluster) -> None:
+    for rank, text in enumerate(cluster.run(2, _refused, "sparse")):
+        assert f"rank {rank}: gradient all-reduce" in text and "weight is sparse" in text and "sparse=False" in text
+    for text in cluster.run(2, _refused, "wrapped"):
+        assert "fusedmoe.training.distributed_data_parallel" in text
+
+
+def _clip(rank: int, world: int, sizes: Sizes, max_norm: float) -> tuple[Any, dict[str, Any]]:
+    topology, model = sizes.topology(), Toy(sizes, rank, custom=sizes.esp == 1)
+    model.set_gradients(sizes, rank, 0)
+    model.experts.w2.grad = None
+    norm = clip_grad_norm(model, topology, max_norm)
+    return norm, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("sizes", "max_norm"), list(itertools.product([ONE, *WORLDS[3:6]], [1.5, 1e3])), ids=str)
+def test_norm_and_clipped_gradients_are_those_of_the_whole_model(
+    cluster: Cluster, sizes: Sizes, max_norm: float
+) -> None:
+    reference = Toy(custom=sizes.esp == 1)
+    reference.set_gradients(ONE, 0, 0)
+    reference.experts.w2.grad = None
+    exact_norm = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+    whole_gradients = {name: p.grad for name, p in reference.named_parameters()}
+    assert 1.5 < exact_norm < 1e3
+    results = [_clip(0, 1, sizes, max_norm)] if sizes == ONE else cluster.run(sizes.world, _clip, sizes, max_norm)
+    for rank, (norm, gradients) in enumerate(results):
+        torch.testing.assert_close(norm, exact_norm, rtol=1e-13, atol=0)
+        assert torch.equal(norm, results[0][0])
+        for name, gradient in gradients.items():
+            if whole_gradients[name] is None:
+                assert gradient is None
+            else:
+                expected = part(whole_gradients[name], name, sizes, rank)
+                torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=0)
+
+
+def test_clipping_in_low_precision_without_gradients_and_with_infinite_ones() -> None:
+    alone, model = Topology(), nn.Linear(300, 300).bfloat16()
+    assert clip_grad_norm(model, alone, 1.0) == 0.0
+    model.weight.grad = torch.full((300, 300), 1e-2, dtype=torch.bfloat16)
+    exact = model.weight.grad.double().norm()
+    torch.testing.assert_close(clip_grad_norm(model, alone, float("inf")), exact, rtol=2e-4, atol=0)
+    model.weight.grad[0, 0] = float("inf")
+    assert torch.isinf(clip_grad_norm(model, alone, 1.0))
+
+
+@pytest.mark.parametrize("sizes", [Sizes(2, ep=2), Sizes(4, ep=2, mp=2)], ids=str)
+def test_the_host_reads_little(cluster: Cluster, sizes: Sizes) -> None:
+    for synced, clipped in cluster.run(sizes.world, _reads, sizes):
+        assert synced == 1 and clipped == 0
+
+
+def _reads(rank: int, world: int, sizes: Sizes) -> tuple[int, int]:
+    """Calls that wait for the device in a sync and in a clip."""
+    topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
+    _give_gradients(model, sizes, rank)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        tolist = torch.Tensor.tolist
+        read: list[int] = []
+        patch.setattr(torch.Tensor, "tolist", lambda self: (read.append(self.numel()), tolist(self))[1])
+        for step in (lambda: sync_gradients(model, topology), lambda: clip_grad_norm(model, topology, 1.0)):
+            read.clear()
+            with HostReads() as reads:
+                step()
+            found.append(len(read) + reads.count)
+    return found[0], found[1]
+
+
+def test_clipping_on_one_gpu_reads_nothing() -> None:
+    with on_a_made_up_gpu() as reads:
+        model = nn.ParameterList(torch.empty(size, device="cuda") for size in (30, 20, 7))
+        for parameter in model:
+            parameter.grad = torch.empty_like(parameter)
+        norm = clip_grad_norm(model, Topology(), 1.0)
+        assert norm.is_cuda and norm.dtype == torch.float64
+        assert reads.count == 0
+        norm.cpu()
+        assert reads.count == 1  # it does count
+
+
+def test_clipping_scales_half_precision_by_a_whole_scale() -> None:
+    """The scale has float32's digits, and scalars are scaled too."""
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(50).bfloat16()), nn.Parameter(torch.zeros(()).half())
+    model.a.grad, model.b.grad = torch.randn(50).bfloat16(), torch.randn(()).half()
+    a, b = model.a.grad.float(), model.b.grad.float()
+    norm = clip_grad_norm(model, Topology(), 0.37)
+    scale = (0.37 / (norm + 1e-6)).float()
+    assert torch.equal(model.a.grad, (a * scale).bfloat16()) and torch.equal(model.b.grad, (b * scale).half())
+    assert not torch.equal(model.a.grad, (a * scale.bfloat16()).bfloat16())
+
+
+def _broadcast(rank: int, world: int, sizes: Sizes) -> dict[str, bool]:
+    topology, model = sizes.topology(), Toy(sizes, rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    model.dense.bias += rank
+    model.dense.register_buffer("flags", torch.tensor([rank == 0, True]))
+    broadcast_parameters(model, topology)
+    same = {
+        name: torch.equal(p, part(whole(name, "value") + _copies(name, sizes, rank)[0], name, sizes, rank))
+        for name, p in model.named_parameters()
+    }
+    return same | {"bias": torch.equal(model.dense.bias, torch.arange(3.0)), "flags": bool(model.dense.flags.all())}
+
+
+def test_broadcast_gives_every_copy_the_first_holders_value(cluster: Cluster) -> None:
+    for result in cluster.run(4, _broadcast, Sizes(4, ep=2, mp=2)):
+        assert all(result.values()), result
+
+
+def build(topology: Topology | None, mp_input: str) -> nn.Module:
+    torch.manual_seed(5)
+    layer = fusedmoe.MoELayer(
+        8,
+        fusedmoe.gates.TopK(experts=4, k=2, aux={}),  # without drops and losses that depend on how tokens are sliced
+        fusedmoe.experts.SwiGLU(8),
+        shared=fusedmoe.experts.FeedForward(4),
+        topology=topology,
+        mp_input=mp_input,  # type: ignore[arg-type]
+    )
+    return nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 3)).double()
+
+
+def data(replica: int) -> Tensor:
+    return torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(replica))
+
+
+def gradients(rank: int, world: int, ep: int, mp: int, wrapped: bool) -> dict[str, Tensor]:
+    topology = Topology.from_sizes(ep=ep, mp=mp)
+    model = build(topology, "replicated")
+    x = data(topology.dp.index)
+    if wrapped:
+        wrapper = training.distributed_data_parallel(model, topology, mp_loss="replicated")
+        wrapper(x).square().mean().backward()
+    else:
+        model(x).square().mean().backward()
+        training.sync_gradients(model, topology, mp_loss="replicated")
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[name] = parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["synced", "wrapped"])
+@pytest.mark.parametrize(("world", "ep", "mp"), [(2, 1, 2), (4, 2, 2), (4, 4, 4)])
+def test_gradients_are_those_of_one_process(cluster: Cluster, world: int, ep: int, mp: int, wrapped: bool) -> None:
+    whole = build(None, "replicated")
+    torch.stack([whole(data(replica)).square().mean() for replica in range(world // mp)]).mean().backward()
+    for rank, found in enumerate(cluster.run(world, gradients, ep, mp, wrapped)):
+        for name, parameter in whole.named_parameters():
+            assert parameter.grad is not None
+            expected = parameter.grad
+            if name.startswith("1.experts."):
+                expected = expected.chunk(ep)[rank % ep]
+            error = (found[name] - expected).norm() / expected.norm().clamp(min=1e-6)  # an expert may be idle
+            assert error < 1e-10, (rank, name, float(error))
+
+
+def test_unknown_convention_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    replica = training.copies.replicas(model, Topology())[0]
+    with pytest.raises(fusedmoe.ConfigError, match="choose summands or replicated"):
+        training.copies.divisor(replica, Topology(), "shared")  # type: ignore[arg-type]

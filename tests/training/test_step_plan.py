@@ -1,0 +1,125 @@
+"""A step whose gradients are reduced during the backward pass has those of one that reduces them afterwards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedmoe
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import Transformer
+from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.training import plan_step, sync_gradients
+from fusedmoe.training.gradient_buckets import GradientBuckets
+from tests.cluster import Cluster
+
+CONFIG = ModelConfig(layers=3, model_dim=16, heads=2, hidden=24, experts=4, k=2, batch=2, seq_len=9)
+WORK = Workload(2, 9, 16, 24, 4, k=2, ep=2, esp=2)
+# Links that make chunks and gradient pieces worth their while.
+LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
+COSTS = CostModel({**{name: Line(0.0, 1e-6) for name in LINES}, "gemm": Line(0.0, 1e-6)}, 0.9)
+
+
+def build(topology: Topology, recompute: bool = False) -> Transformer:
+    torch.manual_seed(3)
+    return Transformer(CONFIG, topology, recompute=recompute, dtype=torch.float64)
+
+
+def backward(model: Transformer, topology: Topology, buckets: GradientBuckets | None, seed: int) -> dict[str, Any]:
+    tokens = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(seed + topology.dp.index))
+    model.zero_grad(set_to_none=True)
+    if buckets is not None:
+        buckets.open()
+    torch.manual_seed(seed)
+    loss = model(tokens, tokens)
+    (loss.nats + 0.1 * loss.aux).backward()
+    sync_gradients(model, topology, buckets=buckets)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def planned(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, int]:
+    """Gradient pieces on the way, and parameters that they reduced."""
+    topology = Topology.from_sizes(2, 2, 2, ranks_per_node=2)
+    plain, model = build(topology), build(topology, recompute)
+    plan, buckets = plan_step(model, topology, policy, COSTS, WORK, limit=4)
+    done: list[int] = []
+    close = buckets.close
+    buckets.close = lambda: (done.append(len(found := close())), found)[1]  # type: ignore[method-assign]
+    for seed in (1, 2):
+        ours, theirs = backward(model, topology, buckets, seed), backward(plain, topology, None, seed)
+        for name, right in theirs.items():
+            torch.testing.assert_close(ours[name], right, rtol=1e-10, atol=1e-12, msg=f"{policy} {name}")
+    return sum(task.kind == "gradient-all-reduce" for task in plan), done[0]
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["fsmoe", pytest.param("lina", marks=pytest.mark.slow), "tutel_improved"])
+def test_pieces_on_the_way(cluster: Cluster, policy: str, recompute: bool) -> None:
+    for pieces, done in cluster.run(4, planned, policy, recompute):
+        assert pieces > 1 and done > 5
+
+
+def test_nothing_on_the_way_where_all_is_exposed(cluster: Cluster) -> None:
+    for _, done in cluster.run(4, planned, "sequential", False):
+        assert done == 0
+
+
+def ragged_stream(rank: int, world: int) -> None:
+    """Pieces that end inside parameters, gradients that some ranks lack, passes that add up."""
+    topology = Topology.from_sizes(1)
+    torch.manual_seed(0)
+    gate, experts = fusedmoe.gates.TopK(experts=2, k=1), fusedmoe.experts.FeedForward(4)
+    layer = fusedmoe.MoELayer(3, gate, experts, topology=topology)
+    model = nn.ModuleDict({"a": nn.Linear(5, 7), "b": nn.Linear(7, 3), "layer": layer})
+    twin = copy.deepcopy(model)
+    buckets = GradientBuckets(model, topology)
+    (size,) = buckets.layer_bytes
+    assert size == 4 * (35 + 7 + 21 + 3 + 2 * 3)
+    for begin in (False, True):
+        for each in (model, twin):
+            generator = torch.Generator().manual_seed(rank)
+            for parameter in each.parameters():
+                parameter.grad = None
+            for second in (False, True):
+                if second and each is model:
+                    buckets.open()
+                loss = sum((p * torch.randn(p.shape, generator=generator)).sum() for p in each["b"].parameters())
+                if rank:
+                    loss = loss + (each["a"].weight * torch.randn(7, 5, generator=generator)).sum()
+                loss.backward()
+                if not second and each is model:
+                    buckets.reduce(Task("gradient-all-reduce", 0, 0, "backward", size))  # not this pass's
+        pieces = [Task("gradient-all-reduce", n, 0, "backward", bytes_) for n, bytes_ in enumerate((30, 4, 88, 61))]
+        if begin:
+            buckets.begin(pieces[:2])
+            buckets.begin(pieces[2:])
+        else:
+            for piece in pieces:
+                buckets.reduce(piece)
+        sync_gradients(model, topology, buckets=buckets)
+        sync_gradients(twin, topology)
+        for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            if theirs.grad is None:
+                assert ours.grad is None, name
+            else:
+                torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+def test_a_stream_cut_anywhere(cluster: Cluster) -> None:
+    cluster.run(3, ragged_stream)
+
+
+def test_refusals() -> None:
+    model = build(Topology())
+    with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose sequential"):
+        plan_step(model, Topology(), "fast", COSTS, WORK)
+    with pytest.raises(ConfigError, match="no MoELayer"):
+        plan_step(nn.Linear(2, 2), Topology(), "fsmoe", COSTS, WORK)
