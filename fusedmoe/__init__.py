@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fusedmoe.autograd.hooks import HookContext as HookContext
     from fusedmoe.autograd.hooks import Hooks as Hooks
     from fusedmoe.comm.topology import Topology as Topology
+    from fusedmoe.engine.dispatcher import Dispatcher as Dispatcher
+    from fusedmoe.engine.dispatcher import Handle as Handle
     from fusedmoe.errors import ConfigError as ConfigError
     from fusedmoe.errors import RankError as RankError
     from fusedmoe.layers.fsmoe import CallbackBase as CallbackBase
@@ -37,7 +39,9 @@ _MODULES = ("experts", "gates", "graph", "hooks", "losses", "ops", "orders")
 _HOMES = {
     "CallbackBase": "layers.fsmoe",
     "ConfigError": "errors",
+    "Dispatcher": "engine.dispatcher",
     "ExpertBase": "layers.fsmoe",
+    "Handle": "engine.dispatcher",
     "HookContext": "autograd.hooks",
     "Hooks": "autograd.hooks",
     "LinearGate": "layers.fsmoe",

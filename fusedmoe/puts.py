@@ -13,8 +13,10 @@
 
 from __future__ import annotations
 
-from fusedmoe.autograd.chunk_experts import FusedChunks
-from fusedmoe.autograd.fused import (
+from fusedmoe.comm.heap import open_heap
+from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.engine.chunk_experts import FusedChunks
+from fusedmoe.engine.one_sided import (
     combine_results,
     dispatch_experts,
     dispatch_tokens,
@@ -22,8 +24,6 @@ from fusedmoe.autograd.fused import (
     fused_experts,
     make_route,
 )
-from fusedmoe.comm.heap import open_heap
-from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.kernels.one_sided import for_all_shards
 
 __all__ = [

@@ -79,13 +79,16 @@ class _Wait(torch.autograd.Function):
 
 
 class WaitingChunks:
-    """The same in chunks; see `fusedmoe.autograd.chunk_experts.ChunkExperts`."""
+    """The same in chunks; see `fusedmoe.engine.chunk_experts.ChunkExperts`."""
 
     any_degree = True
     parameters: Sequence[Tensor | None] = ()
 
     def __init__(self, row_s: float) -> None:
         self._row_s = row_s
+
+    def for_backward(self) -> WaitingChunks:
+        return self
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
         time.sleep(START_S + len(x_RM) * self._row_s)

@@ -19,12 +19,12 @@ from bench.gpu.device import package_version
 from bench.gpu.layer import Layer, leaf
 from bench.gpu.spread import PARTS
 from fusedmoe import ops
-from fusedmoe.autograd.chunk_experts import FusedChunks
-from fusedmoe.autograd.fused import Backward, Forward, make_route
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
-from fusedmoe.autograd.route import Route
 from fusedmoe.comm.heaps.local import local_heaps
 from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.engine.chunk_experts import FusedChunks
+from fusedmoe.engine.one_sided import Backward, Forward, make_route
+from fusedmoe.engine.route import Route
 from fusedmoe.kernels.triton.one_sided.put import return_rows
 
 _DEGREE = 2

@@ -68,7 +68,7 @@ def check_integers(operation: str, name: str, value: Any, dims: int, like: Tenso
 
 
 def check_choice(operation: str, expert_SK: Any, experts: int) -> None:
-    """Chosen experts: [S, K] integers in [0, experts), -1 for an empty slot."""
+    """Chosen experts: [S, K] integers in [0, experts), -1 for an empty pair."""
     check_count(operation, "experts", experts, 1)
     check_integers(operation, "expert_SK", expert_SK, 2)
     none_bad = bad_choices(expert_SK, experts) == 0
@@ -81,7 +81,7 @@ def bad_choices(expert_SK: Tensor, experts: int) -> Tensor:
 
 
 def choices_expected(experts: int) -> str:
-    return f"chosen experts must be numbers from 0 to {experts - 1}, or -1 for an empty slot"
+    return f"chosen experts must be numbers from 0 to {experts - 1}, or -1 for an empty pair"
 
 
 def check_row_values(operation: str, name: str, value_N: Any, layout: Layout) -> None:
@@ -128,14 +128,14 @@ def check_layout(operation: str, layout: Any) -> None:
 def _fits(layout: Layout) -> Tensor:
     """Whether all parts say the same of every row, as a scalar tensor; no host synchronisation."""
     offsets_E1, source_N, pair_N, row_SK = layout.offsets_E1.long(), layout.source_N, layout.pair_N, layout.row_SK
-    slots, kept = max(row_SK.numel(), 1), offsets_E1[-1]
+    pairs, kept = max(row_SK.numel(), 1), offsets_E1[-1]
     row_N = torch.arange(layout.rows, device=row_SK.device)
     padding_N = row_N >= kept
     fits = (offsets_E1[0] == 0) & (offsets_E1.diff() == layout.counts_E).all() & (layout.counts_E >= 0).all()
     fits &= (kept <= layout.rows) & (kept == (row_SK >= 0).sum()) & ((row_SK >= -1) & (row_SK < kept)).all()
-    fits &= ((pair_N >= 0) & (pair_N < slots)).all()
+    fits &= ((pair_N >= 0) & (pair_N < pairs)).all()
     if row_SK.numel():
-        fits &= ((row_SK.reshape(-1)[pair_N.clamp(0, slots - 1)] == row_N) | padding_N).all()
+        fits &= ((row_SK.reshape(-1)[pair_N.clamp(0, pairs - 1)] == row_N) | padding_N).all()
     if source_N is None:
         return fits & (kept == layout.rows)
     of_pair_N = pair_N.div(max(layout.k, 1), rounding_mode="floor")

@@ -13,13 +13,13 @@ from fusedmoe.kernels.layout import Layout
 
 
 def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority_S: Tensor | None = None) -> Layout:
-    """Sorts the routing slots by expert and drops what exceeds the capacity; deterministic.
+    """Sorts the (token, k) pairs by expert and drops what exceeds the capacity; deterministic.
 
-    Within an expert, slot k of all tokens comes before slot k + 1 (GShard: a second choice never displaces a first
+    Within an expert, choice k of all tokens comes before choice k + 1 (GShard: a second choice never displaces a first
     one), tokens in order, or by descending `priority_S` (V-MoE's batch-prioritised routing, ties in token order).
 
     Args:
-        expert_SK: [S, K] chosen experts, integers; -1 marks an empty slot.
+        expert_SK: [S, K] chosen experts, integers; -1 marks an empty pair.
         experts: E.
         capacity: rows that an expert takes from these tokens; None takes all.
         priority_S: [S] higher goes first.
@@ -44,7 +44,7 @@ def order(expert_SK: Tensor, experts: int, capacity: int | None = None, priority
 
 
 def permute(x_SM: Tensor, layout: Layout) -> Tensor:
-    """[S, M] -> [N, M]: a copy of each token's row for every slot that was kept, sorted by expert; zeros in padding.
+    """[S, M] -> [N, M]: a copy of each token's row for every pair that was kept, sorted by expert; zeros in padding.
 
     Any dtype, any strides. The backward, `unpermute`, needs the layout only.
 
@@ -57,7 +57,7 @@ def permute(x_SM: Tensor, layout: Layout) -> Tensor:
 
 
 def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
-    """[N, M] -> [S, M]: the sum of each token's rows, in slot order; zeros for a token whose slots were all dropped.
+    """[N, M] -> [S, M]: the sum of each token's rows, k by k; zeros for a token whose pairs were all dropped.
 
     Any dtype, any strides; padding rows are not read, and their gradient is zero. The backward, `permute`, needs the
     layout only.
@@ -71,9 +71,9 @@ def unpermute(rows_NM: Tensor, layout: Layout) -> Tensor:
 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
-    """[S, K] -> [N]: the value of the slot that each sorted row serves, such as its router weight; zeros in padding.
+    """[S, K] -> [N]: the value of the pair that each sorted row serves, such as its router weight; zeros in padding.
 
-    The backward gives each slot its row's gradient, 0 to slots without a row; it needs the layout only.
+    The backward gives each pair its row's gradient, 0 to pairs without a row; it needs the layout only.
 
     Raises:
         ConfigError: shapes or devices that do not fit.
@@ -81,7 +81,7 @@ def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:
     check_layout("take_pairs", layout)
     check_tensor("take_pairs", "value_SK", value_SK, layout.row_SK)
     if value_SK.shape != layout.row_SK.shape:
-        shapes = f"{list(layout.row_SK.shape)} slots, got {list(value_SK.shape)}"
+        shapes = f"{list(layout.row_SK.shape)} pairs, got {list(value_SK.shape)}"
         refuse("take_pairs", f"value_SK must have a value for each of the layout's {shapes}")
     return operators.take_pairs(value_SK, *layout.tensors)
 

@@ -40,8 +40,11 @@ from fusedmoe.schedule.weight_placement import solved
 _LIKE = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
 _RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
 _REDUCES = frozenset({"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "var", "prod"})
-_ALONG = {"_softmax": 1, "_log_softmax": 1, "softmax": 1, "log_softmax": 1, "cumsum": 1, "topk": 2, "sort": 1}
-_CUTS = {"split": 2, "split_with_sizes": 2, "slice": 1, "chunk": 2}
+# Operators that go along one dimension, by the place of it among their arguments; and its default where it is not 0.
+_ALONG = {
+    **dict.fromkeys(("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "sort", "slice"), 1),
+    **dict.fromkeys(("topk", "split", "split_with_sizes", "chunk"), 2),
+}
 _DEFAULT_DIM = {"topk": -1, "sort": -1}
 # Of the ways to see a dimension as joined: the more there are, the longer the search.
 _OUTERS = 6
@@ -200,10 +203,6 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> In
         if axis.dim >= len(shape) - len(normalised):
             return None
         return [(first, axis), *((one, None) for one in args[2:4] if isinstance(one, fx.Node))]
-    if name in _CUTS:
-        place = _CUTS[name]
-        dim = _dim(args[place] if len(args) > place else node.kwargs.get("dim", 0), len(source))
-        return [(first, axis)] if axis.dim != dim else None
     if name in ("select", "unbind"):
         dim = _dim(args[1] if len(args) > 1 else 0, len(source))
         return [(first, Axis(axis.dim + (axis.dim >= dim), axis.outer))]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
-from typing import Any, Literal, Self, cast
+from functools import cache
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,28 +12,24 @@ from torch import Tensor, nn
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
 from fusedmoe.autograd.linear import linear
-from fusedmoe.autograd.moe import through_experts
-from fusedmoe.autograd.order import permute, unpermute
 from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows, sum_gradient
-from fusedmoe.autograd.pipeline import GradientPieces, Pipeline, Plans, pipeline
-from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_reduce, device_of
-from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.dispatcher import Dispatcher, recomputing
+from fusedmoe.engine.run import Followed, Gradients, Plans
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.layout import Layout, contiguous_layout
-from fusedmoe.layers.by_puts import Way, fused_experts
+from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.experts.base import require_own_experts
 from fusedmoe.layers.gates import Gate, SoftMoE
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.load import Load
-from fusedmoe.layers.orders import Dropless, Einsum, Order, Ordered, Sparse, slot_weights
+from fusedmoe.layers.orders import Dropless, Einsum, Order, Sparse
 from fusedmoe.layers.placed import Placed, first_place
-from fusedmoe.layers.planner import Followed, Planner
+from fusedmoe.layers.planner import Planner
 from fusedmoe.layers.refusals import Refusals, no_routing, require_kind
 from fusedmoe.layers.schedule import Schedule
-from fusedmoe.runtime.execute import Streams, require_runnable
+from fusedmoe.runtime.execute import require_runnable
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import Task
 
@@ -56,7 +52,8 @@ class MoELayer(nn.Module):
         experts: the experts' network; each rank makes the parameters of its own.
         order: how rows are laid out; by default `Dropless` for a gate without capacity, else `Sparse`.
         topology: where ranks stand; by default a world of one (data parallelism around it needs nothing else).
-        dispatch: all-to-all algorithm, "direct", "1dh" or "2dh".
+        dispatch: all-to-all algorithm, "direct", "1dh" or "2dh"; or a `Dispatcher` of your own, which then has the say
+            over how rows travel, and whose hooks and plans are its own.
         hooks: user code at six seams, `Hooks`.
         shared: an experts' network that sees every token (DeepSeek's shared expert), replicated on all ranks.
         mp_input: what the model-parallel ranks pass in. "replicated": all the same x; each routes its slice of the
@@ -74,6 +71,7 @@ class MoELayer(nn.Module):
         device, dtype: of the parameters.
 
     Attributes:
+        dispatcher: takes rows to their experts and back.
         placed: where the experts are, with "fssdp"; None where they do not move, as with one rank.
         aux_loss: the gate's weighted auxiliary losses in the last forward, a scalar to add to the loss. Like the task's
             loss, it is the same on every rank of an MP group, except with mp_input="split", where it is this rank's
@@ -111,7 +109,7 @@ class MoELayer(nn.Module):
         *,
         order: Order | None = None,
         topology: Topology | None = None,
-        dispatch: str = "direct",
+        dispatch: str | Dispatcher = "direct",
         hooks: Iterable[Hooks] = (),
         shared: Experts | None = None,
         mp_input: MpInput = "replicated",
@@ -142,7 +140,7 @@ class MoELayer(nn.Module):
         self.model_dim, self.mp_input = model_dim, mp_input
         self.hooks = hooks
         self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
-        self.dispatch = dispatch
+        self.dispatch = str(dispatch)
         self.topology.agree(
             {
                 "model_dim": model_dim,
@@ -150,7 +148,7 @@ class MoELayer(nn.Module):
                 "experts": experts.describe(),
                 "shared": None if shared is None else shared.describe(),
                 "order": str(self.order),
-                "dispatch": dispatch,
+                "dispatch": self.dispatch,
                 "hooks": [type(hook).__name__ for hook in self.hooks],
                 "mp_input": mp_input,
                 "schedule": repr(schedule),
@@ -169,7 +167,6 @@ class MoELayer(nn.Module):
         else:
             local = gate.experts // ep.size
             place = Place(ep.index * local, local, esp.index, esp.size)
-        self.all_to_all = make_all_to_all(dispatch, self.topology)
         self.gate, self.experts, self.shared = gate, experts, shared
         gate.setup(model_dim, device=device, dtype=dtype)
         experts.setup(model_dim, place, device=device, dtype=dtype)
@@ -188,12 +185,14 @@ class MoELayer(nn.Module):
                 raise _no_load(gate)
             self.placed = Placed(experts, gate.experts, self.topology)
         self.recorder: Recorder | None = None
-        self._planner = Planner(
-            self.topology, experts, Schedule.named(schedule) if isinstance(schedule, str) else schedule
-        )
+        named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
+        self._planner = Planner(self.topology, experts, named, gate.k)
+        if isinstance(dispatch, Dispatcher):
+            self.dispatcher = dispatch
+        else:
+            self.dispatcher = self._planner.dispatcher(dispatch, hooks, self.placed)
         self._refusals = Refusals(self.topology)
         self._load = Load(gate.experts)
-        self._streams = Streams()
         self.aux_loss = torch.zeros(())
         self._ran_without_graph = False
         self.register_load_state_dict_pre_hook(require_own_experts)
@@ -256,38 +255,16 @@ class MoELayer(nn.Module):
             self._count(routing)
         if self.topology.ep.size == self.topology.esp.size == 1:
             self._refusals.refuse(refusal)
+        if self.placed is not None and isinstance(routing, SoftRouting):
+            raise _no_load(self.gate)
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
-        if not self._travels and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
-            # The experts gather from the tokens themselves.
-            with span(recorder, "order", kind="order", phase="forward"):
-                layout = self.order.layout(routing, self.gate.experts)
-                weight_N = slot_weights(routing, layout)
-            self._load.kept_E = layout.counts_E
-            y_SM = self.experts(x_SM, layout, weight_N)
-        elif self.placed is not None:
-            y_SM = self._through_placed(self.placed, x_SM, routing, refusal)
-        elif way := self._way(x_SM, routing):
-            self._refusals.refuse(refusal)
-            with span(recorder, "order", kind="order", phase="forward"):
-                layout = self.order.layout(cast(Routing, routing), self.gate.experts)
-            self._load.kept_E = layout.counts_E
-            experts, weight_SK = self.experts.in_chunks(x_SM), cast(Routing, routing).weight_SK
-            y_SM = fused_experts(x_SM, weight_SK, layout, self.topology, experts, way, recorder)
-        elif self._planner.in_chunks and isinstance(routing, Routing) and not isinstance(self.order, Einsum):
-            # Rows are copied in the order in which their chunks go.
-            with span(recorder, "order", kind="order", phase="forward"):
-                layout = self.order.layout(routing, self.gate.experts).exact()
-                weight_N = slot_weights(routing, layout)
-            self._load.kept_E = layout.counts_E
-            exchange = self._meet(layout.counts_E, x_SM, refusal)
-            y_SM = self._pipelined(x_SM, layout, weight_N, exchange, self.experts)
-        else:
-            with span(recorder, "order", kind="order", phase="forward"):
-                ordered = self.order.order(x_SM, routing, self.gate.experts)
-            self._load.kept_E = ordered.counts_E if ordered.layout is None else ordered.layout.counts_E
-            out_NM = self._compute(ordered, refusal)
-            with span(recorder, "unorder", kind="unorder", phase="forward"):
-                y_SM = self.order.restore(out_NM, ordered)
+        with span(recorder, "order", kind="order", phase="forward"):
+            ordered = self.order.order(x_SM, routing, self.gate.experts)
+        self._load.kept_E = ordered.kept_E
+        self.dispatcher.recorder = recorder
+        y_SM = self.dispatcher.through_experts(ordered.x_SM, ordered.layout, ordered.weight_SK, self.experts, refusal)
+        with span(recorder, "unorder", kind="unorder", phase="forward"):
+            y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
         if self.shared is not None:
             self.shared.recorder = recorder
@@ -298,79 +275,10 @@ class MoELayer(nn.Module):
         self._keep_aux(routing.aux_loss)
         return y_SM
 
-    def _compute(self, ordered: Ordered, refusal: str | None) -> Tensor:
-        """The experts' results of rows sorted by expert."""
-        if not self._travels:
-            layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
-            return self.experts(ordered.rows_NM, layout, ordered.weight_N)
-        exchange = self._meet(ordered.counts_E, ordered.rows_NM, refusal)
-        if self._planner.in_chunks:
-            layout = contiguous_layout(ordered.counts_E, len(ordered.rows_NM))
-            return self._pipelined(ordered.rows_NM, layout, ordered.weight_N, exchange, self.experts)
-        return through_experts(ordered.rows_NM, ordered.weight_N, exchange, self.experts, self.hooks, self.recorder)
-
-    def _through_placed(
-        self, placed: Placed, x_SM: Tensor, routing: Routing | SoftRouting, refusal: str | None
-    ) -> Tensor:
-        """From tokens to results where experts are placed."""
-        if isinstance(routing, SoftRouting):
-            raise _no_load(self.gate)
-        if not placed.hooked or not (placed.begun or _recomputing()):
-            placed.recorder = self.recorder
-            placed.begin()
-        with span(self.recorder, "order", kind="order", phase="forward"):
-            layout = self.order.layout(routing, self.gate.experts).exact()
-            self._load.kept_E = layout.counts_E
-            layout = placed.split(layout, self.training and not _recomputing())
-            weight_N = slot_weights(routing, layout)
-        refusal = refusal or placed.refusal()
-        exchange = self._meet(layout.counts_E, x_SM, refusal, held=max(1, len(placed.held)))
-
-        def compute(experts: Experts) -> Tensor:
-            if self._planner.in_chunks:
-                return self._pipelined(x_SM, layout, weight_N, exchange, experts)
-            rows_NM = permute(x_SM, layout)
-            out_NM = through_experts(rows_NM, weight_N, exchange, experts, self.hooks, self.recorder)
-            return unpermute(out_NM, layout)
-
-        return placed.call(compute, _recomputing())
-
-    def _meet(self, counts_E: Tensor, rows: Tensor, refusal: str | None, held: int | None = None) -> Exchange:
-        with span(self.recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
-            return Exchange(self.all_to_all, self.topology.esp, counts_E, rows.dtype, refusal, held=held)
-
-    def _pipelined(
-        self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None, exchange: Exchange, local: Experts
-    ) -> Tensor:
-        """Dispatch, experts and combine by plans."""
-        experts = local.in_chunks(x_SM)
-        followed = self._planner.followed(x_SM, exchange.most_rows, self.experts, experts.any_degree)
-        run = Pipeline(
-            layout,
-            exchange,
-            experts,
-            followed.plans,
-            partial(self.topology.stop, "MoELayer"),
-            self.hooks,
-            self.recorder,
-            self._streams.on(x_SM.device),
-            followed.gradients,
-            followed.beside,
-        )
-        return pipeline(x_SM, weight_N, run)
-
     @property
     def parts(self) -> tuple[str, ...]:
         """The kinds of tasks that plans of this layer have, by collectives."""
         return self._planner.kinds
-
-    def _way(self, x_SM: Tensor, routing: Routing | SoftRouting) -> Way | None:
-        """How kernels send and receive by themselves; None where collectives do. The first call is collective."""
-        if not self._planner.asks_for_puts:
-            return None
-        between = bool(self.hooks) or isinstance(self.order, Einsum) or self.placed is not None
-        direct = isinstance(routing, Routing) and not between
-        return self._planner.way(x_SM, self.gate.k, self.experts, direct)
 
     def _replicated(self, module: nn.Module, *inputs: Any) -> Any:
         """Calls a module whose parameters are replicated.
@@ -383,7 +291,7 @@ class MoELayer(nn.Module):
         parameters = {name: sum_gradient(parameter, mp) for name, parameter in module.named_parameters()}
         return torch.func.functional_call(module, parameters, inputs)
 
-    def follow(self, plans: Plans, gradients: GradientPieces | None = None, beside: Sequence[Task] = ()) -> None:
+    def follow(self, plans: Plans, gradients: Gradients | None = None, beside: Sequence[Task] = ()) -> None:
         """From now on the layer works by these plans, the same on every rank, whatever its schedule.
 
         Args:
@@ -422,12 +330,12 @@ class MoELayer(nn.Module):
         self._load.kept_E = kept_E
 
     def _count(self, routing: Routing | SoftRouting) -> None:
-        self._load.count(routing, summed=self.training and self._balances and not _recomputing())
+        self._load.count(routing, summed=self.training and self._balances and not recomputing())
 
     def _keep_aux(self, aux: Tensor) -> None:
         mp = self.topology.mp
         aux = aux / mp.size if self.mp_input == "split" else mean_over(aux, mp)
-        if not _recomputing():
+        if not recomputing():
             self._ran_without_graph |= self.training and not torch.is_grad_enabled()
         elif aux.requires_grad and not self._ran_without_graph:
             # Non-reentrant checkpointing: gradients go through the first forward's graph. The graph made here, held by
@@ -465,7 +373,8 @@ class MoELayer(nn.Module):
 
     def _tap(self, tensor: Tensor, seam: str) -> Tensor:
         """The identity, whose backward passes the gradient through the hooks at `seam`."""
-        return linear(tensor, lambda t: t, lambda grad: run_hooks(self.hooks, seam, grad, HookContext("backward")))
+        hooks = self.hooks  # the graph does not hold the layer
+        return linear(tensor, lambda t: t, lambda grad: run_hooks(hooks, seam, grad, HookContext("backward")))
 
     def _like(self, x: Tensor) -> Tensor:
         """A tensor of the dtype and device that x should have: a parameter of the experts; x itself without any."""
@@ -499,8 +408,3 @@ def _keep_out_of_graphs() -> None:
     """Compiled models call `_guarded` as it is. Said with the first layer, not with the module: to say so imports the
     compiler, which takes longer than all of this library."""
     MoELayer._guarded = torch.compiler.disable(MoELayer._guarded)  # type: ignore[method-assign]
-
-
-def _recomputing() -> bool:
-    """Whether this forward runs inside a backward, for activation checkpointing: nothing may then count twice."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

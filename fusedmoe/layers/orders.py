@@ -7,28 +7,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.autograd.order import order, take_pairs
+from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
 
-__all__ = ["ORDERS", "Dropless", "Einsum", "Order", "Ordered", "Sparse", "slot_weights"]
+__all__ = ["ORDERS", "Dropless", "Einsum", "Order", "Ordered", "Sparse"]
 
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """Tokens in the experts' layout.
+    """What is dispatched of a batch.
 
     Attributes:
-        rows_NM: sorted by expert.
-        counts_E: rows of each expert.
-        weight_N: router weights that the experts' side applies; None if `restore` applies them.
-        layout: indices, or combine_SN: the matrix that restores tokens.
+        x_SM: the tokens, or rows that were made of them.
+        layout: sorts their rows by expert.
+        weight_SK: router weights that the experts' side applies; None if `restore` applies them.
+        kept_E: slots that each expert got.
+        combine_SN: the matrix that restores tokens; None: a token's result is the sum of its rows'.
     """
 
-    rows_NM: Tensor
-    counts_E: Tensor
-    weight_N: Tensor | None
-    layout: Layout | None = None
+    x_SM: Tensor
+    layout: Layout
+    weight_SK: Tensor | None
+    kept_E: Tensor
     combine_SN: Tensor | None = None
 
 
@@ -50,26 +51,20 @@ class Order:
         if isinstance(routing, SoftRouting):
             rows_NM = routing.dispatch_SN.to(x_SM.dtype).t() @ x_SM
             counts_E = torch.full((experts,), routing.slots, device=x_SM.device)
-            return Ordered(rows_NM, counts_E, None, combine_SN=routing.combine_SN)
+            layout = contiguous_layout(counts_E, len(rows_NM))
+            return Ordered(rows_NM, layout, None, counts_E, routing.combine_SN)
         return self._order(x_SM, routing, experts)
 
-    def restore(self, out_NM: Tensor, ordered: Ordered) -> Tensor:
-        if ordered.combine_SN is not None:
-            return ordered.combine_SN.to(out_NM.dtype) @ out_NM
-        assert ordered.layout is not None
-        return unpermute(out_NM, ordered.layout)
+    def restore(self, y_SM: Tensor, ordered: Ordered) -> Tensor:
+        """Tokens' results from those of `ordered.x_SM`."""
+        return y_SM if ordered.combine_SN is None else ordered.combine_SN.to(y_SM.dtype) @ y_SM
 
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
-        layout = self.layout(routing, experts).exact()
-        return Ordered(permute(x_SM, layout), layout.counts_E, slot_weights(routing, layout), layout)
+        layout = self.layout(routing, experts)
+        return Ordered(x_SM, layout, routing.weight_SK, layout.counts_E)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-
-def slot_weights(routing: Routing, layout: Layout) -> Tensor:
-    """The router weight of each sorted row, [N], differentiable."""
-    return take_pairs(routing.weight_SK, layout)
 
 
 class Sparse(Order):
@@ -100,12 +95,13 @@ class Einsum(Order):
         expert_N = torch.arange(experts, device=x_SM.device).repeat_interleave(layout.counts_E)
         place_N = torch.arange(layout.rows, device=x_SM.device) - start_E[expert_N] + expert_N * capacity
         index = (layout.source_N, place_N)
-        weight_N = slot_weights(routing, layout)
+        weight_N = take_pairs(routing.weight_SK, layout)
         blank_SN = weight_N.new_zeros(layout.tokens, experts * capacity)
         dispatch_SN = blank_SN.index_put(index, torch.ones_like(weight_N)).to(x_SM.dtype)
         combine_SN = blank_SN.index_put(index, weight_N)
         counts_E = torch.full_like(layout.counts_E, capacity)
-        return Ordered(dispatch_SN.t() @ x_SM, counts_E, None, layout, combine_SN)
+        rows_NM = dispatch_SN.t() @ x_SM
+        return Ordered(rows_NM, contiguous_layout(counts_E, len(rows_NM)), None, layout.counts_E, combine_SN)
 
 
 ORDERS: dict[str, type[Order]] = {"sparse": Sparse, "dropless": Dropless, "einsum": Einsum}

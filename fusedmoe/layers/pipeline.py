@@ -11,10 +11,11 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.autograd.pipeline import Plans
-from fusedmoe.autograd.stack import through_stack
-from fusedmoe.autograd.stage import Gradients, Stack
+from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.run import Gradients, Plans, Run
+from fusedmoe.engine.stack import through_stack
+from fusedmoe.engine.state import Cut
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.moe import MoELayer
@@ -77,7 +78,7 @@ class PipelinedBlocks(nn.Module):
             _refuse(layer, number, self.topology)
         sizes = self.topology.beside(self.topology.esp, "sizes")
         self._stages = [BlockStage(*block, sizes, along == "positions", recompute) for block in parts]
-        self._streams = Streams()
+        self._streams, self._cut = Streams(), Cut(self.topology.ep.size, int(along == "positions"))
         kinds, waits = self._layers()[0].parts, self.waits
         plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(STAGES, degrees, strict=True))
         self.follow(Plans(*plans))
@@ -129,23 +130,15 @@ class PipelinedBlocks(nn.Module):
             if x.dim() < least or x.shape[-1] != self._layers()[0].model_dim:
                 want = f"[samples, {'positions, ' * (least - 2)}…, {self._layers()[0].model_dim}]"
                 raise ConfigError(f"pipeline got input of shape {list(x.shape)}; it takes {want}")
-            z, aux = through_stack(x, self._stack(x))
+            z, aux = through_stack(x, self._stages, self._run(x), self._cut)
         for layer, loss in zip(self._layers(), aux, strict=True):
             layer.aux_loss = loss / self.topology.mp.size
         return z
 
-    def _stack(self, x: Tensor) -> Stack:
+    def _run(self, x: Tensor) -> Run:
         stop = partial(self.topology.stop, "pipeline")
-        return Stack(
-            self._stages,
-            self.plans,
-            self.topology.ep.size,
-            stop,
-            axis=int(self.along == "positions"),
-            gradients=self._gradients,
-            recorder=self.recorder,
-            streams=self._streams.on(x.device),
-        )
+        streams = self._streams.on(x.device)
+        return Run(self.plans, stop, recorder=self.recorder, streams=streams, gradients=self._gradients)
 
     def _check(self, phase: str, plans: Plans, gradients: Gradients | None) -> None:
         plan = plans.forward if phase == "forward" else plans.backward
@@ -236,6 +229,7 @@ def _refuse(layer: MoELayer, number: int, topology: Topology) -> None:
         (part == "gate", f"{gate} looks at whole batches, so that only what follows it can be split: use schedule=…"),
         (part == "order", "an order by products cannot be split: use Sparse() or Dropless()"),
         (part == "hooks", "hooks see whole layers: use MoELayer(schedule=…) with them"),
+        (layer.dispatch not in ALGORITHMS, "a dispatcher of your own takes whole layers: name an all-to-all algorithm"),
         (layer.placed is not None, "experts under a placement are whole layers': use MoELayer(schedule=…) with them"),
         (
             layer.topology is not topology and topology.size * layer.topology.size > 1,

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import FusedChunks
-from fusedmoe.autograd.pipeline import GradientPieces, Plans
+from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.by_puts import Way, choose_way, has_heap
+from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks
+from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local
+from fusedmoe.engine.run import Followed, Plans
+from fusedmoe.layers.dispatchers import Moving, OneSided, Transport, choose_transport, has_heap
 from fusedmoe.layers.experts import Experts
+from fusedmoe.layers.placed import Placed
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, require_same_plans
 from fusedmoe.runtime.execute import Here, runnable_kinds
-from fusedmoe.schedule.task import FUSED, Task
+from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.workload import Workload
 
 
-class Followed(NamedTuple):
-    """Plans that a layer follows.
-
-    Attributes:
-        gradients: reduces the gradient pieces that the backward plan has, and those `beside` what follows it.
-    """
-
-    plans: Plans
-    gradients: GradientPieces | None = None
-    beside: Sequence[Task] = ()
-
-
 class Planner:
-    """Of one layer.
+    """Finds the plans of one layer, whose tokens have `k` experts each.
 
     Attributes:
         schedule: None: nothing goes in chunks, unless plans are told.
@@ -44,8 +36,8 @@ class Planner:
         ConfigError: the experts cannot say what they compute, and the schedule has degrees to choose.
     """
 
-    def __init__(self, topology: Topology, experts: Experts, schedule: Schedule | None) -> None:
-        self._topology = topology
+    def __init__(self, topology: Topology, experts: Experts, schedule: Schedule | None, k: int) -> None:
+        self._topology, self._experts, self._k = topology, experts, k
         ep, esp = topology.ep.size, topology.esp.size
         if schedule is not None and schedule.degrees is None:
             if ep * esp == 1:
@@ -56,55 +48,56 @@ class Planner:
         self.schedule = schedule
         self.told: Followed | None = None
         self.made: dict[Workload | None, Plans] = {}
-        self._ways: dict[tuple[torch.dtype, torch.device], Way | None] = {}
+        self._transports: dict[tuple[torch.dtype, torch.device], Transport | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"told": None}
-
-    @property
-    def in_chunks(self) -> bool:
-        return self.schedule is not None or self.told is not None
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of tasks that plans by collectives have."""
         return runnable_kinds(Here(self._topology.ep.size, self._topology.esp.size), "itself")
 
-    def followed(self, x_SM: Tensor, rows: int, experts: Experts, any_degree: bool) -> Followed:
-        """What was told, or the schedule's plans, by collectives, for so many rows of the rank that sends the most."""
-        if self.told is not None:
+    def followed(self, x_SM: Tensor, rows: int, chunks: ChunkExperts) -> Followed | None:
+        """What was told, or the schedule's plans, by collectives, for so many rows of the rank that sends the most.
+        None: nothing goes in chunks."""
+        if self.told is not None or self.schedule is None:
             return self.told
-        workload = self._workload(x_SM, rows, experts)
+        workload = self._workload(x_SM, rows)
         if workload not in self.made:
-            self.made[workload] = self._plans(x_SM, workload, any_degree, self.kinds)
+            self.made[workload] = self._plans(x_SM, workload, chunks.any_degree, self.kinds)
         return Followed(self.made[workload])
 
-    @property
-    def asks_for_puts(self) -> bool:
-        return self.told is None and self.schedule is not None and self.schedule.policy == FUSED_POLICY
+    def dispatcher(self, algorithm: str, hooks: Sequence[Hooks], placed: Placed | None) -> Dispatcher:
+        """What takes rows by these plans. `algorithm`: of all-to-alls.   `placed`: the experts where they move."""
+        topology, all_to_all = self._topology, make_all_to_all(algorithm, self._topology)
+        if topology.ep.size * topology.esp.size == 1 and not hooks:
+            return Local()
+        if placed is not None:
+            return Moving(placed, topology, all_to_all, self.followed, hooks)
+        collectives = Collectives(topology, all_to_all, self.followed, hooks)
+        one_sided = self.schedule is not None and self.schedule.policy == FUSED_POLICY and not hooks
+        return OneSided(self.transport, collectives) if one_sided else collectives
 
-    def way(self, x_SM: Tensor, k: int, experts: Experts, direct: bool) -> Way | None:
+    def transport(self, x_SM: Tensor) -> Transport | None:
         """How kernels send and receive by themselves; None where collectives do. The first call in a dtype and on a
-        device is collective.
-
-        Args:
-            k: experts of a token.   direct: as `Here.direct`.
-        """
+        device is collective."""
+        if self.told is not None or self.schedule is None or self.schedule.policy != FUSED_POLICY:
+            return None
         at = x_SM.dtype, x_SM.device
-        if at not in self._ways:
-            self._ways[at] = self._choose_way(x_SM, k, experts, direct)
-        return self._ways[at]
+        if at not in self._transports:
+            self._transports[at] = self._choose_transport(x_SM)
+        return self._transports[at]
 
-    def _choose_way(self, x_SM: Tensor, k: int, experts: Experts, direct: bool) -> Way | None:
+    def _choose_transport(self, x_SM: Tensor) -> Transport | None:
         topology = self._topology
         here = Here(
             topology.ep.size,
             topology.esp.size,
-            isinstance(experts.in_chunks(x_SM), FusedChunks),
-            direct,
-            x_SM.dtype,
-            x_SM.device,
-            lambda: has_heap(topology, x_SM.device),
+            isinstance(self._experts.in_chunks(x_SM), FusedChunks),
+            dtype=x_SM.dtype,
+            device=x_SM.device,
+            heap=lambda: has_heap(topology, x_SM.device),
         )
         kinds = runnable_kinds(here, "itself")
         kind = next((kind for kind in kinds if kind in FUSED), None)
@@ -112,17 +105,17 @@ class Planner:
             return None
 
         def plans_for(tokens: int) -> Plans:
-            return self._plans(x_SM, self._workload(x_SM, tokens * k, experts), any_degree=False, kinds=kinds)
+            return self._plans(x_SM, self._workload(x_SM, tokens * self._k), any_degree=False, kinds=kinds)
 
-        return choose_way(topology, kind, x_SM, plans_for)
+        return choose_transport(topology, kind, x_SM, plans_for)
 
-    def _workload(self, x_SM: Tensor, rows: int, experts: Experts) -> Workload | None:
+    def _workload(self, x_SM: Tensor, rows: int) -> Workload | None:
         """What a schedule must know; None where it has nothing to choose."""
         assert self.schedule is not None
         if self.schedule.degrees is not None:
             return None
         ep, esp = self._topology.ep.size, self._topology.esp.size
-        return experts.workload(_rounded(rows), x_SM.dtype.itemsize, ep, esp)
+        return self._experts.workload(_rounded(rows), x_SM.dtype.itemsize, ep, esp)
 
     def _plans(self, x_SM: Tensor, workload: Workload | None, any_degree: bool, kinds: tuple[str, ...]) -> Plans:
         """Plans of such tasks. The first of a layer is collective over all ranks, where it has to be measured for."""

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.schedule.cost import CostModel

@@ -1,4 +1,4 @@
-"""A block as a stack of layers calls it (`fusedmoe.autograd.stage`): modules, told apart from what runs them."""
+"""A block as a stack of layers calls it (`fusedmoe.engine.stack`): modules, told apart from what runs them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts
 from fusedmoe.autograd.linear_later import Later
-from fusedmoe.autograd.stage import Choice, Dense
+from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.dispatcher import Collectives
+from fusedmoe.engine.state import Choice, Dense
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.gates.base import Gate, Routing
@@ -39,6 +41,7 @@ class BlockStage:
         self._layer, self._sizes, self._recompute = layer, sizes, recompute
         self._dense = _DensePart(dense, layer, in_positions)
         self._names = [name for name, _ in self._dense.named_parameters()]
+        self._collectives = Collectives(layer.topology, make_all_to_all(layer.dispatch, layer.topology))
         gate = layer.gate
         self.experts_in_all = gate.experts
         self._limited = _limited(gate, layer.order)
@@ -64,11 +67,11 @@ class BlockStage:
         past: Sequence[tuple[Tensor, ...]],
         later: Later | None,
     ) -> Dense:
-        named = dict(zip(self._names, parameters, strict=True))
+        named, part = dict(zip(self._names, parameters, strict=True)), self._dense  # a graph may keep what computes
 
         def compute(x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> Any:
             with nullcontext() if later is None else later:
-                return torch.func.functional_call(self._dense, named, (x, drawn, past))
+                return torch.func.functional_call(part, named, (x, drawn, past))
 
         if self._recompute and torch.is_grad_enabled():
             # To its end: a dense part that communicates must do so on all ranks alike.
@@ -98,8 +101,7 @@ class BlockStage:
     def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice]) -> Exchange:
         found = (self._layer.refuse_logits(routing) for routing in routings if isinstance(routing, Routing))
         refusal = next((text for text in found if text), None)
-        esp = self._layer.topology.esp
-        return Exchange(self._layer.all_to_all, esp, counts, like.dtype, refusal, self._sizes)
+        return self._collectives.exchange(counts, like.dtype, refusal, sizes=self._sizes)
 
     def experts(self, like: Tensor) -> ChunkExperts:
         experts = self._layer.experts

@@ -21,13 +21,14 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import EXCHANGES, PlacementCosts, layer_s, load, transfers_s
 from fusedmoe.placement.transfers import gather
 
-#: What the unevenness of all ranks counts beside the busiest one: of equally fast placements it leads to the more even.
+#: In the local search, what the unevenness of all ranks counts beside the busiest one: of equally fast placements it
+#: leads to the more even.
 _EVENNESS = 0.1
-#: Steps from one start; from Algorithm 1, 32 experts on 16 ranks take fewer than 10.
+#: Its steps from one start; from Algorithm 1, 32 experts on 16 ranks take fewer than 10.
 _STEPS = 60
 #: So many slots are few: then the search starts from no replicas as well. With more, Algorithm 1 is as good a start.
 _FEW_SLOTS = 16
-#: A step that gains a smaller share is not taken.
+#: A step of it that gains a smaller share is not taken.
 _GAIN = 1e-3
 #: Iterations between two shardings.
 EVERY = 100

@@ -45,8 +45,8 @@ class GradientBuckets:
     """The gradients of a model's dense parts in the order of back-propagation, last layer first.
 
     A layer's dense part is what comes before its experts in the order of the model's parameters, back to the experts of
-    the layer before; its gate belongs to it. What comes after the last experts, and experts themselves, are not
-    in them.
+    the layer before; its gate belongs to it. Neither what comes after the last experts nor experts themselves are in
+    them.
 
     Buckets are filled in the order in which plans run them, the same on every rank. A parameter whose gradient is not
     there on every rank when its first part goes is left out, and `sync_gradients(…, buckets=…)` reduces it. The host

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.pipeline import PipelinedBlocks

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import experts, gates
-from fusedmoe.autograd import stack_state
-from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine import run as engine
+from fusedmoe.engine.dispatcher import Collectives, Dispatcher
 from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.splits import StepSplit, micro_schedule
@@ -43,6 +45,13 @@ def make_blocks(**options: Any) -> list[Parts]:
     ]
 
 
+class Apart(Collectives):
+    """Dispatch, experts and combine by autograd, which sees no more of an operation than its results. Rows that travel
+    are kept where they arrive, on one rank, too."""
+
+    through_experts = Dispatcher.through_experts
+
+
 def peak(run: Callable[[Tensor], Tensor]) -> int:
     gc.collect()
     x_BLM, weight_BLM = torch.randn(2, B, L, M)
@@ -70,9 +79,8 @@ def test_peak(split: StepSplit, monkeypatch: pytest.MonkeyPatch) -> None:
                 bodies[task.kind](task)
 
     # One thread: what counts operations sees its own thread only.
-    monkeypatch.setattr(stack_state, "execute", in_sequence)
-    # Rows that travel are kept where they arrive: with hooks they travel on one rank, too.
-    plain = peak(one_after_the_other(make_blocks(hooks=[Hooks()])))
+    monkeypatch.setattr(engine, "execute", in_sequence)
+    plain = peak(one_after_the_other(make_blocks(dispatch=Apart(Topology(), make_all_to_all("direct", Topology())))))
     blocks = make_blocks()
     run = fusedmoe.pipeline(blocks)
     costs = Workload(B, L, M, H, E, k=K).step_costs(COSTS, [0] * LAYERS, blocks[0].experts.parts, whole=True)

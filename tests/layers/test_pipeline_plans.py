@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import fusedmoe
 from fusedmoe import ConfigError, experts, gates
 from fusedmoe.autograd.linear_later import Later
-from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.run import Plans
 from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan

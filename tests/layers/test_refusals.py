@@ -272,7 +272,7 @@ def nothing_is_sent(rank: int, world: int) -> int:
     layer = make(Topology.from_sizes(2, 2, 2))
     layer(torch.randn(5, M))
     moved = []
-    layer.all_to_all = Spy(layer.all_to_all, moved)
+    layer.dispatcher.all_to_all = Spy(layer.dispatcher.all_to_all, moved)
     x = torch.randn(5, M)
     x[0] = torch.nan if rank == 0 else 1.0
     with pytest.raises(RankError):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fusedmoe
-from fusedmoe.autograd.pipeline import Plans
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers import planner as planner_module
 from fusedmoe.layers import schedule as schedule_module

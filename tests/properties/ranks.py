@@ -179,7 +179,7 @@ def spoil(rank: int, world: int, ep: int, esp: int, seed: int) -> tuple[str, str
 
 def _layer(topology: Topology, gate: Any, moved: list[str]) -> MoELayer:
     made = MoELayer(3, gate, fusedmoe.experts.FeedForward(2), topology=topology, mp_input="split", dtype=torch.float64)
-    made.all_to_all = Spy(made.all_to_all, moved)
+    made.dispatcher.all_to_all = Spy(made.dispatcher.all_to_all, moved)
     return made
 
 

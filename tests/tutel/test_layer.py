@@ -21,7 +21,7 @@ from fusedmoe.losses import balance_loss
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.tutel import moe, net
 from fusedmoe.tutel.experts import ffn
-from fusedmoe.tutel.impls import losses, road
+from fusedmoe.tutel.impls import dispatcher, losses
 from fusedmoe.tutel.impls.activation import activation_name
 from fusedmoe.tutel.impls.capacity import alignment_of, capacity_of
 from tests.cluster import Cluster
@@ -292,7 +292,7 @@ def test_numbers_that_are_not_pythons(number: Any) -> None:
     zero, one = number(0), number(1)
     found = layer(x, zero, top_k=one, capacity_factor=factor, adaptive_r=zero, megablocks_size=one)
     assert torch.equal(found, expected)
-    assert (layer.a2a_ffn_overlap_degree, layer.adaptive_degree, list(layer._roads)) == (2, 0, [0])
+    assert (layer.a2a_ffn_overlap_degree, layer.adaptive_degree, list(layer._dispatchers)) == (2, 0, [0])
     assert type(layer.a2a_ffn_overlap_degree) is type(layer.adaptive_degree) is int
 
 
@@ -471,7 +471,7 @@ def overlapped(rank: int, world: int) -> None:
     # Sending takes long, so that the scheduler has a reason to send in chunks.
     costs = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(road, "measured_costs", lambda *_: costs)
+        patch.setattr(dispatcher, "measured_costs", lambda *_: costs)
         patch.setattr(ffn, "SMALL", 0)
         in_chunks(rank, world)
 
@@ -491,7 +491,7 @@ def in_chunks(rank: int, world: int) -> None:
             y.square().sum().backward()
             results[degree] = [y.detach(), *(p.grad for p in layer.parameters())]
             torch.testing.assert_close(results[degree], results[1])
-        plans = layer._roads[1]._plans
+        plans = layer._dispatchers[1]._plans
         chunks[number] = {key[0]: max(found.forward.degrees.values()) for key, found in plans.items()}
     assert all(found[2] == 2 and found[4] == 4 and found["auto"] > 1 for found in chunks.values()), chunks
 

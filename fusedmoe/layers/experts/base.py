@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_results
-from fusedmoe.autograd.chunk_experts import ChunkExperts, ModuleChunks
 from fusedmoe.autograd.order import permute, unpermute
+from fusedmoe.engine.chunk_experts import ChunkExperts, ModuleChunks
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import Recorder

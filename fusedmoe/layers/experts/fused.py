@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.autograd.chunk_experts import FusedChunks
 from fusedmoe.autograd.experts import experts
+from fusedmoe.engine.chunk_experts import FusedChunks
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.layout import Layout

@@ -27,10 +27,10 @@ from fusedmoe.tutel.impls.described import (
     make_gate,
     wanted_experts,
 )
+from fusedmoe.tutel.impls.dispatcher import Degree, LayerDispatcher, LocalExperts
 from fusedmoe.tutel.impls.fast_dispatch import agreed_capacity
 from fusedmoe.tutel.impls.groups import get_world_size, size_of
 from fusedmoe.tutel.impls.placement import topology_of
-from fusedmoe.tutel.impls.road import Degree, LocalExperts, Road
 
 
 class MOELayer(nn.Module):
@@ -115,7 +115,7 @@ class MOELayer(nn.Module):
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
         self.a2a_ffn_overlap_degree, self.use_2dh = _valid(a2a_ffn_overlap_degree), use_2dh
         self.megablocks_size = 0
-        self._roads: dict[int, Road] = {}
+        self._dispatchers: dict[int, LayerDispatcher] = {}
         gate_seed, expert_seed, last_seed = (*(seeds or ()), None, None, None)[:3]
         _seed(expert_seed)
         self.experts = make_experts(experts, model_dim, self.num_local_experts, s)
@@ -210,7 +210,7 @@ class MOELayer(nn.Module):
         effective = alone and self.num_local_experts > 1 and not torch.is_grad_enabled()
         self.megablocks_size = int(megablocks_size) if effective else 0
         token_shape = input.shape[-reserve_dims:]
-        road = self._road()
+        dispatcher = self._dispatcher()
         with topology_of(self.group).guard("moe_layer.forward"):
             x_SM = input.reshape(-1, token_shape.numel())
             x_SM = x_SM.to(self._row_dtype(x_SM))
@@ -222,7 +222,7 @@ class MOELayer(nn.Module):
             capacity = agreed_capacity(choice, factor, alignment, self.group, inequivalent_tokens)
             experts = self._local_experts(x_SM, choice, token_shape, capacity)
             weight_SK = choice.weight_SK.to(torch.promote_types(choice.weight_SK.dtype, torch.float32))
-            y_SM = road.travel(
+            y_SM = dispatcher.through_experts(
                 x_SM,
                 choice,
                 weight_SK,
@@ -265,15 +265,17 @@ class MOELayer(nn.Module):
         """r: into how many parts an expert's work is split, where it is split at all."""
         return min(self.adaptive_degree, 1) if getattr(self.experts, "whole_only", False) else self.adaptive_degree
 
-    def _road(self) -> Road:
+    def _dispatcher(self) -> LayerDispatcher:
         """By the adaptive degree; collective when one is used first."""
         r, s = self._parts(), self.sharded_count
-        if r not in self._roads:
+        if r not in self._dispatchers:
             if r == 0 or self.world_size == 1:
-                self._roads[r] = Road(Topology())
+                self._dispatchers[r] = LayerDispatcher(Topology())
             else:
-                self._roads[r] = Road(topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r)
-        return self._roads[r]
+                self._dispatchers[r] = LayerDispatcher(
+                    topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r
+                )
+        return self._dispatchers[r]
 
     def _places(self, capacity: int) -> int:
         """Places for rows of one source in a local expert's block."""
@@ -314,7 +316,7 @@ class MOELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are not part of a graph, and make their way themselves.
-        state = self.__dict__ | {"_roads": {}}
+        state = self.__dict__ | {"_dispatchers": {}}
         if state.get("l_aux") is not None:
             state["l_aux"] = state["l_aux"].detach()
         return state

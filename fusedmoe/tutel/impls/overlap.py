@@ -1,6 +1,6 @@
 """Padded dispatch in chunks, for clients that call it with an expert function of their own.
 
-The layer does not: its chunks follow a plan (`impls/road.py`).
+The layer does not: its chunks follow a plan (`impls/dispatcher.py`).
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fusedmoe.autograd.chunk_experts import FusedChunks
-from fusedmoe.autograd.fused import fused_experts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.engine.chunk_experts import FusedChunks
+from fusedmoe.engine.one_sided import fused_experts
 from fusedmoe.kernels.one_sided import Put
 from fusedmoe.kernels.triton.one_sided import put, wait
 from fusedmoe.kernels.weights import Weights

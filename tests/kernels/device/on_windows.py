@@ -14,9 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import FusedChunks
+from fusedmoe.autograd.exchange import through_experts
 from fusedmoe.autograd.experts import experts as local_experts
-from fusedmoe.autograd.fused import (
+from fusedmoe.autograd.order import order
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.heap import Heap, open_heap
+from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.engine import tokens
+from fusedmoe.engine.chunk_experts import FusedChunks
+from fusedmoe.engine.one_sided import (
     combine_results,
     dispatch_experts,
     dispatch_tokens,
@@ -24,15 +33,7 @@ from fusedmoe.autograd.fused import (
     fused_experts,
     make_route,
 )
-from fusedmoe.autograd.moe import through_experts
-from fusedmoe.autograd.order import order
-from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
-from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.exchange import Exchange
-from fusedmoe.comm.group import Group
-from fusedmoe.comm.heap import Heap, open_heap
-from fusedmoe.comm.topology import Topology
-from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import take_pairs
 from fusedmoe.kernels.one_sided import for_all_shards
@@ -87,8 +88,8 @@ def by_collectives(case: Case, topology: Topology, degree: int) -> list[Tensor]:
         for phase in ("forward", "backward")
     }
     plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
-    run = Pipeline(layout, exchange, experts, plans, partial(topology.stop, "test"))
-    y = pipeline(x, take_pairs(weight, layout), run)
+    run = Run(plans, partial(topology.stop, "test"))
+    y = tokens.through_experts(x, take_pairs(weight, layout), layout, exchange, experts, run)
     return results(y, x, weight, experts, case.dy_SM)
 
 

@@ -12,11 +12,11 @@ from bench.gpu.ranks import in_turn
 from bench.gpu.reference import find_errors, make_reference
 from bench.gpu.shapes import Shape
 from bench.gpu.spread import WAYS, part_steps, variants
-from fusedmoe.autograd.chunk_experts import FusedChunks
-from fusedmoe.autograd.fused import Backward, Forward, make_route
 from fusedmoe.autograd.order import order
 from fusedmoe.comm.heaps.local import local_heaps
 from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.engine.chunk_experts import FusedChunks
+from fusedmoe.engine.one_sided import Backward, Forward, make_route
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.weights import Weights

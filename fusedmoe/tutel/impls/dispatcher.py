@@ -1,4 +1,4 @@
-"""The way of a layer's rows: order, dispatch, experts, combine, all of them the library's."""
+"""A layer's dispatcher, which is the library's, and the experts of a rank as it calls them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
 from fusedmoe.autograd.experts import experts as fused_experts
-from fusedmoe.autograd.moe import through_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
-from fusedmoe.autograd.pipeline import Pipeline, Plans, pipeline
-from fusedmoe.comm.all_to_all import AllToAll, make_all_to_all
-from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
+from fusedmoe.engine.dispatcher import Collectives, Local, no_plans
+from fusedmoe.engine.run import Followed, Plans
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
-from fusedmoe.runtime.execute import Here, Streams, runnable_kinds
+from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.tutel.impls.choice import Choice
 from fusedmoe.tutel.impls.scale import scaled
@@ -82,12 +81,12 @@ class LocalExperts:
             out_NM = scaled(out_NM, weight_N[: layout.rows])
         return unpermute(out_NM, layout)
 
-    def in_chunks(self) -> ChunkExperts:
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         return FusedChunks(*self.fused) if self.fused is not None else ModuleChunks(self, self.parameters)
 
 
-class Road:
-    """How rows get to the experts of a topology and back.
+class LayerDispatcher:
+    """Takes rows to the experts of a topology and back.
 
     Args:
         topology: ep counts experts' ranks, esp the parts of an expert's work.
@@ -97,11 +96,12 @@ class Road:
 
     def __init__(self, topology: Topology, dispatch: str = "direct", copies: int = 1) -> None:
         self.topology, self.copies = topology, copies
-        self._all_to_all: AllToAll = make_all_to_all(dispatch, topology)
+        self._collectives = Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
+        if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
+            self._collectives.streams = None
         self._plans: dict[tuple[Any, ...], Plans] = {}
-        self._streams = Streams()
 
-    def travel(
+    def through_experts(
         self,
         x_SM: Tensor,
         choice: Choice,
@@ -123,40 +123,38 @@ class Road:
             places: for rows of each source in the blocks that experts without an operation of their own are given.
             stay: rows stay on this rank, whose experts stand for all others; for timing what remains.
         """
-        topology = self.topology
         layout = order(choice.expert_SK, choice.experts, capacity, choice.priority_S)
         if stay:
             layout = self._dealt(layout, choice, lambda expert, _: expert % experts.count, experts.count)
         elif self.copies > 1:
             share = self.copies
             layout = self._dealt(layout, choice, lambda e, n: e * share + n % share, choice.experts * share)
-        weight_N = take_pairs(weight_SK, layout)
-        if stay or topology.ep.size * topology.esp.size == 1:
-            if postscore:
-                return experts(x_SM, layout, weight_N, places)
-            layout = layout.exact()
-            rows_NM = scaled(permute(x_SM, layout), weight_N[: layout.rows]).to(x_SM.dtype)
-            return unpermute(experts(rows_NM, contiguous_layout(layout.counts_E, layout.rows), None, places), layout)
+        if postscore:
+            return self._through(x_SM, layout, weight_SK, experts, degree, places, stay)
         layout = layout.exact()
-        weight_N = weight_N[: layout.rows]
-        exchange = Exchange(self._all_to_all, topology.esp, layout.counts_E, x_SM.dtype)
-        # What the pipeline gathers from, and by which layout.
-        source, of_source = x_SM, layout
-        factor_N: Tensor | None = weight_N
-        if not postscore:
-            source, factor_N = scaled(permute(x_SM, layout), weight_N[: layout.rows]).to(x_SM.dtype), None
-            of_source = contiguous_layout(layout.counts_E, layout.rows)
-        chunks = experts.in_chunks()
-        plans = self._plans_for(degree, experts, chunks.any_degree, exchange, x_SM)
-        if plans is None:
-            compute = partial(experts, places=places, counts_RE=exchange.counts_RE)
-            rows_NM = permute(source, of_source)
-            out_NM = through_experts(rows_NM, factor_N, exchange, compute)
-            return unpermute(out_NM, layout)
-        stop = partial(topology.stop, "moe_layer")
-        run = Pipeline(of_source, exchange, chunks, plans, stop, streams=self._streams_of_nccl())
-        y = pipeline(source, factor_N, run)
-        return y if postscore else unpermute(y, layout)
+        rows_NM = scaled(permute(x_SM, layout), take_pairs(weight_SK, layout)).to(x_SM.dtype)
+        contiguous = contiguous_layout(layout.counts_E, layout.rows)
+        return unpermute(self._through(rows_NM, contiguous, None, experts, degree, places, stay), layout)
+
+    def _through(
+        self,
+        x_SM: Tensor,
+        layout: Layout,
+        weight_SK: Tensor | None,
+        experts: LocalExperts,
+        degree: Degree,
+        places: int,
+        stay: bool,
+    ) -> Tensor:
+        crosses = not stay and self.topology.ep.size * self.topology.esp.size > 1
+        overlaps = experts.workload is not None if degree == "auto" else degree > 1
+        if crosses and (overlaps or experts.fused is not None):
+            self._collectives.plans = partial(self._plans_for, degree, experts.workload) if overlaps else no_plans
+            return self._collectives.through_experts(x_SM, layout, weight_SK, experts)
+        dispatcher = self._collectives if crosses else Local()
+        rows_RM, handle = dispatcher.dispatch(x_SM, layout, weight_SK)
+        out_RM = experts(rows_RM, handle.layout, handle.weight_N, places, handle.counts_RE)
+        return dispatcher.combine(out_RM, handle)
 
     def _dealt(
         self, layout: Layout, choice: Choice, number: Callable[[Tensor, Tensor], Tensor], experts: int
@@ -167,19 +165,16 @@ class Road:
         return order(dealt_SK, experts, None, choice.priority_S)
 
     def _plans_for(
-        self, degree: Degree, experts: LocalExperts, any_degree: bool, exchange: Exchange, x_SM: Tensor
-    ) -> Plans | None:
-        """None: everything in one piece. The first of a kind is collective."""
+        self, degree: Degree, find: Callable[..., Workload] | None, x_SM: Tensor, rows: int, chunks: ChunkExperts
+    ) -> Followed:
+        """For so many rows of the rank that sends the most. The first of a kind is collective."""
         topology = self.topology
         workload = costs = None
         if degree == "auto":
-            if experts.workload is None:
-                return None
-            rows = 1 << (exchange.most_rows - 1).bit_length() if exchange.most_rows else 1  # plans are for few sizes
-            workload = experts.workload(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size)
-        elif degree <= 1:
-            return None
-        key = (degree, workload, any_degree)
+            assert find is not None
+            rows = 1 << (rows - 1).bit_length() if rows else 1  # plans are for few sizes
+            workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size)
+        key = (degree, workload, chunks.any_degree)
         if key not in self._plans:
             if degree == "auto":
                 schedule = Schedule.named("auto")
@@ -188,14 +183,7 @@ class Road:
                 schedule = Schedule("tutel", degrees=(degree, degree))
             assert schedule is not None
             kinds = runnable_kinds(Here(topology.ep.size, topology.esp.size), "itself")
-            plans = schedule.plans(kinds, workload, costs, any_degree=any_degree)
+            plans = schedule.plans(kinds, workload, costs, any_degree=chunks.any_degree)
             require_same_plans(topology, plans)
             self._plans[key] = plans
-        return self._plans[key]
-
-    def _streams_of_nccl(self) -> dict[str, torch.cuda.Stream] | None:
-        if not torch.cuda.is_available() or self.topology.ep.handle is None:
-            return None
-        if torch.distributed.get_backend(self.topology.ep.handle) != "nccl":
-            return None
-        return self._streams.on(torch.device("cuda"))
+        return Followed(self._plans[key])

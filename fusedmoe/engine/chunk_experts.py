@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_rows
-from fusedmoe.autograd.moe import Compute
+from fusedmoe.autograd.exchange import Compute
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     experts_backward,
@@ -63,6 +63,11 @@ class ChunkExperts(Protocol):
         """Gradients of rows and of their weights, and what gives those of the parameters later."""
         ...
 
+    def for_backward(self) -> ChunkExperts:
+        """What the backward pass needs. A graph keeps it, and so it holds no module: a layer that keeps a tensor of
+        that graph would never go."""
+        ...
+
 
 class FusedChunks:
     """Feed-forward experts by their own kernels. A chunk keeps its pre-activations."""
@@ -73,6 +78,9 @@ class FusedChunks:
         weights = weights.contiguous()
         self.weights, self.activation = weights, ACTIVATIONS[activation]
         self.parameters = (weights.w1, weights.w2, weights.b1, weights.b2)
+
+    def for_backward(self) -> FusedChunks:
+        return self
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
         return experts_forward(x_RM, layout, weight_R, self.weights, self.activation)
@@ -107,11 +115,15 @@ class ModuleChunks:
 
     any_degree = False
 
-    def __init__(self, compute: Compute, parameters: Sequence[Tensor]) -> None:
-        self._compute: Callable[..., Tensor] = compute
+    def __init__(self, compute: Compute | None, parameters: Sequence[Tensor]) -> None:
+        self._compute: Callable[..., Tensor] | None = compute
         self.parameters = tuple(parameters)
 
+    def for_backward(self) -> ModuleChunks:
+        return ModuleChunks(None, self.parameters)
+
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
+        assert self._compute is not None
         with torch.enable_grad():
             x_RM = x_RM.detach().requires_grad_()
             weight_R = None if weight_R is None else weight_R.detach().requires_grad_()

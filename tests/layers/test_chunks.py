@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from fusedmoe.autograd.chunks import Kept, chunk_order, inverse
+from fusedmoe.engine.chunks import Kept, chunk_order, inverse
 
 
 @pytest.mark.parametrize("seed", range(20))

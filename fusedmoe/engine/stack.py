@@ -1,6 +1,6 @@
 """A stack of layers in micro-batches: dense parts, dispatch, experts and combine as tasks of one plan for each pass.
 
-A batch is cut along its samples, or along its positions (`autograd/pieces.py`). Each unit of it goes through a layer's
+A batch is cut along its samples, or along its positions (`engine/chunks.py`). Each unit of it goes through a layer's
 dense part and gate by itself; its rows travel with those of the other pieces of their chunk. The backward is written
 out, task by task, from what the forward stored: of each unit the graph of its dense part and gate, of each chunk
 received rows and pre-activations. What a row meets on its way is what it would meet in the whole batch: the gate
@@ -16,20 +16,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.autograd.chunk_experts import ChunkExperts
-from fusedmoe.autograd.stack_backward import Backward
-from fusedmoe.autograd.stack_forward import Forward
-from fusedmoe.autograd.stage import Stack
+from fusedmoe.engine.backward import BlocksBackward
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.forward import BlocksForward
+from fusedmoe.engine.run import Run
+from fusedmoe.engine.state import Cut, Stage
 
 
 class _Through(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, stack: Stack, experts: Sequence[ChunkExperts], keep: bool, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        run: Run,
+        cut: Cut,
+        stages: Sequence[Stage],
+        experts: Sequence[ChunkExperts],
+        keep: bool,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        run = Forward(stack, x, experts, keep)
-        z, aux = run.run()
-        ctx.stack, ctx.layers = stack, run.layers if keep else None
+        forward = BlocksForward(run, cut, stages, x, experts, keep)
+        z, aux = forward.run()
+        ctx.given, ctx.layers = (run, cut), forward.layers if keep else None
         ctx.set_materialize_grads(False)
         ctx.like = z.shape, z.dtype, z.device
         return (z, *aux)
@@ -43,19 +51,20 @@ class _Through(torch.autograd.Function):
         if dz is None:
             shape, dtype, device = ctx.like
             dz = torch.zeros(shape, dtype=dtype, device=device)
-        run = Backward(ctx.stack, layers, dz, daux)
-        dx = run.run()
+        run, cut = ctx.given
+        backward = BlocksBackward(run, cut, layers, dz, daux)
+        dx = backward.run()
         grads: list[Tensor | None] = []
-        for layer, totals, dense in zip(layers, run.totals, run.dense, strict=True):
+        for layer, totals, dense in zip(layers, backward.totals, backward.dense, strict=True):
             grads += [dense.get(place) for place in range(len(layer.parameters))]
             own = layer.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):
                 grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
-        return dx if ctx.needs_input_grad[0] else None, None, None, None, *grads
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, *grads
 
 
-def through_stack(x: Tensor, stack: Stack) -> tuple[Tensor, list[Tensor]]:
-    """The batch through all layers by the plans of `stack`, and each layer's auxiliary loss. Collective.
+def through_stack(x: Tensor, stages: Sequence[Stage], run: Run, cut: Cut) -> tuple[Tensor, list[Tensor]]:
+    """The batch through all layers by the plans of `run`, and each layer's auxiliary loss. Collective.
 
     Args:
         x: [B, …, M], B samples.
@@ -68,9 +77,9 @@ def through_stack(x: Tensor, stack: Stack) -> tuple[Tensor, list[Tensor]]:
     Raises:
         RankError: see `fusedmoe.comm.collectives`.
     """
-    experts = [stage.experts(x) for stage in stack.stages]  # once: under autocast their parameters are cast here
+    experts = [stage.experts(x) for stage in stages]  # once: under autocast their parameters are cast here
     parameters: list[Tensor | None] = []
-    for stage, of in zip(stack.stages, experts, strict=True):
+    for stage, of in zip(stages, experts, strict=True):
         parameters += [*stage.dense_parameters, *of.parameters]
-    z, *aux = _Through.apply(x, stack, experts, torch.is_grad_enabled(), *parameters)
+    z, *aux = _Through.apply(x, run, cut, stages, experts, torch.is_grad_enabled(), *parameters)
     return z, aux

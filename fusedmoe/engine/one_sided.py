@@ -7,7 +7,7 @@ come, and put results straight back.
     combine_results     results at their experts → tokens' results
     fused_experts       all in one
 
-Values and gradients are those of the collectives (`autograd/pipeline.py`), bit for bit: rows meet in the same order, in
+Values and gradients are those of the collectives (`engine/tokens.py`), bit for bit: rows meet in the same order, in
 the same tiles. The backward of each is the other way by the same means.
 """
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.autograd.chunk_experts import FusedChunks, Totals
-from fusedmoe.autograd.route import Route
 from fusedmoe.comm.windows import Windows
+from fusedmoe.engine.chunk_experts import FusedChunks, Totals
+from fusedmoe.engine.route import Route
 from fusedmoe.kernels.gather_sum import put_pairs, take_pairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import contiguous

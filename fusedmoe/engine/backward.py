@@ -1,4 +1,4 @@
-"""The backward pass of a stack, task by task, from what the forward pass stored."""
+"""The backward pass of blocks, task by task, from what the forward pass stored."""
 
 from __future__ import annotations
 
@@ -9,31 +9,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.chunk_experts import Totals
-from fusedmoe.autograd.chunks import Kept
-from fusedmoe.autograd.pieces import Received, Regrouped, Sent, counts_of
-from fusedmoe.autograd.stack_state import Chunk, Layer, Output, Pass, Unit, there
-from fusedmoe.autograd.stage import Stack
+from fusedmoe.engine.chunks import Kept, Received, Regrouped, Sent, counts_of
+from fusedmoe.engine.run import BackwardPass, Chunk, Run, present
+from fusedmoe.engine.state import BlockPass, Cut, Layer, Output, PieceChunk, Unit
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 
 
-class Backward(Pass):
+class BlocksBackward(BlockPass, BackwardPass):
     """One backward pass.
 
     Attributes:
-        totals: of each layer, gradients of the experts' parameters.
         dense: of each layer, gradients of the dense parts' parameters by place.
     """
 
-    def __init__(self, stack: Stack, layers: list[Layer], dz: Tensor, daux: Sequence[Tensor | None]) -> None:
-        super().__init__(stack, "backward", layers, dz.shape)
+    def __init__(self, run: Run, cut: Cut, layers: list[Layer], dz: Tensor, daux: Sequence[Tensor | None]) -> None:
+        super().__init__(run, cut, layers, dz.shape)
         self._daux = daux
         # Of what each layer gives; last, since it is also the first layer's that is -1, of the input.
         self._dz: list[Tensor | None] = [None] * (len(layers) + 1)
         self._dz[len(layers) - 1] = dz
         self._done = [0] * len(layers)  # units whose dense part is done
-        self.totals: list[Totals] = [None] * len(layers)
         self.dense: list[dict[int, Tensor]] = [{} for _ in layers]
         kinds = ("attention", WEIGHT_GRADIENTS["attention"])
         self._left = [sum(self.counts.of(kind, number) for kind in kinds) for number in range(len(layers))]
@@ -43,23 +39,23 @@ class Backward(Pass):
             self._same.append(rows == len(layer.chunks))
             # The first chunk here is the last one there.
             there_too = dict(enumerate(reversed([layer.chunks[i] for i in range(len(layer.chunks))])))
-            self.chunks[number] = there_too if self._same[-1] else self._regrouped_chunks(layer, rows)
+            self.chunks[number] = {**(there_too if self._same[-1] else self._regrouped_chunks(layer, rows))}
 
     def run(self) -> Tensor:
         """The gradient of the input."""
         self.execute()
-        return there(self._dz[-1])
+        return present(self._dz[-1])
 
-    def _regrouped_chunks(self, layer: Layer, count: int) -> dict[int, Chunk]:
+    def _regrouped_chunks(self, layer: Layer, count: int) -> dict[int, PieceChunk]:
         """Other chunks of the same pieces, as yet without rows."""
         found = {}
         for number in range(count):
             places = layer.cuts.chunk(number, count, "backward")
             send, come = (np.concatenate([layer.sizes[p][i] for p in places], -1) for i in (0, 1))
-            part = there(layer.exchange).part(send, come)
-            sent = Sent([there(layer.pieces[p]).layout for p in places], self.stack.peers)
+            part = present(layer.exchange).part(send, come)
+            sent = Sent([present(layer.pieces[p]).layout for p in places], self.peers)
             received = Received(part, counts_of(come, len(places), sent.counts.device))
-            found[number] = Chunk(sent, part, received, None)
+            found[number] = PieceChunk(part, received.layout, sent=sent, received=received)
         return found
 
     def _regroup(self, number: int) -> None:
@@ -67,78 +63,53 @@ class Backward(Pass):
         layer = self.layers[number]
         chunks = [layer.chunks[i] for i in range(len(layer.chunks))]
         layer.chunks = {}
-        regrouped = Regrouped([chunk.received for chunk in chunks])
-        x_RM, kept_RH = Kept([there(c.x_RM) for c in chunks]), Kept([c.kept for c in chunks])
-        weights = torch.cat([there(chunk.weights) for chunk in chunks])
+        regrouped = Regrouped([present(chunk.received) for chunk in chunks])
+        x_RM, kept_RH = Kept([present(c.x_RM) for c in chunks]), Kept([c.kept for c in chunks])
+        weights = torch.cat([present(chunk.weights) for chunk in chunks])
         del chunks
         for place, chunk in self.chunks[number].items():
+            assert isinstance(chunk, PieceChunk)
             pieces = layer.cuts.chunk(place, len(self.chunks[number]), "backward")
-            rows, sorted_rows = regrouped.places(chunk.received, pieces.start)
+            rows, sorted_rows = regrouped.places(present(chunk.received), pieces.start)
             chunk.x_RM, chunk.kept, chunk.weights = x_RM.rows(rows), kept_RH.rows(sorted_rows), weights[rows]
 
-    def dispatch(self, task: Task) -> None:
+    def start(self, task: Task) -> None:
         number, layer = self.at(task)
-        chunk, dz = self.chunk(task), there(self._dz[number])
-        rows = []
+        dz, rows = present(self._dz[number]), []
         for p in self.pieces(task):
-            _, to_u = there(layer.units[layer.unit_of(p)]).to
+            _, to_u = present(layer.units[layer.unit_of(p)]).to
             dz_SM = self.view(dz, layer.cuts, range(p, p + 1)).reshape(-1, dz.shape[-1])
-            rows.append(permute(self.use(dz_SM).to(to_u.dtype), there(layer.pieces[p]).layout))
-        chunk.rows = chunk.part.dispatch(chunk.sent.join(rows))
+            rows.append(permute(self.use(dz_SM).to(to_u.dtype), present(layer.pieces[p]).layout))
+        chunk = self.piece_chunk(task)
+        chunk.rows = present(chunk.sent).join(rows)
 
-    def all_gather(self, task: Task) -> None:
-        chunk = self.chunk(task)
-        chunk.rows = chunk.part.all_gather(self.use(there(chunk.rows)))
-
-    def expert(self, task: Task) -> None:
+    def recall(self, task: Task) -> None:
         number, layer = self.at(task)
         if layer.chunks and not self._same[number]:
             self._regroup(number)
-        chunk = self.chunk(task)
-        layout, weights = chunk.received.layout, self.use(there(chunk.weights))
-        weight_R = weights[:, 0][layout.pair_N]
-        given = self.use(there(chunk.rows)), self.use(there(chunk.x_RM)), chunk.kept, layout, weight_R
-        if self.counts.of(WEIGHT_GRADIENTS["expert"], number):
-            chunk.rows, dweight_R, chunk.rest = layer.experts.backward_rows(*given)
-        else:
-            chunk.rows, dweight_R, self.totals[number] = layer.experts.backward(*given, self.totals[number])
-        chunk.x_RM = chunk.kept = None
-        dweight_R = torch.zeros_like(weight_R) if dweight_R is None else dweight_R
-        chunk.weights = put_pairs(dweight_R.to(weights.dtype), layout)
 
-    def weight_gradient(self, task: Task) -> None:
-        assert task.layer is not None
-        for number in self._chunks_of(task):
-            chunk = self.chunks[task.layer][number]
-            self.totals[task.layer], chunk.rest = there(chunk.rest)(self.totals[task.layer]), None
+    def give_weights(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
+        weights, rows = present(chunk.weights), chunk.layout.pair_N
+        dweight_R = weights.new_zeros(len(rows)) if dweight_R is None else dweight_R
+        chunk.weights = put_pairs(dweight_R.to(weights.dtype), chunk.layout)
 
-    def _chunks_of(self, task: Task) -> Sequence[int]:
-        assert task.layer is not None
-        return range(self.counts.rows(task.layer)) if task.chunk is None else (task.chunk,)
-
-    def reduce_scatter(self, task: Task) -> None:
-        chunk = self.chunk(task)
-        chunk.rows = chunk.part.reduce_scatter(self.use(there(chunk.rows)))
-        chunk.weights = chunk.part.reduce_scatter(self.use(there(chunk.weights)))
-
-    def combine(self, task: Task) -> None:
+    def finish(self, task: Task, rows: Tensor) -> None:
         _, layer = self.at(task)
-        chunk = self.chunk(task)
-        rows = chunk.sent.split(chunk.part.combine(self.use(there(chunk.rows))))
-        weights = chunk.sent.split(chunk.part.combine(self.use(there(chunk.weights)))[:, 0])
-        for p, drows, dweight in zip(self.pieces(task), rows, weights, strict=True):
-            piece = there(layer.pieces[p])
+        chunk = self.piece_chunk(task)
+        weights, chunk.weights = present(chunk.weights)[:, 0], None
+        sent = present(chunk.sent)
+        for p, drows, dweight in zip(self.pieces(task), sent.split(rows), sent.split(weights), strict=True):
+            piece = present(layer.pieces[p])
             piece.drows, piece.dweight = drows, dweight
-        chunk.rows = chunk.weights = None
 
     def attention(self, task: Task) -> None:
         number, layer = self.at(task)
         for place in reversed(self.units(task)):
-            unit = there(layer.units[place])
+            unit = present(layer.units[place])
             dx = self._through(number, place, unit)
             if self._dz[number - 1] is None:
                 self._dz[number - 1] = dx.new_empty(self.shape)
-            self.view(there(self._dz[number - 1]), layer.unit_cuts, range(place, place + 1)).copy_(dx)
+            self.view(present(self._dz[number - 1]), layer.unit_cuts, range(place, place + 1)).copy_(dx)
             if unit.later is None:
                 layer.units[place] = None
             for p in layer.cuts.inside(layer.unit_cuts, place):
@@ -151,7 +122,7 @@ class Backward(Pass):
     def attention_weight_gradient(self, task: Task) -> None:
         number, layer = self.at(task)
         for place in reversed(self.units(task)):
-            there(there(layer.units[place]).later).run(lambda at, gradient: self._add(number, at, gradient))
+            present(present(layer.units[place]).later).run(lambda at, gradient: self._add(number, at, gradient))
             layer.units[place] = None
         self._end_part(number)
 
@@ -166,12 +137,12 @@ class Backward(Pass):
             if to.edge is not None:
                 pairs.append((to.edge, gradient.to(to.dtype).reshape(to.shape)))
 
-        give(to_y, self.view(there(self._dz[number]), layer.unit_cuts, span))
+        give(to_y, self.view(present(self._dz[number]), layer.unit_cuts, span))
         give(to_u, self._drows(layer, place, unit))
         for p in layer.cuts.inside(layer.unit_cuts, place):
-            piece = there(layer.pieces[p])
+            piece = present(layer.pieces[p])
             if piece.weight_N.requires_grad:
-                pairs.append((piece.weight_N, self.use(there(piece.dweight))))
+                pairs.append((piece.weight_N, self.use(present(piece.dweight))))
         daux = self._daux[number]
         if daux is not None and layer.dscores is not None:
             for score, dscore in zip(unit.scores, layer.dscores, strict=True):
@@ -193,7 +164,7 @@ class Backward(Pass):
             if grad is not None:
                 self._add(number, at, grad)
         for (other, at), grad in zip(past, grads[len(wanted) :], strict=True):
-            earlier = there(layer.units[other])
+            earlier = present(layer.units[other])
             if grad is not None:
                 before = earlier.down[at]
                 earlier.down[at] = grad if before is None else before + grad
@@ -202,8 +173,8 @@ class Backward(Pass):
     def _drows(self, layer: Layer, place: int, unit: Unit) -> Tensor:
         """The gradient of what the experts saw of a unit."""
         inside = layer.cuts.inside(layer.unit_cuts, place)
-        pieces = [there(layer.pieces[p]) for p in inside]
-        parts = [gather_sum(self.use(there(piece.drows)), piece.layout) for piece in pieces]
+        pieces = [present(layer.pieces[p]) for p in inside]
+        parts = [gather_sum(self.use(present(piece.drows)), piece.layout) for piece in pieces]
         if len(parts) == 1:
             return parts[0]
         du = parts[0].new_empty(unit.to[1].shape)
@@ -221,10 +192,10 @@ class Backward(Pass):
     def _end_part(self, number: int) -> None:
         """After the last task of a layer's dense part its gradients are whole, and may be reduced."""
         self._left[number] -= 1
-        gradients = self.stack.gradients
+        gradients = self.settings.gradients
         if self._left[number] or gradients is None or not gradients.opened:
             return
-        own = self.layers[number].stage.dense_parameters
+        own = self.layers[number].own
         for place, gradient in self.dense[number].items():
             # In memory of its own, since it is reduced in place; and with what passes before this one have added up.
             parameter = own[place]
@@ -234,6 +205,3 @@ class Backward(Pass):
                 whole, parameter.grad = gradient + parameter.grad, None
             self.dense[number][place] = whole
             gradients.give(parameter, whole)
-
-    def gradient_all_reduce(self, task: Task) -> None:
-        there(self.stack.gradients).reduce(task)

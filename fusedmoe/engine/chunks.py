@@ -1,27 +1,96 @@
-"""Pieces: what the chunks of both passes are made of, and how a chunk's rows of several pieces travel together.
+"""Chunks: which rows go when, and how a chunk's rows of several pieces travel together.
 
-A plan may split a layer's dense part into other chunks than its experts' rows, and the forward pass into others than
-the backward pass. The batch is therefore cut wherever any of them cuts it, and a chunk is some pieces that follow each
-other. Cuts are shares of the batch, so that there are as many pieces on every rank, some of them empty where a rank has
-fewer samples. The backward pass takes chunks from the end (FlowMoE Eq. 5): there chunk 0 is the last pieces.
+Where a layer by itself is cut, rows lie in segments, one for each expert, and go in r chunks with a share of every
+segment in each. A segment's n rows are split as `comm.exchange.share` does: chunk i has rows ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋.
+Nothing is padded: what a row meets on its way does not depend on r. Worked example, segments of 3 and 2 rows
+a b c | d e, two chunks: a d | b c e. The order is [0, 3, 1, 2, 4].
 
-Worked example, 6 samples, 2 chunks forward and 3 backward: cuts at 0, 1/3, 1/2, 2/3, 1, so pieces of samples 0–1, 2, 3
-and 4–5; the forward chunks are pieces 0, 1 | 2, 3, the backward chunks 3 | 1, 2 | 0.
+Where a batch is cut, a plan may split a layer's dense part into other chunks than its experts' rows, and the forward
+pass into others than the backward pass. The batch is therefore cut wherever any of them cuts it, and a chunk is some
+pieces that follow each other. Cuts are shares of the batch, so that there are as many pieces on every rank, some of
+them empty where a rank has fewer samples. The backward pass takes chunks from the end (FlowMoE Eq. 5): there chunk 0 is
+the last pieces. Worked example, 6 samples, 2 chunks forward and 3 backward: cuts at 0, 1/3, 1/2, 2/3, 1, so pieces of
+samples 0–1, 2, 3 and 4–5; the forward chunks are pieces 0, 1 | 2, 3, the backward chunks 3 | 1, 2 | 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.moe import received_layout
+from fusedmoe.autograd.exchange import received_layout
 from fusedmoe.comm.exchange import Part
 from fusedmoe.kernels.layout import Layout
+
+
+def chunk_order(counts_G: Tensor, rows: int, degree: int) -> Tensor:
+    """[rows] int64: the rows (numbered along the segments) in the order in which they go.
+
+    Args:
+        counts_G: rows of each segment.
+        rows: their sum.
+    """
+    row_N = torch.arange(rows, device=counts_G.device)
+    segment_N = torch.repeat_interleave(counts_G, output_size=rows)
+    first_G = counts_G.cumsum(0) - counts_G
+    # The chunk of the t-th of n rows is the last i with ⌊n·i/r⌋ ≤ t.
+    chunk_N = ((row_N - first_G[segment_N] + 1) * degree - 1) // counts_G[segment_N].clamp(min=1)
+    return chunk_N.sort(stable=True).indices
+
+
+def inverse(order_N: Tensor) -> Tensor:
+    """Where each row stands in an order."""
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    return place_N
+
+
+def in_chunks(layout: Layout, order_N: Tensor) -> Layout:
+    """The layout of the same rows in another order (its counts and offsets still speak of the old one)."""
+    place_N = inverse(order_N)
+    row_SK = torch.where(layout.row_SK < 0, -1, place_N[layout.row_SK.clamp(min=0)]) if len(place_N) else layout.row_SK
+    source_N = order_N if layout.source_N is None else layout.source_N[order_N]
+    return replace(layout, source_N=source_N, pair_N=layout.pair_N[order_N], row_SK=row_SK)
+
+
+# Runs of fewer rows take longer to find than to copy.
+_SHORT = 4
+
+
+class Kept:
+    """Rows that chunks have kept, for chunks of another number."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = list(parts)
+        self._ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+
+    def rows(self, index_R: Tensor) -> Tensor:
+        """A copy of those with these numbers, along all parts."""
+        if len(self._parts) == 1 or index_R.is_cuda:
+            return self._whole[index_R]
+        # A CPU copies runs of rows from where they are, once.
+        part_R = torch.bucketize(index_R, self._ends, right=True)
+        first = torch.ones_like(index_R, dtype=torch.bool)
+        first[1:] = (index_R.diff() != 1) | (part_R.diff() != 0)
+        begins = first.nonzero()[:, 0]
+        if _SHORT * len(begins) > len(index_R):
+            return self._whole[index_R]
+        lengths = torch.diff(begins, append=torch.tensor([len(index_R)])).tolist()
+        runs = []
+        for part, index, length in zip(part_R[begins].tolist(), index_R[begins].tolist(), lengths, strict=True):
+            rows = self._parts[part]
+            runs.append(rows.narrow(0, index - int(self._ends[part]) + len(rows), length))
+        return torch.cat(runs or [self._parts[0][:0]])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,116 @@
+"""Dispatchers by themselves, and one of the user's own in a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedmoe
+from fusedmoe import MoELayer, Topology, experts, gates, ops, orders
+from fusedmoe.autograd.order import permute, take_pairs, unpermute
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Handle, Local
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.layout import Layout, contiguous_layout
+from tests.cluster import Cluster
+
+M, E, K = 6, 4, 2
+
+
+class Own(fusedmoe.Dispatcher):
+    """One rank's, which gives experts their rows sorted, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def dispatch(
+        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None = None
+    ) -> tuple[Tensor, fusedmoe.Handle]:
+        self.calls.append("dispatch")
+        layout = layout.exact()
+        weight_N = None if weight_SK is None else take_pairs(weight_SK, layout)
+        rows_NM = permute(x_SM, layout)
+        return rows_NM, fusedmoe.Handle(contiguous_layout(layout.counts_E, len(rows_NM)), weight_N, state=layout)
+
+    def combine(self, out_RM: Tensor, handle: fusedmoe.Handle) -> Tensor:
+        self.calls.append("combine")
+        return unpermute(out_RM, handle.state)
+
+
+def step(dispatch: Any, topology: Topology, network: experts.Experts, **options: Any) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    gate = gates.TopK(E, K, aux={"balance": 1.0})
+    layer = MoELayer(M, gate, network, topology=topology, dispatch=dispatch, dtype=torch.float64, **options)
+    x = torch.randn(9 + topology.rank, M, dtype=torch.float64).requires_grad_()
+    y = layer(x)
+    ((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() + layer.aux_loss).backward()
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("order", [orders.Sparse, orders.Dropless, orders.Einsum])
+def test_one_of_your_own(order: type[orders.Order]) -> None:
+    own = Own()
+    right, found = (step(dispatch, Topology(), experts.SwiGLU(5), order=order()) for dispatch in ("direct", own))
+    assert own.calls == ["dispatch", "combine"]
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_what_does_not_go_with_one_of_your_own() -> None:
+    layer = MoELayer(M, gates.TopK(E, K), experts.SwiGLU(5), dispatch=Own())
+    with pytest.raises(ConfigError, match="dispatcher of your own"):
+        fusedmoe.pipeline([(torch.nn.Identity(), layer)])
+    with pytest.raises(ConfigError, match="choose one of direct, 1dh, 2dh"):
+        MoELayer(M, gates.TopK(E, K), experts.SwiGLU(5), dispatch="own")
+
+
+class Apart(Collectives):
+    """Dispatch, experts and combine one after the other."""
+
+    through_experts = Dispatcher.through_experts
+
+
+def apart(rank: int, world: int, ep: int, esp: int) -> None:
+    """By `dispatch` and `combine` the same bits come out as by the plan of one chunk."""
+    topology = Topology.from_sizes(ep, esp)
+    plain = step("direct", topology, experts.SwiGLU(4))
+    parts = step(Apart(topology, make_all_to_all("direct", topology)), topology, experts.SwiGLU(4))
+    for name, value in plain.items():
+        assert torch.equal(parts[name], value), name
+
+
+@pytest.mark.parametrize(("ep", "esp"), [(2, 1), (1, 2)])
+def test_by_parts(cluster: Cluster, ep: int, esp: int) -> None:
+    cluster.run(2, apart, ep, esp)
+
+
+def twice(rank: int, world: int) -> None:
+    """Moves are linear, as often as autograd asks: experts that can be differentiated twice are."""
+    topology = Topology.from_sizes(world)
+    dispatcher = Collectives(topology, make_all_to_all("direct", topology))
+    torch.manual_seed(rank)
+    x = torch.randn(3, 2, dtype=torch.float64).requires_grad_()
+    layout = ops.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
+
+    def through(x: Tensor) -> Tensor:
+        rows, handle = dispatcher.dispatch(x, layout, None)
+        return dispatcher.combine(unpermute(permute(rows, handle.layout) ** 3, handle.layout), handle)
+
+    (first,) = torch.autograd.grad(through(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first, 6 * x**2)
+    torch.testing.assert_close(second, 12 * x)
+
+
+def test_twice(cluster: Cluster) -> None:
+    cluster.run(2, twice)
+
+
+def test_local() -> None:
+    x, layout = torch.randn(3, M), ops.order(torch.tensor([[0], [2], [1]]), E)
+    rows, handle = Local().dispatch(x, layout, None)
+    assert rows is x and handle == Handle(layout, None) and Local().combine(rows, handle) is rows

@@ -1,0 +1,85 @@
+"""What a forward pass leaves in a graph holds no module: layers, blocks and topologies go with their last name."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe import MoELayer, Schedule, Topology, experts, gates
+from tests.cluster import Cluster
+
+M = 8
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(M, M)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.linear(x)
+
+
+def own(model_dim: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(model_dim, 4), nn.Tanh(), nn.Linear(4, model_dim))
+
+
+def layer(topology: Topology, **options: Any) -> MoELayer:
+    network = options.pop("network", None) or experts.SwiGLU(4)
+    return MoELayer(M, gates.TopK(4, 2, aux={"balance": 1.0}), network, topology=topology, **options)
+
+
+def blocks(topology: Topology, **options: Any) -> nn.Module:
+    pairs = [(Dense(), layer(topology, network=options.get("network", lambda: None)())) for _ in range(2)]
+    return fusedmoe.pipeline(pairs, (2, 2), recompute=options.get("recompute", False))
+
+
+MODELS: dict[str, Callable[[Topology], nn.Module]] = {
+    "plain": layer,
+    "hooks": lambda topology: layer(topology, hooks=[fusedmoe.Hooks()]),
+    "own experts": lambda topology: layer(topology, network=experts.Custom(own)),
+    "chunks": lambda topology: layer(topology, schedule=Schedule("fsmoe", (2, 3))),
+    "own experts in chunks": lambda topology: layer(
+        topology, network=experts.Custom(own), schedule=Schedule("fsmoe", (2, 2)), hooks=[fusedmoe.Hooks()]
+    ),
+    "layers": lambda topology: nn.Sequential(layer(topology, hooks=[fusedmoe.Hooks()]), layer(topology)),
+    "placed": lambda topology: layer(topology, placement="fssdp"),
+    "shared": lambda topology: layer(topology, shared=experts.SwiGLU(4)),
+    "blocks": blocks,
+    "blocks of own experts": lambda topology: blocks(topology, network=lambda: experts.Custom(own)),
+    "blocks that compute again": lambda topology: blocks(topology, recompute=True),
+}
+
+
+def left(how: str, ep: int) -> list[str]:
+    """What is there after one forward pass, with a graph, of what has no name any more."""
+    topology = Topology.from_sizes(ep) if ep > 1 else Topology()
+    model = MODELS[how](topology)
+    seen = {f"{name or how}: {type(one).__name__}": weakref.ref(one) for name, one in model.named_modules()}
+    seen["topology"] = weakref.ref(topology)
+    y = model(torch.randn(4, 3, M, requires_grad=True))
+    assert y.requires_grad
+    del model, topology, y
+    gc.collect()
+    return [name for name, one in seen.items() if one() is not None]
+
+
+@pytest.mark.parametrize("how", MODELS)
+def test_nothing_is_left(how: str) -> None:
+    assert left(how, 1) == []
+
+
+def on_ranks(rank: int, world: int) -> dict[str, list[str]]:
+    return {how: left(how, world) for how in MODELS}
+
+
+def test_nothing_is_left_on_ranks(cluster: Cluster) -> None:
+    for found in cluster.run(2, on_ranks):
+        assert found == {how: [] for how in MODELS}
