@@ -109,7 +109,7 @@ def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]
 
 
 @dataclass(frozen=True)
-class Batch:
+class ByteBatch:
     """What a model reads and what it should say: both [B, L] int64; targets are `IGNORE` where nothing is asked."""
 
     tokens_BL: Tensor
@@ -135,26 +135,26 @@ class Batches:
                 "give more text or a shorter sequence"
             )
 
-    def training(self, seed: int, step: int, replica: int) -> Batch:
+    def training(self, seed: int, step: int, replica: int) -> ByteBatch:
         """The batch of this step and replica: windows at random places."""
         generator = torch.Generator().manual_seed(mix("batch", seed, step, replica))
         starts = torch.randint(len(self._text) - self._span + 1, (self._batch,), generator=generator)
         return self._cut(starts, generator)
 
-    def held_out(self, index: int, of: int) -> Batch:
+    def held_out(self, index: int, of: int) -> ByteBatch:
         """Batch `index` of `of`: together they are the same windows every time, spread evenly over the text."""
         places = torch.arange(index * self._batch, (index + 1) * self._batch)
         last = len(self._text) - self._span
         starts = places * last // max(1, of * self._batch - 1)
         return self._cut(starts, torch.Generator().manual_seed(mix("held out", index, of)))
 
-    def _cut(self, starts: Tensor, generator: torch.Generator) -> Batch:
+    def _cut(self, starts: Tensor, generator: torch.Generator) -> ByteBatch:
         windows = self._text[starts[:, None] + torch.arange(self._span)].long()
         if self._mask is None:
-            return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+            return ByteBatch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
         # BERT (Devlin et al. 2019, section 3.1): 15% are asked for; of those 80% are hidden, 10% are another byte.
         chance = torch.rand(windows.shape, generator=generator)
         asked = chance < 0.15
         other = torch.randint(256, windows.shape, generator=generator)
         tokens = torch.where(chance < 0.12, self._mask, torch.where(chance < 0.135, other, windows))
-        return Batch(tokens, torch.where(asked, windows, IGNORE))
+        return ByteBatch(tokens, torch.where(asked, windows, IGNORE))

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Transport:
+class TransportProbe:
     """A way between ranks. `why_not`: a probe that says why it does not work here, and what to do; "" where it does."""
 
     name: str
@@ -178,12 +178,12 @@ def why_no_heap(backend: str, device: str) -> str:
 COLLECTIVES, SYMMETRIC = "collectives", "symmetric memory"
 
 TRANSPORTS = (
-    Transport("gloo", COLLECTIVES, "CPUs, of any nodes", why_not_gloo),
-    Transport("nccl", COLLECTIVES, "GPUs, of any nodes", why_not_nccl),
-    Transport("shm", SYMMETRIC, "processes of this host", partial(why_no_heap, "shm", "cpu")),
-    Transport("local", SYMMETRIC, "virtual ranks of one process", why_not_local),
-    Transport("symm", SYMMETRIC, "GPUs of one node", partial(why_no_heap, "symm", "cuda")),
-    Transport("nvshmem", SYMMETRIC, "GPUs of several nodes", partial(why_no_heap, "nvshmem", "cuda")),
+    TransportProbe("gloo", COLLECTIVES, "CPUs, of any nodes", why_not_gloo),
+    TransportProbe("nccl", COLLECTIVES, "GPUs, of any nodes", why_not_nccl),
+    TransportProbe("shm", SYMMETRIC, "processes of this host", partial(why_no_heap, "shm", "cpu")),
+    TransportProbe("local", SYMMETRIC, "virtual ranks of one process", why_not_local),
+    TransportProbe("symm", SYMMETRIC, "GPUs of one node", partial(why_no_heap, "symm", "cuda")),
+    TransportProbe("nvshmem", SYMMETRIC, "GPUs of several nodes", partial(why_no_heap, "nvshmem", "cuda")),
 )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.cli.data import Batch, Batches, Corpus, mix
+from fusedmoe.cli.data import Batches, ByteBatch, Corpus, mix
 from fusedmoe.cli.job import Launch, Sizes, StopRequest
 from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_reduce
@@ -200,7 +200,7 @@ class Trainer:
             stop=stop > 0,
         )
 
-    def _loss(self, batch: Batch) -> Loss:
+    def _loss(self, batch: ByteBatch) -> Loss:
         with self._autocast():
             return self.model(batch.tokens_BL.to(self._device), batch.targets_BL.to(self._device))
 

@@ -37,7 +37,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, **reasons: Any) -> None:
     """All work but those named, whose probes say, or do, this."""
     probes = {name: reasons.get(name, "") for name in NAMES}
     made = tuple(
-        doctor.Transport(one.name, one.kind, one.carries, probe if callable(probe) else lambda said=probe: said)
+        doctor.TransportProbe(one.name, one.kind, one.carries, probe if callable(probe) else lambda said=probe: said)
         for one, probe in zip(doctor.TRANSPORTS, probes.values(), strict=True)
     )
     monkeypatch.setattr(doctor, "TRANSPORTS", made)
