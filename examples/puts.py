@@ -48,7 +48,7 @@ def main() -> None:
     # The same by collectives.
     layout = layout.exact()
     exchange = ops.Exchange(ops.make_all_to_all("direct", topology), topology.esp, layout.counts_E, x_SM.dtype)
-    rows_NM, weight_N = ops.permute(x_SM, layout), weight_SK.reshape(-1)[layout.pair_N]
+    rows_NM, weight_N = ops.permute(x_SM, layout), ops.take_pairs(weight_SK, layout)
 
     def compute(rows: torch.Tensor, received: ops.Layout, weight: torch.Tensor | None) -> torch.Tensor:
         return ops.experts(rows, received, weight, weights, "swiglu")
