@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows, device_of
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows, device_of, together
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.sparse import Carrier
@@ -246,10 +246,12 @@ class ShardedExperts:
                 one.begin()
 
     def _stepped(self) -> None:
+        if not self._history and self._moves:
+            # Without a guard: where all ranks refuse, the job may go on with another policy.
+            movable = partial(require_movable, self._layers, self._optimizer)
+            together(self._topology.world, "looking at the optimizer", movable)
         with self._topology.guard("ShardedExperts"):
             self.iteration += 1
-            if not self._history and self._moves:
-                require_movable(self._layers, self._optimizer)
             load_LE = torch.from_numpy(np.stack([one.take_load() for one in self._layers]))
             load_LE = load_LE.to(device_of(self._topology.world))
             self._history.append(all_reduce(self._topology.world, load_LE, operation="sum of loads").cpu().numpy())
