@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
-from fusedmoe.cli import doctor, loads, plan, profile, simulate, trace, train
+from fusedmoe.cli import doctor, loads, plan_command, profile, simulate_command, trace, train
 from fusedmoe.errors import ConfigError, RankError
 
 # How long other ranks wait for rank 0 to say what is wrong, and for the launcher to end them.
@@ -26,9 +26,9 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     train.add_command(commands)
     profile.add_command(commands)
-    plan.add_command(commands)
+    plan_command.add_command(commands)
     trace.add_command(commands)
-    simulate.add_command(commands)
+    simulate_command.add_command(commands)
     loads.add_command(commands)
     doctor.add_command(commands)
     return parser

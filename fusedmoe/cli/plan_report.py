@@ -1,7 +1,11 @@
-"""What `fusedmoe plan` says of a plan: its passes and what they wait for, in tables or as JSON."""
+"""What `fusedmoe plan` says of a plan: its passes and what they wait for, in tables or as JSON.
+
+Under Hecate's placement also of copies of experts: how many may travel for a layer, and the step with them.
+"""
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -13,17 +17,20 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedmoe.cli.job import Launch, Sizes
-from fusedmoe.cli.plan_copies import Copies
 from fusedmoe.cli.settings import Settings, describe
 from fusedmoe.cli.trainer import cuttable, follows_plan, policy_of, step_costs, unsplit
 from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.experts.base import Place
+from fusedmoe.models.block import make_experts
+from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.execute import Here, require_runnable, runnable_kinds
 from fusedmoe.runtime.plan_cache import cached_plans
 from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.cost import CostModel, Costs
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
+from fusedmoe.schedule.sparse_collectives import hidden_s, with_sparse
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES, Timeline
@@ -57,7 +64,9 @@ class Report:
     copies: Copies | None  # of experts, under a placement
 
     @classmethod
-    def of(cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False) -> Report:
+    def from_costs(
+        cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
+    ) -> Report:
         """Plans by every policy that training could follow; the chosen one is the settings'. Where it follows none,
         things happen one after the other.
 
@@ -82,7 +91,7 @@ class Report:
             min(bound_s(planned.costs) for planned in plans.values()),
             refusal,
             followed,
-            Copies.of(settings, sizes, costs, plan, step, timeline),
+            Copies.from_plan(settings, sizes, costs, plan, step, timeline),
         )
 
     @property
@@ -261,3 +270,67 @@ def _alike(values: Sequence[object]) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:,.0f} ms"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of experts in a planned step.
+
+    Attributes:
+        hidden_s: [L], for how long the link between nodes hides a sparse collective of each layer.
+        expert_bytes: of one expert's parameters, as they travel.
+        overlap: t, experts that travel for each layer: as many as the mean of `hidden_s` hides, or as asked for.
+        seconds: of a sparse collective with so many.
+        timeline: of the step in which every layer has them.
+    """
+
+    hidden_s: tuple[float, ...]
+    expert_bytes: int
+    overlap: int
+    seconds: float
+    timeline: Timeline
+
+    @classmethod
+    def from_plan(
+        cls, settings: Settings, sizes: Sizes, model: CostModel, plan: Plan, costs: Costs, timeline: Timeline
+    ) -> Copies | None:
+        """None but under Hecate's placement: no other has as many copies as links have time for.
+
+        `timeline`: the plan's without copies.
+        """
+        if settings.placement != "fssdp" or sizes.ep == 1:
+            return None
+        again = settings.rematerialise
+        layers = len({task.layer for task in plan if task.layer is not None})
+        hidden_L = hidden_s(timeline, layers, again=again)
+        expert_bytes, bytes_per_s = _expert_bytes(settings, sizes), model.line("all-to-all/ep").per_s
+        assert settings.model.experts is not None
+        found = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), expert_bytes, bytes_per_s))
+        overlap = found if settings.placement_overlap is None else settings.placement_overlap
+        seconds = overlap * expert_bytes / bytes_per_s
+        copied = simulate(*with_sparse(plan, costs, [seconds] * layers, again=again))
+        return cls(hidden_L, expert_bytes, overlap, seconds, copied)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "hidden_s": list(self.hidden_s),
+            "expert_bytes": self.expert_bytes,
+            "overlap": self.overlap,
+            "seconds": self.seconds,
+            "step_s": self.timeline.end_s,
+        }
+
+    def words(self, step_s: float) -> str:
+        """`step_s`: of the step without copies."""
+        longer = self.timeline.end_s / step_s - 1
+        most = "not at all" if longer < 0.0005 else f"by {longer:.1%}"
+        return (
+            f"copies of experts: the links between nodes hide {1e3 * statistics.mean(self.hidden_s):.3g} ms a layer; "
+            f"{self.overlap} experts of {self.expert_bytes / 2**20:.3g} MiB for each make the step longer {most}"
+        )
+
+
+def _expert_bytes(settings: Settings, sizes: Sizes) -> int:
+    expert = make_experts(settings.model)
+    expert.setup(settings.model.model_dim, Place(shards=sizes.esp), device="meta")
+    return sum(p.numel() for p in expert.parameters()) * (8 if settings.dtype == "fp64" else 4)

@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from fusedmoe.cli import plan, profile, trace
+from fusedmoe.cli import plan_command, profile, trace
 from fusedmoe.cli.main import main
 
-_COMMANDS: dict[str, ModuleType] = {"profile": profile, "plan": plan, "trace": trace}
+_COMMANDS: dict[str, ModuleType] = {"profile": profile, "plan": plan_command, "trace": trace}
 
 
 def command(rank: int, world: int, folder: str, *arguments: str) -> tuple[int, str, str]:

@@ -100,7 +100,7 @@ def trained(rank: int, world: int, folder: str, cases: list[Any]) -> None:
             printed = plans_of(settings, launch, found, FUSED_COSTS)[policy]
             assert costs == printed.costs, schedule
             if schedule != "flowmoe":  # of which training tries other sizes of pieces from the start
-                report = Report.of(settings, launch, found, FUSED_COSTS)
+                report = Report.from_costs(settings, launch, found, FUSED_COSTS)
                 assert plan == report.plan and makespan(plan, costs) == report.step_s[policy], schedule
 
 
@@ -143,7 +143,7 @@ def test_words_and_picture_say_the_same(capsys: pytest.CaptureFixture[str], sche
         placement_overlap=4 if placement == "fssdp" else None,
     )
     launch = Launch(0, 8, 0, 4)
-    report = Report.of(settings, launch, Sizes(4, 2, 4, 1), TESTBEDS["A"].costs)
+    report = Report.from_costs(settings, launch, Sizes(4, 2, 4, 1), TESTBEDS["A"].costs)
     report.print()
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("in use: "))
     said = dict(zip(RESOURCES, ("computation", "links inside the node", "links between nodes"), strict=True))

@@ -26,7 +26,7 @@ from fusedmoe.schedule.step import fused_pass
 from fusedmoe.schedule.task import FUSED, PIPELINE, Task, resources_of
 from fusedmoe.schedule.timeline import KINDS
 from tests.schedule.plans import random_costs, random_plan
-from tests.schedule.test_contention import any_plan
+from tests.schedule.test_events import any_plan
 
 ORDERS = {"three queues": three_queues, "one queue": one_queue}
 

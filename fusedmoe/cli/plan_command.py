@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
     costs = _costs(arguments, running, settings, sizes)
     if running.rank == 0:
-        report = Report.of(settings, launch, sizes, costs, again=arguments.again)
+        report = Report.from_costs(settings, launch, sizes, costs, again=arguments.again)
         if arguments.png is not None:
             draw(report.drawn, arguments.png, title=report.title)
         if arguments.json:
