@@ -40,7 +40,7 @@ def main() -> None:
     # Memory that the kernels of all ranks address, with room for the tokens of any rank; made once.
     with puts.open_heap(topology.ep, device) as heap:
         windows = puts.Windows(heap, puts.Room(24, SLOTS, EXPERTS, WIDTH, x_SM.dtype))
-        y_SM = puts.fused_experts(x_SM, weight_SK, layout, windows, puts.FusedChunks(weights, "swiglu"), degree=2)
+        y_SM = puts.fused_experts(x_SM, weight_SK, layout, windows, puts.GroupedExperts(weights, "swiglu"), degree=2)
         y_SM.square().mean().backward()
     by_puts = [y_SM.detach(), x_SM.grad, w1.grad]
     x_SM.grad = w1.grad = w2.grad = None

@@ -11,9 +11,9 @@ or sent: ConfigError, or RankError where other ranks wait.
 
 from __future__ import annotations
 
-from fusedmoe.autograd.exchange import all_gather, combine, dispatch, received_layout, reduce_scatter, through_experts
 from fusedmoe.autograd.experts import experts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
+from fusedmoe.autograd.moves import all_gather, combine, dispatch, received_layout, reduce_scatter, through_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
 from fusedmoe.comm.all_to_all import make_all_to_all

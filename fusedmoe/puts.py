@@ -4,7 +4,7 @@
 
     with puts.open_heap(topology.ep, device) as heap:
         windows = puts.Windows(heap, puts.Room(tokens=4096, slots=2, experts=64, width=1024, dtype=torch.bfloat16))
-        y = puts.fused_experts(x, weight_SK, layout, windows, puts.FusedChunks(weights, "swiglu"))
+        y = puts.fused_experts(x, weight_SK, layout, windows, puts.GroupedExperts(weights, "swiglu"))
 
 `open_heap` gives memory that kernels of all ranks address, `Windows` room in it for one layer after the other, and
 `fused_experts` takes tokens to their experts and back. `dispatch_tokens`, `dispatch_experts`, `experts_combine` and
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from fusedmoe.comm.heap import open_heap
 from fusedmoe.comm.windows import Room, Windows
-from fusedmoe.engine.chunk_experts import FusedChunks
-from fusedmoe.engine.one_sided import (
+from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.one_sided_experts import (
     combine_results,
     dispatch_experts,
     dispatch_tokens,
@@ -27,7 +27,7 @@ from fusedmoe.engine.one_sided import (
 from fusedmoe.kernels.one_sided import for_all_shards
 
 __all__ = [
-    "FusedChunks",
+    "GroupedExperts",
     "Room",
     "Windows",
     "combine_results",

@@ -22,8 +22,8 @@ from fusedmoe import ops
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.heaps.local import local_heaps
 from fusedmoe.comm.windows import Room, Windows
-from fusedmoe.engine.chunk_experts import FusedChunks
-from fusedmoe.engine.one_sided import Backward, Forward, make_route
+from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
 from fusedmoe.engine.route import Route
 from fusedmoe.kernels.triton.one_sided.put import return_rows
 
@@ -62,7 +62,7 @@ class _Puts(torch.autograd.Function):
     def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor, w1: Tensor, w2: Tensor, ranks: _Ranks) -> Tensor:
         experts = zip(w1.tensor_split(ranks.count), w2.tensor_split(ranks.count), strict=True)
         runs = [
-            Forward(x, route, FusedChunks(ops.Weights(*own), "swiglu"))
+            Forward(x, route, GroupedExperts(ops.Weights(*own), "swiglu"))
             for x, route, own in zip(
                 x_SM.tensor_split(ranks.count), ranks.routes(x_SM, weight_SK), experts, strict=True
             )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_rows
-from fusedmoe.autograd.exchange import Compute
+from fusedmoe.autograd.moves import Compute
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.experts import (
     experts_backward,
@@ -69,7 +69,7 @@ class ChunkExperts(Protocol):
         ...
 
 
-class FusedChunks:
+class GroupedExperts:
     """Feed-forward experts by their own kernels. A chunk keeps its pre-activations."""
 
     any_degree = True
@@ -79,7 +79,7 @@ class FusedChunks:
         self.weights, self.activation = weights, ACTIVATIONS[activation]
         self.parameters = (weights.w1, weights.w2, weights.b1, weights.b2)
 
-    def for_backward(self) -> FusedChunks:
+    def for_backward(self) -> GroupedExperts:
         return self
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class FusedChunks:
         return grads.w1, grads.w2, grads.b1, grads.b2
 
 
-class ModuleChunks:
+class AutogradExperts:
     """Experts of any kind, by autograd inside each chunk. A chunk keeps its graph, so both passes have its chunks."""
 
     any_degree = False
@@ -119,8 +119,8 @@ class ModuleChunks:
         self._compute: Callable[..., Tensor] | None = compute
         self.parameters = tuple(parameters)
 
-    def for_backward(self) -> ModuleChunks:
-        return ModuleChunks(None, self.parameters)
+    def for_backward(self) -> AutogradExperts:
+        return AutogradExperts(None, self.parameters)
 
     def forward(self, x_RM: Tensor, layout: Layout, weight_R: Tensor | None) -> tuple[Tensor, Any]:
         assert self._compute is not None

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.exchange import received_layout
+from fusedmoe.autograd.moves import received_layout
 from fusedmoe.comm.exchange import Part
 from fusedmoe.kernels.layout import Layout
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.checks import check_rows
-from fusedmoe.autograd.exchange import all_gather, combine, dispatch, received_layout, reduce_scatter
 from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.autograd.moves import all_gather, combine, dispatch, received_layout, reduce_scatter
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import CHECK, Exchange

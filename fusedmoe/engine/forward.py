@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.linear_later import Later
+from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.chunk_experts import ChunkExperts
@@ -69,7 +69,7 @@ class BlocksForward(BlockPass, ForwardPass):
                 if self.axis == 1:
                     earlier = (present(layer.units[other]).own for other in range(place))
                     past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
-                later = Later(layer.parameters) if self._later[number] else None
+                later = DeferredGradients(layer.parameters) if self._later[number] else None
                 y, u, scores, routing, own = self._stages[number].dense(layer.parameters, x, drawn, past, later)
             if layer.z is None:
                 layer.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))

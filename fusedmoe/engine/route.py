@@ -18,7 +18,7 @@ from fusedmoe.kernels.triton.one_sided.wait import wait_metadata, wait_signals
 
 
 class Route:
-    """One batch's way. Ranks call its methods in the same order; see `fusedmoe.engine.one_sided` for who does.
+    """One batch's way. Ranks call its methods in the same order; see `fusedmoe.engine.one_sided_experts` for who does.
 
     Args:
         layout: of the tokens over all E experts; rank p of the windows' group has those from p·E/W on.

@@ -26,7 +26,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task
 
 
-class Gradients(Protocol):
+class GradientReducer(Protocol):
     """Reduces gradients while the backward pass goes on; see `fusedmoe.training.gradient_buckets`."""
 
     @property
@@ -68,7 +68,7 @@ class Followed(NamedTuple):
     """
 
     plans: Plans
-    gradients: Gradients | None = None
+    gradients: GradientReducer | None = None
     beside: Sequence[Task] = ()
 
 
@@ -98,7 +98,7 @@ class Run:
     hooks: Sequence[Hooks] = ()
     recorder: Recorder | None = None
     streams: Mapping[str, torch.cuda.Stream] | None = None
-    gradients: Gradients | None = None
+    gradients: GradientReducer | None = None
     beside: Sequence[Task] = ()
 
     def degree(self, direction: Direction) -> int:

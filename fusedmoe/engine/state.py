@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fusedmoe.autograd.linear_later import Later
+from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Cuts, Received, Sent
@@ -77,7 +77,7 @@ class Stage(Protocol):
         x: Tensor,
         drawn: tuple[Tensor, ...],
         past: Sequence[tuple[Tensor, ...]],
-        later: Later | None,
+        later: DeferredGradients | None,
     ) -> Dense:
         """Of one piece [b, …, M].
 
@@ -141,7 +141,7 @@ class Unit:
     routing: Choice
     own: tuple[Tensor, ...]
     past: Sequence[tuple[Tensor, ...]]
-    later: Later | None
+    later: DeferredGradients | None
     dispatched: int = 0  # pieces that have gone
     down: list[Tensor | None] = field(default_factory=list)
 

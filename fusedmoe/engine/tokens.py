@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.autograd.exchange import received_layout
+from fusedmoe.autograd.moves import received_layout
 from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, chunk_order, in_chunks, inverse
@@ -79,7 +79,7 @@ class RowChunks:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class RowBatch:
     """The rows of a call.
 
     Attributes:
@@ -111,7 +111,7 @@ class _OfTokens(Pass):
         weights: of each chunk's sorted rows.
     """
 
-    def __init__(self, batch: Batch, chunks: RowChunks, rows_NM: Tensor, weights: Sequence[Tensor | None]) -> None:
+    def __init__(self, batch: RowBatch, chunks: RowChunks, rows_NM: Tensor, weights: Sequence[Tensor | None]) -> None:
         super().__init__(batch.run, [batch.experts])
         places = zip(chunks.parts, chunks.received, weights, strict=True)
         self.chunks[0] = {
@@ -161,7 +161,7 @@ class _Backward(_OfTokens, BackwardPass):
 
     def __init__(
         self,
-        batch: Batch,
+        batch: RowBatch,
         rows_NM: Tensor,
         weights: Sequence[Tensor | None],
         x: Sequence[Tensor],
@@ -188,7 +188,7 @@ class _Backward(_OfTokens, BackwardPass):
 
 class _ThroughExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: Batch, *parameters: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: RowBatch, *parameters: Tensor | None) -> Tensor:
         chunks, exchange, experts = batch.forward_chunks, batch.exchange, batch.experts
         weights: list[Tensor | None] = [None] * len(chunks.parts)
         if weight_N is not None:
@@ -207,7 +207,7 @@ class _ThroughExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
-        batch: Batch = ctx.batch
+        batch: RowBatch = ctx.batch
         there, chunks, exchange = batch.forward_chunks, batch.backward_chunks, batch.exchange
         count = len(there.parts)
         saved = ctx.saved_tensors
@@ -256,4 +256,4 @@ def through_experts(
             f"experts that are modules of their own need one degree for both passes, not {degrees[0]} forward and "
             f"{degrees[1]} backward: their backward follows the forward's chunks"
         )
-    return _ThroughExperts.apply(x_SM, weight_N, Batch(layout, exchange, experts, run), *experts.parameters)
+    return _ThroughExperts.apply(x_SM, weight_N, RowBatch(layout, exchange, experts, run), *experts.parameters)

@@ -13,7 +13,7 @@ from fusedmoe.autograd.order import take_pairs
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks
+from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.dispatcher import (
     Collectives,
     Crossing,
@@ -25,12 +25,12 @@ from fusedmoe.engine.dispatcher import (
 )
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.placed import Placed
+from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import resources_of
 
 
-class Transport(NamedTuple):
+class KernelTransport(NamedTuple):
     """How kernels of a layer send and receive by themselves.
 
     Attributes:
@@ -50,7 +50,7 @@ class OneSided(Dispatcher):
         collectives: what then takes rows.
     """
 
-    def __init__(self, transport: Callable[[Tensor], Transport | None], collectives: Collectives) -> None:
+    def __init__(self, transport: Callable[[Tensor], KernelTransport | None], collectives: Collectives) -> None:
         self._transport, self.collectives = transport, collectives
 
     def dispatch(
@@ -82,7 +82,7 @@ class OneSided(Dispatcher):
 class Moving(Collectives):
     """Experts are where a placement says, and so rows go to the places of their copies."""
 
-    def __init__(self, placed: Placed, *args: Any, **more: Any) -> None:
+    def __init__(self, placed: DynamicExperts, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._placed = placed
 
@@ -120,7 +120,7 @@ def has_heap(topology: Topology, device: torch.device) -> bool:
 
 def choose_transport(
     topology: Topology, kind: str, x_SM: Tensor, plans_for: Callable[[int], Plans]
-) -> Transport | None:
+) -> KernelTransport | None:
     """By a fused operation, where plans take it; None: by collectives. Collective over the ranks that have the experts.
 
     Args:
@@ -132,7 +132,7 @@ def choose_transport(
     forward = plans_for(most).forward
     if any(task.kind != kind for task in forward):
         return None
-    return Transport(kind, len(forward), most)
+    return KernelTransport(kind, len(forward), most)
 
 
 def fused_experts(
@@ -141,7 +141,7 @@ def fused_experts(
     layout: Layout,
     topology: Topology,
     experts: ChunkExperts,
-    transport: Transport,
+    transport: KernelTransport,
     recorder: Recorder | None,
 ) -> Tensor:
     """`fusedmoe.puts.fused_experts` over the layer's ranks, in windows that all layers share.
@@ -150,18 +150,18 @@ def fused_experts(
         ConfigError: more tokens than any rank had when the transport was chosen, rounded up.
         RankError: a rank failed, or did not come in time.
     """
-    from fusedmoe.engine import one_sided
+    from fusedmoe.engine import one_sided_experts
     from fusedmoe.kernels.one_sided import for_all_shards
 
-    assert isinstance(experts, FusedChunks)
+    assert isinstance(experts, GroupedExperts)
     group = _group(topology)
     if group is topology.esp:
         layout = for_all_shards(layout.exact(), group.size)
         weight_SK = weight_SK.repeat_interleave(group.size, 1)
     windows = _windows(topology, group, layout, x_SM, transport)
     try:
-        measured = one_sided.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
-        return one_sided.fused_experts(x_SM, weight_SK, layout, windows, experts, transport.degree, measured)
+        measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
+        return one_sided_experts.fused_experts(x_SM, weight_SK, layout, windows, experts, transport.degree, measured)
     except BaseException:
         _shared.pop(topology, None)
         windows.heap.abandon()
@@ -172,7 +172,7 @@ def fused_experts(
 _shared: WeakKeyDictionary[Topology, dict[object, object]] = WeakKeyDictionary()
 
 
-def _windows(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, transport: Transport):  # type: ignore[no-untyped-def]
+def _windows(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, transport: KernelTransport):  # type: ignore[no-untyped-def]
     from fusedmoe.comm.heap import open_heap
     from fusedmoe.comm.windows import Room, Windows
 

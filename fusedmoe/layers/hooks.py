@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.hooks import HookContext, Hooks
-from fusedmoe.autograd.wire import pack_fp8, unpack_fp8
+from fusedmoe.autograd.wire_formats import pack_fp8, unpack_fp8
 from fusedmoe.errors import ConfigError
 
 __all__ = ["HookContext", "Hooks", "WireCast", "WireFp8"]

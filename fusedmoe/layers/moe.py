@@ -16,18 +16,18 @@ from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import Dispatcher, recomputing
-from fusedmoe.engine.run import Followed, Gradients, Plans
+from fusedmoe.engine.run import Followed, GradientReducer, Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
+from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
 from fusedmoe.layers.experts import NAMED, Experts, Place
 from fusedmoe.layers.experts.base import require_own_experts
 from fusedmoe.layers.gates import Gate, SoftMoE
 from fusedmoe.layers.gates.base import Routing, SoftRouting
+from fusedmoe.layers.input_checks import InputChecks, no_routing, require_kind
 from fusedmoe.layers.load import Load
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Sparse
-from fusedmoe.layers.placed import Placed, first_place
 from fusedmoe.layers.planner import Planner
-from fusedmoe.layers.refusals import Refusals, no_routing, require_kind
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.execute import require_runnable
 from fusedmoe.runtime.recorder import Recorder, span
@@ -177,13 +177,13 @@ class MoELayer(nn.Module):
             _require_shardings(experts)
         for name, _ in experts.named_parameters():
             experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
-        self.placed: Placed | None = None
+        self.placed: DynamicExperts | None = None
         if placement == "fssdp" and self.topology.ep.size > 1:
             if isinstance(self.order, Einsum):
                 raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
             if isinstance(gate, SoftMoE):
                 raise _no_load(gate)
-            self.placed = Placed(experts, gate.experts, self.topology)
+            self.placed = DynamicExperts(experts, gate.experts, self.topology)
         self.recorder: Recorder | None = None
         named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
         self._planner = Planner(self.topology, experts, named, gate.k)
@@ -191,7 +191,7 @@ class MoELayer(nn.Module):
             self.dispatcher = dispatch
         else:
             self.dispatcher = self._planner.dispatcher(dispatch, hooks, self.placed)
-        self._refusals = Refusals(self.topology)
+        self._checks = InputChecks(self.topology)
         self._load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
         self._ran_without_graph = False
@@ -210,7 +210,7 @@ class MoELayer(nn.Module):
 
     def _guarded(self, x: Tensor) -> Tensor:
         with self.topology.guard("MoELayer.forward"):
-            self._refusals.tell_logits()
+            self._checks.tell_logits()
             return self._forward(x)
 
     @property
@@ -222,14 +222,14 @@ class MoELayer(nn.Module):
         if self.hooks and isinstance(x, Tensor):
             x = run_hooks(self.hooks, "before_moe_start", self._tap(x, "before_moe_end"), HookContext("forward"))
         mp, recorder = self.topology.mp, self.recorder
-        refusal = self._refusals.of_input(x, self.model_dim, self._like(x))
+        refusal = self._checks.of_input(x, self.model_dim, self._like(x))
         if refusal is None:
             x_SM = x.reshape(-1, self.model_dim)
         else:
             like = self._like(x.float() if isinstance(x, Tensor) else torch.empty(0))
             x_SM = torch.zeros(0, self.model_dim, dtype=like.dtype, device=like.device)
         if mp.size > 1 and self.mp_input != "split":
-            self._refusals.agree_on_tokens(x_SM, refusal, self.mp_input)
+            self._checks.agree_on_tokens(x_SM, refusal, self.mp_input)
         counts = split_counts(len(x_SM), mp)
         if self.mp_input == "partial":
             x_SM = reduce_scatter_rows(x_SM, mp, counts, recorder)
@@ -249,12 +249,12 @@ class MoELayer(nn.Module):
         self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
             routing = self._replicated(self.gate, x_SM)
-            refusal = refusal or self._refusals.of_routing(routing, self.gate, x_SM)
+            refusal = refusal or self._checks.of_routing(routing, self.gate, x_SM)
             if refusal is not None:
                 routing = no_routing(x_SM)  # this rank sends nothing but why
             self._count(routing)
         if self.topology.ep.size == self.topology.esp.size == 1:
-            self._refusals.refuse(refusal)
+            self._checks.refuse(refusal)
         if self.placed is not None and isinstance(routing, SoftRouting):
             raise _no_load(self.gate)
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
@@ -291,7 +291,7 @@ class MoELayer(nn.Module):
         parameters = {name: sum_gradient(parameter, mp) for name, parameter in module.named_parameters()}
         return torch.func.functional_call(module, parameters, inputs)
 
-    def follow(self, plans: Plans, gradients: Gradients | None = None, beside: Sequence[Task] = ()) -> None:
+    def follow(self, plans: Plans, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()) -> None:
         """From now on the layer works by these plans, the same on every rank, whatever its schedule.
 
         Args:
@@ -365,11 +365,11 @@ class MoELayer(nn.Module):
         """
         with self.topology.guard("MoELayer.check"):
             self.topology.check()
-            self._refusals.tell_logits(wait=True)
+            self._checks.tell_logits(wait=True)
 
     def refuse_logits(self, routing: Routing | SoftRouting) -> str | None:
         """What is wrong with the router's logits, if anything."""
-        return self._refusals.of_logits(routing)
+        return self._checks.of_logits(routing)
 
     def _tap(self, tensor: Tensor, seam: str) -> Tensor:
         """The identity, whose backward passes the gradient through the hooks at `seam`."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.run import Gradients, Plans, Run
+from fusedmoe.engine.run import GradientReducer, Plans, Run
 from fusedmoe.engine.stack import through_stack
 from fusedmoe.engine.state import Cut
 from fusedmoe.errors import ConfigError
@@ -106,7 +106,7 @@ class PipelinedBlocks(nn.Module):
         rows = layer.order.rows_per_token(layer.gate, samples * length)
         return replace(found, batch=samples * topology.esp.size, seq_len=length, k=1, capacity_factor=rows)
 
-    def follow(self, plans: Plans, gradients: Gradients | None = None) -> None:
+    def follow(self, plans: Plans, gradients: GradientReducer | None = None) -> None:
         """From now on both passes run by these plans. Collective over all ranks.
 
         Args:
@@ -140,7 +140,7 @@ class PipelinedBlocks(nn.Module):
         streams = self._streams.on(x.device)
         return Run(self.plans, stop, recorder=self.recorder, streams=streams, gradients=self._gradients)
 
-    def _check(self, phase: str, plans: Plans, gradients: Gradients | None) -> None:
+    def _check(self, phase: str, plans: Plans, gradients: GradientReducer | None) -> None:
         plan = plans.forward if phase == "forward" else plans.backward
         here = Here(self.topology.ep.size, self.topology.esp.size)
         require_runnable(plan, runnable_kinds(here, "blocks"), f"pipeline: the {phase} plan")

@@ -12,12 +12,12 @@ from torch import Tensor
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks
+from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local
 from fusedmoe.engine.run import Followed, Plans
-from fusedmoe.layers.dispatchers import Moving, OneSided, Transport, choose_transport, has_heap
+from fusedmoe.layers.dispatchers import KernelTransport, Moving, OneSided, choose_transport, has_heap
+from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.experts import Experts
-from fusedmoe.layers.placed import Placed
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, require_same_plans
 from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.schedule.task import FUSED
@@ -48,7 +48,7 @@ class Planner:
         self.schedule = schedule
         self.told: Followed | None = None
         self.made: dict[Workload | None, Plans] = {}
-        self._transports: dict[tuple[torch.dtype, torch.device], Transport | None] = {}
+        self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"told": None}
@@ -68,7 +68,7 @@ class Planner:
             self.made[workload] = self._plans(x_SM, workload, chunks.any_degree, self.kinds)
         return Followed(self.made[workload])
 
-    def dispatcher(self, algorithm: str, hooks: Sequence[Hooks], placed: Placed | None) -> Dispatcher:
+    def dispatcher(self, algorithm: str, hooks: Sequence[Hooks], placed: DynamicExperts | None) -> Dispatcher:
         """What takes rows by these plans. `algorithm`: of all-to-alls.   `placed`: the experts where they move."""
         topology, all_to_all = self._topology, make_all_to_all(algorithm, self._topology)
         if topology.ep.size * topology.esp.size == 1 and not hooks:
@@ -79,7 +79,7 @@ class Planner:
         one_sided = self.schedule is not None and self.schedule.policy == FUSED_POLICY and not hooks
         return OneSided(self.transport, collectives) if one_sided else collectives
 
-    def transport(self, x_SM: Tensor) -> Transport | None:
+    def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """How kernels send and receive by themselves; None where collectives do. The first call in a dtype and on a
         device is collective."""
         if self.told is not None or self.schedule is None or self.schedule.policy != FUSED_POLICY:
@@ -89,12 +89,12 @@ class Planner:
             self._transports[at] = self._choose_transport(x_SM)
         return self._transports[at]
 
-    def _choose_transport(self, x_SM: Tensor) -> Transport | None:
+    def _choose_transport(self, x_SM: Tensor) -> KernelTransport | None:
         topology = self._topology
         here = Here(
             topology.ep.size,
             topology.esp.size,
-            isinstance(self._experts.in_chunks(x_SM), FusedChunks),
+            isinstance(self._experts.in_chunks(x_SM), GroupedExperts),
             dtype=x_SM.dtype,
             device=x_SM.device,
             heap=lambda: has_heap(topology, x_SM.device),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fusedmoe.autograd.linear_later import Later
+from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
@@ -22,9 +22,9 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.linear import outside_autocast
+from fusedmoe.layers.input_checks import check_routing
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Dropless, Order
-from fusedmoe.layers.refusals import check_routing
 
 
 class BlockStage:
@@ -65,7 +65,7 @@ class BlockStage:
         x: Tensor,
         drawn: tuple[Tensor, ...],
         past: Sequence[tuple[Tensor, ...]],
-        later: Later | None,
+        later: DeferredGradients | None,
     ) -> Dense:
         named, part = dict(zip(self._names, parameters, strict=True)), self._dense  # a graph may keep what computes
 

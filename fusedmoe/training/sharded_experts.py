@@ -22,9 +22,9 @@ from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.sparse import Carrier
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.experts.base import require_own_experts
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.placed import Placed
 from fusedmoe.layers.schedule import measured_costs
 from fusedmoe.placement.hecate import calibrate, overlap_degree, reshard
 from fusedmoe.placement.load_trace import WINDOW, predict
@@ -299,7 +299,7 @@ class ShardedExperts:
         }
         return policies[self._name]
 
-    def _correction(self, placed: Placed) -> Any:
+    def _correction(self, placed: DynamicExperts) -> Any:
         nodes, m, costs = placed.nodes, self._memory, self._costs
         if self._name == "fastermoe":
             return lambda placement, tokens_WE: shadow(placement, tokens_WE, nodes, m, costs)
@@ -362,7 +362,7 @@ def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
 
 
 @torch.no_grad()
-def move(layers: Sequence[Placed], shardings: Sequence[Placement], optimizer: Optimizer) -> int:
+def move(layers: Sequence[DynamicExperts], shardings: Sequence[Placement], optimizer: Optimizer) -> int:
     """Gives each layer's experts the owners that a sharding says. Collective over the expert-parallel group.
 
     Each tensor of an expert is sent once, from its old owner to its new one. Gradients are dropped.
@@ -393,7 +393,7 @@ def move(layers: Sequence[Placed], shardings: Sequence[Placement], optimizer: Op
     return sent
 
 
-def require_movable(layers: Sequence[Placed], optimizer: Optimizer) -> None:
+def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer) -> None:
     """Raises `ConfigError` as `move` would, before anything has to move."""
     for placed in layers:
         for name, parameter in placed.experts.named_parameters():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd import experts, gate, order, wire  # noqa: F401  they register the gradients
+from fusedmoe.autograd import experts, gate, order, wire_formats  # noqa: F401  they register the gradients
 from fusedmoe.kernels import operators
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from tests.kernels.routings import choose

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import ConfigError, experts, gates
-from fusedmoe.autograd.linear_later import Later
+from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.layers.pipeline import Parts
@@ -215,7 +215,7 @@ def test_linear_maps_later() -> None:
     named = dict(zip((name for name, _ in model.named_parameters()), leaves, strict=True))
     x = torch.randn(2, 5, 4, dtype=torch.double, requires_grad=True)
     dy = torch.randn(2, 5, 3, dtype=torch.double)
-    later = Later(leaves)
+    later = DeferredGradients(leaves)
     with later:
         y = torch.func.functional_call(model, named, x)
     dx, *now = torch.autograd.grad(y, [x, *leaves], dy, allow_unused=True)
@@ -240,7 +240,7 @@ def test_biases_later(own: bool, autocast: bool, frozen: tuple[int, ...]) -> Non
     for place, leaf in enumerate(leaves):
         leaf.requires_grad_(place not in frozen)
     weight, bias = leaves
-    later = Later(leaves)
+    later = DeferredGradients(leaves)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), later:
         y = F.linear(x, weight, bias if own else bias * 3)
     y.backward(dy.to(y.dtype))
@@ -262,7 +262,7 @@ def test_autocast_leaves_doubles_as_they_are() -> None:
     x, weight = torch.randn(4, 5, dtype=torch.double, requires_grad=True), torch.randn(3, 5, dtype=torch.double)
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        with Later([weight]):
+        with DeferredGradients([weight]):
             y = F.linear(x, weight)
         assert torch.equal(y, F.linear(x, weight))
 

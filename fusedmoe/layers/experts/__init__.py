@@ -2,6 +2,6 @@
 
 from fusedmoe.layers.experts.base import NAMED, Experts, Place, RowExperts
 from fusedmoe.layers.experts.custom import Custom
-from fusedmoe.layers.experts.fused import FeedForward, SwiGLU
+from fusedmoe.layers.experts.feed_forward import FeedForward, SwiGLU
 
 __all__ = ["NAMED", "Custom", "Experts", "FeedForward", "Place", "RowExperts", "SwiGLU"]

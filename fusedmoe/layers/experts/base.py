@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.order import permute, unpermute
-from fusedmoe.engine.chunk_experts import ChunkExperts, ModuleChunks
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.recorder import Recorder
@@ -130,7 +130,7 @@ class Experts(nn.Module):
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         """These experts as the pipelined layer calls them, for rows like `x_SM`."""
-        return ModuleChunks(self, tuple(self.parameters()))
+        return AutogradExperts(self, tuple(self.parameters()))
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         """What a pass of these experts amounts to for a rank that sends `rows` rows, for the choice of a schedule.

@@ -14,7 +14,7 @@ from fusedmoe.autograd.experts import experts as fused_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts, FusedChunks, ModuleChunks
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.engine.dispatcher import Collectives, Local, no_plans
 from fusedmoe.engine.run import Followed, Plans
 from fusedmoe.kernels.layout import Layout, contiguous_layout
@@ -82,7 +82,7 @@ class LocalExperts:
         return unpermute(out_NM, layout)
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        return FusedChunks(*self.fused) if self.fused is not None else ModuleChunks(self, self.parameters)
+        return GroupedExperts(*self.fused) if self.fused is not None else AutogradExperts(self, self.parameters)
 
 
 class LayerDispatcher:

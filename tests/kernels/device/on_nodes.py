@@ -6,8 +6,8 @@ import torch
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
-from fusedmoe.engine.chunk_experts import FusedChunks
-from fusedmoe.engine.one_sided import fused_experts
+from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.kernels.one_sided import Put
 from fusedmoe.kernels.triton.one_sided import put, wait
 from fusedmoe.kernels.weights import Weights
@@ -23,7 +23,7 @@ def count_puts(rank: int, world: int, tokens: int) -> tuple[list[int], int]:
     with FarHeap(topology.ep, CPU, APART) as heap:
         windows = Windows(heap, Room(tokens, SLOTS, EXPERTS, WIDTH, torch.float32))
         case = Case(rank, world, tokens, 0, False)
-        experts = FusedChunks(Weights(*case.own), "swiglu")
+        experts = GroupedExperts(Weights(*case.own), "swiglu")
         fused_experts(case.x_SM, case.weight_SK, case.layout, windows, experts)
         return heap.wire.puts, heap.wire.asked
 

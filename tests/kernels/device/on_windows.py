@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.exchange import through_experts
 from fusedmoe.autograd.experts import experts as local_experts
+from fusedmoe.autograd.moves import through_experts
 from fusedmoe.autograd.order import order
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
@@ -24,8 +24,8 @@ from fusedmoe.comm.heap import Heap, open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.engine import tokens
-from fusedmoe.engine.chunk_experts import FusedChunks
-from fusedmoe.engine.one_sided import (
+from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.one_sided_experts import (
     combine_results,
     dispatch_experts,
     dispatch_tokens,
@@ -67,13 +67,13 @@ class Case:
         self.own = [p[rank * local : (rank + 1) * local].clone() for p in self.parameters]
 
 
-def leaves(case: Case) -> tuple[Tensor, Tensor, FusedChunks]:
+def leaves(case: Case) -> tuple[Tensor, Tensor, GroupedExperts]:
     parameters = [p.clone().requires_grad_() for p in case.own]
-    experts = FusedChunks(Weights(*parameters), "swiglu")
+    experts = GroupedExperts(Weights(*parameters), "swiglu")
     return case.x_SM.clone().requires_grad_(), case.weight_SK.clone().requires_grad_(), experts
 
 
-def results(y: Tensor, x: Tensor, weight: Tensor, experts: FusedChunks, dy: Tensor) -> list[Tensor]:
+def results(y: Tensor, x: Tensor, weight: Tensor, experts: GroupedExperts, dy: Tensor) -> list[Tensor]:
     y.backward(dy)
     found = [y.detach(), x.grad, weight.grad, *(p.grad for p in experts.parameters if p is not None)]
     return [torch.zeros(0) if one is None else one for one in found]

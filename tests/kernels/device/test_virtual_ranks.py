@@ -15,8 +15,8 @@ from bench.gpu.spread import WAYS, part_steps, variants
 from fusedmoe.autograd.order import order
 from fusedmoe.comm.heaps.local import local_heaps
 from fusedmoe.comm.windows import Room, Windows
-from fusedmoe.engine.chunk_experts import FusedChunks
-from fusedmoe.engine.one_sided import Backward, Forward, make_route
+from fusedmoe.engine.chunk_experts import GroupedExperts
+from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.weights import Weights
@@ -41,7 +41,7 @@ def test_equals_dense(device: torch.device, peers: int, degree: int) -> None:
     forwards = []
     for (x, weight, _), layout, room, parameters in zip(inputs, layouts, windows, own, strict=True):
         route = make_route(x.to(device), weight.to(device), layout, room, degree)
-        forwards.append(Forward(x.to(device), route, FusedChunks(parameters, "swiglu")))
+        forwards.append(Forward(x.to(device), route, GroupedExperts(parameters, "swiglu")))
     in_turn(forwards)
     outputs = [run.finish() for run in forwards]
     backwards = [Backward(run, dy.to(device)) for run, (_, _, dy) in zip(forwards, inputs, strict=True)]

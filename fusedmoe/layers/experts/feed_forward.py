@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.experts import experts
-from fusedmoe.engine.chunk_experts import FusedChunks
+from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.layout import Layout
@@ -94,8 +94,8 @@ class FeedForward(Experts):
         weights = self.weights(x_SM.dtype if cast else self.w1.dtype)
         return experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
 
-    def in_chunks(self, x_SM: Tensor) -> FusedChunks:
-        return FusedChunks(self.weights(x_SM.dtype), self.activation)
+    def in_chunks(self, x_SM: Tensor) -> GroupedExperts:
+        return GroupedExperts(self.weights(x_SM.dtype), self.activation)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.

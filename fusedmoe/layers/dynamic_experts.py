@@ -25,17 +25,45 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.experts.base import Experts, Place
-from fusedmoe.layers.tables import replace, table
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce
 from fusedmoe.runtime.recorder import Moment, Recorder, span
 
+
+def table(parameter: nn.Parameter, rows: int) -> Tensor:
+    """[rows, ...] in the memory in which a parameter, [owned, ...], lies at the start; more is taken where needed."""
+    storage = parameter.data.untyped_storage()
+    shared = not parameter.is_contiguous() or parameter.storage_offset() or not storage.resizable()
+    if shared or getattr(parameter, "_fusedmoe_table", None) != storage._cdata:
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        storage = parameter.data.untyped_storage()
+        parameter._fusedmoe_table = storage._cdata  # type: ignore[attr-defined]
+    shape = (rows, *parameter.shape[1:])
+    needed = torch.Size(shape).numel() * parameter.element_size()
+    if storage.nbytes() < needed:
+        storage.resize_(needed)
+    stride = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, shape, stride)
+
+
+def replace(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Gives a parameter data of another shape.
+
+    A graph of an earlier forward that is still held (a loss that was kept) knows the parameter's old shape, and the
+    engine would go by it. A change of dtype makes it forget.
+    """
+    parameter.grad = None
+    other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = tensor
+
+
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
 
 
-class Placed:
+class DynamicExperts:
     """The experts of one layer under a placement that changes from step to step.
 
     Made by `MoELayer(placement="fssdp")`, and told what to do by `fusedmoe.training.ShardedExperts`. Every method that
@@ -75,7 +103,7 @@ class Placed:
         self.placement = Placement.even(topology.ep.size, count)
         self.rematerialises, self.hooked, self.begun = False, False, False
         self.correct: Correct | None = None
-        self.neighbours: tuple[Placed | None, Placed | None] = (None, None)
+        self.neighbours: tuple[DynamicExperts | None, DynamicExperts | None] = (None, None)
         self.clocked = False
         self._start, self._came, self._ended = Moment(), Moment(), Moment()
         self.recorder: Recorder | None = None
@@ -148,7 +176,7 @@ class Placed:
         self._load_E = np.zeros_like(self._load_E)
         self._hold()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicExperts:
         # Nobody fetches replicas for a copy, and it is not part of a graph.
         made = copy(self)
         memo[id(self)] = made

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class Later(TorchFunctionMode):
+class DeferredGradients(TorchFunctionMode):
     """`parameters`: leaves; a gradient is told by its place among them. Of those that need none, there is none."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -42,7 +42,7 @@ class Later(TorchFunctionMode):
             dtype = torch.get_autocast_dtype(device)
             input, weight = input.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        return _Linear.apply(input, weight, bias, self, *places)
+        return _DeferredLinear.apply(input, weight, bias, self, *places)
 
     def keep(self, weight: int, bias: int | None, x: Tensor, dy: Tensor) -> None:
         self._waiting.append((weight, bias, x, dy))
@@ -60,9 +60,11 @@ class Later(TorchFunctionMode):
                 add(bias, rows.sum(0))
 
 
-class _Linear(torch.autograd.Function):
+class _DeferredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, *places: int | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredGradients, *places: int | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.later, ctx.places = later, places
         with torch.autocast(x.device.type, enabled=False):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusedmoe.comm.windows import Windows
-from fusedmoe.engine.chunk_experts import FusedChunks, Totals
+from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
 from fusedmoe.engine.route import Route
 from fusedmoe.kernels.gather_sum import put_pairs, take_pairs
 from fusedmoe.kernels.layout import Layout
@@ -72,7 +72,7 @@ def make_route(x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: 
 class Forward:
     """The forward pass of `fused_experts` in three steps, which virtual ranks of one process take in turn."""
 
-    def __init__(self, x_SM: Tensor, route: Route, experts: FusedChunks, measured: Measured | None = None) -> None:
+    def __init__(self, x_SM: Tensor, route: Route, experts: GroupedExperts, measured: Measured | None = None) -> None:
         self._x_SM, self.route, self.experts, self.measured = x_SM, route, experts, measured
         self.kept: list[_Kept] = []
         self._tokens = self._results = 0
@@ -145,7 +145,7 @@ class _FusedExperts(torch.autograd.Function):
         x_SM: Tensor,
         weight_SK: Tensor | None,
         route: Route,
-        experts: FusedChunks,
+        experts: GroupedExperts,
         measured: Measured | None,
         *parameters: Tensor | None,
     ) -> Tensor:
@@ -172,7 +172,7 @@ def fused_experts(
     weight_SK: Tensor | None,
     layout: Layout,
     windows: Windows,
-    experts: FusedChunks,
+    experts: GroupedExperts,
     degree: int = 1,
     measured: Measured | None = None,
 ) -> Tensor:
@@ -271,7 +271,7 @@ def combine_results(rows: Sequence[Tensor], route: Route) -> Tensor:
 class _DispatchExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_SM: Tensor, route: Route, experts: FusedChunks, *parameters: Tensor | None
+        ctx: Any, x_SM: Tensor, route: Route, experts: GroupedExperts, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         route.put_letters()
         epoch = route.put_tokens(x_SM)
@@ -306,7 +306,7 @@ class _DispatchExperts(torch.autograd.Function):
         return route.receive(epoch)[0], None, None, *_grads(totals, experts)
 
 
-def dispatch_experts(x_SM: Tensor, route: Route, experts: FusedChunks) -> list[Tensor]:
+def dispatch_experts(x_SM: Tensor, route: Route, experts: GroupedExperts) -> list[Tensor]:
     """Tokens to their experts, which begin with what has come: of each chunk results [R, M], sorted by local expert,
     not weighted. Collective.
 
@@ -320,7 +320,7 @@ def dispatch_experts(x_SM: Tensor, route: Route, experts: FusedChunks) -> list[T
 
 class _ExpertsCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: Route, experts: FusedChunks, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, route: Route, experts: GroupedExperts, *inputs: Tensor | None) -> Tensor:
         count = route.degree
         rows, weights = inputs[:count], inputs[count : 2 * count]
         epoch = route.begin_results()
@@ -356,7 +356,7 @@ class _ExpertsCombine(torch.autograd.Function):
 
 
 def experts_combine(
-    rows: Sequence[Tensor], weights: Sequence[Tensor] | None, route: Route, experts: FusedChunks
+    rows: Sequence[Tensor], weights: Sequence[Tensor] | None, route: Route, experts: GroupedExperts
 ) -> Tensor:
     """Rows of each chunk, [R, M] sorted by local expert, through the experts and back to their tokens as they are made:
     [S, M]. Collective.
@@ -372,7 +372,7 @@ def experts_combine(
     return _ExpertsCombine.apply(route, experts, *rows, *factors, *experts.parameters)
 
 
-def _grads(totals: Totals, experts: FusedChunks) -> list[Tensor | None]:
+def _grads(totals: Totals, experts: GroupedExperts) -> list[Tensor | None]:
     parameters = experts.parameters
     pairs = zip(totals or (None,) * len(parameters), parameters, strict=True)
     return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]
