@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from fusedmoe.comm.heap import open_heap
+from fusedmoe.comm.heaps import open_heap
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import (

@@ -32,11 +32,12 @@ def names_twice(found: dict[str, list[str]], what: str) -> Iterator[str]:
 
 
 def files_twice() -> Iterator[str]:
-    """A contract in `kernels/` and its form in `kernels/triton/` share a name, by rule."""
+    """A contract in `kernels/`, its form in `kernels/triton/` and its gradient in `autograd/` share a name, by rule."""
     found = defaultdict(list)
     for path in modules():
         place = path.relative_to(PACKAGE)
         by_rule = place.parts[:2] in (("kernels", "triton"), ("kernels", "gluon"))
+        by_rule |= place.parts[0] == "autograd" and (PACKAGE / "kernels" / path.name).exists()
         front = len(place.parts) == 1 and path.stem in FRONT_DOORS
         if path.stem not in ("__init__", "__main__") and not by_rule and not front:
             found[path.name].append(str(place))

@@ -15,8 +15,7 @@ from bench.cluster.step import START_S
 from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.experts import Place
-from fusedmoe.layers.experts.base import RowExperts
+from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.workload import Workload

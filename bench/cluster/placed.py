@@ -21,8 +21,7 @@ from bench.cluster.step import START_S
 from bench.cluster.turns import in_turns, setting_json, spread, tell
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.experts import Place
-from fusedmoe.layers.experts.base import RowExperts
+from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.placement.load_trace import WINDOW, LoadTrace, make_loads
 from fusedmoe.placement.placement import Nodes, Placement

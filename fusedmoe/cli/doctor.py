@@ -25,7 +25,7 @@ from rich.text import Text
 import fusedmoe
 from fusedmoe.cli.settings import add_parser
 from fusedmoe.comm.gpus import no_gpu, not_for_torch
-from fusedmoe.comm.heap import BACKENDS
+from fusedmoe.comm.heaps import BACKENDS
 from fusedmoe.kernels.libraries import nvshmem_packages
 
 SUMMARY = "say which transports work on this machine, and why others do not"

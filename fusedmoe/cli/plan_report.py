@@ -20,7 +20,7 @@ from fusedmoe.cli.job import Launch, Sizes
 from fusedmoe.cli.settings import Settings, describe
 from fusedmoe.cli.trainer import cuttable, follows_plan, policy_of, step_costs, unsplit
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.experts.base import Place
+from fusedmoe.layers.expert_networks import Place
 from fusedmoe.models.block import make_experts
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.execute import Here, require_runnable, runnable_kinds

@@ -17,9 +17,9 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.hooks import Hooks, WireCast
 from fusedmoe.layers.pipeline import Along, unsplit_part
 from fusedmoe.layers.stage import must_wait
+from fusedmoe.layers.wire_hooks import Hooks, WireCast
 from fusedmoe.models.block import block_workload, make_gate, make_order
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Loss, Transformer

@@ -5,9 +5,9 @@
         rows.own            # this rank's copy
         rows.table          # where every rank's copy is, for kernels (fusedmoe/kernels/triton/one_sided/remote.py)
 
-Backends, each where it works: `shm` (processes of one host, memory shared by the kernel; for Triton's interpreter),
-`local` (virtual ranks of one process), `symm` (the GPUs of a node, PyTorch's symmetric memory), `nvshmem` (GPUs of
-several nodes).
+Backends (`fusedmoe.comm.heaps`), each where it works: `shm` (processes of one host, memory shared by the kernel; for
+Triton's interpreter), `local` (virtual ranks of one process), `symm` (the GPUs of a node, PyTorch's symmetric memory),
+`nvshmem` (GPUs of several nodes).
 
 After an error anywhere nothing that was in flight may meet new data: an abandoned heap is never used again, the next
 operation takes a new one.
@@ -15,23 +15,18 @@ operation takes a new one.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import RankError
 from fusedmoe.kernels.one_sided import Network
-
-if TYPE_CHECKING:
-    from fusedmoe.comm.watch import Watch  # which needs Triton
 
 # Rows start where vector and bulk copies can.
 _ALIGNMENT = 256
@@ -62,7 +57,7 @@ class Heap:
         group, device: whose memory, and where.
         abandoned: after an error; nothing can be allocated from then on.
         network: leads to far ranks; None on all ranks where none is far from any.
-        watches: over kernels that wait for what others put here.
+        checks: each raises what kernels missed that waited for what others put here (`fusedmoe.comm.watch`).
     """
 
     backend: str
@@ -71,7 +66,7 @@ class Heap:
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
         self.abandoned = False
-        self.watches: list[Watch] = []
+        self.checks: list[Callable[[], None]] = []
         group.job.heaps.add(self)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
@@ -101,8 +96,8 @@ class Heap:
         Raises:
             RankError: a wait ended early (`fusedmoe.comm.watch`).
         """
-        for watch in self.watches:
-            watch.check(wait=True)
+        for check in self.checks:
+            check()
 
     def close(self) -> None:
         """Gives the memory back once all ranks are here.
@@ -145,101 +140,3 @@ class Heap:
 
     def _gather(self, thing: Any) -> list[Any]:
         return all_gather_object(self.group, thing, f"allocation on the {self.backend} heap")
-
-
-def open_heap(group: Group, device: torch.device, backend: str | None = None) -> Heap:
-    """A heap over the group; by default the first backend that works for the device on all ranks. Collective.
-
-    Raises:
-        ConfigError: the backend does not work everywhere; it names the ranks, with the reasons and what to do. All
-            ranks raise it.
-    """
-    name, reason = find_backend(group, device, backend)
-    if reason:
-        raise ConfigError(f"no symmetric heap over the {group} on {device.type}: {reason}")
-    return BACKENDS[name].open(group, device)
-
-
-def find_backend(group: Group, device: torch.device, backend: str | None = None) -> tuple[str, str]:
-    """The first backend that works for all ranks, else "" and why none does; the same on all ranks. Collective.
-
-    Raises:
-        ConfigError: there is no backend of that name.
-    """
-    if backend is not None and backend not in BACKENDS:
-        raise ConfigError(f"unknown heap backend {backend!r}; choose one of {', '.join(BACKENDS)}")
-    choice = (backend,) if backend is not None else ("symm", "nvshmem") if device.type == "cuda" else ("shm",)
-    own = (_host(), [BACKENDS[name].why_not(device) for name in choice])
-    answers = dict(zip(group.ranks, all_gather_object(group, own, "choosing a symmetric heap"), strict=True))
-    hosts = {rank: host for rank, (host, _) in answers.items()}
-    reasons = []
-    for place, name in enumerate(choice):
-        why = [f"rank {rank}: {of[place]}" for rank, (_, of) in answers.items() if of[place]]
-        if BACKENDS[name].one_host and len({*hosts.values()}) > 1:
-            first, host = next(iter(hosts.items()))
-            other = next(rank for rank in hosts if hosts[rank] != host)
-            names = f"rank {first} is on {host[0]}, rank {other} on {hosts[other][0]}"
-            why.append(f"it joins ranks of one host, but {names}")
-        if not why:
-            return name, ""
-        reasons.append(f"{name}: {'; '.join(why)}")
-    return "", ". ".join(reasons)
-
-
-def _host() -> tuple[str, str]:
-    """This host: its name, and what tells it from others of that name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
-
-
-@dataclass(frozen=True)
-class Backend:
-    """`why_not(device)`: why it does not work there, and what to do; "" where it does. `one_host`: joins no others."""
-
-    open: Callable[[Group, torch.device], Heap]
-    why_not: Callable[[torch.device], str]
-    one_host: bool = True
-
-
-def _open_shm(group: Group, device: torch.device) -> Heap:
-    from fusedmoe.comm.heaps.shm import ShmHeap
-
-    return ShmHeap(group, device)
-
-
-def _why_not_shm(device: torch.device) -> str:
-    from fusedmoe.comm.heaps import shm
-
-    return shm.why_not(device)
-
-
-def _open_symm(group: Group, device: torch.device) -> Heap:
-    from fusedmoe.comm.heaps.symm import SymmHeap
-
-    return SymmHeap(group, device)
-
-
-def _why_not_symm(device: torch.device) -> str:
-    from fusedmoe.comm.heaps import symm
-
-    return symm.why_not(device)
-
-
-def _open_nvshmem(group: Group, device: torch.device) -> Heap:
-    from fusedmoe.comm.heaps.nvshmem import NvshmemHeap
-
-    return NvshmemHeap(group, device)
-
-
-def _why_not_nvshmem(device: torch.device) -> str:
-    from fusedmoe.comm.heaps import nvshmem
-
-    return nvshmem.why_not(device)
-
-
-#: By name. Virtual ranks (`heaps/local.py`) have no group to open one over: they are made together.
-BACKENDS = {
-    "shm": Backend(_open_shm, _why_not_shm),
-    "symm": Backend(_open_symm, _why_not_symm),
-    "nvshmem": Backend(_open_nvshmem, _why_not_nvshmem, one_host=False),
-}

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class Watch:
         self.stop, self.record = memory[:1], memory[1:]
         self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
         self._names: dict[int, tuple[str, Name]] = {}
-        heap.watches.append(self)
+        heap.checks.append(partial(self.check, wait=True))
 
     def name(self, signals: Tensor, operation: str, name: Name) -> None:
         """Says what these signals are of, for errors. `operation`: what waits for them."""

@@ -35,7 +35,7 @@ from fusedmoe.runtime.recorder import Recorder, span
 
 
 class LocalExperts(Protocol):
-    """The experts of a rank; see `fusedmoe.layers.experts.Experts`."""
+    """The experts of a rank; see `fusedmoe.layers.expert_networks.Experts`."""
 
     def __call__(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         """For each row of x_SM the sum of its sorted rows' results, times their weights."""

@@ -113,7 +113,7 @@ class Moving(Collectives):
 def has_heap(topology: Topology, device: torch.device) -> bool:
     """Whether all ranks that a layer's experts are split over have a symmetric heap, where they are split over one
     axis. Collective over these."""
-    from fusedmoe.comm.heap import find_backend
+    from fusedmoe.comm.heaps import find_backend
 
     return bool(find_backend(_group(topology), device)[0])
 
@@ -173,7 +173,7 @@ _shared: WeakKeyDictionary[Topology, dict[object, object]] = WeakKeyDictionary()
 
 
 def _windows(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, transport: KernelTransport):  # type: ignore[no-untyped-def]
-    from fusedmoe.comm.heap import open_heap
+    from fusedmoe.comm.heaps import open_heap
     from fusedmoe.comm.windows import Room, Windows
 
     room = Room(transport.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, transport.degree)

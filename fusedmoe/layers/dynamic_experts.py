@@ -24,7 +24,7 @@ from fusedmoe.comm.sparse import Carrier, Flight
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.layers.experts.base import Experts, Place
+from fusedmoe.layers.expert_networks import Experts, Place
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autograd.hooks import HookContext, Hooks
-from fusedmoe.layers.experts import Experts, FeedForward, Place, RowExperts
+from fusedmoe.layers.expert_networks import Experts, FeedForward, Place, RowExperts
 from fusedmoe.layers.gates import Gate, TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Order, Sparse

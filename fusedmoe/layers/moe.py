@@ -20,8 +20,7 @@ from fusedmoe.engine.run import Followed, GradientReducer, Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
-from fusedmoe.layers.experts import NAMED, Experts, Place
-from fusedmoe.layers.experts.base import require_own_experts
+from fusedmoe.layers.expert_networks import NAMED, Experts, Place, require_own_experts
 from fusedmoe.layers.gates import Gate, SoftMoE
 from fusedmoe.layers.gates.base import Routing, SoftRouting
 from fusedmoe.layers.input_checks import InputChecks, no_routing, require_kind

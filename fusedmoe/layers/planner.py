@@ -17,7 +17,7 @@ from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local
 from fusedmoe.engine.run import Followed, Plans
 from fusedmoe.layers.dispatchers import KernelTransport, Moving, OneSided, choose_transport, has_heap
 from fusedmoe.layers.dynamic_experts import DynamicExperts
-from fusedmoe.layers.experts import Experts
+from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, require_same_plans
 from fusedmoe.runtime.execute import Here, runnable_kinds
 from fusedmoe.schedule.task import FUSED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.experts.base import NAMED
+from fusedmoe.layers.expert_networks import NAMED
 
 EXPERT_AXES = ("ep", "esp")
 AXES = (*EXPERT_AXES, "mp")

@@ -21,7 +21,7 @@ from fusedmoe.engine.state import Choice, Dense
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.layers.gates.linear import outside_autocast
+from fusedmoe.layers.gates.router import outside_autocast
 from fusedmoe.layers.input_checks import check_routing
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Dropless, Order

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.experts.base import require_own_experts
+from fusedmoe.layers.expert_networks import require_own_experts
 from fusedmoe.layers.gates import Hash
-from fusedmoe.layers.hooks import Hooks
 from fusedmoe.layers.moe import MoELayer, Placements
 from fusedmoe.layers.pipeline import Along, PipelinedBlocks
+from fusedmoe.layers.wire_hooks import Hooks
 from fusedmoe.models.block import Block, BlockPipeline, make_norm
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, normal_parameter

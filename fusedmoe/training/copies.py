@@ -14,7 +14,7 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.experts.base import NAMED
+from fusedmoe.layers.expert_networks import NAMED
 from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
 
 # What the losses of an MP group are: see fusedmoe.training.data_parallel.

@@ -19,7 +19,7 @@ from fusedmoe.comm.collectives import all_gather_object, together
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.experts.base import NAMED, NUMBERS, experts_of
+from fusedmoe.layers.expert_networks import NAMED, NUMBERS, experts_of
 from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.training.copies import active, holders, local_part
 

@@ -23,7 +23,7 @@ from fusedmoe.comm.sparse import Carrier
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.dynamic_experts import DynamicExperts
-from fusedmoe.layers.experts.base import require_own_experts
+from fusedmoe.layers.expert_networks import require_own_experts
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import measured_costs
 from fusedmoe.placement.hecate import calibrate, overlap_degree, reshard

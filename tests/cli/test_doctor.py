@@ -15,7 +15,7 @@ import torch
 
 from fusedmoe.cli import doctor
 from fusedmoe.cli.main import main
-from fusedmoe.comm import heap
+from fusedmoe.comm import heaps
 from fusedmoe.comm.heaps import symm
 
 NAMES = ["gloo", "nccl", "shm", "local", "symm", "nvshmem"]
@@ -113,14 +113,14 @@ def test_a_probe_that_hangs_is_left() -> None:
 def test_heaps_answer_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """What opening one would say, for the devices that it is for."""
     asked = []
-    for name, backend in heap.BACKENDS.items():
+    for name, backend in heaps.BACKENDS.items():
 
         def why_not(device: torch.device, name: str = name) -> str:
             asked.append((name, device.type))
             return f"no {name}"
 
-        monkeypatch.setitem(heap.BACKENDS, name, replace(backend, why_not=why_not))
-    said = {one.name: one.why_not() for one in doctor.TRANSPORTS if one.name in heap.BACKENDS}
+        monkeypatch.setitem(heaps.BACKENDS, name, replace(backend, why_not=why_not))
+    said = {one.name: one.why_not() for one in doctor.TRANSPORTS if one.name in heaps.BACKENDS}
     assert said == {name: f"no {name}" for name in ("shm", "symm", "nvshmem")}
     assert asked == [("shm", "cpu"), ("symm", "cuda"), ("nvshmem", "cuda")]
 

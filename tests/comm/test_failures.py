@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fusedmoe
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.experts import Custom
+from fusedmoe.layers.expert_networks import Custom
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 

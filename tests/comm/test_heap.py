@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedmoe.comm import heap
-from fusedmoe.comm.heap import find_backend, open_heap
+from fusedmoe.comm import heaps
+from fusedmoe.comm.heaps import find_backend, open_heap
 from fusedmoe.comm.heaps.local import local_heaps
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
@@ -108,11 +108,11 @@ def choose_on_ranks(rank: int, world: int) -> list[tuple[str, str, str]]:
     ep, found = Topology.from_sizes(ep=world, timeout_s=20).ep, []
     with pytest.MonkeyPatch.context() as patch:
         for hosts, symm, nvshmem, _, _ in CHOICES.values():
-            patch.setattr(heap, "_host", lambda name=hosts[rank]: (name, ""))
+            patch.setattr(heaps, "_host", lambda name=hosts[rank]: (name, ""))
             for name, reasons in (("symm", symm), ("nvshmem", nvshmem)):
                 opened = lambda group, device, name=name: name  # noqa: E731
-                of = replace(heap.BACKENDS[name], open=opened, why_not=lambda device, why=reasons[rank]: why)
-                patch.setitem(heap.BACKENDS, name, of)
+                of = replace(heaps.BACKENDS[name], open=opened, why_not=lambda device, why=reasons[rank]: why)
+                patch.setitem(heaps.BACKENDS, name, of)
             try:
                 said = str(open_heap(ep, GPU))
             except ConfigError as error:
@@ -132,7 +132,7 @@ def test_ranks_choose_alike(cluster: Cluster) -> None:
 def host_of_ranks(rank: int, world: int) -> str:
     ep = Topology.from_sizes(ep=world, timeout_s=20).ep
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heap, "_host", lambda: ("a", str(rank)))
+        patch.setattr(heaps, "_host", lambda: ("a", str(rank)))
         with pytest.raises(ConfigError) as caught:
             open_heap(ep, CPU)
     return str(caught.value)

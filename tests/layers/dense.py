@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.layout import define_layout
 from fusedmoe.kernels.weights import Weights
-from fusedmoe.layers.experts import Custom, Experts, FeedForward
+from fusedmoe.layers.expert_networks import Custom, Experts, FeedForward
 from fusedmoe.layers.gates.base import SoftRouting
 from fusedmoe.layers.moe import MoELayer
 

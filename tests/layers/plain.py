@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fusedmoe.kernels.activation import define_activation
-from fusedmoe.layers.experts import FeedForward
+from fusedmoe.layers.expert_networks import FeedForward
 from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.layers.experts import Experts
+from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates import GATES
 from tests.layers.gate_cases import make
 

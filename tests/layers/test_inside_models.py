@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.experts import SwiGLU
+from fusedmoe.layers.expert_networks import SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 

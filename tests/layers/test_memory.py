@@ -12,7 +12,7 @@ import fusedmoe
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.layers.experts import FeedForward, SwiGLU
+from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.layers.experts import Custom, Experts, FeedForward, SwiGLU
+from fusedmoe.layers.expert_networks import Custom, Experts, FeedForward, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from tests.layers.dense import ShardedExpert
 

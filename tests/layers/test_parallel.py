@@ -13,7 +13,7 @@ import fusedmoe
 from fusedmoe.autograd.parallel import split_counts
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.experts import NAMED, Custom, Experts, FeedForward, SwiGLU
+from fusedmoe.layers.expert_networks import NAMED, Custom, Experts, FeedForward, SwiGLU
 from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.moe import MoELayer, MpInput
 from fusedmoe.layers.orders import Dropless, Einsum, Order, Sparse

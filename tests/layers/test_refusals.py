@@ -15,7 +15,7 @@ import fusedmoe
 from fusedmoe.comm.all_to_all import AllToAll, Traffic
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.experts import Custom, FeedForward, SwiGLU
+from fusedmoe.layers.expert_networks import Custom, FeedForward, SwiGLU
 from fusedmoe.layers.moe import MoELayer, MpInput
 from tests.cluster import Cluster
 from tests.layers.gate_cases import GATES

@@ -16,7 +16,7 @@ from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers import planner as planner_module
 from fusedmoe.layers import schedule as schedule_module
-from fusedmoe.layers.experts import Custom, SwiGLU
+from fusedmoe.layers.expert_networks import Custom, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.cache import cached_profile

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from fusedmoe import experts, gates
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers import experts, gates
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.sharding import parameter_shardings
 

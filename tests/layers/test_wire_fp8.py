@@ -7,9 +7,9 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.kernels.wire import define_pack_fp8, define_unpack_fp8
-from fusedmoe.layers.experts import SwiGLU
-from fusedmoe.layers.hooks import HookContext, Hooks, WireFp8
+from fusedmoe.layers.expert_networks import SwiGLU
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.wire_hooks import HookContext, Hooks, WireFp8
 from tests.cluster import Cluster
 
 M = 24

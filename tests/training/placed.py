@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fusedmoe.comm.heap import open_heap
+from fusedmoe.comm.heaps import open_heap
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.experts import FeedForward, SwiGLU
+from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
 from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.training import ShardedExperts, clip_grad_norm, distributed_data_parallel, sync_gradients

@@ -12,7 +12,7 @@ import torch
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.experts import Custom, FeedForward
+from fusedmoe.layers.expert_networks import Custom, FeedForward
 from fusedmoe.layers.gates import SoftMoE, TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Einsum

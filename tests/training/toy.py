@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.experts.base import NAMED
+from fusedmoe.layers.expert_networks import NAMED
 
 EXPERTS = 4
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates.linear import outside_autocast
+from fusedmoe.layers.gates.router import outside_autocast
 
 # Shortens the product before it is rounded up: 1.1 · 100 / 2 is 55 rows, though floats say 55.00000000000001.
 _ROUNDING = 1e-12

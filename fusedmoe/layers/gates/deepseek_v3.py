@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.gate import gate
 from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import Gate, Routing, check_count
-from fusedmoe.layers.gates.linear import router_logits
-from fusedmoe.layers.gates.select import top_experts
+from fusedmoe.layers.gates.router import router_logits, top_experts
 from fusedmoe.layers.gates.sigmoid import share_of_sum
 from fusedmoe.losses import balance_loss, z_loss
 

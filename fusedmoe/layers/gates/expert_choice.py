@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.layers.gates.base import Gate, Routing, share_of_rows
-from fusedmoe.layers.gates.linear import router_logits
+from fusedmoe.layers.gates.router import router_logits
 from fusedmoe.losses import z_loss
 
 

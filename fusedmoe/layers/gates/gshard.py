@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.gate import GateChoice, gate_from_logits
 from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import INIT_STD, Gate, Routing, fill_normal
-from fusedmoe.layers.gates.linear import router_dtype, router_logits
-from fusedmoe.layers.gates.select import pick, top_experts
+from fusedmoe.layers.gates.router import pick, router_dtype, router_logits, top_experts
 from fusedmoe.layers.gates.topk import noisy_load_importance
 from fusedmoe.losses import balance_loss, z_loss
 

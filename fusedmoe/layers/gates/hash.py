@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.layers.gates.linear import router_dtype
-from fusedmoe.layers.gates.select import top_experts
+from fusedmoe.layers.gates.router import router_dtype, top_experts
 
 
 def _wrap(value: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.hash import constant_routing, constant_weights
-from fusedmoe.layers.gates.select import top_experts
+from fusedmoe.layers.gates.router import top_experts
 
 
 class Random(Gate):

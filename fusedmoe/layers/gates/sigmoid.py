@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.gate import gate
 from fusedmoe.layers.gates import fused
 from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.layers.gates.linear import router_logits
-from fusedmoe.layers.gates.select import pick, top_experts
+from fusedmoe.layers.gates.router import pick, router_logits, top_experts
 from fusedmoe.losses import balance_loss, z_loss
 
 

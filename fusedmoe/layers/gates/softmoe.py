@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fusedmoe.layers.gates.base import Gate, SoftRouting, check_count, fill_normal
-from fusedmoe.layers.gates.linear import router_dtype, router_logits
+from fusedmoe.layers.gates.router import router_dtype, router_logits
 from fusedmoe.losses import z_loss
 
 

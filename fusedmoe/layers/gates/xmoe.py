@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fusedmoe.layers.gates.base import INIT_STD, Routing, check_count, fill_normal
-from fusedmoe.layers.gates.linear import router_logits
+from fusedmoe.layers.gates.router import router_logits
 from fusedmoe.layers.gates.topk import TopK
 
 _MAX_LOG_SCALE = math.log(100.0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.layers.gates.linear import router_logits
+from fusedmoe.layers.gates.router import router_logits
 
 # Up to so large model dimensions, and so many multiply-adds, sums go in an order of their own. It takes 0.1 ms at most,
 # where a matrix library takes 0.01: every step of a sum is an operation by itself.

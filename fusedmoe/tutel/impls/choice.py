@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates.select import top_experts
+from fusedmoe.layers.gates.router import top_experts
 from fusedmoe.layers.load import expert_load
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates.linear import outside_autocast
+from fusedmoe.layers.gates.router import outside_autocast
 from fusedmoe.tutel.impls import losses
 from fusedmoe.tutel.impls.capacity import alignment_of
 from fusedmoe.tutel.impls.choice import Choice, choose

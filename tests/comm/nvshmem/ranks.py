@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusedmoe.comm import nvshmem
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.heaps.nvshmem import NvshmemHeap
+from fusedmoe.comm.heaps.nvshmem_heap import NvshmemHeap
 from fusedmoe.comm.nvshmem import Nvshmem
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows

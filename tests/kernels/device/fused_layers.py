@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.comm import heap
+from fusedmoe.comm import heaps
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.runtime.recorder import Recorder
@@ -73,7 +73,7 @@ def without_a_heap(rank: int, world: int) -> list[str]:
     """One rank cannot have one: what differs from collectives, in words."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setitem(heap.BACKENDS, "shm", replace(heap.BACKENDS["shm"], why_not=lambda device: "no memory"))
+            patch.setitem(heaps.BACKENDS, "shm", replace(heaps.BACKENDS["shm"], why_not=lambda device: "no memory"))
         wrong = same_as_collectives(rank, world, "ep")
     return wrong
 

@@ -20,7 +20,8 @@ from fusedmoe.autograd.order import order
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.heap import Heap, open_heap
+from fusedmoe.comm.heap import Heap
+from fusedmoe.comm.heaps import open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.engine import tokens

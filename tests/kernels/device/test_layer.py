@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusedmoe
-from fusedmoe.layers.experts import Experts
+from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates import Gate
 
 

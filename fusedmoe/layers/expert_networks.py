@@ -1,0 +1,356 @@
+"""Expert networks: what a layer expects of one, feed-forward networks and SwiGLU, and any module of the user's."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.autograd.checks import check_results
+from fusedmoe.autograd.experts import experts as grouped_experts
+from fusedmoe.autograd.order import permute, unpermute
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.weights import Weights
+from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.workload import Workload
+
+__all__ = ["NAMED", "Custom", "Experts", "FeedForward", "Place", "RowExperts", "SwiGLU"]
+
+# In place of a dimension in `shardings`: the parameter is not a slice of a larger tensor along this axis, but has a
+# name of its own on each rank.
+NAMED = -1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which experts a rank holds, and which shard of them.
+
+    Attributes:
+        first, local: the rank holds experts first … first + local − 1, of all of them.
+        shard, shards: it holds part `shard` of `shards` of each one's hidden dimension.
+    """
+
+    first: int = 0
+    local: int = 1
+    shard: int = 0
+    shards: int = 1
+
+    @property
+    def numbers(self) -> range:
+        """Of the experts here, among all."""
+        return range(self.first, self.first + self.local)
+
+
+#: In the state of experts under a placement: which experts the parameters are of.
+NUMBERS = "numbers"
+
+
+class Experts(nn.Module):
+    """Base of all experts. They are made without dimensions; the layer calls `setup` once.
+
+    Attributes:
+        shardings: own parameter name -> {axis: dimension}, for parameters that differ between ranks.
+        numbers: which of all experts the parameters here are of, where `place` does not say: under a placement. Then
+            the state has them, too, and loads where the parameters are of these experts only. `MoELayer`, models of
+            this library and those under `ShardedExperts` refuse another state whole; of other modules around them
+            PyTorch has loaded by then what comes before. `load_checkpoint` compares all first, always.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place: Place | None = None
+        self.model_dim = 0
+        self.shardings: dict[str, dict[str, int]] = {}
+        self.recorder: Recorder | None = None
+        self.numbers: tuple[int, ...] | None = None
+
+    def setup(
+        self,
+        model_dim: int,
+        place: Place,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Makes the parameters of the experts at `place`.
+
+        What an expert is initialised to depends on the default generator's state and the expert's number only, not on
+        how experts are spread over ranks: ranks that were seeded alike hold the shards of one and the same model.
+
+        Raises:
+            ConfigError: set up before, or the experts cannot be split so.
+        """
+        if self.place is not None:
+            raise ConfigError(f"these experts belong to a layer already ({self}); give every layer experts of its own")
+        self.place, self.model_dim = place, model_dim
+        seed = int(torch.randint(2**62, ()))
+        self.make(model_dim, place, seed, device=device, dtype=dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.numbers is not None:
+            destination[prefix + NUMBERS] = torch.tensor(self.numbers, dtype=torch.long)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.require_own(state_dict, prefix)
+        state_dict.pop(prefix + NUMBERS, None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def require_own(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raises `ConfigError` if the state, whose names begin with `prefix`, is of other experts than those here.
+
+        Without this the rows of one expert would become another one's.
+        """
+        saved, here = state_dict.get(prefix + NUMBERS), self.numbers
+        if here is None and self.place is not None:
+            here = tuple(self.place.numbers)
+        if saved is not None and tuple(saved.tolist()) != here:
+            raise ConfigError(
+                f"this state has experts {saved.tolist()} under {prefix or 'the model'}, and this rank has "
+                f"{list(here or ())} now: owners have changed. save_checkpoint and load_checkpoint know "
+                "experts by their numbers; reshard=False keeps owners as they are"
+            )
+
+    def make(
+        self,
+        model_dim: int,
+        place: Place,
+        seed: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Makes parameters: expert number n from `seed` + n."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """What must be the same on all ranks of a layer, as text."""
+        return type(self).__name__
+
+    def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
+        """These experts as the pipelined layer calls them, for rows like `x_SM`."""
+        return AutogradExperts(self, tuple(self.parameters()))
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        """What a pass of these experts amounts to for a rank that sends `rows` rows, for the choice of a schedule.
+
+        Raises:
+            ConfigError: these experts do not say how much they compute.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not say how much it computes, so no degree can be chosen for it: give "
+            "Schedule(…, degrees=(forward, backward)), or define workload()"
+        )
+
+    def row_dtype(self, x_SM: Tensor) -> torch.dtype:
+        """What rows are cast to before they travel to these experts: under autocast what the experts compute in."""
+        return x_SM.dtype
+
+    def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        """y_SM: for each row s of x_SM the sum over its sorted rows n of weight_N[n]·expert(x_SM[s]).
+
+        With shards, the result is this shard's summand.
+        """
+        raise NotImplementedError
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """All experts of a model, each with what the names of its parameters begin with."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Experts):
+            yield f"{name}." if name else "", module
+
+
+def require_own_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """A pre-hook of `load_state_dict`. Experts refuse the state of others; that comes when what stands before them in
+    the model is loaded already, and here before any of `model` is.
+
+    Raises:
+        ConfigError: see `Experts.require_own`.
+    """
+    for name, experts in experts_of(model):
+        experts.require_own(state_dict, prefix + name)
+
+
+class RowExperts(Experts):
+    """Experts that are given their rows sorted and return rows; gathering and weighting is done here."""
+
+    def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        layout = layout.exact()
+        rows_NM = permute(x_SM, layout)
+        out_NM = self.compute(rows_NM, layout.counts)
+        check_results(type(self).__name__, out_NM, rows_NM)
+        if weight_N is not None:
+            out_NM = out_NM * weight_N[: layout.rows, None].to(out_NM.dtype)
+        return unpermute(out_NM, layout)
+
+    def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
+        """Results of rows sorted by local expert; `counts[i]` rows belong to local expert i (any may be 0)."""
+        raise NotImplementedError
+
+
+class Custom(RowExperts):
+    """One module of the user's for each expert: rows [n, M] -> [n, M], row by row, n = 0 included.
+
+    Args:
+        factory: called as `factory(model_dim)` for each local expert, with the random generator seeded by the expert's
+            number. If it also accepts `shard` and `shards`, experts can be split over ESP: the module then computes
+            shard number `shard`, and the layer sums the results of all shards.
+
+    The modules are found under their number in all: `experts.experts["3"]`.
+
+    Example:
+        `Custom(lambda model_dim: nn.Sequential(nn.Linear(model_dim, 64), nn.ReLU(), nn.Linear(64, model_dim)))`
+    """
+
+    def __init__(self, factory: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self._factory = factory
+        self.experts = nn.ModuleDict()
+
+    def make(
+        self,
+        model_dim: int,
+        place: Place,
+        seed: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        arguments: dict[str, int] = {}
+        if place.shards > 1:
+            if not {"shard", "shards"} <= set(inspect.signature(self._factory).parameters):
+                raise ConfigError(
+                    f"esp = {place.shards} splits every expert, but the factory of these experts takes no `shard` and "
+                    "`shards`. Add both (each shard's results are summed), or use esp=1."
+                )
+            arguments = {"shard": place.shard, "shards": place.shards}
+        for number in place.numbers:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed((seed + number) % 2**63)
+                module = self._factory(model_dim, **arguments).to(device=device, dtype=dtype)
+            name = str(number) if place.shards == 1 else f"{number}_shard{place.shard}of{place.shards}"
+            self.experts[name] = module
+            for key, _ in itertools.chain(module.named_parameters(), module.named_buffers()):
+                self.shardings[f"experts.{name}.{key}"] = {"ep": NAMED, "esp": NAMED}
+
+    def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
+        parts = rows_NM.split(counts)
+        return torch.cat([module(part) for module, part in zip(self.experts.values(), parts, strict=True)])
+
+
+class FeedForward(Experts):
+    """FFN(x) = act(x·W1ᵀ + b1)·W2ᵀ + b2: GPT's feed-forward network, two products.
+
+    Parameters (H is the shard's part of `hidden` when experts are sharded over ESP):
+        w1: [e, H, M], or [e, 2, H, M] for a gated activation (gate half, then value half).
+        w2: [e, M, H].
+        b1: [e, H] or [e, 2, H]; b2: [e, M], or the shard's slice of it. Absent without bias.
+    Each expert is initialised like `nn.Linear`: uniform in ±1/√fan_in.
+
+    Args:
+        hidden: hidden dimension of one expert, over all shards.
+        activation: "gelu", "gelu_tanh", "relu", "silu", or gated: "swiglu", "geglu".
+        bias: adds b1 and b2.
+
+    Saves for backward, for N rows on this rank: the rows' source x and the pre-activation, N·H elements (gated: 2·N·H).
+    """
+
+    def __init__(self, hidden: int, activation: str = "gelu", bias: bool = True) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
+            raise ConfigError(f"hidden = {hidden!r}; an expert's hidden dimension is an integer of at least 1")
+        self.hidden, self.activation, self.bias = hidden, activation, bias
+        self.w1: nn.Parameter
+        self.w2: nn.Parameter
+        self.b1: nn.Parameter | None
+        self.b2: nn.Parameter | None
+        self.register_parameter("b1", None)
+        self.register_parameter("b2", None)
+
+    def make(
+        self,
+        model_dim: int,
+        place: Place,
+        seed: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        if self.hidden % place.shards:
+            raise ConfigError(
+                f"hidden = {self.hidden} cannot be split over esp = {place.shards} shards; choose a multiple of it"
+            )
+        self.b2_start = min(model_dim, -(-model_dim // place.shards) * place.shard)
+        halves = (2,) if ACTIVATIONS[self.activation].gated else ()
+        shapes = {"w1": (*halves, self.hidden, model_dim), "w2": (model_dim, self.hidden)}
+        split = {"w1": len(halves), "w2": 1}
+        if self.bias:
+            shapes |= {"b1": (*halves, self.hidden), "b2": (model_dim,)}
+            split |= {"b1": len(halves), "b2": 0}
+        meta = device is not None and torch.device(device).type == "meta"
+        generators = [torch.Generator().manual_seed((seed + number) % 2**63) for number in place.numbers]
+
+        def own(whole: Tensor, dim: int) -> Tensor:
+            parts = whole.chunk(place.shards, dim=dim)
+            # torch.chunk may give fewer parts than shards when an output bias is tiny.
+            return parts[place.shard] if place.shard < len(parts) else whole.narrow(dim, 0, 0)
+
+        for name, shape in shapes.items():
+            like = own(torch.empty(shape, device="meta"), split[name])
+            bound = (model_dim if name in ("w1", "b1") else self.hidden) ** -0.5
+            made = torch.empty((place.local, *like.shape), dtype=dtype, device=device)
+            for at, generator in enumerate([] if meta else generators):
+                made[at] = own(torch.empty(shape).uniform_(-bound, bound, generator=generator), split[name])
+            self.register_parameter(name, nn.Parameter(made))
+            self.shardings[name] = {"ep": 0, "esp": split[name] + 1}
+
+    def weights(self, dtype: torch.dtype) -> Weights:
+        """The parameters in the dtype of the computation."""
+        b1, b2 = (None if bias is None else bias.to(dtype) for bias in (self.b1, self.b2))
+        return Weights(self.w1.to(dtype), self.w2.to(dtype), b1, b2, self.b2_start)
+
+    def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
+        x_SM = x_SM.to(self.row_dtype(x_SM))
+        cast = torch.is_autocast_enabled(x_SM.device.type)
+        weights = self.weights(x_SM.dtype if cast else self.w1.dtype)
+        return grouped_experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)
+
+    def in_chunks(self, x_SM: Tensor) -> GroupedExperts:
+        return GroupedExperts(self.weights(x_SM.dtype), self.activation)
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        # A rank's rows go to the shards of its node, which work on them together: esp ranks' rows meet there.
+        expert = "swiglu" if ACTIVATIONS[self.activation].gated else "ffn"
+        assert self.place is not None
+        experts = max(1, self.place.local) * ep  # under a placement a rank may own none
+        return Workload(
+            1, rows * esp, self.model_dim, self.hidden, experts, k=1, expert=expert, ep=ep, esp=esp, itemsize=itemsize
+        )
+
+    def row_dtype(self, x_SM: Tensor) -> torch.dtype:
+        kind = x_SM.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_SM.dtype
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}(hidden={self.hidden}, activation={self.activation!r}, bias={self.bias})"
+
+    def extra_repr(self) -> str:
+        return f"hidden={self.hidden}, activation={self.activation!r}, bias={self.bias}, {self.place}"
+
+
+class SwiGLU(FeedForward):
+    """FFN(x) = (silu(x·W1gᵀ) ∘ x·W1uᵀ)·W2ᵀ: Mixtral's and LLaMA's network, three products, no bias unless asked for."""
+
+    def __init__(self, hidden: int, bias: bool = False) -> None:
+        super().__init__(hidden, "swiglu", bias)
