@@ -41,7 +41,7 @@ help:
 	@echo '  make train    train the GPT-MoE: 4 ranks on this CPU as 2 nodes x 2, or up to 4 GPUs'
 	@echo '                make train ARGS="--steps 20 --run-dir runs/try"    make train ARGS=--help'
 	@echo '  make test     the tests, without the slow ones    make test ARGS="-k gates"    ARGS="-m slow"'
-	@echo '  make lint     ruff, mypy, and the floors of the design (import-linter)'
+	@echo '  make lint     ruff, mypy, the floors of the design (import-linter), and its other rules (tests/house.py)'
 	@echo '  make nvshmem  the optional NVSHMEM transport: its package, and a library from csrc/nvshmem (no GPU needed)'
 	@echo '  make aot      all that is launched, compiled and checked for GPUs that need not be there    make aot TRITON=3.6.0'
 	@echo '  make bench    the benchmarks'
@@ -94,6 +94,7 @@ lint: $(READY)
 	$(PY) -m ruff check . || bad=1; \
 	$(PY) -m ruff format --check --quiet . || bad=1; \
 	$(PY) -m mypy || bad=1; \
+	$(PY) -m tests.house || bad=1; \
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' || bad=1; \
 	exit $$bad
 

@@ -20,14 +20,12 @@ from fusedmoe.graph.instructions import Instructions, is_all_to_all
 from fusedmoe.graph.micro_batches import (
     InstructionRange,
     chosen_ranges,
-    cut,
     grouped,
     in_order,
-    join,
     rewrite,
-    run_part,
     stage_plan,
 )
+from fusedmoe.graph.splitting import cut, join, run_part
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
 from tests.graph.models import Steady
