@@ -59,6 +59,7 @@ def test_a_process_that_ends_and_one_that_does_not(tmp_path: Path) -> None:
     assert not is_running(int(child.read_text()))
 
 
+@pytest.mark.slow
 def test_silence_counts_from_the_last_sign_of_life() -> None:
     """Longer in all than it may be silent: lines keep it alive, or whatever else is a sign; then it falls silent."""
     talker = "import time\nfor i in range(8): print(i); time.sleep(0.5)\ntime.sleep(300)"

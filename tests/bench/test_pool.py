@@ -44,6 +44,7 @@ def place(folder: Path, seconds: float = 100) -> Place:
     return Place(folder / "gpu", folder, Log(folder / "log"), 2, who="tests", deadline=time.monotonic() + seconds)
 
 
+@pytest.mark.slow
 def test_whatever_a_test_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_TEST_S", 5)
     (tmp_path / "test_cases.py").write_text(CASES)
@@ -60,6 +61,7 @@ def test_whatever_a_test_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "tests 0 | " in log and "tests 1 | " in log
 
 
+@pytest.mark.slow
 def test_what_is_running_when_the_time_is_up(tmp_path: Path) -> None:
     (tmp_path / "test_slow.py").write_text("import time\ndef test_a(): time.sleep(300)\ndef test_b(): pass\n")
     outcome = run_tests(place(tmp_path, 6), [str(tmp_path)], 1)

@@ -218,6 +218,7 @@ def test_kernels_are_called_as_they_want(place: Place) -> None:
     assert found["rehearsal"] and all(row["fraction"] > 0 for row in found["rows"])
 
 
+@pytest.mark.slow
 def test_a_shape_that_fails(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     """It is told, once, and its tensors are gone all the same."""
     monkeypatch.setenv("FAKE_FAILURE", "1")
@@ -229,6 +230,7 @@ def test_a_shape_that_fails(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, pla
     assert len(spool.of("environment")) == 1 and spool.unfinished() == []
 
 
+@pytest.mark.slow
 def test_a_shape_that_costs_its_process_once(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     """The others go on before it is tried again; results are there as they come."""
     monkeypatch.setenv("FAKE_DEATH", str(place.scratch / "marker"))
@@ -240,6 +242,7 @@ def test_a_shape_that_costs_its_process_once(fake_gpu: None, monkeypatch: pytest
     assert skipped["shape"] == "tiny" and "its process ended with 9" in skipped["word"]
 
 
+@pytest.mark.slow
 def test_a_peer_that_costs_its_process(fake_gpu: None, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     """It is left out, from there on; nothing else is lost or measured twice."""
     monkeypatch.setenv("FAKE_PEER", "1")
@@ -327,6 +330,7 @@ def test_a_rehearsal_has_its_own_place(tmp_path: Path) -> None:
         Run("try", PLANS["1"], RESULTS, tmp_path, rehearsal=True)
 
 
+@pytest.mark.slow
 def test_a_short_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the benchmark's step, without what compiles and interprets kernels."""
     before = sorted(RESULTS.iterdir())

@@ -179,9 +179,8 @@ def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_
     assert (parts / "plan.txt").read_text() == plan
 
 
-@pytest.mark.parametrize(
-    "schedule", ["flowmoe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lancet", "auto"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["flowmoe", "lancet", "auto"])
 def test_a_schedule_of_whole_models_changes_no_loss(
     cluster: Cluster, tmp_path: Path, text: Path, schedule: str
 ) -> None:
@@ -344,6 +343,7 @@ def test_one_process_that_is_asked_to_stop_saves(tmp_path: Path, text: Path, num
     assert [record["step"] for record in metrics(run)] == list(range(1, steps + 2))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes through /proc")
 def test_ctrl_c_under_torchrun_saves_and_leaves_no_process(tmp_path: Path, text: Path) -> None:
     run = tmp_path / "run"

@@ -36,6 +36,7 @@ def test_every_kernel_compiles(module: str, target: int) -> None:
     assert not differences(found), HOW
 
 
+@pytest.mark.slow
 def test_a_selection_compiles_for_every_target() -> None:
     found = aot.check(quick=True)
     assert found and not aot.errors(found)
