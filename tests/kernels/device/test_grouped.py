@@ -59,7 +59,12 @@ def check(
         if got is None or expected is None:
             continue
         assert got.shape == expected.shape, key
-        error = float((got.cpu().double() - expected).norm() / expected.norm().clamp(min=1e-20))
+        size = expected.norm().clamp(min=1e-20)
+        if key == "weight_N":
+            # Products of two rows, whose parts may cancel where there are few of them: what rounding is measured by is
+            # their size without that.
+            size = size.clamp(min=float(dy_SM.double().norm() * right_y.norm()) / x_SM.numel() ** 0.5)
+        error = float((got.cpu().double() - expected).norm() / size)
         assert error <= 1e-5, (key, error)  # not so for NaN either
 
 
