@@ -68,6 +68,7 @@ def grid_passes(testbed, every: int):
         yield layer.chunks["backward"], model.line("all-reduce/dp").seconds(layer.gradient_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("testbed", TESTBEDS)
 def test_the_paper_s_choice_is_close_on_its_grid(testbed, record_property):
     regrets = paper_regret(grid_passes(testbed, 97))

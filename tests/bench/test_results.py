@@ -94,6 +94,7 @@ def test_name_of_the_file(results: dict[str, Any], tmp_path: Path) -> None:
     assert save(found, tmp_path).name == "gpu_nvidia-h200_20260102T030405.json"
 
 
+@pytest.mark.slow
 def test_report(results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = save(results, tmp_path)
     assert report.main([str(file)]) == 0

@@ -83,6 +83,7 @@ def cubin_size(launch: standin.Launch, compiled: Any) -> int:
     return len(compiled.asm["cubin"])
 
 
+@pytest.mark.slow
 def test_processes_compile_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with standin.recording(90) as launches:

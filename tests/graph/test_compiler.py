@@ -46,7 +46,7 @@ def compiled_and_eager(rank: int, world: int, k: int, parts: int, blocks: int) -
 
 @pytest.mark.parametrize(
     ("world_size", "k", "parts", "blocks"),
-    [(1, 2, 4, 2), (2, 1, 4, 2), pytest.param(4, 2, 2, 1, marks=pytest.mark.slow)],
+    [(2, 1, 4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2, 4, 2), (4, 2, 2, 1)))],
 )
 def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, parts: int, blocks: int) -> None:
     found = cluster.run(world_size, compiled_and_eager, k, parts, blocks)

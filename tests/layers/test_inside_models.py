@@ -137,7 +137,9 @@ def test_recomputed_activations_are_let_go() -> None:
     assert not [ref for ref in seen if ref() is not None]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+)
 def test_compiled_model(backend: str) -> None:
     torch._dynamo.reset()
     model = Model()

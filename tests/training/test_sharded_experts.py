@@ -63,8 +63,8 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
     [
         (2, HECATE),
         (4, HECATE),
-        (4, HECATE | {"rematerialises": True, "calibrates": True, "costs": COSTS}),
-        (4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
+        slow(4, HECATE | {"rematerialises": True, "calibrates": True, "costs": COSTS}),
+        slow(4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
         slow(4, HECATE | {"ranks_per_node": 1, "overlap": EXPERTS, "memory": EXPERTS}),
         slow(4, {"policy": "fastermoe", "costs": COSTS}),
         slow(4, {"policy": "flexmoe", "costs": COSTS}),
@@ -162,6 +162,7 @@ def resumed(rank: int, world: int, path: str, first: int, last: int, wanted: int
     return found | {"state": state, "copies": sum(str(one).count("+") for one in sharded.placements)}
 
 
+@pytest.mark.slow
 def test_resumed_on_other_worlds(cluster: Cluster):
     """A checkpoint of 2 ranks goes on with 2, 4 and 1, in the middle of changed owners, to the same parameters."""
     with tempfile.TemporaryDirectory() as folder:
