@@ -77,10 +77,11 @@ def make_all_to_all(name: str, topology: Topology) -> AllToAll:
     grid = _by_node(group.ranks, topology.ranks_per_node)
     node, place = divmod(group.index, len(grid[0]))
     inside = topology.subgroup("ep in node", tuple(grid[node]))
-    # Every rank makes as many groups, used or not: PyTorch names a group by how many its members have made before.
+    if name == "1dh" and place > 0:
+        return OneLeader(group, inside, None, len(grid))  # only leaders talk across nodes
     across = topology.subgroup("ep across nodes", tuple(ranks[place] for ranks in grid))
     if name == "1dh":
-        return OneLeader(group, inside, across if place == 0 else None, len(grid))
+        return OneLeader(group, inside, across, len(grid))
     return TwoLevel(group, inside, across)
 
 

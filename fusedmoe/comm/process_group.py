@@ -106,7 +106,7 @@ class ProcessGroups:
 
     def leased(self, leases: Iterable[Lease]) -> dict[str, int]:
         """By ranks and purpose how many leases of the same process groups are out."""
-        return {lease.key[0]: self._made[lease.key].leases for lease in leases if lease.key in self._made}
+        return {lease.key[0]: made.leases for lease in leases if (made := self._of(lease)) is not None}
 
     def destroy(self, lease: Lease) -> None:
         """Frees a process group that no member of it uses any more."""
