@@ -263,7 +263,6 @@ def _memory(results: Results) -> str:
 
 def _notes(results: Results) -> str:
     lines = [f"- {check['name']}: {check['result']} ({check['word']})" for check in results["checks"]]
-    lines += [_specialised(found) for found in results.get("specialised", [])]  # older results have none
     words: dict[tuple[str, str], list[str]] = {}
     for skipped in results["skipped"]:
         words.setdefault((skipped["name"], skipped["word"]), []).append(skipped["shape"])
@@ -271,13 +270,6 @@ def _notes(results: Results) -> str:
         where = "everywhere" if len(shapes) == len(results["shapes"]) else ", ".join(shapes)
         lines.append(f"- left out: {name} ({word}): {where}")
     return "\n".join(["## Checks, and what was left out", "", *lines]) if lines else ""
-
-
-def _specialised(found: dict[str, Any]) -> str:
-    name = f"- {found['kernel']} at {found['shape']} with specialised warps: {found['word']}"
-    if "measured_ms" not in found:
-        return name
-    return f"{name}, {found['measured_ms']:.3f} ms (as chosen without it: {found['beside_ms']:.3f} ms)"
 
 
 def _markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:

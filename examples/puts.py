@@ -16,7 +16,7 @@ import torch.distributed as dist
 import fusedmoe
 from fusedmoe import ops, puts
 
-EXPERTS, SLOTS, WIDTH, HIDDEN = 4, 2, 64, 128
+EXPERTS, K, WIDTH, HIDDEN = 4, 2, 64, 128
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     torch.manual_seed(rank)
     x_SM = torch.randn(24, WIDTH, device=device, requires_grad=True)
     scores_SE = torch.rand(24, EXPERTS, device=device)
-    weight_SK, expert_SK = scores_SE.topk(SLOTS)
+    weight_SK, expert_SK = scores_SE.topk(K)
     layout = ops.order(expert_SK, EXPERTS)
     w1 = torch.randn(local, 2, HIDDEN, WIDTH, device=device) / WIDTH**0.5
     w2 = torch.randn(local, WIDTH, HIDDEN, device=device) / HIDDEN**0.5
@@ -39,8 +39,8 @@ def main() -> None:
 
     # Memory that the kernels of all ranks address, with room for the tokens of any rank; made once.
     with puts.open_heap(topology.ep, device) as heap:
-        windows = puts.Windows(heap, puts.Room(24, SLOTS, EXPERTS, WIDTH, x_SM.dtype))
-        y_SM = puts.fused_experts(x_SM, weight_SK, layout, windows, puts.GroupedExperts(weights, "swiglu"), degree=2)
+        buffers = puts.ReceiveBuffers(heap, puts.BufferSizes(24, K, EXPERTS, WIDTH, x_SM.dtype))
+        y_SM = puts.fused_experts(x_SM, weight_SK, layout, buffers, puts.GroupedExperts(weights, "swiglu"), degree=2)
         y_SM.square().mean().backward()
     by_puts = [y_SM.detach(), x_SM.grad, w1.grad]
     x_SM.grad = w1.grad = w2.grad = None

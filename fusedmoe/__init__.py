@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fusedmoe.comm.topology import Topology as Topology
     from fusedmoe.engine.dispatcher import Dispatcher as Dispatcher
     from fusedmoe.engine.dispatcher import Handle as Handle
+    from fusedmoe.engine.dispatcher import Routed as Routed
     from fusedmoe.errors import ConfigError as ConfigError
     from fusedmoe.errors import RankError as RankError
     from fusedmoe.layers.fsmoe import CallbackBase as CallbackBase
@@ -42,6 +43,7 @@ _HOMES = {
     "Dispatcher": "engine.dispatcher",
     "ExpertBase": "layers.fsmoe",
     "Handle": "engine.dispatcher",
+    "Routed": "engine.dispatcher",
     "HookContext": "autograd.hooks",
     "Hooks": "autograd.hooks",
     "LinearGate": "layers.fsmoe",

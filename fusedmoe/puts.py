@@ -3,18 +3,20 @@
     from fusedmoe import puts
 
     with puts.open_heap(topology.ep, device) as heap:
-        windows = puts.Windows(heap, puts.Room(tokens=4096, slots=2, experts=64, width=1024, dtype=torch.bfloat16))
-        y = puts.fused_experts(x, weight_SK, layout, windows, puts.GroupedExperts(weights, "swiglu"))
+        sizes = puts.BufferSizes(tokens=4096, k=2, experts=64, width=1024, dtype=torch.bfloat16)
+        buffers = puts.ReceiveBuffers(heap, sizes)
+        y = puts.fused_experts(x, weight_SK, layout, buffers, puts.GroupedExperts(weights, "swiglu"))
 
-`open_heap` gives memory that kernels of all ranks address, `Windows` room in it for one layer after the other, and
-`fused_experts` takes tokens to their experts and back. `dispatch_tokens`, `dispatch_experts`, `experts_combine` and
-`combine_results` are its parts, for the way that `make_route` gives; `for_all_shards` is for experts split over ranks.
+`open_heap` gives memory that kernels of all ranks address, `ReceiveBuffers` lie in it and serve one layer after the
+other, and `fused_experts` takes tokens to their experts and back. `dispatch_tokens`, `dispatch_experts`,
+`experts_combine` and `combine_results` are its parts, for the way that `make_route` gives; `for_all_shards` is for
+experts split over ranks.
 """
 
 from __future__ import annotations
 
 from fusedmoe.comm.heaps import open_heap
-from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import (
     combine_results,
@@ -28,8 +30,8 @@ from fusedmoe.kernels.one_sided import for_all_shards
 
 __all__ = [
     "GroupedExperts",
-    "Room",
-    "Windows",
+    "BufferSizes",
+    "ReceiveBuffers",
     "combine_results",
     "dispatch_experts",
     "dispatch_tokens",

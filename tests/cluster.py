@@ -1,16 +1,16 @@
 """Ranks for tests: processes that live as long as the test session and run functions as a Gloo world on loopback.
 
-Starting a process costs seconds (it imports torch), so the ranks are started once and each test borrows as many as it
-asks for. A run is bounded in time; ranks that fail or hang are ended, and fresh ones are started for the next test.
-Ranks end with the process that started them, whatever they are doing.
+Importing torch costs seconds, so one process does it, in which nothing runs, and ranks are its copies. They are started
+once, and each test borrows as many as it asks for. A run is bounded in time; ranks that fail or hang are ended, and
+fresh ones are started for the next test. Ranks end with the process that started them, whatever they are doing.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,11 +18,25 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.lifetime import end_with
 
 RUN_TIMEOUT_S = 90.0
+MOST_THREADS = 60
+# What most ranks come to import. Nothing here starts a thread, or copies would wait for it for ever.
+_IMPORTED = (
+    "tests.copied",
+    "pytest",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "fusedmoe.training",
+    "fusedmoe.cli.main",
+)
 
 
 class RankFailed(AssertionError):
@@ -52,7 +66,8 @@ class Cluster:
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S) -> list[Any]:
         """Returns the functions' results in rank order.
 
-        `function` must live at the top of a module. Raises RankFailed with every rank's error.
+        `function` must live at the top of a module. Raises RankFailed with every rank's error, and where a rank is left
+        with more than MOST_THREADS: each process group that is never freed keeps three.
         """
         outcomes = self.outcomes(world, function, *args, timeout_s=timeout_s)
         errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
@@ -84,8 +99,14 @@ class Cluster:
                 self._end(process, pipe)
                 continue
             try:
-                ok, value = pickle.loads(pipe.recv_bytes())
+                ok, value, threads = pickle.loads(pipe.recv_bytes())
+                if ok and threads > MOST_THREADS:
+                    text = f"rank {rank} is left with {threads} threads, more than {MOST_THREADS}"
+                    ok, value = False, ("TooManyThreads", text, text)
                 outcomes.append(Outcome(value, None) if ok else Outcome(None, value))
+                if threads > MOST_THREADS // 2:
+                    # PyTorch keeps a graph, and so process groups, after FSDP and where a recomputation ends early.
+                    self._end(process, pipe)
             except EOFError:
                 process.join(5)
                 text = f"rank {rank} ended with exit code {process.exitcode}"
@@ -94,18 +115,15 @@ class Cluster:
         return outcomes
 
     def _start(self) -> tuple[Any, Connection]:
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(list(_IMPORTED))
         ours, theirs = context.Pipe()
-        previous = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        # The server of copies, which the first rank starts, keeps the environment of that moment for all.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
-        finally:
-            if previous is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = previous
         theirs.close()
         return process, ours
 
@@ -120,11 +138,13 @@ class Cluster:
         self._workers.remove((process, pipe))
 
 
-def _serve(pipe: Connection, parent: int) -> None:
-    end_with(parent)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+
+    from tests import copied
+
+    end_with(copied.PID)
 
     torch.set_num_threads(1)
     server: Any = None
@@ -143,12 +163,18 @@ def _serve(pipe: Connection, parent: int) -> None:
             dist.barrier()  # a rank whose function ends at once closes connections that others may still be making
             gc.freeze()  # what was imported stays: the collection below has only this run's objects to look at
             torch.manual_seed(0)
-            value = (True, function(rank, world, *args))
+            answer = (True, function(rank, world, *args))
         except BaseException as error:
-            value = (False, (type(error).__name__, str(error), traceback.format_exc()))
+            answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
         finally:
             # On all ranks now, or a group that an error has left behind waits for its peers in a later run.
             gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
-        pipe.send_bytes(pickle.dumps(value))
+        pipe.send_bytes(pickle.dumps((*answer, _threads())))
+
+
+def _threads() -> int:
+    """Of this process, those of native code too; where that cannot be known, those of Python."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster
+from tests.cluster import MOST_THREADS, Cluster, RankFailed
 from tests.kernels.interpreter import Interpreter
 from tests.lifetime import watch
 
@@ -37,7 +37,7 @@ def of_cluster(rank: int, world: int, folder: str) -> None:
     wait(folder)
 
 
-def cluster(folder: str) -> None:
+def ranks(folder: str) -> None:
     Cluster().run(2, of_cluster, folder)
 
 
@@ -76,7 +76,7 @@ def ended(file: Path) -> bool:
 @pytest.mark.parametrize(
     ("how", "count"),
     [
-        ("cluster", 2),
+        ("ranks", 2),
         ("thread", 1),
         pytest.param("pool", 2, marks=pytest.mark.slow),
         pytest.param("interpreter", 1, marks=pytest.mark.slow),
@@ -107,3 +107,14 @@ def test_ends_with_its_parent(tmp_path: Path, how: str, count: int) -> None:
         for file in there:
             if not ended(file):
                 os.kill(int(file.stem), signal.SIGKILL)
+
+
+def leave_threads(rank: int, world: int, count: int) -> None:
+    for _ in range(count if rank == 1 else 0):
+        threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
+
+
+def test_ranks_that_keep_threads_are_found(cluster: Cluster) -> None:
+    cluster.run(2, leave_threads, MOST_THREADS // 3)
+    with pytest.raises(RankFailed, match=r"^--- rank 1\nrank 1 is left with \d+ threads, more than 60$"):
+        cluster.run(2, leave_threads, MOST_THREADS)

@@ -1,7 +1,7 @@
 """Schedules of whole models, on a stack of blocks: each part of FlowMoE and of Lancet, beside FSMoE and joint.
 
 What is run is a step as in the other settings, forward, backward and gradient all-reduces; attention goes in
-micro-batches as well, weight gradients can be tasks of their own, gradients in pieces.
+micro-batches as well, weight gradients can be tasks of their own, gradients in buckets.
 
 Exposed communication is the time in which a link works and this rank computes nothing, by the recorded timeline as by
 the predicted one (`Timeline.exposed_s`). A collective that waits for another rank counts as working.
@@ -22,21 +22,19 @@ from bench.cluster.turns import in_turns, row, same_results, setting_json, sprea
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, ablation, fsmoe, pipemoe, sequential
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.splits import StepSplit, micro_schedule
-from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan
-from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.step import ChunkedPass, StepSplit, idle_slot_plan, micro_schedule
+from fusedmoe.schedule.step_costs import StepCosts, bound_s
 from fusedmoe.training.step_plan import BucketTuner
 
-#: Pieces of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
+#: Buckets of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
 UNTUNED_BYTES = 32 * 1024
-# Of the largest, the sizes of pieces of a fine sweep, and what the tuner spends on each of its samples.
+# Of the largest, the sizes of buckets of a fine sweep, and what the tuner spends on each of its samples.
 _SIZES = 12
 _SAMPLES, _STEPS = 8, 3
 
@@ -57,8 +55,8 @@ def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> 
     recorders: dict[str, list[Recorder]] = {policy: [] for policy in first.values()}
     runs = {policy: partial(_recorded, step, plans[policy], topology.rank, of) for policy, of in recorders.items()}
     seconds = in_turns(topology, runs, rounds, profiler.round)
-    tell(topology, "sizes of gradient pieces")
-    pieces = _pieces_json(topology, step, profiler, costs, plans["flowmoe"], rounds)
+    tell(topology, "sizes of gradient buckets")
+    buckets = _buckets_json(topology, step, profiler, costs, plans["flowmoe"], rounds)
     # Plans are made by what was measured before; what they should take is said by what was measured among them.
     profile = profiler.profile()
     own = {policy: [one.timeline() for one in of[1:]] for policy, of in recorders.items()}
@@ -80,7 +78,7 @@ def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> 
         "bound_s": bound_s(profile.stack, LIMIT),
         "largest_difference_of_results": difference,
         "steps": rows,
-        "pieces": pieces,
+        "buckets": buckets,
     }
 
 
@@ -88,13 +86,13 @@ def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
     """Every policy's plan by its name in the table: FlowMoE's Table 5, Lancet's two passes, FSMoE and joint."""
     parts = [k for k in PARTS if k <= limit]
     experts = pipemoe(costs, limit)
-    sizes = [max(costs.gradient_bytes) // pieces for pieces in (1, 2, 4, 8, 16)]
-    tuned = (_with_pieces(costs, experts, size) for size in sizes)
+    sizes = [max(costs.gradient_bytes) // buckets for buckets in (1, 2, 4, 8, 16)]
+    tuned = (_with_buckets(costs, experts, size) for size in sizes)
     return {
         "sequential": sequential(costs, limit),
         "experts": experts,
         "experts, attention": ablation(costs, limit)["attention"],
-        "experts, all-reduce": _with_pieces(costs, experts, UNTUNED_BYTES),
+        "experts, all-reduce": _with_buckets(costs, experts, UNTUNED_BYTES),
         "experts, all-reduce, S_p": min(tuned, key=lambda plan: makespan(plan, costs)),
         "flowmoe": POLICIES["flowmoe"].plan(costs, limit),
         "lancet, ranges": lancet_plan(costs, parts, weights=False),
@@ -105,14 +103,14 @@ def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
     }
 
 
-def _with_pieces(costs: StepCosts, plan: Plan, piece_bytes: int) -> Plan:
-    """The same degrees, and gradients in pieces wherever the one queue for communication is idle."""
+def _with_buckets(costs: StepCosts, plan: Plan, bucket_bytes: int) -> Plan:
+    """The same degrees, and gradients in buckets wherever the one queue for communication is idle."""
     found = plan.degrees
     forward, backward = (
         [ChunkedPass(one_queue, found[phase, layer]) for layer in range(len(costs.layers))]
         for phase in ("forward", "backward")
     )
-    return idle_slot_plan(costs, forward, backward, piece_bytes)
+    return idle_slot_plan(costs, forward, backward, bucket_bytes)
 
 
 def _recorded(step: Step, plan: Plan, rank: int, kept: list[Recorder]) -> None:
@@ -120,14 +118,14 @@ def _recorded(step: Step, plan: Plan, rank: int, kept: list[Recorder]) -> None:
     step.run(plan, kept[-1])
 
 
-def _pieces_json(
+def _buckets_json(
     topology: Topology, step: Step, profiler: Profiler, costs: StepCosts, plan: Plan, rounds: int
 ) -> dict[str, Any]:
     """What the tuner finds while steps run, in a fine sweep. `costs`: by which plans are made."""
     largest, split = max(costs.gradient_bytes), StepSplit.from_plan(plan)
 
     def plan_of(size: int) -> Plan:
-        return micro_schedule(costs, split._replace(piece_bytes=size)).plan()
+        return micro_schedule(costs, split._replace(bucket_bytes=size)).plan()
 
     tuner = BucketTuner(largest, _SAMPLES, _STEPS, drift=None)
     clock = Clock(topology)
@@ -135,7 +133,7 @@ def _pieces_json(
         run = partial(step.run, plan_of(tuner.bucket_bytes))
         tuner.note(max(all_gather_object(topology.world, clock.seconds(run))))
     chosen = tuner.bucket_bytes
-    topology.agree({"piece_bytes": chosen}, "the size of gradient pieces")
+    topology.agree({"bucket_bytes": chosen}, "the size of gradient buckets")
     sizes = sorted({chosen, *_sizes(largest)})
     plans = {size: plan_of(size) for size in sizes}
     runs: Mapping[str, Callable[[], Any]] = {str(size): partial(step.run, of) for size, of in plans.items()}

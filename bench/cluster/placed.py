@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
+from bench.cluster.layer import Wait
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
 from bench.cluster.turns import in_turns, setting_json, spread, tell
@@ -153,7 +154,7 @@ class _Model(nn.Module):
 
     def forward(self, x_SM: Tensor) -> Tensor:
         for layer in self.layers:
-            x_SM = x_SM + layer(_Wait.apply(x_SM, _ATTENTION_S))
+            x_SM = x_SM + layer(Wait.apply(x_SM, _ATTENTION_S))
         return x_SM
 
 
@@ -200,19 +201,6 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         time.sleep(2 * (START_S + len(grad) * ctx.row_s))
         return grad, grad.new_zeros(ctx.shape), None
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return grad, None
 
 
 def _row_flop(setting: Setting) -> float:

@@ -31,8 +31,7 @@ from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.splits import StepSplit, micro_schedule
-from fusedmoe.schedule.step import ChunkedPass, step_plan
+from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES
@@ -42,9 +41,9 @@ _BUDGET_S, _BUDGET_OF_BLOCKS_S = 20.0, 6.0
 _REPEATS = 3
 # Steps that are done to measure what computes: whole, and in as many chunks as may be.
 _DEGREES = (1, LIMIT)
-# Of a layer's gradient, pieces whose all-reduces are measured; still smaller ones are faster than their line, by what
-# goes through a bucket unhindered.
-_PIECES = (1, 2, 4)
+# In how many buckets a layer's gradient goes where all-reduces are measured; smaller ones are faster than their line by
+# what the link's token bucket lets through unhindered.
+_BUCKETS = (1, 2, 4)
 # What computes in a layer by its name in what is measured; backward also input and weight gradients by themselves.
 _PARTS = ("attention forward", "attention backward", "expert forward", "expert backward")
 _APART = {source: (f"{source} backward, input only", f"{kind} backward") for source, kind in WEIGHT_GRADIENTS.items()}
@@ -114,10 +113,10 @@ class Profiler:
             self.round()
 
     def _add_blocks(self) -> None:
-        """All other collectives in the sizes of chunks and pieces; and what both links take, alone and together."""
+        """All other collectives in the sizes of chunks and buckets; and what both links take, alone and together."""
         topology, setting, add = self._topology, self._setting, self._exchanging.add
-        for pieces in _PIECES:
-            size = self._step.gradient_bytes // pieces
+        for buckets in _BUCKETS:
+            size = self._step.gradient_bytes // buckets
             add("all-reduce/dp", size, partial(all_reduce, topology.dp, torch.zeros(size // 4)))
         if setting.esp == 1:
             return
@@ -256,7 +255,7 @@ class Clock:
         return found
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one call that all ranks begin together; on this rank."""
+        """Seconds of one call that all ranks begin together; on this rank."""
         all_reduce(self._topology.world, torch.zeros(1), operation="start of a measurement")
         start = time.perf_counter()
         call()

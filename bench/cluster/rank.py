@@ -34,13 +34,12 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.step_costs import StepCosts, bound_s
 from fusedmoe.schedule.workload import Workload
 
 _LAYERS, _SEQ_LEN, _K = 2, 256, 2
@@ -67,7 +66,7 @@ def make_trainer(setting: Setting, topology: Topology, policy: str, costs: CostM
     )
     settings = Settings(model=model, schedule=policy, ep=2, esp=setting.esp, mp=setting.esp)
     trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**16), StopRequest())
-    return trainer, None if policy == "off" else trainer.follow(costs)[0]
+    return trainer, None if policy == "off" else trainer.set_plan(costs)[0]
 
 
 def main() -> None:

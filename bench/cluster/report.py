@@ -75,7 +75,7 @@ def targets(name: str, found: dict[str, Any]) -> list[tuple[str, str, bool]]:
     if found["setting"].get("blocks"):
         fastest = min(steps, key=lambda policy: steps[policy]["median_s"])
         behind = steps["joint"]["median_s"] / steps[fastest]["median_s"] - 1.0
-        regret = found["pieces"]["regret"]
+        regret = found["buckets"]["regret"]
         return [
             ("joint the fastest, or within 3% of it", f"{behind:+.1%} ({fastest} is the fastest)", behind <= 0.03),
             predicted,
@@ -93,14 +93,14 @@ def targets(name: str, found: dict[str, Any]) -> list[tuple[str, str, bool]]:
 
 def _show_blocks(name: str, found: dict[str, Any], console: Console) -> None:
     console.print("exposed: seconds in which a link works and nothing is computed, measured and predicted")
-    pieces = found["pieces"]
+    buckets = found["buckets"]
     console.print()
-    table = Table(title=f"gradients in pieces, degrees {_pair(pieces['degrees'])}; {name}", title_justify="left")
-    for column in ("KiB of a piece", "measured", "spread", "predicted", ""):
+    table = Table(title=f"gradients in buckets, degrees {_pair(buckets['degrees'])}; {name}", title_justify="left")
+    for column in ("KiB of a bucket", "measured", "spread", "predicted", ""):
         table.add_column(column, justify="right", no_wrap=True)
-    for row in pieces["rows"]:
-        chosen = f"chosen after {len(pieces['tried'])} samples"
-        remarks = [text for key, text in (("best", "best"), ("chosen", chosen)) if pieces[key] == row["bytes"]]
+    for row in buckets["rows"]:
+        chosen = f"chosen after {len(buckets['tried'])} samples"
+        remarks = [text for key, text in (("best", "best"), ("chosen", chosen)) if buckets[key] == row["bytes"]]
         table.add_row(
             f"{row['bytes'] / 1024:.1f}",
             _ms(row["median_s"]),

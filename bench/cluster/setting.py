@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def file(self) -> str:
-        """Of its results."""
+        """The file of its results."""
         return "placement.json" if self.placed else "blocks.json" if self.blocks else "cluster.json"
 
     @property
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def row_bytes(self) -> int:
-        """Of all rows that leave a rank."""
+        """Bytes of all rows that leave a rank in one all-to-all."""
         return 4 * self.S * self.M
 
     @property
@@ -71,12 +71,12 @@ class Setting:
 
     @property
     def expert_flop(self) -> float:
-        """Of one layer's forward pass on one rank: two products of R = S·ESP rows."""
+        """FLOP of one layer's experts in a forward pass on one rank: two products of R = S·ESP rows."""
         return 2 * 2 * self.S * self.esp * self.M * self.H / self.esp
 
     @property
     def attention_flop(self) -> float:
-        """Of one layer's forward pass on one rank: the projections."""
+        """FLOP of one layer's attention in a forward pass on one rank: the projections."""
         return 2 * 4 * self.S * self.M**2 / self.esp
 
 

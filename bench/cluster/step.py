@@ -270,7 +270,7 @@ class _State:
     def __init__(self, step: Step, plan: Plan) -> None:
         self._step, self._setting, self._computation = step, step._setting, step._computation
         layers = self._setting.layers
-        self._pieces = gradient_ranges(plan, (self._computation.gradient_bytes,) * layers)
+        self._buckets = gradient_ranges(plan, (self._computation.gradient_bytes,) * layers)
         self._degrees = plan.degrees
         self._later = {(task.kind, task.layer) for task in plan.compute if task.kind in WEIGHT_GRADIENTS.values()}
         self._at: dict[tuple[str | None, int | None, int | None], Tensor] = {}
@@ -328,11 +328,11 @@ class _State:
         out_CEM.copy_(rows_ECM.transpose(0, 1))
 
     def gradient_all_reduce(self, task: Task) -> None:
-        piece = self._pieces[task]
-        all_reduce(self._step._topology.dp, self.gradient[piece.start // 4 : piece.stop // 4])
+        bucket = self._buckets[task]
+        all_reduce(self._step._topology.dp, self.gradient[bucket.start // 4 : bucket.stop // 4])
 
     def _gradient(self, layer: int) -> Tensor:
-        """A layer's place in the stream, which begins with the last layer."""
+        """A layer's place among the bytes of all gradients, which begins with the last layer."""
         numbers = self._computation.gradient_bytes // 4
         place = (self._setting.layers - 1 - layer) * numbers
         return self.gradient[place : place + numbers]

@@ -14,8 +14,7 @@ from bench.cluster.setting import LIMIT, Setting
 from bench.cluster.step import Step
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
-from fusedmoe.schedule.partition import PassOption, search
-from fusedmoe.schedule.passes import three_queues
+from fusedmoe.schedule.passes import PassOption, search, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan

@@ -12,6 +12,6 @@
 - kernels.py, ours.py, peers/: what is timed; reference.py: that it is right, before; memory.py: what it keeps
 - spread.py, ranks.py: layers over virtual ranks of the GPU, by puts and by copies
 - suite.py: from a shape to rows; spool.py: rows as they come; session.py: a process that measures, and its time;
-  suites.py: such processes one after the other; specialised.py: products that might take the GPU from theirs
+  suites.py: such processes one after the other
 - results.py: from rows to one file of results; device.py: where they come from; once.py: one kernel for a profiler
 """

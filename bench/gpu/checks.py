@@ -13,8 +13,6 @@ from bench.gpu.pool import run_tests
 from bench.gpu.process import Ended
 
 _TESTS = "tests/kernels/device"
-#: The tests that have a process of their own.
-SPECIALISED = f"{_TESTS}/test_specialised.py"
 _FALSE_ALARM = "known false alarm: lanes of a reduction that write the same place, Triton issue 7264"
 
 
@@ -28,13 +26,7 @@ def exercise(place: Place) -> Outcome:
 
 def tests(place: Place, count: int) -> Outcome:
     """Those of kernels that run on a GPU, in so many processes that share it."""
-    return run_tests(place, [_TESTS, f"--ignore={SPECIALISED}"], count, most=1 if place.rehearsal else None)
-
-
-def specialised_tests(place: Place) -> Outcome:
-    """A failure means that the form is not used, and nothing more."""
-    outcome = run_tests(place, [SPECIALISED], 1, most=1 if place.rehearsal else None)
-    return outcome._replace(result="not used") if outcome.result == "failed" else outcome
+    return run_tests(place, [_TESTS], count, most=1 if place.rehearsal else None)
 
 
 def sanitizer(place: Place, tool: str) -> Outcome:

@@ -20,8 +20,8 @@ from bench.gpu.layer import Layer, leaf
 from bench.gpu.spread import PARTS
 from fusedmoe import ops
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
-from fusedmoe.comm.heaps.local import local_heaps
-from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.comm.heaps.host import local_heaps
+from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
 from fusedmoe.engine.route import Route
@@ -31,21 +31,21 @@ _DEGREE = 2
 
 
 class _Ranks:
-    """The windows of all ranks, and which tokens each has."""
+    """The buffers of all ranks, and which tokens each has."""
 
     def __init__(self, case: Case, count: int) -> None:
         shape = case.shape
         tokens = -(-shape.S // count)
-        room = Room(tokens, shape.K, shape.E, shape.M, case.x_SM.dtype, _DEGREE)
+        sizes = BufferSizes(tokens, shape.K, shape.E, shape.M, case.x_SM.dtype, _DEGREE)
         self.count, self.experts = count, shape.E
-        self.windows = [Windows(heap, room) for heap in local_heaps(count, case.x_SM.device)]
+        self.buffers = [ReceiveBuffers(heap, sizes) for heap in local_heaps(count, case.x_SM.device)]
         self.expert_SK = case.expert_SK.tensor_split(count)
 
     def routes(self, x_SM: Tensor, weight_SK: Tensor) -> list[Route]:
         parts = zip(*(whole.tensor_split(self.count) for whole in (x_SM, weight_SK)), self.expert_SK, strict=True)
         return [
-            make_route(x, weight, ops.order(expert, self.experts), windows, _DEGREE)
-            for (x, weight, expert), windows in zip(parts, self.windows, strict=True)
+            make_route(x, weight, ops.order(expert, self.experts), buffers, _DEGREE)
+            for (x, weight, expert), buffers in zip(parts, self.buffers, strict=True)
         ]
 
 
@@ -126,12 +126,12 @@ def part_steps(case: Case, count: int) -> list[Step]:
     ranks = _Ranks(case, count)
     tokens = case.x_SM.tensor_split(count)
 
-    def lettered() -> list[Route]:
+    def with_metadata() -> list[Route]:
         routes = ranks.routes(case.x_SM, case.weight_SK)
         for route in routes:
-            route.put_letters()
+            route.put_metadata()
         for route in routes:
-            route.arrivals  # noqa: B018  waits for the letters
+            route.arrivals  # noqa: B018  waits for the routing metadata
         return routes
 
     def dispatch(routes: list[Route]) -> list[list[Tensor]]:
@@ -145,7 +145,7 @@ def part_steps(case: Case, count: int) -> list[Step]:
         return rows
 
     def dispatched() -> tuple[list[Route], list[list[Tensor]]]:
-        routes = lettered()
+        routes = with_metadata()
         return routes, dispatch(routes)
 
     def combine(given: tuple[list[Route], list[list[Tensor]]]) -> list[Tensor]:
@@ -157,4 +157,4 @@ def part_steps(case: Case, count: int) -> list[Step]:
                 return_rows(out_RM, last, route.put(chunk, epoch))
         return [route.receive(epoch)[0] for route, epoch in zip(routes, epochs, strict=True)]
 
-    return [Step(PARTS[0], dispatch, lettered), Step(PARTS[1], combine, dispatched)]
+    return [Step(PARTS[0], dispatch, with_metadata), Step(PARTS[1], combine, dispatched)]

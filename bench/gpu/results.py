@@ -38,7 +38,6 @@ def document(spool: Spool, checks: Sequence[Record], shapes: Sequence[Shape] = S
         "limit": limit._asdict(),
         "shapes": [asdict(shape) for shape in shapes],
         "rows": [complete(_without(row, "event", "time"), limit) for row in spool.of("row")],
-        "specialised": [_without(record, "event", "time") for record in spool.of("specialised")],
         "skipped": [_without(record, "event", "time") for record in spool.of("skipped")],
     }
 

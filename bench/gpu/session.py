@@ -97,11 +97,7 @@ class Session:
 
 def open_session(spool_file: Path | None, seconds: float) -> Session:
     """On the current GPU; `spool_file` takes what is found, and tells what has been found before."""
-    from fusedmoe.kernels.triton.grouped.autotune import tuner
-
     device, spool = torch.device("cuda", torch.cuda.current_device()), Spool(spool_file)
-    # Programs with specialised warps may stall: they are tried at last, in a process of their own (`specialised.py`).
-    tuner(device).leave_out(lambda config: config.specialised)
     return Session(device, CudaClock(device, lambda step: spool.add("sign", name=step)), spool, seconds)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from bench.gpu import checks, specialised, suites, training
+from bench.gpu import checks, suites, training
 from bench.gpu.part import Outcome, Part, Place, judge_exit
 from bench.gpu.precompile import WORKERS, precompile
 
@@ -73,9 +73,6 @@ def _part(name: str, seconds: float, about: str, do: Callable[..., Outcome], *ne
 
 
 _VERSIONS = _part("versions", 15, "the GPU, its driver and the software", versions)
-_SPECIALISED = _part(
-    "specialised", 35, "products with specialised warps, in a process of their own", specialised.compare
-)
 _REPORT = _part("report", 15, "tables and picture", report)
 
 
@@ -102,9 +99,8 @@ PLANS = {
         [
             [_VERSIONS],
             [_part("tests", 150, "the kernels' tests", _tests, count=_BESIDE), _compile(150, _BESIDE)],
-            [_suite("kernels", 90, "tests")],
-            [_suite("passes", 120, "tests")],
-            [_SPECIALISED],
+            [_suite("kernels", 105, "tests")],
+            [_suite("passes", 140, "tests")],
             [_REPORT],
             _sanitizers(70),
         ],
@@ -115,8 +111,7 @@ PLANS = {
         [
             [_VERSIONS],
             [_part("exercise", 100, "every kernel once beside float64", checks.exercise), _compile(100, 15)],
-            [_part("tests", 170, "the kernels' tests", _tests, count=_TESTS)],
-            [_part("specialised tests", 60, "those of specialised warps, by themselves", checks.specialised_tests)],
+            [_part("tests", 230, "the kernels' tests", _tests, count=_TESTS)],
         ],
     ),
     "2": Plan(
@@ -142,7 +137,7 @@ PLANS = {
     "3": Plan(
         8.5,
         "the benchmark, with other libraries that are installed",
-        [[_VERSIONS], [_compile(90)], [_suite("kernels", 145)], [_suite("passes", 195)], [_SPECIALISED], [_REPORT]],
+        [[_VERSIONS], [_compile(90)], [_suite("kernels", 150)], [_suite("passes", 225)], [_REPORT]],
     ),
     "4": Plan(
         5,

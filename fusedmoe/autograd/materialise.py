@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.comm.sparse import Flight
+from fusedmoe.comm.sparse import SparseWork
 
 # Sends gradients of all experts that a rank holds, [rows, ...] for each parameter, to where they belong.
-SendBack = Callable[[Sequence[Tensor]], Flight]
+SendBack = Callable[[Sequence[Tensor]], SparseWork]
 
 
 class Returns:
@@ -31,7 +31,7 @@ class Returns:
 
     def __init__(self, rows: dict[int, int]) -> None:
         self.rows = rows
-        self.flights: list[Flight] = []
+        self.works: list[SparseWork] = []
 
 
 def arriving(parameters: Sequence[Tensor], returns: Returns) -> tuple[Tensor, ...]:
@@ -71,7 +71,7 @@ class _Materialise(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         whole = [grad.contiguous() for grad in grads]
-        ctx.returns.flights.append(ctx.send_back(whole))
+        ctx.returns.works.append(ctx.send_back(whole))
         return None, None, None, *(grad[:owned] for grad, owned in zip(whole, ctx.owned, strict=True))
 
 
@@ -85,8 +85,8 @@ class _Arriving(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         returns = ctx.returns
-        flights, returns.flights = returns.flights, []
-        arrived = [one for flight in flights for one in flight.wait()]
+        works, returns.works = returns.works, []
+        arrived = [one for work in works for one in work.wait()]
         # Not a part of what also has the replicas' gradients: that memory is given back.
         own = [grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad for grad in grads]
         by_row: dict[int, list[tuple[Tensor, ...]]] = {}

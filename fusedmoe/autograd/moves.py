@@ -113,7 +113,7 @@ def through_experts(
     weight_R = None
     if weight_N is not None:
         weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[:, 0]
-    with span(recorder, "sort received rows", kind="order"):
+    with span(recorder, "sort received rows", kind="permute"):
         layout = received_layout(exchange.counts_RE, exchange.rows)
         sorted_weight_R = None if weight_R is None else weight_R[layout.pair_N]
     out_RM = compute(rows_RM, layout, sorted_weight_R)

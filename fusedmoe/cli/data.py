@@ -127,7 +127,7 @@ class Batches:
     """
 
     def __init__(self, text: Tensor, batch: int, length: int, *, mask: int | None) -> None:
-        self._text, self._batch, self._length, self._mask = text, batch, length, mask
+        self._text, self._batch, self._mask = text, batch, mask
         self._span = length if mask is not None else length + 1
         if len(text) < self._span:
             raise ConfigError(

@@ -24,7 +24,7 @@ from rich.text import Text
 
 import fusedmoe
 from fusedmoe.cli.settings import add_parser
-from fusedmoe.comm.gpus import no_gpu, not_for_torch
+from fusedmoe.comm.heap import no_gpu, not_for_torch
 from fusedmoe.comm.heaps import BACKENDS
 from fusedmoe.kernels.libraries import nvshmem_packages
 
@@ -225,7 +225,7 @@ def _driver() -> str | None:
 
 
 def gpus() -> list[Gpu]:
-    """Those that PyTorch sees."""
+    """The GPUs that PyTorch sees."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = []
     for index in range(count):

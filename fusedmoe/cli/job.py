@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import gcd
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from fusedmoe.cli.settings import Settings
-from fusedmoe.comm.process_group import launch_in_order_of_issue
+from fusedmoe.comm.group import launch_in_order_of_issue
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 
@@ -140,9 +140,7 @@ class StopRequest:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

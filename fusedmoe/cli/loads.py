@@ -86,7 +86,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--ranks-per-node", type=int, default=4, metavar="N", help="consecutive ranks that share a node (default: 4)"
     )
     placing.add_argument(
-        "-t", "--overlap", type=int, default=8, metavar="T", help="experts that may travel unnoticed (default: 8)"
+        "-t", "--overlap", type=int, default=8, metavar="T", help="experts whose travel is hidden (default: 8)"
     )
     placing.add_argument(
         "-m", "--memory", type=int, default=2, metavar="M", help="copies a rank has room for, a layer (default: 2)"

@@ -1,21 +1,345 @@
-"""`fusedmoe plan`: the schedule of a model's training step, and why it is that one."""
+"""`fusedmoe plan`: the schedule of a model's training step, and why it is that one: its passes and what they wait for.
+
+Under Hecate's placement also of copies of experts: how many may travel for a layer, and the step with them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
 
 from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.plan_report import Report
-from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, picture_to_write, read_costs
-from fusedmoe.cli.trainer import compute_dtype
+from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, picture_to_write, read_costs
+from fusedmoe.cli.trainer import compute_dtype, follows_plan, micro_batch_limit, policy_of, step_costs, why_not_split
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.schedule.cost import CostModel
+from fusedmoe.layers.expert_networks import Place
+from fusedmoe.models.block import make_experts
+from fusedmoe.placement.hecate import overlap_degree
+from fusedmoe.runtime.cache import cached_plans, cached_profile
+from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
+from fusedmoe.schedule.cost import CostModel, Costs
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.grid import TESTBEDS
-from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
+from fusedmoe.schedule.sparse_collectives import hidden_s, with_sparse
+from fusedmoe.schedule.step_costs import StepCosts, bound_s
+from fusedmoe.schedule.task import WEIGHT_GRADIENTS
+from fusedmoe.schedule.timeline import PHASES, Timeline
+
+RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
+
+
+class Planned(NamedTuple):
+    """A plan of a step, and what a step costs by which it was made."""
+
+    plan: Plan
+    costs: StepCosts
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan for a model on a layout, and what there is to say about it."""
+
+    settings: Settings
+    launch: Launch
+    sizes: Sizes
+    machine: str
+    policy: str
+    plan: Plan
+    timeline: Timeline
+    passes: Sequence[Stretch]
+    step_s: dict[str, float]  # by policy
+    bound_s: float
+    refusal: str | None  # why layers are not split
+    followed: bool  # whether training follows the plan
+    copies: Copies | None  # of experts, under a placement
+
+    @classmethod
+    def from_costs(
+        cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
+    ) -> Report:
+        """Plans by every policy that training could follow; the chosen one is the settings'. Where it follows none,
+        things happen one after the other.
+
+        Raises:
+            ConfigError: the policy splits what cannot be split, or costs lack what the layout needs.
+        """
+        refusal, followed = why_not_split(settings), follows_plan(settings, sizes.ep, sizes.esp)
+        policy = policy_of(settings) if followed else "sequential"
+        plans = plans_of(settings, launch, sizes, costs, again=again)
+        plan, step = plans[policy]
+        timeline = simulate(plan, step)
+        return cls(
+            settings,
+            launch,
+            sizes,
+            costs.machine,
+            policy,
+            plan,
+            timeline,
+            stretches(plan, timeline),
+            {name: makespan(*planned) for name, planned in plans.items()},
+            min(bound_s(planned.costs) for planned in plans.values()),
+            refusal,
+            followed,
+            Copies.from_plan(settings, sizes, costs, plan, step, timeline),
+        )
+
+    @property
+    def title(self) -> str:
+        return f"{self.settings.model.name}, {self.launch.ranks} ranks, {self.policy}"
+
+    @property
+    def drawn(self) -> Timeline:
+        """The step, with copies of experts where there are any."""
+        return self.timeline if self.copies is None else self.copies.timeline
+
+    @property
+    def rest_s(self) -> float:
+        """After the last pass: gradients that nothing hides."""
+        return self.timeline.end_s - self.passes[-1].end_s
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """S_p: of the largest gradient all-reduce; None without any."""
+        return max((task.size or 0 for task in self.plan.inter if task.kind == "gradient-all-reduce"), default=None)
+
+    @property
+    def weights_apart(self) -> bool:
+        """Whether weight gradients are W tasks: a split backward pass."""
+        return any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute)
+
+    def micro_batches(self, phase: str) -> list[int]:
+        """Of each layer: in how many its attention goes; 1 where the layer is not split."""
+        parts = Counter(task.layer for task in self.plan.compute if task.kind == "attention" and task.phase == phase)
+        return [parts[layer] for layer in sorted({one.layer for one in self.passes})]
+
+    def path_s(self) -> dict[str, float]:
+        """Seconds of the critical path by kind of task, the longest first; without what takes no time."""
+        path = Timeline(0, critical_path(self.plan, self.timeline), "predicted").totals_s()
+        return dict(sorted(((kind, seconds) for kind, seconds in path.items() if seconds), key=lambda item: -item[1]))
+
+    def path_by_resource_s(self) -> dict[str, float]:
+        """The same by what is at work (`critical.at_work`)."""
+        found = at_work(critical_path(self.plan, self.timeline))
+        return {name: sum(end_s - start_s for start_s, end_s in found[name]) for name in RESOURCES}
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that each resource is in use, in the step as it is drawn."""
+        return {name: self.drawn.busy_s(name) for name in RESOURCES}
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain types, times in seconds."""
+        layers: dict[int, dict[str, Any]] = {}
+        for one in self.passes:
+            layers.setdefault(one.layer, {"layer": one.layer})[one.phase] = {
+                "chunks": one.degree,
+                "seconds": one.seconds,
+                "bound_by": one.bound_by,
+                "critical_path_s": one.waits_s,
+                "gradient_all_reduce_s": one.gradient_s,
+            }
+        return {
+            "model": vars(self.settings.model) | {"gate_options": dict(self.settings.model.gate_options)},
+            "layout": {"ranks": self.launch.ranks, **vars(self.sizes), "dp": self.launch.ranks // self.sizes.mp},
+            "machine": self.machine,
+            "policy": self.policy,
+            "step_s": self.step_s[self.policy],
+            "bound_s": self.bound_s,
+            "policies_s": self.step_s,
+            "gap_to_bound": self.step_s[self.policy] / self.bound_s - 1,
+            "micro_batches": {phase: self.micro_batches(phase) for phase in PHASES},
+            "not_split": self.refusal,
+            "followed": self.followed,
+            "bucket_bytes": self.bucket_bytes,
+            "weight_gradients_apart": self.weights_apart,
+            "critical_path_s": self.path_s(),
+            "critical_path_by_resource_s": self.path_by_resource_s(),
+            "busy_s": self.busy_s(),
+            "exposed_gradients_s": self.rest_s,
+            "layers": [layers[layer] for layer in sorted(layers)],
+            "plan": str(self.plan),
+            "fingerprint": self.plan.fingerprint,
+            "copies": None if self.copies is None else self.copies.as_dict(),
+        }
+
+    def print(self) -> None:
+        """Tables of the passes and of the policies."""
+        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        sizes, ranks = self.sizes, self.launch.ranks
+        nodes = f"{ranks // sizes.ranks_per_node} × {sizes.ranks_per_node}"
+        axes = f"ep {sizes.ep}, esp {sizes.esp}, mp {sizes.mp}, dp {ranks // sizes.mp}"
+        console.print(describe(self.settings.model), markup=False)
+        console.print(f"{ranks} ranks ({nodes}): {axes}")
+        console.print(f"costs: {self.machine or 'of an unnamed machine'}", markup=False)
+        console.print(self._passes())
+        console.print(self._splitting(), soft_wrap=True)
+        if not self.followed:
+            console.print("no rows travel: training takes one thing after the other, whatever --schedule says")
+        if self.copies is not None:
+            console.print(self.copies.words(self.step_s[self.policy]), soft_wrap=True)
+        if self.rest_s > 0:
+            console.print(f"after the last pass: {_ms(self.rest_s)} of gradients that nothing hides")
+        for what, shares, end_s in (
+            ("critical path", self.path_s(), self.timeline.end_s),
+            ("on the path", _named(self.path_by_resource_s()), self.timeline.end_s),
+            ("in use", _named(self.busy_s()), self.drawn.end_s),
+        ):
+            parts = [f"{name} {seconds / end_s:.0%}" for name, seconds in shares.items() if seconds > 0]
+            console.print(f"{what}: {', '.join(parts)}")
+        console.print(self._policies())
+
+    def _splitting(self) -> str:
+        """In words: what is split, into how many micro-batches and buckets."""
+        if self.refusal is not None:
+            return f"chunks end with their layer: {self.refusal}"
+        words = [f"{phase} {_alike(self.micro_batches(phase))}" for phase in PHASES]
+        size = self.bucket_bytes
+        buckets = "no gradients to reduce" if size is None else f"gradients in buckets of up to {size / 2**20:.3g} MiB"
+        apart = "tasks of their own" if self.weights_apart else "part of the backward pass"
+        return f"micro-batches: {'; '.join(words)}; {buckets}; weight gradients are {apart}"
+
+    def _passes(self) -> Table:
+        table = Table(title=f"{self.policy}: {_ms(self.step_s[self.policy])} a step", title_justify="left")
+        for column in ("layer", "pass", "chunks", "time", "critical path while it lasts", "bound by"):
+            table.add_column(column, justify="right" if column in ("layer", "chunks", "time") else "left")
+        for _, group in groupby(self.passes, key=self._row):
+            alike = list(group)
+            one, layers = alike[0], sorted(stretch.layer for stretch in alike)
+            shares = {name: one.waits_s[resource] / one.seconds for resource, name in RESOURCES.items()}
+            named = [f"{name.removeprefix('links ')} {share:.0%}" for name, share in shares.items() if share >= 0.005]
+            span = f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else str(layers[0])
+            table.add_row(span, one.phase, str(one.degree), _ms(one.seconds), ", ".join(named), RESOURCES[one.bound_by])
+        return table
+
+    def _row(self, one: Stretch) -> tuple[object, ...]:
+        """Passes that are the same in this follow each other in one row."""
+        return one.phase, one.degree, one.bound_by, _ms(one.seconds)
+
+    def _policies(self) -> Table:
+        table = Table(title="what every policy would take", title_justify="left")
+        for column in ("policy", "a step", "over the bound", "faster than sequential"):
+            table.add_column(column, justify="left" if column == "policy" else "right")
+        for name, seconds in sorted(self.step_s.items(), key=lambda item: -item[1]):
+            over, faster = max(0.0, seconds / self.bound_s - 1), self.step_s["sequential"] / seconds
+            style = "bold" if name == self.policy else None
+            table.add_row(name, _ms(seconds), f"{over:.1%}", f"{faster:.2f} ×", style=style)
+        table.add_row("bound", _ms(self.bound_s), "", f"{self.step_s['sequential'] / self.bound_s:.2f} ×")
+        return table
+
+
+def plans_of(
+    settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
+) -> dict[str, Planned]:
+    """The plans of a step by every policy that training could follow, as it would make them (`Trainer.set_plan`): those
+    of whole models for layers that are split, the others for layers that are not."""
+    layered = step_costs(settings, launch, sizes, costs)
+    if not follows_plan(settings, sizes.ep, sizes.esp):
+        return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
+    whole = () if why_not_split(settings) is not None else WHOLE_POLICIES
+    found = {name: Planned(POLICIES[name].plan(layered), layered) for name in LAYER_POLICIES if name not in whole}
+    if whole:
+        split = step_costs(settings, launch, sizes, costs, whole=True)
+        made = cached_plans(whole, Topology(), split, samples=micro_batch_limit(settings, sizes.mp), again=again)
+        found |= {name: Planned(plan, split) for name, plan in made.items()}
+    for name, planned in found.items():
+        kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if name in whole else "step")
+        require_runnable(planned.plan, kinds, f"the plan by {name}")
+    return found
+
+
+def _named(seconds: dict[str, float]) -> dict[str, float]:
+    """By resource in words."""
+    return {RESOURCES[name]: found for name, found in seconds.items()}
+
+
+def _alike(values: Sequence[object]) -> str:
+    """One value for each layer, in words."""
+    alike = [(value, len(list(group))) for value, group in groupby(values)]
+    return ", ".join(str(value) if len(alike) == 1 else f"{value} ({n} layers)" for value, n in alike)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:,.0f} ms"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of experts in a planned step.
+
+    Attributes:
+        hidden_s: [L], for how long the link between nodes hides a sparse collective of each layer.
+        expert_bytes: of one expert's parameters, as they travel.
+        overlap: t, experts that travel for each layer: as many as the mean of `hidden_s` hides, or as asked for.
+        seconds: of a sparse collective with so many.
+        timeline: of the step in which every layer has them.
+    """
+
+    hidden_s: tuple[float, ...]
+    expert_bytes: int
+    overlap: int
+    seconds: float
+    timeline: Timeline
+
+    @classmethod
+    def from_plan(
+        cls, settings: Settings, sizes: Sizes, model: CostModel, plan: Plan, costs: Costs, timeline: Timeline
+    ) -> Copies | None:
+        """None but under Hecate's placement: no other has as many copies as links have time for.
+
+        `timeline`: the plan's without copies.
+        """
+        if settings.placement != "fssdp" or sizes.ep == 1:
+            return None
+        again = settings.rematerialise
+        layers = len({task.layer for task in plan if task.layer is not None})
+        hidden_L = hidden_s(timeline, layers, again=again)
+        expert_bytes, bytes_per_s = _expert_bytes(settings, sizes), model.line("all-to-all/ep").per_s
+        assert settings.model.experts is not None
+        found = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), expert_bytes, bytes_per_s))
+        overlap = found if settings.placement_overlap is None else settings.placement_overlap
+        seconds = overlap * expert_bytes / bytes_per_s
+        copied = simulate(*with_sparse(plan, costs, [seconds] * layers, again=again))
+        return cls(hidden_L, expert_bytes, overlap, seconds, copied)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "hidden_s": list(self.hidden_s),
+            "expert_bytes": self.expert_bytes,
+            "overlap": self.overlap,
+            "seconds": self.seconds,
+            "step_s": self.timeline.end_s,
+        }
+
+    def words(self, step_s: float) -> str:
+        """`step_s`: of the step without copies."""
+        longer = self.timeline.end_s / step_s - 1
+        most = "not at all" if longer < 0.0005 else f"by {longer:.1%}"
+        return (
+            f"copies of experts: the links between nodes hide {1e3 * statistics.mean(self.hidden_s):.3g} ms a layer; "
+            f"{self.overlap} experts of {self.expert_bytes / 2**20:.3g} MiB for each make the step longer {most}"
+        )
+
+
+def _expert_bytes(settings: Settings, sizes: Sizes) -> int:
+    expert = make_experts(settings.model)
+    expert.setup(settings.model.model_dim, Place(shards=sizes.esp), device="meta")
+    return sum(p.numel() for p in expert.parameters()) * (8 if settings.dtype == "fp64" else 4)
+
 
 SUMMARY = "show which schedule a model gets, and why"
 
@@ -25,7 +349,7 @@ layer in how many chunks it goes forward and backward, what its passes wait for,
 policy would take, and the bound that no schedule beats.
 
 Where the gate allows it, whole layers are split as well: micro-batches of equally many samples go
-from layer to layer, gradients in pieces of one size (S_p) beside them, weight gradients where
+from layer to layer, gradient buckets of one size (S_p) beside them, weight gradients where
 there is time. Such plans are searched once, which may take a minute for many layers, and kept in
 $FUSEDMOE_CACHE, or else ~/.cache/fusedmoe.
 

@@ -243,7 +243,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "--placement-overlap",
             "placement_overlap",
             "experts that may travel for a layer and step",
-            chosen="as many as go unnoticed, measured in the first 5 steps",
+            chosen="as many as computation hides, measured in the first 5 steps",
         ),
         Flag("--rematerialise", "rematerialise", "copies of experts are fetched again for the backward pass", bool),
         Flag("--device", "device", "auto: GPUs where every rank of the machine has one", str, DEVICES),

@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             trainer = Trainer(settings, topology, device, corpus, StopRequest())
             planned: tuple[Plan, StepCosts]
             if follows_plan(settings, sizes.ep, sizes.esp):
-                planned = trainer.follow(costs)
+                planned = trainer.set_plan(costs)
             else:
                 step = step_costs(settings, launch, sizes, costs)
                 planned = POLICIES["sequential"].plan(step), step

@@ -186,7 +186,7 @@ class TrainingJob:
             costs = cached_profile(self.topology, self.device, dtype=compute_dtype(self.settings))[0].costs
         else:
             costs = CostModel.from_json(text)
-        plan, _ = trainer.follow(costs)
+        plan, _ = trainer.set_plan(costs)
         if self.topology.rank == 0:
             self.folder.costs.write_text(costs.to_json() + "\n", encoding="utf-8")
             self.folder.plan.write_text(str(plan), encoding="utf-8")
@@ -235,8 +235,8 @@ class TrainingJob:
     def _save(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
         self.loads.flush()
         extra = {"step": done, "text": corpus.fingerprint}
-        if trainer.placed is not None:
-            extra["placement"] = trainer.placed.state_dict()
+        if trainer.sharded_experts is not None:
+            extra["placement"] = trainer.sharded_experts.state_dict()
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
 
     def _load(self, trainer: Trainer, corpus: Corpus) -> int:
@@ -246,8 +246,8 @@ class TrainingJob:
         extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
         if extra["text"] != corpus.fingerprint and self.topology.rank == 0:
             print(f"Note: the text in {corpus.source} is not what the checkpoint was trained on.")
-        if trainer.placed is not None and "placement" in extra:
-            trainer.placed.load_state_dict(extra["placement"])
+        if trainer.sharded_experts is not None and "placement" in extra:
+            trainer.sharded_experts.load_state_dict(extra["placement"])
         return int(extra["step"])
 
     def _open(self, trainer: Trainer, corpus: Corpus, done: int) -> None:

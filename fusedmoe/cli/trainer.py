@@ -17,13 +17,13 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.pipeline import Along, unsplit_part
+from fusedmoe.layers.pipeline import Along
 from fusedmoe.layers.stage import must_wait
 from fusedmoe.layers.wire_hooks import Hooks, WireCast
 from fusedmoe.models.block import block_workload, make_gate, make_order
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Loss, Transformer
-from fusedmoe.runtime.execute import Here, runnable_kinds
+from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
@@ -85,11 +85,11 @@ class Trainer:
         self._held_out = Batches(corpus.held_out, model.batch, model.seq_len, mask=mask)
         self.model = make_model(settings, model, topology, device)
         self.optimizer = make_optimizer(self.model, settings)
-        self.placed = _place(self.model, self.optimizer, topology, settings)
+        self.sharded_experts = _shard_experts(self.model, self.optimizer, topology, settings)
         self._buckets: GradientBuckets | None = None
         self._tuning: BucketTuning | None = None
 
-    def follow(self, costs: CostModel) -> tuple[Plan, StepCosts]:
+    def set_plan(self, costs: CostModel) -> tuple[Plan, StepCosts]:
         """From now on steps follow the plan that the settings' policy makes of these costs; collective.
 
         Returns the plan, and what a step costs by its account.
@@ -97,17 +97,17 @@ class Trainer:
         settings, topology = self._settings, self._topology
         policy = policy_of(settings)
         workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
-        if policy not in WHOLE_POLICIES or unsplit(settings) is not None:
+        if policy not in WHOLE_POLICIES or why_not_split(settings) is not None:
             plan, self._buckets = plan_step(self.model, topology, policy, costs, workload)
-            kinds = runnable_kinds(Here(topology.ep.size, topology.esp.size), "step")
+            kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "step")
             step_costs = workload.step_costs(costs, self._buckets.layer_bytes, kinds)
-            if self.placed is not None:
+            if self.sharded_experts is not None:
                 layers = len(self._buckets.layer_bytes)
                 hidden_L = hidden_s(simulate(plan, step_costs), layers, again=settings.rematerialise)
-                self.placed.hide_in(statistics.mean(hidden_L))
+                self.sharded_experts.hide_in(statistics.mean(hidden_L))
             return plan, step_costs
-        blocks = self.model.in_micro_batches(along(settings, topology.mp.size))
-        samples = cuttable(settings, topology.mp.size)
+        blocks = self.model.in_micro_batches(split_axis(settings, topology.mp.size))
+        samples = micro_batch_limit(settings, topology.mp.size)
         plan, self._buckets = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
         step_costs = blocks_costs(blocks, costs, workload, self._buckets)
         if policy == "flowmoe" and any(step_costs.gradient_bytes):
@@ -117,8 +117,8 @@ class Trainer:
 
     def close(self) -> None:
         """Ends what moves experts."""
-        if self.placed is not None:
-            self.placed.close()
+        if self.sharded_experts is not None:
+            self.sharded_experts.close()
 
     def step(self, step: int) -> StepReport:
         """One step (from 0); collective over all ranks."""
@@ -218,7 +218,7 @@ class Trainer:
         return all_reduce(self._topology.world, row, operation="sum of losses").tolist()
 
 
-def _place(
+def _shard_experts(
     model: Transformer, optimizer: torch.optim.Optimizer, topology: Topology, settings: Settings
 ) -> ShardedExperts | None:
     """Has the settings' policy move the experts; None where they stay."""
@@ -242,7 +242,7 @@ def policy_of(settings: Settings) -> str:
         ConfigError: it splits whole layers, which this model does not allow.
     """
     policy = "joint" if settings.schedule == "auto" else settings.schedule
-    refusal = unsplit(settings)
+    refusal = why_not_split(settings)
     if policy not in LAYER_POLICIES and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
     return policy
@@ -253,29 +253,22 @@ def follows_plan(settings: Settings, ep: int, esp: int) -> bool:
     return settings.schedule != "off" and ep * esp > 1
 
 
-def along(settings: Settings, mp: int) -> Along:
+def split_axis(settings: Settings, mp: int) -> Along:
     """What micro-batches are cut along: a batch's samples, or the positions of a single one where these allow it."""
     single = settings.model.batch == 1 and settings.model.objective == "causal" and mp == 1
     return "positions" if single else "samples"
 
 
-def cuttable(settings: Settings, mp: int) -> int:
+def micro_batch_limit(settings: Settings, mp: int) -> int:
     """How many samples or positions micro-batches can be cut from."""
-    return settings.model.seq_len if along(settings, mp) == "positions" else settings.model.batch
+    return settings.model.seq_len if split_axis(settings, mp) == "positions" else settings.model.batch
 
 
-def unsplit(settings: Settings) -> str | None:
+def why_not_split(settings: Settings) -> str | None:
     """Why micro-batches cannot go through the layers of a model; None where they can."""
-    model = settings.model
-    says = {
-        "gate": f"gate {model.gate} looks at whole batches",
-        "order": "an order by products cannot be split",
-        "hooks": "what compresses rows sees whole layers",
-    }
     if settings.placement != "ep":
         return f"with --placement {settings.placement} experts are whole layers'"
-    part = unsplit_part(make_gate(model), make_order(model), make_hooks(settings))
-    return None if part is None else says[part]
+    return None if make_gate(settings.model).splits else f"gate {settings.model.gate} looks at whole batches"
 
 
 def compute_dtype(settings: Settings) -> torch.dtype:
@@ -290,7 +283,7 @@ def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
 
 
 def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False) -> StepCosts:
-    """What the model's layers with experts cost in a step, as training has it (`Trainer.follow`), without the ranks.
+    """What the model's layers with experts cost in a step, as training has it (`Trainer.set_plan`), without the ranks.
 
     `whole`: micro-batches can go through all of a layer.
 
@@ -301,11 +294,11 @@ def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostMode
     model = settings.model
     if model.layers < model.moe_every:
         raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
-    cut = along(settings, sizes.mp)
+    cut = split_axis(settings, sizes.mp)
     made = make_model(settings, model, Topology(), torch.device("meta"))
     dense = made.in_micro_batches(cut).dense_parameters if whole else None
     reduced = bucketed_bytes(made, launch.ranks, sizes.mp, dense)
-    kinds = runnable_kinds(Here(sizes.ep, sizes.esp), "blocks" if whole else "step")
+    kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
     waits = whole and must_wait(make_gate(model), make_order(model), cut == "positions")
     return workload.step_costs(costs, reduced, kinds, whole=whole, waits=waits)
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.comm.duplex import start_all_to_all
 from fusedmoe.comm.failure import LOOK_S
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
@@ -117,7 +116,7 @@ def all_to_all_rows(
     # Backends that know no 8-bit floats still carry their bytes.
     wire, wire_out = (rows, out) if rows.element_size() > 1 else (rows.view(torch.uint8), out.view(torch.uint8))
     if group.downward is not None:
-        for work in start_all_to_all(group, wire_out, wire, send, recv):
+        for work in _start_duplex(group, wire_out, wire, send, recv):
             wait(work, group, operation)
         return out
     work = dist.all_to_all_single(wire_out, wire, list(recv), list(send), group=group.handle, async_op=True)
@@ -181,7 +180,7 @@ def device_of(group: Group) -> torch.device:
     return torch.device("cpu")
 
 
-def together(world: Group, operation: str, action: Callable[[], T]) -> list[T]:
+def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[T]:
     """Runs `action` on every rank and returns all results, in rank order. Collective over all ranks.
 
     For local work whose failure on one rank must end it on all: nobody goes on before everybody has succeeded.
@@ -208,3 +207,32 @@ def together(world: Group, operation: str, action: Callable[[], T]) -> list[T]:
     ranks = [rank for rank, _, _ in failures]
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
     raise RankError(f"{operation} failed on {where}: {failures[0][1]}") from failure
+
+
+def _start_duplex(group: Group, out: Tensor, rows: Tensor, send: Sequence[int], recv: Sequence[int]) -> list[dist.Work]:
+    """Starts what `all_to_all_rows` does: rows to higher ranks go over `handle`, those to lower ones over `downward`.
+
+    A Gloo connection carries one direction at a time: an all-to-all over a link between two hosts takes twice the time
+    that the link needs. With one process group for each direction every connection has only one to carry. Measured
+    between two ranks at 200 Mbit/s: 2.1 times the ideal time with one group, 1.07 with two. On plain loopback it gains
+    nothing.
+
+    `rows` are ordered by destination and `out` by source, so what travels in one direction is one slice of each.
+    """
+    me = group.index
+    assert group.downward is not None
+    below, above = slice(0, sum(send[:me])), slice(sum(send[: me + 1]), None)
+    from_below, from_above = slice(0, sum(recv[:me])), slice(sum(recv[: me + 1]), None)
+    works = [
+        dist.all_to_all_single(out[into], rows[of], came, left, group=handle, async_op=True)
+        for handle, into, of, came, left in (
+            (group.handle, from_below, above, _only(recv, range(me)), _only(send, range(me + 1, group.size))),
+            (group.downward.handle, from_above, below, _only(recv, range(me + 1, group.size)), _only(send, range(me))),
+        )
+    ]
+    out[from_below.stop : from_above.start] = rows[below.stop : above.start]
+    return works
+
+
+def _only(counts: Sequence[int], ranks: range) -> list[int]:
+    return [count if rank in ranks else 0 for rank, count in enumerate(counts)]

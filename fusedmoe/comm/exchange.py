@@ -1,4 +1,4 @@
-"""One layer's exchange of rows: sizes first, then data; no padding travels.
+"""One layer's exchange of rows: an exchange of counts first, then the rows; no padding travels.
 
 Rows leave a rank sorted by expert. Dispatch takes them over the expert-parallel group to the ranks that hold the
 experts; the all-gather over the expert-sharding group then gives every shard of an expert all of its rows. They arrive
@@ -16,15 +16,15 @@ from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, reduce_s
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
 
-# The operation that verdicts on bad input name.
+# The name of the operation in errors about bad input.
 CHECK = "the check of the layer's input"
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Part:
-    """The four moves of some of an exchange's rows.
+    """The collectives of some of an exchange's rows: dispatch and all-gather, reduce-scatter and combine.
 
-    Each takes and returns rows [n, ...] of any dtype; every rank calls the same moves in the same order.
+    Each takes and returns rows [n, ...] of any dtype; every rank calls the same ones in the same order.
 
     Attributes:
         counts_RE: [sharding peer · source rank, local expert] rows that lie here after dispatch and all-gather, on the
@@ -68,7 +68,7 @@ class Part:
 
 
 class Exchange(Part):
-    """The sizes of one exchange, agreed between the ranks, and its moves, of all rows or of some.
+    """An exchange of rows between the ranks: its counts, which making it exchanges, and its collectives.
 
     Making one is collective over the expert-parallel and the expert-sharding group.
 
@@ -103,7 +103,7 @@ class Exchange(Part):
             ep.refuse(CHECK, problem)
         if refusal is not None:
             ep.board.post(me, CHECK, refusal)
-        # Two columns tell every rank of every other one: how many rows it sends; its number, whether it refuses, dtype.
+        # Two more columns are metadata of each rank: how many rows it sends; its number, whether it refuses, dtype.
         note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
         more = [counts_E.sum().expand(ep.size, 1), counts_E.new_full((ep.size, 1), note)]
         ours_PE = torch.cat([counts_E.view(ep.size, -1), *more], 1)

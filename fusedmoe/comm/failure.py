@@ -103,6 +103,10 @@ class Board:
         standing = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(asdict(own))))
         return own if standing is None else Verdict(**json.loads(standing))
 
+    def post_own(self, operation: str, message: str) -> Verdict:
+        """`post` of this rank's own failure."""
+        return self.post(self._rank, operation, message)
+
     def read(self, wait_s: float = 0.0) -> Verdict | None:
         """The standing verdict, or None; looks again until `wait_s` seconds have passed."""
         deadline = time.monotonic() + wait_s

@@ -1,10 +1,24 @@
-"""A group of ranks that communicate along one axis of the topology."""
+"""Groups of ranks that communicate along one axis of the topology, and the pool of process groups that they lease.
+
+A process group costs threads and connections (Gloo) or a communicator and memory on the GPU (NCCL). So each is made
+once for its ranks, its purpose and its time-out, by its members alone, and every topology that needs it leases it.
+
+`torch.distributed.new_group(use_local_synchronization=True)` is meant for groups that their members make, but names a
+group by how many groups the process has: members that have made different numbers of others (`new_group` of some ranks
+is enough) wait for each other under different names. Where the default group is bound to a device it also splits that
+group's communicator, for which NCCL waits for all ranks of the job. And it sorts ranks, where a group's order says who
+holds which experts.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
@@ -30,7 +44,7 @@ class Job:
 
 
 class Lease:
-    """A process group, for as long as the topology that has leased it is open (`fusedmoe.comm.process_group`).
+    """A process group, for as long as the topology that has leased it is open.
 
     `key`: by which the pool knows it: ranks and purpose, and the time-out.
     """
@@ -53,11 +67,11 @@ class Lease:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks along one axis.
+    """The ranks along one axis of the topology, this one among them.
 
     `ranks` are global, in the group's order; `index` is this rank's place among them; `lease` is of their process
     group, None exactly when the group has one rank (then every collective is a no-op and nothing needs initialising).
-    `downward`: of a second process group of the same ranks, for rows to lower ones (see `duplex.py`); None without.
+    `downward`: of a second process group of the same ranks, for rows to lower ones (see `collectives`); None without.
     """
 
     axis: str
@@ -98,3 +112,153 @@ class Group:
 
     def __str__(self) -> str:
         return f"{self.axis} group {list(self.ranks)}"
+
+
+_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+#: What a rank says of its groups of some ranks and one purpose: the number of the one it could use, 0 for none, and how
+#: many it has made.
+Held = tuple[int, int]
+
+
+def launch_in_order_of_issue() -> None:
+    """Has NCCL launch what several communicators do in the order in which the host issues it (`runtime/nccl.md`).
+
+    NCCL reads the variable when it first launches something: call this before. A value that is set already stays.
+    """
+    os.environ.setdefault(_LAUNCH_ORDER, "1")
+
+
+@dataclass
+class _Made:
+    """A process group, its number among those of its ranks and purpose, and how many leases of it are out.
+
+    The reference is weak: a process group lives in the tables of `torch.distributed`, until it is destroyed there.
+    """
+
+    handle: ref[dist.ProcessGroup]
+    number: int
+    leases: int = 0
+
+
+class ProcessGroups:
+    """The process groups that this rank has made for topologies, so that the next one can use them, too.
+
+    Members of a group must all use the old one or all make a new one. Which of the two cannot be left to when each
+    rank's garbage is collected, so ranks compare what they hold before each lease (`held`).
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, float], _Made] = {}
+        self._last: dict[str, int] = {}
+
+    def held(self, timeout_s: float) -> dict[str, Held]:
+        """What this rank holds by ranks and purpose, for other ranks to compare."""
+        return {name: (self._number(name, timeout_s), last) for name, last in self._last.items()}
+
+    def _number(self, name: str, timeout_s: float) -> int:
+        made = self._made.get((name, timeout_s))
+        return 0 if made is None or made.handle() is None else made.number
+
+    def lease(
+        self, job: Job, purpose: str, ranks: Sequence[int], held: Sequence[Mapping[str, Held]] | None = None
+    ) -> Lease:
+        """The process group of these ranks, in this order, for one purpose. Collective over them.
+
+        Args:
+            held: what each of its ranks holds, where they have just told each other; else they do so here.
+        Raises:
+            RankError: one of them failed, or did not come within the job's time-out.
+        """
+        ranks = tuple(ranks)
+        name, key = _name(purpose, ranks), (_name(purpose, ranks), job.timeout_s)
+        if held is None:
+            own = {of: value for of, value in self.held(job.timeout_s).items() if of == name}
+            assert job.board is not None
+            held = job.board.meet(ranks, own, job.timeout_s, operation=f"making a process group for {purpose}")
+        every = [of.get(name, (0, 0)) for of in held]
+        numbers = {number for number, _ in every}
+        if len(numbers) > 1 or 0 in numbers:
+            number = max(last for _, last in every) + 1
+            handle = _make(job, ranks, f"fusedmoe/{name}/{number}")
+            self._made[key], self._last[name] = _Made(ref(handle), number), number
+        made = self._made[key]
+        made.leases += 1
+        there = made.handle()
+        assert there is not None
+        return Lease(there, key)
+
+    def give_back(self, leases: Iterable[Lease]) -> None:
+        """Ends leases. Their process groups stay, for the next topology, until `destroy`."""
+        for lease in leases:
+            if (made := self._of(lease)) is not None:
+                made.leases -= 1
+
+    def leased(self, leases: Iterable[Lease]) -> dict[str, int]:
+        """By ranks and purpose how many leases of the same process groups are out."""
+        return {lease.key[0]: made.leases for lease in leases if (made := self._of(lease)) is not None}
+
+    def destroy(self, lease: Lease) -> None:
+        """Frees a process group that no member of it uses any more."""
+        if self._of(lease) is not None:
+            del self._made[lease.key]
+            dist.destroy_process_group(lease.handle)
+
+    def _of(self, lease: Lease) -> _Made | None:
+        """The process group that was made for a lease, unless a newer one has replaced it."""
+        made = self._made.get(lease.key)
+        return made if made is not None and made.handle() is lease.handle else None
+
+
+_OF_JOB: WeakKeyDictionary[dist.ProcessGroup, ProcessGroups] = WeakKeyDictionary()
+
+
+def process_groups() -> ProcessGroups:
+    """The pool of the job: that of `torch.distributed`'s default group, which must be there.
+
+    Modules of PyTorch that are imported late keep the default group for ever, as default values of arguments.
+    """
+    default: Any = dist.group.WORLD
+    return _OF_JOB.setdefault(default, ProcessGroups())
+
+
+def _name(purpose: str, ranks: tuple[int, ...]) -> str:
+    return f"{purpose}/{','.join(map(str, ranks))}"
+
+
+def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+    """A new process group of these ranks, in this order. Collective over them, under the same name."""
+    c10d: Any = dist.distributed_c10d
+    with _unbound():
+        handle, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(job.rank),
+            list(ranks),
+            dist.Backend(dist.get_backend()),
+            c10d._get_default_store(),
+            name,
+            timeout=_patience(job),
+        )
+    c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
+    made: dist.ProcessGroup = handle
+    return made
+
+
+def _patience(job: Job) -> timedelta:
+    """The time-out of the backend.
+
+    It comes after the job's, and ends what a rank that gave up had begun: Gloo's threads would otherwise keep its
+    process from ending for as long as the default group's time-out says.
+    """
+    return timedelta(seconds=job.timeout_s + 2.0)
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """The default group without its device: its communicator is not split then."""
+    default: Any = dist.group.WORLD
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

@@ -15,9 +15,10 @@ operation takes a new one.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from ctypes import c_int
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,13 +29,37 @@ from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.one_sided import Network
 
+
+def no_gpu() -> str:
+    """Why the driver offers no GPU here; "" where it does. Loads nothing but the driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver here (libcuda.so.1 cannot be loaded), and it is for NVIDIA GPUs"
+    if error := driver.cuInit(0):
+        return f"the NVIDIA driver does not start (cuInit returned {error}); nvidia-smi may say why"
+    count = c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no GPU; see CUDA_VISIBLE_DEVICES"
+    return ""
+
+
+def not_for_torch() -> str:
+    """Why PyTorch cannot use the driver's GPUs; "" where it can."""
+    if torch.version.cuda is None:
+        return "this PyTorch is a build without CUDA; install one for CUDA"
+    if not torch.cuda.is_available():
+        return f"PyTorch for CUDA {torch.version.cuda} finds no GPU; the driver may be too old for it (nvidia-smi)"
+    return ""
+
+
 # Rows start where vector and bulk copies can.
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Symmetric:
-    """One allocation.
+    """One symmetric allocation: this rank's copy, and the addresses of all.
 
     Attributes:
         own: this rank's copy, zeros at first.
@@ -82,7 +107,7 @@ class Heap:
             if other != wanted:
                 raise RankError(
                     f"rank {self.group.job.rank}: symmetric memory must be alike on all ranks, but rank {rank} wants "
-                    f"{other} and this rank for {wanted}"
+                    f"{other} and this rank {wanted}"
                 )
         count = torch.Size(shape).numel()
         size = max(_ALIGNMENT, -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
@@ -123,10 +148,8 @@ class Heap:
     def __enter__(self) -> Heap:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self.abandon()

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -30,8 +29,8 @@ from torch import Tensor
 
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.failure import LOOK_S
-from fusedmoe.comm.gpus import no_gpu, not_for_torch
 from fusedmoe.comm.group import Group
+from fusedmoe.comm.heap import no_gpu, not_for_torch
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_home, nvshmem_packages
 
@@ -83,7 +82,7 @@ class Library:
             raise _Failed(self._functions.fusedmoe_nvshmem_last_error().decode())
 
     def versions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the NVSHMEM that it was built with, and of the one that is loaded."""
+        """The versions of the NVSHMEM that it was built with, and of the one that is loaded."""
         built, loaded = (c_int * 3)(), (c_int * 3)()
         self.call("version", built, loaded)
         return tuple(built), tuple(loaded)
@@ -111,7 +110,7 @@ class Library:
 
 @dataclass(frozen=True)
 class _State:
-    """Of NVSHMEM in this process: who began it, this PE and how many there are, and the id of a job of our own."""
+    """NVSHMEM in this process: who began it, this PE and how many there are, and the id of a job of our own."""
 
     owner: int
     pe: int
@@ -336,9 +335,7 @@ class Nvshmem:
     def __enter__(self) -> Nvshmem:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -19,7 +19,7 @@ from fusedmoe.comm.collectives import all_to_all_rows, device_of
 from fusedmoe.comm.group import Group
 
 if TYPE_CHECKING:
-    from fusedmoe.comm.byte_window import ByteWindow  # which needs Triton
+    from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
 
 # (expert, source, target, step), in an order that is the same on all ranks.
 Transfers = Sequence[tuple[int, int, int, int]]
@@ -32,8 +32,8 @@ class Arrived(NamedTuple):
     parts: tuple[Tensor, ...]
 
 
-class Flight:
-    """Experts on their way.
+class SparseWork:
+    """A handle on experts that are on their way, like `torch.distributed.Work`.
 
     Attributes:
         sent_bytes: what this rank sends.
@@ -58,19 +58,19 @@ class Flight:
         return [] if self._done is None else self._done.result()
 
 
-class Carrier:
-    """Carries experts between the ranks of a group: in the order in which it is asked, which all ranks share.
+class SparseCollectives:
+    """Sparse collectives over the ranks of a group, in the order in which they are called, which all ranks share.
 
     By collectives: on a CPU a thread of its own does it, on CUDA a stream. By puts on CUDA a stream does, too; Triton's
-    interpreter runs where it is called, so that on a CPU a flight has ended when it begins.
+    interpreter runs where it is called, so that on a CPU the work is done when it begins.
 
     Args:
         group: with a process group that nothing else uses (`Topology.beside`).
-        window: over the same ranks; experts go through it, by puts that kernels start, instead of by collectives.
+        one_sided: over the same ranks; experts go through it, by puts that kernels start, instead of by collectives.
     """
 
-    def __init__(self, group: Group, window: ByteWindow | None = None) -> None:
-        self._group, self._window = group, window
+    def __init__(self, group: Group, one_sided: OneSidedAllToAll | None = None) -> None:
+        self._group, self._one_sided = group, one_sided
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -80,13 +80,13 @@ class Carrier:
         rows: Mapping[int, int],
         tables: Sequence[Tensor],
         during: AbstractContextManager[None] | None = None,
-    ) -> Flight:
+    ) -> SparseWork:
         """SparseAllGather: parameters go to where they shall be. All ranks call it with the same transfers.
 
         Args:
             rows: where each expert that this rank holds, or gets, lies in the tables.
             tables: [rows, ...], contiguous; trailing shapes and dtypes are the same on every rank. Received experts are
-                written to them until the flight has ended.
+                written to them until the work is done.
             during: is entered for as long as they travel, as a measurement.
         """
         return self._start(transfers, self._job(transfers, rows, tables, None), during)
@@ -98,11 +98,11 @@ class Carrier:
         tables: Sequence[Tensor],
         owned: int,
         during: AbstractContextManager[None] | None = None,
-    ) -> Flight:
+    ) -> SparseWork:
         """SparseReduceScatter: gradients go back to the owners, on the way added to those of the ranks they pass.
 
         Sums are in the order of the transfers: the same bits, whatever arrives first. What comes for an expert of this
-        rank itself, whose row is below `owned`, is not added but returned when the flight has ended, in the order in
+        rank itself, whose row is below `owned`, is not added but returned when the work is done, in the order in
         which it is to be added: by then its own gradient may have gone elsewhere.
 
         Args:
@@ -116,27 +116,27 @@ class Carrier:
             self._thread.shutdown()
             self._thread = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseCollectives:
         return self  # process groups cannot be copied
 
     def _job(self, transfers: Transfers, rows: Mapping[int, int], tables: Sequence[Tensor], owned: int | None) -> _Job:
-        return _Job(self._group, self._window, transfers, dict(rows), tables, owned)
+        return _Job(self._group, self._one_sided, transfers, dict(rows), tables, owned)
 
-    def _start(self, transfers: Transfers, job: _Job, during: AbstractContextManager[None] | None) -> Flight:
+    def _start(self, transfers: Transfers, job: _Job, during: AbstractContextManager[None] | None) -> SparseWork:
         if self._group.size == 1 or not transfers:
-            return Flight()
+            return SparseWork()
         during = during or nullcontext()
         if device_of(self._group).type == "cuda":
             return self._on_stream(job, during)
-        if self._window is not None:
+        if self._one_sided is not None:
             here: Future[list[Arrived]] = Future()
             here.set_result(job.run(during))
-            return Flight(job.sent_bytes, here)
+            return SparseWork(job.sent_bytes, here)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="fusedmoe sparse")
-        return Flight(job.sent_bytes, self._thread.submit(job.run, during))
+        return SparseWork(job.sent_bytes, self._thread.submit(job.run, during))
 
-    def _on_stream(self, job: _Job, during: AbstractContextManager[None]) -> Flight:
+    def _on_stream(self, job: _Job, during: AbstractContextManager[None]) -> SparseWork:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -148,11 +148,11 @@ class Carrier:
         after.record(self._stream)
         done: Future[list[Arrived]] = Future()
         done.set_result(arrived)
-        return Flight(job.sent_bytes, done, after)
+        return SparseWork(job.sent_bytes, done, after)
 
 
 class _Job:
-    """One collective, step by step.
+    """One sparse collective, step by step.
 
     `owned`: rows of the tables below it are not added to; None: nothing is added, but written.
     """
@@ -160,13 +160,13 @@ class _Job:
     def __init__(
         self,
         group: Group,
-        window: ByteWindow | None,
+        one_sided: OneSidedAllToAll | None,
         transfers: Transfers,
         rows: Mapping[int, int],
         tables: Sequence[Tensor],
         owned: int | None,
     ) -> None:
-        self._group, self._window = group, window
+        self._group, self._one_sided = group, one_sided
         self._transfers, self._rows, self._owned = transfers, rows, owned
         self.tables = [table.detach() for table in tables]
         self._sizes = [table.shape[1:].numel() * table.element_size() for table in tables]
@@ -187,11 +187,11 @@ class _Job:
         send, recv = ([bytes_ * sum(one[0] == rank for one in of) for rank in range(size)] for of in (leaving, coming))
         parts = [_bytes_of(table[self._rows[expert]]) for _, expert in leaving for table in self.tables]
         rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.tables[0].device)
-        if self._window is None:
+        if self._one_sided is None:
             received = all_to_all_rows(self._group, rows, send, recv, self._operation)
         else:
             most = bytes_ * max(Counter((source, target) for _, source, target, _ in transfers).values())
-            received = self._window.exchange(rows, send, recv, most, self._operation)
+            received = self._one_sided.exchange(rows, send, recv, most, self._operation)
         pieces = iter(received.split(self._sizes * len(coming)))
         arrived = []
         for _, expert in coming:
@@ -216,6 +216,6 @@ def _typed(part: Tensor, table: Tensor) -> Tensor:
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """In at least float32."""
+    """The sum of two gradients, taken in at least float32."""
     dtype = torch.promote_types(one.dtype, torch.float32)
     return (one.to(dtype) + other.to(dtype)).to(one.dtype)

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fusedmoe.comm.collectives import all_gather_object, device_of
 from fusedmoe.comm.failure import Board
-from fusedmoe.comm.group import Group, Job, Lease
-from fusedmoe.comm.process_group import Held, launch_in_order_of_issue, process_groups
+from fusedmoe.comm.group import Group, Held, Job, Lease, launch_in_order_of_issue, process_groups
+from fusedmoe.comm.uncaught import tell_others_of_uncaught
 from fusedmoe.errors import ConfigError, RankError
 
 
@@ -37,7 +37,7 @@ class Topology:
     `Topology()` is a world of one and needs no process group. `from_sizes` and `from_mesh` are collective: every rank
     of the job calls them with the same arguments.
 
-    Topologies share the job's process groups (`fusedmoe.comm.process_group`): a second one with the same axes makes
+    Topologies share the job's process groups (`fusedmoe.comm.group`): a second one with the same axes makes
     none. They stay when a topology is dropped, for the next; `close()`, or the end of a `with` block, frees those that
     no other topology uses.
 
@@ -321,8 +321,9 @@ class Topology:
                 raise RankError(f"{what}: {name} is {found}. Build {what} from the same configuration on every rank.")
 
     def check(self) -> None:
-        """Raises what kernels missed that send and receive by themselves (`fusedmoe.puts`): on a GPU nobody else waits
-        for them. Where there are such it waits for the current stream.
+        """Raises the failed waits of kernels that send and receive by themselves (`fusedmoe.puts`).
+
+        On a GPU nobody else waits for them. Where there are such it waits for the current stream.
 
         Raises:
             RankError: a wait ended early; it names rank, peer, what was waited for, expected and seen signal.
@@ -390,6 +391,7 @@ def _meet(
         launch_in_order_of_issue()
     rank = dist.get_rank()
     board = Board(dist.distributed_c10d._get_default_store(), rank)
+    tell_others_of_uncaught(board)
     every = board.meet(ranks, (arguments, process_groups().held(timeout_s)), timeout_s)
     for other, (theirs, _) in zip(ranks, every, strict=True):
         if theirs != arguments:

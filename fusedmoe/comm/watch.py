@@ -1,4 +1,4 @@
-"""Bounds the waits of kernels: sets a word that they look at once a rank has failed or the time is up.
+"""Bounds the waits of kernels: sets a stop flag that they poll, once a rank has failed or the time is up.
 
 A kernel that waits for a peer cannot read the failure board, and in Triton's interpreter it has no clock. So while
 kernels run that may wait, a thread of the host looks for them.
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,21 +23,12 @@ from fusedmoe.kernels.one_sided import RECORD, TIME_IS_UP, Bounds
 _VERDICT, _GONE = 2, 3
 
 
-class Missed(NamedTuple):
-    """A wait that ended early. `peer`: place in the group; `part`: what of that peer was waited for, in words."""
-
-    peer: int
-    part: str
-    expected: int
-    seen: int
-
-
 # Of the index of a signal: the peer's place in the group, and what of that peer it tells of, in words.
 Name = Callable[[int], tuple[int, str]]
 
 
 class Watch:
-    """Of one heap's waits.
+    """Bounds the waits of kernels for signals in one heap, and raises what they missed.
 
     On a CPU kernels run inside `over`, which raises what they missed. On a GPU they run later and nobody on the host
     waits for them: what they missed is raised by the first look that finds it. `over` looks without waiting;
@@ -64,7 +54,7 @@ class Watch:
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Around launches of kernels that wait for signals that have a name.
+        """A context around launches of kernels that wait for signals that have a name.
 
         Raises:
             RankError: a wait ended early, on a GPU perhaps one from before; it names rank, peer, part, expected and
@@ -99,13 +89,14 @@ class Watch:
         # The reason is written first. All waits end now, and with them the kernel that writes the rest.
         if later and not _settle(self._device):
             return
-        reason, index, expected, seen, address = self.record.tolist()
+        _, index, expected, seen, address = self.record.tolist()
         operation, name = self._names[address]
-        peer, part = name(index)
-        raise self._error(operation, reason, Missed(peer, part, expected, seen))
+        place, part = name(index)
+        peer = self._group.ranks[place]
+        raise self._error(operation, peer, f"{part} of rank {peer}, expected signal {expected}, seen {seen}")
 
     def _look(self, done: threading.Event) -> None:
-        """Looks for the kernels. Ends when they have, or with what ends them."""
+        """Polls the failure board while kernels run, and sets their stop flag. Ends when they have ended."""
         group, deadline = self._group, time.monotonic() + self._group.job.timeout_s
         others = tuple(rank for rank in group.ranks if rank != group.job.rank)
         pause = 0.02  # most waits are short; nobody need be asked then
@@ -123,13 +114,9 @@ class Watch:
             self.stop.fill_(reason)
             return
 
-    def _error(self, operation: str, reason: int, missed: Missed) -> RankError:
+    def _error(self, operation: str, peer: int, missed: str) -> RankError:
         group, me = self._group, self._group.job.rank
-        peer = group.ranks[missed.peer]
-        where = (
-            f"{operation} over the {group}: waiting for {missed.part} of rank {peer}, "
-            f"expected signal {missed.expected}, seen {missed.seen}"
-        )
+        where = f"{operation} over the {group}: waiting for {missed}"
         board = group.job.board
         if board is None:
             return RankError(f"rank {me}: {where}; the peer never came within {group.job.timeout_s:.0f} s")
@@ -148,7 +135,7 @@ class Watch:
 
 
 def _shared(count: int, device: torch.device) -> Tensor:
-    """int64 zeros that the host and the device have in common."""
+    """int64 zeros in memory that both the host and the device address."""
     return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 

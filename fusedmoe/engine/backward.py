@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedmoe.engine.chunks import Kept, Received, Regrouped, Sent, counts_of
 from fusedmoe.engine.run import BackwardPass, Chunk, Run, present
-from fusedmoe.engine.state import BlockPass, Cut, Layer, Output, PieceChunk, Unit
+from fusedmoe.engine.state import BlockPass, Cut, Layer, Output, Piece, PieceChunk, Unit
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 
@@ -54,7 +54,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             send, come = (np.concatenate([layer.sizes[p][i] for p in places], -1) for i in (0, 1))
             part = present(layer.exchange).part(send, come)
             sent = Sent([present(layer.pieces[p]).layout for p in places], self.peers)
-            received = Received(part, counts_of(come, len(places), sent.counts.device))
+            received = Received(part, counts_of(come, len(places), layer.held, sent.counts.device))
             found[number] = PieceChunk(part, received.layout, sent=sent, received=received)
         return found
 
@@ -77,11 +77,26 @@ class BlocksBackward(BlockPass, BackwardPass):
         number, layer = self.at(task)
         dz, rows = present(self._dz[number]), []
         for p in self.pieces(task):
-            _, to_u = present(layer.units[layer.unit_of(p)]).to
-            dz_SM = self.view(dz, layer.cuts, range(p, p + 1)).reshape(-1, dz.shape[-1])
-            rows.append(permute(self.use(dz_SM).to(to_u.dtype), present(layer.pieces[p]).layout))
+            piece, to_u = present(layer.pieces[p]), present(layer.units[layer.unit_of(p)]).to[1]
+            dy = self.use(self.view(dz, layer.cuts, range(p, p + 1)))
+            if piece.ended is not None:
+                dy = self._through_end(piece, dy)
+            rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(to_u.dtype), piece.layout))
         chunk = self.piece_chunk(task)
         chunk.rows = present(chunk.sent).join(rows)
+
+    def _through_end(self, piece: Piece, dz: Tensor) -> Tensor:
+        """The gradient of experts' results."""
+        (to_z, y, rows_SM), piece.ended = present(piece.ended), None
+        if to_z.edge is None:
+            piece.dy = torch.zeros_like(y)
+            return torch.zeros_like(rows_SM)
+        wanted, matrix = [rows_SM, y], None if piece.ordered is None else piece.ordered.combine_SN
+        if matrix is not None and matrix.requires_grad:
+            wanted.append(matrix)
+        drows_SM, piece.dy, *rest = torch.autograd.grad(to_z.edge, wanted, dz.to(to_z.dtype).reshape(to_z.shape))
+        piece.dcombine = rest[0] if rest else None
+        return drows_SM
 
     def recall(self, task: Task) -> None:
         number, layer = self.at(task)
@@ -129,7 +144,7 @@ class BlocksBackward(BlockPass, BackwardPass):
     def _through(self, number: int, place: int, unit: Unit) -> Tensor:
         """The gradient of a unit's input; what its parameters get is added up."""
         layer = self.layers[number]
-        to_y, to_u = unit.to
+        to_y, to_u, to_shared = unit.to
         span = range(place, place + 1)
         pairs: list[tuple[Any, Tensor]] = []
 
@@ -138,16 +153,25 @@ class BlocksBackward(BlockPass, BackwardPass):
                 pairs.append((to.edge, gradient.to(to.dtype).reshape(to.shape)))
 
         give(to_y, self.view(present(self._dz[number]), layer.unit_cuts, span))
-        give(to_u, self._drows(layer, place, unit))
-        for p in layer.cuts.inside(layer.unit_cuts, place):
-            piece = present(layer.pieces[p])
+        pieces = [present(layer.pieces[p]) for p in layer.cuts.inside(layer.unit_cuts, place)]
+        drows = [gather_sum(self.use(present(piece.drows)), piece.layout) for piece in pieces]
+        if pieces[0].ordered is None:
+            give(to_u, self._of_unit(layer, place, to_u.shape, drows))
+        for piece, dx_SM in zip(pieces, drows, strict=True):
+            if piece.ordered is not None and piece.ordered.x_SM.requires_grad:
+                pairs.append((piece.ordered.x_SM, dx_SM))
+            if piece.ordered is not None and piece.dcombine is not None:
+                pairs.append((piece.ordered.combine_SN, self.use(piece.dcombine)))
+        if to_shared is not None:
+            give(to_shared, self._of_unit(layer, place, to_shared.shape, [self.use(present(one.dy)) for one in pieces]))
+        for piece in pieces:
             if piece.weight_N.requires_grad:
                 pairs.append((piece.weight_N, self.use(present(piece.dweight))))
         daux = self._daux[number]
         if daux is not None and layer.dscores is not None:
             for score, dscore in zip(unit.scores, layer.dscores, strict=True):
                 if dscore is not None and score.requires_grad:
-                    own = self.view(dscore, layer.unit_cuts, span).reshape(score.shape)
+                    own = self.view(dscore, layer.unit_cuts, span).flatten(0, len(self.shape) - 2)[unit.share.own]
                     pairs.append((score, daux * own))
         for own, down in zip(unit.own, unit.down, strict=True):
             if down is not None and own.requires_grad:
@@ -170,18 +194,15 @@ class BlocksBackward(BlockPass, BackwardPass):
                 earlier.down[at] = grad if before is None else before + grad
         return torch.zeros_like(unit.x) if dx is None else dx
 
-    def _drows(self, layer: Layer, place: int, unit: Unit) -> Tensor:
-        """The gradient of what the experts saw of a unit."""
-        inside = layer.cuts.inside(layer.unit_cuts, place)
-        pieces = [present(layer.pieces[p]) for p in inside]
-        parts = [gather_sum(self.use(present(piece.drows)), piece.layout) for piece in pieces]
+    def _of_unit(self, layer: Layer, place: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
+        """Values of a unit's pieces together."""
         if len(parts) == 1:
             return parts[0]
-        du = parts[0].new_empty(unit.to[1].shape)
-        for p, part in zip(inside, parts, strict=True):
+        whole = parts[0].new_empty(shape)
+        for p, part in zip(layer.cuts.inside(layer.unit_cuts, place), parts, strict=True):
             at = self.in_unit(layer, p)
-            du[at] = part.view(du[at].shape)
-        return du
+            whole[at] = part.view(whole[at].shape)
+        return whole
 
     def _add(self, number: int, place: int, gradient: Tensor) -> None:
         totals = self.dense[number]

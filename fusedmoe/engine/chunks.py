@@ -198,10 +198,13 @@ class Regrouped:
         return place, self._sorted_place_R[place[chunk.layout.pair_N]]
 
 
-def counts_of(sizes_QPG: np.ndarray, pieces: int, device: torch.device) -> Tensor:
-    """[R, pieces, e]: rows of a chunk by source, piece and local expert, from the sizes that an exchange agreed on."""
+def counts_of(sizes_QPG: np.ndarray, pieces: int, held: int | None, device: torch.device) -> Tensor:
+    """[R, pieces, e]: rows of a chunk by source, piece and local expert, from the sizes that an exchange agreed on.
+
+    `held`: experts that this rank has, where others may have more.
+    """
     shape = (sizes_QPG.shape[0] * sizes_QPG.shape[1], pieces, sizes_QPG.shape[2] // pieces)
-    return torch.from_numpy(np.ascontiguousarray(sizes_QPG)).reshape(shape).to(device)
+    return torch.from_numpy(np.ascontiguousarray(sizes_QPG)).reshape(shape)[..., :held].to(device)
 
 
 def _ranges(start_G: Tensor, count_G: Tensor) -> Tensor:

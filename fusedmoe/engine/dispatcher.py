@@ -1,6 +1,6 @@
 """Dispatchers: how tokens travel to the ranks of their experts, and results back.
 
-    rows, handle = dispatcher.dispatch(x_SM, layout, weight_SK)
+    rows, handle = dispatcher.dispatch(Routed(x_SM, layout, weight_SK))
     out = experts(rows, handle.layout, handle.weight_N)
     y_SM = dispatcher.combine(out, handle)
 
@@ -26,7 +26,7 @@ from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.run import Followed, Run, one_chunk
+from fusedmoe.engine.run import Assigned, Run, one_chunk
 from fusedmoe.engine.tokens import through_experts
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
@@ -44,6 +44,22 @@ class LocalExperts(Protocol):
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
         """The same for rows like these in chunks, forward and backward apart."""
         ...
+
+
+class Routed(NamedTuple):
+    """Tokens of this rank, and where they are to go.
+
+    Attributes:
+        x_SM: [S, M].
+        layout: their rows, sorted by expert, of all E experts.
+        weight_SK: [S, K] router weights, or None for 1.
+        refusal: why this rank cannot take part, if so; then all ranks end with that reason.
+    """
+
+    x_SM: Tensor
+    layout: Layout
+    weight_SK: Tensor | None = None
+    refusal: str | None = None
 
 
 class Handle(NamedTuple):
@@ -75,43 +91,25 @@ class Dispatcher:
     def __str__(self) -> str:
         return type(self).__name__
 
-    def dispatch(
-        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None = None
-    ) -> tuple[Tensor, Handle]:
-        """Rows at their experts' ranks.
-
-        Args:
-            x_SM: [S, M] tokens of this rank.
-            layout: their rows, sorted by expert, of all E experts.
-            weight_SK: [S, K] router weights, or None for 1.
-            refusal: why this rank cannot take part, if so; then all ranks end with that reason.
-        """
+    def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
+        """Rows at their experts' ranks."""
         raise NotImplementedError
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
         """[S, M] the sum of each token's results. The inverse way of `dispatch`."""
         raise NotImplementedError
 
-    def through_experts(
-        self,
-        x_SM: Tensor,
-        layout: Layout,
-        weight_SK: Tensor | None,
-        experts: LocalExperts,
-        refusal: str | None = None,
-    ) -> Tensor:
+    def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
         """[S, M] the sum of each token's results: dispatch, experts, combine."""
-        rows_RM, handle = self.dispatch(x_SM, layout, weight_SK, refusal)
+        rows_RM, handle = self.dispatch(routed)
         return self.combine(experts(rows_RM, handle.layout, handle.weight_N), handle)
 
 
 class Local(Dispatcher):
     """Nothing travels: experts gather from the tokens themselves."""
 
-    def dispatch(
-        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None = None
-    ) -> tuple[Tensor, Handle]:
-        return x_SM, Handle(layout, None if weight_SK is None else take_pairs(weight_SK, layout))
+    def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
+        return routed.x_SM, Handle(routed.layout, _weight_of_rows(routed.weight_SK, routed.layout))
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
         return out_RM
@@ -119,7 +117,7 @@ class Local(Dispatcher):
 
 # What experts work by: plans for rows like these, of which the rank with the most sends so many; None: nothing is to
 # overlap.
-FindPlans = Callable[[Tensor, int, ChunkExperts], "Followed | None"]
+FindPlans = Callable[[Tensor, int, ChunkExperts], "Assigned | None"]
 
 
 def no_plans(x_SM: Tensor, rows: int, chunks: ChunkExperts) -> None:
@@ -156,34 +154,25 @@ class Collectives(Dispatcher):
     recorder: Recorder | None = None
     streams: Streams | None = field(default_factory=Streams)
 
-    def dispatch(
-        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None = None
-    ) -> tuple[Tensor, Handle]:
-        return self._dispatch(x_SM, self.meet(x_SM, layout, weight_SK, refusal))
+    def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
+        return self._dispatch(routed.x_SM, self.meet(routed))
 
     def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
         crossing: Crossing = handle.state
         check_rows("combine", "the experts' result", out_RM, crossing.exchange.rows)
         rows_RM = reduce_scatter(out_RM, crossing.exchange, self.recorder)
         rows_NM = combine(rows_RM, crossing.exchange, self.hooks, self.recorder)
-        with span(self.recorder, "unorder", kind="unorder", phase="forward"):
+        with span(self.recorder, "unpermute", kind="unpermute", phase="forward"):
             return unpermute(rows_NM, crossing.layout)
 
-    def through_experts(
-        self,
-        x_SM: Tensor,
-        layout: Layout,
-        weight_SK: Tensor | None,
-        experts: LocalExperts,
-        refusal: str | None = None,
-    ) -> Tensor:
-        return self.run(x_SM, self.meet(x_SM, layout, weight_SK, refusal), experts)
+    def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
+        return self.run(routed.x_SM, self.meet(routed), experts)
 
-    def meet(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None) -> Crossing:
+    def meet(self, routed: Routed) -> Crossing:
         """The ranks tell each other how many rows come. Collective."""
-        layout = layout.exact()  # padding does not travel
-        weight_N = None if weight_SK is None else take_pairs(weight_SK, layout)
-        return Crossing(layout, weight_N, self.exchange(layout.counts_E, x_SM.dtype, refusal))
+        layout = routed.layout.exact()  # padding does not travel
+        weight_N = _weight_of_rows(routed.weight_SK, layout)
+        return Crossing(layout, weight_N, self.exchange(layout.counts_E, routed.x_SM.dtype, routed.refusal))
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
         with span(self.recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
@@ -193,36 +182,40 @@ class Collectives(Dispatcher):
         """What `through_experts` does once the ranks have met. Collective."""
         layout, weight_N, exchange = crossing
         chunks = experts.in_chunks(x_SM)
-        followed = self.plans(x_SM, exchange.most_rows, chunks)
+        assigned = self.plans(x_SM, exchange.most_rows, chunks)
         streams = None if self.streams is None else self.streams.on(x_SM.device)
-        if followed is None:
+        if assigned is None:
             if not chunks.any_degree:
                 rows_RM, handle = self._dispatch(x_SM, crossing)
                 return self.combine(experts(rows_RM, handle.layout, handle.weight_N), handle)
-            followed, streams = Followed(one_chunk(self.topology.esp.size > 1)), None
+            assigned, streams = Assigned(one_chunk(self.topology.esp.size > 1)), None
         run = Run(
-            followed.plans,
+            assigned.plans,
             partial(self.topology.stop, self.name),
             self.hooks,
             self.recorder,
             streams,
-            followed.gradients,
-            followed.beside,
+            assigned.gradients,
+            assigned.beside,
         )
         return through_experts(x_SM, weight_N, layout, exchange, chunks, run)
 
     def _dispatch(self, x_SM: Tensor, crossing: Crossing) -> tuple[Tensor, Handle]:
         layout, weight_N, exchange = crossing
-        with span(self.recorder, "order", kind="order", phase="forward"):
+        with span(self.recorder, "permute", kind="permute", phase="forward"):
             rows_NM = permute(x_SM, layout)
         rows_RM = all_gather(dispatch(rows_NM, exchange, self.hooks, self.recorder), exchange, self.recorder)
         weight_R = None
         if weight_N is not None:
             weight_R = all_gather(dispatch(weight_N[:, None], exchange), exchange)[:, 0]
-        with span(self.recorder, "sort received rows", kind="order"):
+        with span(self.recorder, "sort received rows", kind="permute"):
             received = received_layout(exchange.counts_RE, exchange.rows)
             weight_R = None if weight_R is None else weight_R[received.pair_N]
         return rows_RM, Handle(received, weight_R, exchange.counts_RE, crossing)
+
+
+def _weight_of_rows(weight_SK: Tensor | None, layout: Layout) -> Tensor | None:
+    return None if weight_SK is None else take_pairs(weight_SK, layout)
 
 
 def refuse(topology: Topology, refusal: str | None) -> None:

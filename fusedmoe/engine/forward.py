@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.autograd.order import order, take_pairs
+from fusedmoe.autograd.parallel import split_counts
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Cuts, Received, Sent, counts_of
 from fusedmoe.engine.run import Counts, ForwardPass, Run, present
-from fusedmoe.engine.state import BlockPass, Cut, Layer, Output, Piece, PieceChunk, Stage, Unit, cuts_of
+from fusedmoe.engine.state import BlockPass, Cut, Layer, Output, Piece, PieceChunk, Share, Stage, Unit, cuts_of
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 
@@ -34,11 +35,18 @@ class BlocksForward(BlockPass, ForwardPass):
             unit_cuts, cuts = cuts_of((run.plans.forward, run.plans.backward), number)
             leaves = [one.detach().requires_grad_(keep and one.requires_grad) for one in stage.dense_parameters]
             own = stage.dense_parameters
-            layers.append(Layer(of, own, leaves, unit_cuts, cuts, [None] * len(unit_cuts), [None] * len(cuts)))
+            units: list[Unit | None] = [None] * len(unit_cuts)
+            pieces: list[Piece | None] = [None] * len(cuts)
+            layers.append(Layer(of, stage.hooks, own, leaves, unit_cuts, cuts, units, pieces, held=stage.held))
         super().__init__(run, cut, layers, x.shape)
-        tokens = self._lead.numel() if x.numel() else 0
-        self._capacities = [stage.capacity(tokens) for stage in stages]
-        self._drawn = [tuple(self._batch(one) for one in stage.draw(x)) for stage in stages]
+        x_SM = x.reshape(self._lead.numel(), x.shape[-1])
+        self._wholes = [Share(0, 1, split_counts(len(x_SM), stage.mp), stage.mp.index) for stage in stages]
+        self._numbers = torch.arange(len(x_SM)).view(self._lead)
+        self._capacities, self._drawn = [], []
+        for stage, whole in zip(stages, self._wholes, strict=True):
+            own_SM = x_SM[whole.own]
+            self._capacities.append(stage.capacity(len(own_SM) if x.numel() else 0))
+            self._drawn.append(tuple(self._batch(whole.spread(one)) for one in stage.draw(own_SM)))
         # Of each layer: rows that each expert has been given, and units whose rows have their place.
         self._taken: list[Tensor | None] = [None] * len(layers)
         self._placed = [0] * len(layers)
@@ -62,25 +70,33 @@ class BlocksForward(BlockPass, ForwardPass):
             before = present(self.layers[number - 1].z) if number else self._x
             # Of `.data`, which counts changes by itself: other parts of the same memory are still being written.
             x = self.view(before.data, layer.unit_cuts, span)
-            drawn = tuple(self._tokens(one, layer.unit_cuts, span) for one in self._drawn[number])
+            share = self._share(number, layer.unit_cuts, place)
+            drawn = tuple(self._tokens(one, layer.unit_cuts, span)[share.own] for one in self._drawn[number])
             past: list[tuple[Tensor, ...]] = []
             with torch.set_grad_enabled(self.keep):
                 x = x.detach().requires_grad_(self.keep and x.is_floating_point())
-                if self.axis == 1:
+                if self.cut.in_order:
                     earlier = (present(layer.units[other]).own for other in range(place))
                     past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
                 later = DeferredGradients(layer.parameters) if self._later[number] else None
-                y, u, scores, routing, own = self._stages[number].dense(layer.parameters, x, drawn, past, later)
+                samples = self.cut.samples(x)
+                found = self._stages[number].dense(layer.parameters, samples, share, drawn, past, later)
+                y, u, shared = (None if one is None else one.view(x.shape) for one in found[:3])
+            assert y is not None and u is not None
             if layer.z is None:
                 layer.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))
             self.view(layer.z, layer.unit_cuts, span).copy_(y.detach())
-            to = Output.of(y), Output.of(u)
-            down: list[Tensor | None] = [None] * len(own)
-            layer.units[place] = Unit(x, u.detach(), to, scores, routing, own, past, later, down=down)
-        if not (self._stages[number].waits and self.counts.of("order", number)):
+            to = Output.of(y), Output.of(u), None if shared is None else Output.of(shared)
+            shared = None if shared is None else shared.detach()
+            down: list[Tensor | None] = [None] * len(found.own)
+            u = u if self._stages[number].orders else u.detach()
+            layer.units[place] = Unit(
+                x, u, shared, to, share, found.scores, found.routing, found.own, past, later, down=down
+            )
+        if not (self._stages[number].waits and self.counts.of("permute", number)):
             self._place(number, units)
 
-    def order(self, task: Task) -> None:
+    def permute(self, task: Task) -> None:
         number, layer = self.at(task)
         if self._stages[number].waits:
             self._place(number, range(len(layer.units)))
@@ -91,7 +107,7 @@ class BlocksForward(BlockPass, ForwardPass):
         assert units.start == self._placed[number], "units must be routed in order"
         self._placed[number] = units.stop
         found = [present(layer.units[place]) for place in units]
-        chosen = [self._batch(unit.routing.expert_SK, unit.x) for unit in found]
+        chosen = [self._batch(unit.share.spread(unit.routing.expert_SK, -1), unit.x) for unit in found]
         if capacity is not None:
             axis = self.axis
             together = torch.cat(chosen, axis)
@@ -105,10 +121,19 @@ class BlocksForward(BlockPass, ForwardPass):
         for place, unit, expert in zip(units, found, chosen, strict=True):
             for p in layer.cuts.inside(layer.unit_cuts, place):
                 at = self.in_unit(layer, p)
-                layout = order(expert[at].flatten(0, -2), E).exact()
+                expert_SK = expert[at].flatten(0, -2)
                 with torch.set_grad_enabled(self.keep):
-                    weight = self._batch(unit.routing.weight_SK, unit.x)[at].flatten(0, -2)
-                    layer.pieces[p] = Piece(layout, take_pairs(weight, layout))
+                    weight_SK = self._batch(unit.share.spread(unit.routing.weight_SK), unit.x)[at].flatten(0, -2)
+                    if self._stages[number].orders:
+                        u_SM = present(unit.u)[at].flatten(0, -2)
+                        ordered = self._stages[number].order(u_SM, expert_SK, weight_SK)
+                        layout, weighs_SK = ordered.layout.exact(), ordered.weight_SK
+                        ones_N = weight_SK.new_ones(layout.rows)
+                        weight_N = ones_N if weighs_SK is None else take_pairs(weighs_SK, layout)
+                        layer.pieces[p] = Piece(layout, weight_N, ordered.kept_E, ordered)
+                    else:
+                        layout = order(expert_SK, E).exact()
+                        layer.pieces[p] = Piece(layout, take_pairs(weight_SK, layout), layout.counts_E)
 
     def _full(self, number: int, expert_SK: Tensor, capacity: int) -> Tensor:
         """Which slots come when their expert is full, where each token has one slot and units come in order."""
@@ -129,39 +154,72 @@ class BlocksForward(BlockPass, ForwardPass):
         number, layer = self.at(task)
         places = self.pieces(task)
         pieces = [present(layer.pieces[p]) for p in places]
+        if layer.held is not None:
+            for piece in pieces:
+                self._to_places(number, piece)
         sent = Sent([piece.layout for piece in pieces], self.peers)
         rows = sent.join([self._rows(layer, p, piece) for p, piece in zip(places, pieces, strict=True)])
         routings = [present(layer.units[at]).routing for at in sorted({layer.unit_of(p) for p in places})]
         exchange = self._stages[number].exchange(sent.counts, rows, routings)
-        received = Received(exchange, counts_of(exchange.come_QPE, len(pieces), rows.device))
+        received = Received(exchange, counts_of(exchange.come_QPE, len(pieces), layer.held, rows.device))
         weights = sent.join([self.use(piece.weight_N.detach()) for piece in pieces])
         chunk = PieceChunk(exchange, received.layout, rows, weights[:, None], sent=sent, received=received)
         self.chunks[number][task.chunk or 0] = layer.chunks[task.chunk or 0] = chunk
 
+    def _to_places(self, number: int, piece: Piece) -> None:
+        """Rows that are sorted by expert go to copies of these."""
+        by_expert = piece.layout
+        piece.layout = self._stages[number].places(by_expert)
+        with torch.set_grad_enabled(self.keep):
+            piece.weight_N = piece.weight_N[by_expert.row_SK.reshape(-1)[piece.layout.pair_N]]
+
     def finish(self, task: Task, rows: Tensor) -> None:
-        _, layer = self.at(task)
+        number, layer = self.at(task)
         parts = present(self.piece_chunk(task).sent).split(rows)
         for p, part in zip(self.pieces(task), parts, strict=True):
             z = self.view(present(layer.z), layer.cuts, range(p, p + 1))
-            z += gather_sum(part, present(layer.pieces[p]).layout).view(z.shape)
+            y_SM = gather_sum(part, present(layer.pieces[p]).layout)
+            z += self._end(number, p, y_SM, z.shape) if self._stages[number].ends else y_SM.view(z.shape)
+
+    def _end(self, number: int, p: int, rows_SM: Tensor, shape: torch.Size) -> Tensor:
+        """What a layer gives of a piece, and the graph that made it."""
+        layer, stage = self.layers[number], self._stages[number]
+        unit, piece = present(layer.units[layer.unit_of(p)]), present(layer.pieces[p])
+        with torch.set_grad_enabled(self.keep):
+            rows_SM.requires_grad_(self.keep)
+            y = (rows_SM if piece.ordered is None else stage.restore(rows_SM, piece.ordered)).view(shape)
+            if unit.shared is not None:
+                y = y + self.use(unit.shared)[self.in_unit(layer, p)]
+            z = stage.end(self.cut.samples(y), self._share(number, layer.cuts, p)).view(shape)
+        piece.ended = Output.of(z), y, rows_SM
+        return z.detach()
+
+    def _share(self, number: int, cuts: Cuts, place: int) -> Share:
+        """Of a unit or a piece."""
+        whole = self._wholes[number]
+        part_S = self.view(self._numbers, cuts, range(place, place + 1)).flatten().contiguous()
+        ends = torch.tensor([0, *whole.rows]).cumsum(0)
+        rows = torch.searchsorted(part_S, ends).diff()
+        return Share(place, len(cuts), rows.tolist(), whole.rank)
 
     def _whole_gate(self, number: int, layer: Layer) -> Tensor:
         """The auxiliary loss of the whole batch, and what its gradient is with respect to the scores."""
-        units, axis = [present(unit) for unit in layer.units], self.axis
-        parts = zip(*([self._batch(one.detach(), unit.x) for one in unit.scores] for unit in units), strict=True)
-        scores = [torch.cat(of, axis).flatten(0, len(self._lead) - 1) for of in parts]
+        units, axis, whole = [present(unit) for unit in layer.units], self.axis, self._wholes[number]
+        parts = zip(
+            *([self._batch(unit.share.spread(one.detach()), unit.x) for one in unit.scores] for unit in units),
+            strict=True,
+        )
+        scores = [torch.cat(of, axis).flatten(0, len(self._lead) - 1)[whole.own] for of in parts]
         scores = [one.requires_grad_(self.keep) if one.is_floating_point() else one for one in scores]
         with torch.set_grad_enabled(self.keep):
             routing = self._stages[number].choose(tuple(scores))
         aux = routing.aux_loss
-        self._stages[number].count(
-            routing, torch.stack([present(piece).layout.counts_E for piece in layer.pieces]).sum(0)
-        )
+        self._stages[number].count(routing, torch.stack([present(piece).kept_E for piece in layer.pieces]).sum(0))
         if aux.requires_grad:
             leaves = [one for one in scores if one.requires_grad]
             found = iter(torch.autograd.grad(aux, leaves, allow_unused=True))
             grads = [next(found) if one.requires_grad else None for one in scores]
-            layer.dscores = [None if grad is None else self._batch(grad) for grad in grads]
+            layer.dscores = [None if grad is None else self._batch(whole.spread(grad)) for grad in grads]
         return aux.detach()
 
     def _note_sizes(self, layer: Layer, chunks: dict[int, PieceChunk]) -> None:
@@ -178,7 +236,10 @@ class BlocksForward(BlockPass, ForwardPass):
         place = layer.unit_of(p)
         unit = present(layer.units[place])
         u = present(unit.u)
-        u_SM = u[self.in_unit(layer, p)].reshape(-1, u.shape[-1])
+        if piece.ordered is None:
+            u_SM = u[self.in_unit(layer, p)].reshape(-1, u.shape[-1])
+        else:
+            u_SM = piece.ordered.x_SM.detach()
         unit.dispatched += 1
         if unit.dispatched == len(layer.cuts.inside(layer.unit_cuts, place)):
             unit.u = None

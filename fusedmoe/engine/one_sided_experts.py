@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusedmoe.comm.windows import Windows
+from fusedmoe.comm.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
 from fusedmoe.engine.route import Route
 from fusedmoe.kernels.gather_sum import put_pairs, take_pairs
@@ -55,18 +55,20 @@ def _span(measured: Measured | None, phase: str, chunk: int) -> AbstractContextM
     return span(recorder, kind, kind=kind, chunk=chunk, phase=phase, also=links)
 
 
-def make_route(x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, windows: Windows, degree: int = 1) -> Route:
+def make_route(
+    x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, buffers: ReceiveBuffers, degree: int = 1
+) -> Route:
     """The way of a batch's tokens, for one of each of the functions below. Nothing is sent yet.
 
     Args:
         x_SM: [S, M] tokens, or what is like them. weight_SK: router weight of each slot, or None for 1.
-        layout: of all E experts; rank p of the windows' group has those from p·E/W on.
+        layout: of all E experts; rank p of the buffers' group has those from p·E/W on.
         degree: chunks in which results are computed and come back.
     Raises:
-        ConfigError: more tokens, slots or chunks than the windows have room for.
+        ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for.
     """
     weight_N = None if weight_SK is None else take_pairs(weight_SK.detach(), layout)
-    return Route(windows, layout, weight_N, degree, x_SM.dtype, x_SM.shape[1])
+    return Route(buffers, layout, weight_N, degree, x_SM.dtype, x_SM.shape[1])
 
 
 class Forward:
@@ -78,7 +80,7 @@ class Forward:
         self._tokens = self._results = 0
 
     def send(self) -> None:
-        self.route.put_letters()
+        self.route.put_metadata()
         self._tokens = self.route.put_tokens(self._x_SM)
 
     def compute(self) -> None:
@@ -87,7 +89,7 @@ class Forward:
         for chunk in range(route.degree):
             x_CM, layout, wait = route.arriving(chunk, self._tokens)
             put = route.put(chunk, self._results, arrivals[chunk].weight_R)
-            with route.windows.watch.over(), _span(self.measured, "forward", chunk):
+            with route.buffers.watch.over(), _span(self.measured, "forward", chunk):
                 _, h_RH = forward_in_flight(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
             self.kept.append(_Kept(route.take(chunk, self._tokens), h_RH))
         route.read(self._tokens)
@@ -121,7 +123,7 @@ class Backward:
             dy_CM, layout, wait = route.arriving(chunk, self._tokens)
             weight_R, put = route.arrivals[chunk].weight_R, route.put(chunk, self._results)
             values = route.value_addresses(chunk, self._results)
-            with route.windows.watch.over(), _span(self._measured, "backward", chunk):
+            with route.buffers.watch.over(), _span(self._measured, "backward", chunk):
                 _, _, dy_RM, hidden = backward_rows_in_flight(
                     dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values
                 )
@@ -171,7 +173,7 @@ def fused_experts(
     x_SM: Tensor,
     weight_SK: Tensor | None,
     layout: Layout,
-    windows: Windows,
+    buffers: ReceiveBuffers,
     experts: GroupedExperts,
     degree: int = 1,
     measured: Measured | None = None,
@@ -179,7 +181,7 @@ def fused_experts(
     """Σ over a token's experts of their weighted results, through the experts' ranks, by puts. Collective.
 
     Args:
-        x_SM, weight_SK, layout, windows, degree: as for `make_route`.
+        x_SM, weight_SK, layout, buffers, degree: as for `make_route`.
         experts: the local ones.
         measured: takes spans of both passes.
     Returns:
@@ -187,21 +189,22 @@ def fused_experts(
     Saves for backward:
         received rows, R·M, and pre-activations R·H (gated 2·R·H).
     Raises:
-        ConfigError: more tokens, slots or chunks than the windows have room for; nothing has been sent then.
+        ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for. Nothing has been
+            sent then.
         RankError: a rank failed or did not come; it names rank, peer, what was waited for, expected and seen signal.
     """
-    route = make_route(x_SM, weight_SK, layout, windows, degree)
+    route = make_route(x_SM, weight_SK, layout, buffers, degree)
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[Tensor, ...]:
-        route.put_letters()
+        route.put_metadata()
         epoch = route.put_tokens(x_SM)
         rows = []
         for chunk in range(route.degree):
-            route.arrivals  # noqa: B018  waits for the letters
+            route.arrivals  # noqa: B018  waits for the routing metadata
             route.await_tokens(chunk, epoch)
             rows.append(route.take(chunk, epoch))
         route.read(epoch)
@@ -273,13 +276,13 @@ class _DispatchExperts(torch.autograd.Function):
     def forward(
         ctx: Any, x_SM: Tensor, route: Route, experts: GroupedExperts, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        route.put_letters()
+        route.put_metadata()
         epoch = route.put_tokens(x_SM)
         arrivals = route.arrivals
         out, ctx.kept = [], []
         for chunk in range(route.degree):
             x_CM, layout, wait = route.arriving(chunk, epoch)
-            with route.windows.watch.over():
+            with route.buffers.watch.over():
                 out_RM, h_RH = forward_in_flight(x_CM, layout, experts.weights, experts.activation, wait, None)
             out.append(out_RM)
             ctx.kept.append(_Kept(route.take(chunk, epoch), h_RH))
@@ -343,7 +346,7 @@ class _ExpertsCombine(torch.autograd.Function):
         totals: Totals = None
         for chunk, (one, weight_R) in enumerate(zip(kept, weights, strict=True)):
             dy_CM, layout, wait = route.arriving(chunk, epoch)
-            with route.windows.watch.over():
+            with route.buffers.watch.over():
                 dx_RM, dweight_R, dy_RM, hidden = backward_rows_in_flight(
                     dy_CM, one.h_RH, layout, weight_R, experts.weights, experts.activation, wait, None
                 )

@@ -1,4 +1,4 @@
-"""A batch's way to its experts' ranks and back, by puts: what both passes of the fused operations do with windows."""
+"""A batch's way to its experts' ranks and back, by puts: what both passes of the fused operations do with buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.windows import Windows
+from fusedmoe.comm.receive_buffers import ReceiveBuffers
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import Addresses, Arrivals, Put, Sends, Wait, plan_sends, read_metadata
@@ -21,7 +21,7 @@ class Route:
     """One batch's way. Ranks call its methods in the same order; see `fusedmoe.engine.one_sided_experts` for who does.
 
     Args:
-        layout: of the tokens over all E experts; rank p of the windows' group has those from p·E/W on.
+        layout: of the tokens over all E experts; rank p of the buffers' group has those from p·E/W on.
         weight_N: router weights of sorted rows, or None for 1.
         degree: chunks.
         dtype, width: of rows.
@@ -30,54 +30,60 @@ class Route:
     """
 
     def __init__(
-        self, windows: Windows, layout: Layout, weight_N: Tensor | None, degree: int, dtype: torch.dtype, width: int
+        self,
+        buffers: ReceiveBuffers,
+        layout: Layout,
+        weight_N: Tensor | None,
+        degree: int,
+        dtype: torch.dtype,
+        width: int,
     ) -> None:
-        windows.refuse(layout.tokens, layout.k if layout.tokens else 0, degree, dtype, width)
-        self.windows, self.layout, self.degree = windows, layout, degree
-        self._capacity, lines = windows.tokens.rows.shape[2], windows.letters.rows.shape[2]
-        self._sends: Sends = plan_sends(layout, weight_N, windows.heap.group.size, degree, self._capacity, lines)
-        self._letter_epoch = 0
+        buffers.refuse(layout.tokens, layout.k if layout.tokens else 0, degree, dtype, width)
+        self.buffers, self.layout, self.degree = buffers, layout, degree
+        self._capacity, lines = buffers.tokens.rows.shape[2], buffers.metadata.rows.shape[2]
+        self._sends: Sends = plan_sends(layout, weight_N, buffers.heap.group.size, degree, self._capacity, lines)
+        self._metadata_epoch = 0
 
-    def put_letters(self) -> None:
+    def put_metadata(self) -> None:
         """Tells each rank what comes; the first thing to do."""
-        windows, sends = self.windows, self._sends
-        self._letter_epoch = windows.begin(windows.letters)
-        with windows.watch.over():
+        buffers, sends = self.buffers, self._sends
+        self._metadata_epoch = buffers.begin(buffers.metadata)
+        with buffers.watch.over():
             put_rows(
-                sends.metadata, sends.line_WC, sends.line_used_W, windows.letters, self._letter_epoch, windows.bounds
+                sends.metadata, sends.line_WC, sends.line_used_W, buffers.metadata, self._metadata_epoch, buffers.bounds
             )
 
     @cached_property
     def arrivals(self) -> list[Arrivals]:
-        """Chunk by chunk what comes here; waits for all letters."""
-        windows, letters = self.windows, self.windows.letters
-        with windows.watch.over():
-            wait_metadata(letters, windows.experts, self._letter_epoch, windows.bounds)
-        metadata_WC2 = letters.rows[letters.slot(self._letter_epoch)]
+        """Chunk by chunk what comes here; waits for all routing metadata."""
+        buffers, metadata = self.buffers, self.buffers.metadata
+        with buffers.watch.over():
+            wait_metadata(metadata, buffers.experts, self._metadata_epoch, buffers.bounds)
+        metadata_WC2 = metadata.rows[metadata.slot(self._metadata_epoch)]
         rows = self._rows_of_chunks(metadata_WC2)
-        found = read_metadata(metadata_WC2, windows.experts, self.degree, self._capacity, rows)
-        give_credit(letters, self._letter_epoch)
+        found = read_metadata(metadata_WC2, buffers.experts, self.degree, self._capacity, rows)
+        give_credit(metadata, self._metadata_epoch)
         return found
 
     def put_tokens(self, x_SM: Tensor) -> int:
         """Puts each token, or its result's gradient, to every rank that has experts of it. The exchange's number."""
-        windows, sends = self.windows, self._sends
-        epoch = windows.begin(windows.tokens)
-        with windows.watch.over():
-            put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, windows.tokens, epoch, windows.bounds)
+        buffers, sends = self.buffers, self._sends
+        epoch = buffers.begin(buffers.tokens)
+        with buffers.watch.over():
+            put_rows(x_SM.contiguous(), sends.token_WC, sends.token_used_W, buffers.tokens, epoch, buffers.bounds)
         return epoch
 
     def arriving(self, chunk: int, epoch: int) -> tuple[Tensor, Layout, Wait]:
-        """Rows that may be on their way still: the windows' rows, which of them a chunk needs, and how to wait."""
-        tokens = self.windows.tokens
+        """Rows that may be on their way still: the buffers' rows, which of them a chunk needs, and how to wait."""
+        tokens = self.buffers.tokens
         x_CM, layout = tokens.rows.view(-1, tokens.rows.shape[-1]), self.arrivals[chunk].layout
         assert layout.source_N is not None
         first = tokens.slot(epoch) * tokens.peers * self._capacity
-        wait = Wait(tokens.signals, tokens.tile, epoch, self.windows.bounds, self.windows.network)
+        wait = Wait(tokens.signals, tokens.tile, epoch, self.buffers.bounds, self.buffers.network)
         return x_CM, replace(layout, source_N=layout.source_N + first), wait
 
     def take(self, chunk: int, epoch: int) -> Tensor:
-        """[R, M]: a chunk's rows, sorted by expert, copied out of the window. They are known to be there."""
+        """[R, M]: a chunk's rows, sorted by expert, copied out of the receive buffer. They are known to be there."""
         x_CM, layout, _ = self.arriving(chunk, epoch)
         return permute(x_CM, layout)
 
@@ -86,46 +92,46 @@ class Route:
         _, layout, wait = self.arriving(chunk, epoch)
         assert layout.source_N is not None
         # Slack rows are some row's that is awaited anyway, or of the first tile, which is always signalled.
-        with self.windows.watch.over():
+        with self.buffers.watch.over():
             index = layout.source_N.div(wait.tile, rounding_mode="floor").to(torch.int32)
             wanted = index.unique() if not index.is_cuda else index
             wait_signals(wait.signals, wanted, epoch, wait.bounds, wait.network)
 
     def read(self, epoch: int) -> None:
         """Nothing of this exchange's tokens will be read again."""
-        give_credit(self.windows.tokens, epoch)
+        give_credit(self.buffers.tokens, epoch)
 
     def begin_results(self) -> int:
         """The number of the exchange of results that begins, once peers have read what is in its slot."""
-        windows, results = self.windows, self.windows.results
-        epoch = windows.begin(results)
-        every = torch.arange(results.peers, dtype=torch.int32, device=windows.heap.device)
-        with windows.watch.over():
-            wait_signals(results.credits, every, windows.results_behind(epoch), windows.bounds)
+        buffers, results = self.buffers, self.buffers.results
+        epoch = buffers.begin(results)
+        every = torch.arange(results.peers, dtype=torch.int32, device=buffers.heap.device)
+        with buffers.watch.over():
+            wait_signals(results.credits, every, buffers.results_behind(epoch), buffers.bounds)
         return epoch
 
     def put(self, chunk: int, epoch: int, weight_R: Tensor | None = None) -> Put:
         """Where the results of a chunk go."""
-        windows, arrivals = self.windows, self.arrivals[chunk]
-        addresses = windows.result_addresses(arrivals.peer_R, arrivals.place_R, epoch, self._rows_before(chunk))
-        mark = windows.result_mark(chunk, epoch)
-        signal_W = windows.result_signals(mark)
-        return Put(windows.results.rows, addresses, weight_R, arrivals.wanted_W, signal_W, epoch, mark)
+        buffers, arrivals = self.buffers, self.arrivals[chunk]
+        addresses = buffers.result_addresses(arrivals.peer_R, arrivals.place_R, epoch, self._rows_before(chunk))
+        mark = buffers.result_mark(chunk, epoch)
+        signal_W = buffers.result_signals(mark)
+        return Put(buffers.results.rows, addresses, weight_R, arrivals.wanted_W, signal_W, epoch, mark)
 
     def value_addresses(self, chunk: int, epoch: int) -> Addresses:
         """Where one number to each row of a chunk goes, to be put before the chunk's rows."""
         arrivals = self.arrivals[chunk]
-        return self.windows.value_addresses(arrivals.peer_R, arrivals.place_R, epoch, self._rows_before(chunk))
+        return self.buffers.value_addresses(arrivals.peer_R, arrivals.place_R, epoch, self._rows_before(chunk))
 
     def receive(self, epoch: int) -> tuple[Tensor, Tensor]:
         """[S, M] the sum of each token's results, and [N] float32 the numbers to them."""
-        windows, results = self.windows, self.windows.results
-        with windows.watch.over():
-            awaited = windows.awaited_results(self.degree, epoch)
-            wait_signals(results.signals, awaited, epoch, windows.bounds, windows.network)
+        buffers, results = self.buffers, self.buffers.results
+        with buffers.watch.over():
+            awaited = buffers.awaited_results(self.degree, epoch)
+            wait_signals(results.signals, awaited, epoch, buffers.bounds, buffers.network)
         slot = results.slot(epoch)
         y_SM = gather_sum(results.rows[slot, 0, : self.layout.rows], self.layout)
-        values_N = windows.values.own[slot, : self.layout.rows].clone()
+        values_N = buffers.values.own[slot, : self.layout.rows].clone()
         give_credit(results, epoch)
         return y_SM, values_N
 
@@ -135,9 +141,9 @@ class Route:
 
     def _rows_of_chunks(self, metadata_WC2: Tensor) -> Sequence[int]:
         """Rows of each chunk; on a GPU bounds on them, since nobody waits for it."""
-        room, local = self.windows.room, self.windows.experts
+        sizes, local = self.buffers.sizes, self.buffers.experts
         if metadata_WC2.is_cuda:
-            most = -(-room.tokens * room.slots // self.degree) + local
+            most = -(-sizes.tokens * sizes.k // self.degree) + local
             return [most * len(metadata_WC2)] * self.degree
         counts = metadata_WC2[:, :local, 0].long()
         return [int((counts * (j + 1) // self.degree - counts * j // self.degree).sum()) for j in range(self.degree)]

@@ -60,11 +60,11 @@ class Plans:
         return self.forward if direction == "forward" else self.backward
 
 
-class Followed(NamedTuple):
-    """Plans that a layer follows.
+class Assigned(NamedTuple):
+    """Plans that a layer was given to work by, and what they need.
 
     Attributes:
-        gradients: reduces the gradient pieces that the backward plan has, and those `beside` what follows it.
+        gradients: reduces the gradient buckets that the backward plan has, and those `beside` what follows it.
     """
 
     plans: Plans
@@ -90,7 +90,7 @@ class Run:
     Attributes:
         stop: told of an exception on this rank while others wait for it.
         streams: one for each resource, on CUDA.
-        gradients: reduces the gradient pieces in the backward plan, and those `beside` what follows it.
+        gradients: reduces the gradient buckets in the backward plan, and those `beside` what follows it.
     """
 
     plans: Plans
@@ -172,6 +172,10 @@ class Pass:
     def chunk(self, task: Task) -> Chunk:
         return self.chunks[self.number(task)][task.chunk or 0]
 
+    def hooks(self, task: Task) -> Sequence[Hooks]:
+        """Of the task's layer."""
+        return self.settings.hooks
+
     def start(self, task: Task) -> None:
         """Puts the rows that a chunk sends in place."""
         raise NotImplementedError
@@ -198,11 +202,11 @@ class Pass:
 
     def _move(self, task: Task, name: str, there: bool) -> None:
         """`there`: towards the experts. Weights go there in the forward pass, their gradients back."""
-        chunk, run, move = self.chunk(task), self.settings, getattr(self.chunk(task).part, name)
+        chunk, hooks, move = self.chunk(task), self.hooks(task), getattr(self.chunk(task).part, name)
         rows, chunk.rows = self.use(present(chunk.rows)), None
-        if run.hooks and name in ("dispatch", "combine"):
+        if hooks and name in ("dispatch", "combine"):
             context = HookContext(self.phase, task.chunk or 0, self.counts.rows(task.layer))
-            chunk.rows = carry(run.hooks, name, move, rows, context)
+            chunk.rows = carry(hooks, name, move, rows, context)
         else:
             chunk.rows = move(rows)
         if chunk.weights is not None and there == (self.phase == "forward"):

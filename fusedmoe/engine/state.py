@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fusedmoe.autograd.deferred import DeferredGradients
+from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.exchange import Exchange
+from fusedmoe.comm.group import Group
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Cuts, Received, Sent
 from fusedmoe.engine.run import Chunk, Counts, Pass, Run, present
@@ -32,17 +34,63 @@ class Choice(Protocol):
     aux_loss: Tensor
 
 
+class OrderedRows(Protocol):
+    """Rows that an order makes of tokens, and what restores these; see `fusedmoe.layers.orders.Ordered`."""
+
+    @property
+    def x_SM(self) -> Tensor: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def weight_SK(self) -> Tensor | None: ...
+    @property
+    def kept_E(self) -> Tensor: ...
+    @property
+    def combine_SN(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a batch, and how many of its tokens each rank routes that has the same ones: first those of rank 0.
+
+    Attributes:
+        number, of: which part, of how many.
+        rows: of each rank; one number where no rank has the same tokens.   rank: this rank's place.
+    """
+
+    number: int
+    of: int
+    rows: Sequence[int]
+    rank: int
+
+    @property
+    def own(self) -> slice:
+        """Where this rank's tokens are among those of the part."""
+        start = sum(self.rows[: self.rank])
+        return slice(start, start + self.rows[self.rank])
+
+    def spread(self, own_S: Tensor, fill: int = 0) -> Tensor:
+        """Values of this rank's tokens -> of all of the part's, with `fill` for those of others."""
+        tokens, at = sum(self.rows), self.own
+        if len(own_S) == tokens:
+            return own_S
+        before, after = (own_S.new_full((n, *own_S.shape[1:]), fill) for n in (at.start, tokens - at.stop))
+        return torch.cat([before, own_S, after])
+
+
 class Dense(NamedTuple):
     """What a layer computes of a piece by itself.
 
     Attributes:
         y: the residual stream, like x.   u: what the experts see, like x, in the dtype in which it travels.
-        scores: of the gate, [S, …] each.   routing: by them.
+        shared: what comes to the experts' results before `Stage.end`, like x; None: nothing.
+        scores: of the gate, [S, …] each, of the tokens that this rank routes.   routing: by them.
         own: what later pieces of the same samples need of this one; empty where pieces are whole samples.
     """
 
     y: Tensor
     u: Tensor
+    shared: Tensor | None
     scores: tuple[Tensor, ...]
     routing: Choice
     own: tuple[Tensor, ...]
@@ -54,11 +102,23 @@ class Stage(Protocol):
     Attributes:
         experts_in_all: E.
         waits: whether it takes all tokens to know which rows an expert has no room for.
+        mp: ranks that have the same tokens, of which each routes a slice; a group of one where each has its own.
+        hooks: see rows on their way.
+        orders: rows are made by `order` and restored by `end`; else they are copies of tokens.
+        ends: experts' results go through `end`; else they are added to y as they come.
+        held: experts that this rank has, where `places` says which; None: as many as every other.
         dense_parameters: of dense part and gate, the model's own.
     """
 
     experts_in_all: int
     waits: bool
+    mp: Group
+    hooks: Sequence[Hooks]
+    orders: bool
+    ends: bool
+
+    @property
+    def held(self) -> int | None: ...
 
     @property
     def dense_parameters(self) -> Sequence[torch.nn.Parameter]: ...
@@ -67,14 +127,15 @@ class Stage(Protocol):
         """Rows that an expert takes of so many tokens; None: all."""
         ...
 
-    def draw(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What belongs to the tokens of a batch beside x: random numbers, above all. First dimensions are tokens'."""
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        """What belongs to the tokens of a batch beside x: random numbers, above all. [S, …] each."""
         ...
 
     def dense(
         self,
         parameters: Sequence[Tensor],
         x: Tensor,
+        share: Share,
         drawn: tuple[Tensor, ...],
         past: Sequence[tuple[Tensor, ...]],
         later: DeferredGradients | None,
@@ -83,9 +144,23 @@ class Stage(Protocol):
 
         Args:
             parameters: to compute with in place of `dense_parameters`.
+            share: which piece it is.   drawn: for the tokens that this rank routes.
             past: `own` of the pieces before of the same samples.
             later: takes the weight gradients that may be computed later; None: none may.
         """
+        ...
+
+    def order(self, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> OrderedRows:
+        """The rows of some tokens, of which none is to be dropped any more. Differentiable."""
+        ...
+
+    def restore(self, y_SM: Tensor, ordered: OrderedRows) -> Tensor:
+        """Results of tokens from those of `ordered.x_SM`. Differentiable."""
+        ...
+
+    def end(self, y: Tensor, share: Share) -> Tensor:
+        """What the layer gives of some samples: of the experts' results, [b, …, M], zero for tokens that other ranks
+        route. Differentiable; collective over `mp`, but for its backward."""
         ...
 
     def choose(self, scores: tuple[Tensor, ...]) -> Choice:
@@ -94,6 +169,10 @@ class Stage(Protocol):
 
     def count(self, routing: Choice, kept_E: Tensor) -> None:
         """Told the routing of the whole batch, and how many rows of each expert were kept of it."""
+        ...
+
+    def places(self, layout: Layout) -> Layout:
+        """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""
         ...
 
     def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice]) -> Exchange: ...
@@ -106,11 +185,18 @@ class Cut(NamedTuple):
 
     Attributes:
         peers: ranks that the experts are split over.
-        axis: of the batch that is cut: 0, samples, or 1, positions; these then go to `Stage.dense` in order.
+        axis: of the batch that is cut.
+        in_order: pieces go to `Stage.dense` one after the other, with what it gave for those before: positions.
     """
 
     peers: int
     axis: int = 0
+    in_order: bool = False
+
+    def samples(self, x: Tensor) -> Tensor:
+        """A piece, as `Stage` takes it. A batch that is cut along its second axis, but not in positions, has its
+        samples along both."""
+        return x.flatten(0, 1) if self.axis == 1 and not self.in_order else x
 
 
 @dataclass(eq=False)
@@ -130,13 +216,15 @@ class Output:
 class Unit:
     """Some samples in one layer's dense part and gate, and the graph that these made.
 
-    `u`: what the experts see, until it has gone there. `past`, `own`: of other units' keys and values, leaves here, and
-    this unit's. `dpast`: the gradients that later units have for `own`.
+    `u`: what the experts see, until it has gone there. `shared`: what comes to their results. `past`, `own`: of other
+    units' keys and values, leaves here, and this unit's. `down`: the gradients that later units have for `own`.
     """
 
     x: Tensor
     u: Tensor | None
-    to: tuple[Output, Output]  # y, u
+    shared: Tensor | None
+    to: tuple[Output, Output, Output | None]  # y, u, shared
+    share: Share
     scores: tuple[Tensor, ...]
     routing: Choice
     own: tuple[Tensor, ...]
@@ -148,10 +236,19 @@ class Unit:
 
 @dataclass(eq=False)
 class Piece:
-    """The rows of some samples in one layer: where they go, and with what weight."""
+    """The rows of some samples in one layer: where they go, and with what weight.
+
+    `ordered`: what an order made of the tokens. `ended`: what the layer gives of the experts' results, the results of
+    tokens that it is made of, and those of rows. `dy`: the gradient of the second; `dcombine`: of what restored it.
+    """
 
     layout: Layout
     weight_N: Tensor
+    kept_E: Tensor
+    ordered: OrderedRows | None = None
+    ended: tuple[Output, Tensor, Tensor] | None = None
+    dy: Tensor | None = None
+    dcombine: Tensor | None = None
     drows: Tensor | None = None
     dweight: Tensor | None = None
 
@@ -169,6 +266,7 @@ class Layer:
     """One layer. Cuts of units are coarser than those of pieces, or the same."""
 
     experts: ChunkExperts
+    hooks: Sequence[Hooks]
     own: Sequence[torch.nn.Parameter]  # the dense part's, the model's own
     parameters: list[Tensor]  # of the dense part, leaves of their own: hooks of the real ones see whole gradients only
     unit_cuts: Cuts
@@ -180,6 +278,7 @@ class Layer:
     sizes: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # of each piece
     dscores: list[Tensor | None] | None = None  # of the auxiliary loss, of the whole batch
     exchange: Exchange | None = None
+    held: int | None = None  # experts, under a placement
 
     def unit_of(self, p: int) -> int:
         """The unit that a piece is of."""
@@ -196,7 +295,7 @@ class BlockPass(Pass):
 
     def __init__(self, run: Run, cut: Cut, layers: list[Layer], shape: torch.Size) -> None:
         super().__init__(run, [layer.experts for layer in layers])
-        self.axis, self.peers, self.layers, self.shape = cut.axis, cut.peers, layers, shape
+        self.cut, self.axis, self.peers, self.layers, self.shape = cut, cut.axis, cut.peers, layers, shape
 
     def at(self, task: Task) -> tuple[int, Layer]:
         number = self.number(task)
@@ -206,6 +305,9 @@ class BlockPass(Pass):
         chunk = self.chunk(task)
         assert isinstance(chunk, PieceChunk)
         return chunk
+
+    def hooks(self, task: Task) -> Sequence[Hooks]:
+        return self.at(task)[1].hooks
 
     def weight_of(self, chunk: Chunk) -> Tensor:
         return self.use(present(chunk.weights))[:, 0][chunk.layout.pair_N]

@@ -35,7 +35,7 @@ from torch import fx
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.instructions import is_all_to_all, is_random, is_start, is_wait, mutates
-from fusedmoe.schedule.weight_placement import solved
+from fusedmoe.schedule.lancet import solved
 
 _LIKE = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
 _RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
@@ -48,7 +48,7 @@ _ALONG = {
 _DEFAULT_DIM = {"topk": -1, "sort": -1}
 # Of the ways to see a dimension as joined: the more there are, the longer the search.
 _OUTERS = 6
-# Of the solver's work (`fusedmoe.schedule.weight_placement`).
+# Of the solver's work (`fusedmoe.schedule.lancet`).
 _LIMIT = 2.0
 _TICKS, _SCATTERED = 10_000, 256
 

@@ -73,7 +73,7 @@ class GraphBackend:
             )
         self.__name__ = "fusedmoe"
         self.settings = PlanSettings(parts, groups, reach, timeout_s)
-        self.irregular = Irregular() if irregular else None
+        self.irregular = IrregularAllToAlls() if irregular else None
         self.costs = costs
         self.reports: list[PassReport] = []
 
@@ -174,7 +174,7 @@ def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
     return call
 
 
-class Underway(NamedTuple):
+class StartedAllToAll(NamedTuple):
     """An all-to-all that has started: the rows that come, and where each goes in a buffer of `shape`."""
 
     came_NM: Tensor
@@ -182,7 +182,7 @@ class Underway(NamedTuple):
     shape: torch.Size
 
 
-class Irregular:
+class IrregularAllToAlls:
     """Irregular all-to-alls of captured passes, and how many of their rows travelled.
 
     Attributes:
@@ -207,7 +207,7 @@ class Irregular:
             node.target, node.args, node.kwargs = self.start, (sent, ranks, group_of(node)), {}
             wait.target = self.wait
 
-    def start(self, x: Tensor, ranks: int, group: object) -> Underway:
+    def start(self, x: Tensor, ranks: int, group: object) -> StartedAllToAll:
         """Sends an equal share of the first dimension to each rank. The host learns how many rows come."""
         x_NM = x.flatten(0, -2).contiguous()
         sends_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
@@ -216,9 +216,9 @@ class Irregular:
         counts = torch.stack([comes_N.reshape(ranks, -1).sum(-1), sends_N.reshape(ranks, -1).sum(-1)]).tolist()
         self.rows += len(x_NM)
         self.sent += sum(counts[1])
-        return Underway(_all_to_all(x_NM[sends_N], *counts, group), comes_N.nonzero().squeeze(-1), x.shape)
+        return StartedAllToAll(_all_to_all(x_NM[sends_N], *counts, group), comes_N.nonzero().squeeze(-1), x.shape)
 
-    def wait(self, underway: Underway) -> Tensor:
+    def wait(self, underway: StartedAllToAll) -> Tensor:
         came_NM, place_N, shape = underway
         out = came_NM.new_zeros(shape)
         out.flatten(0, -2).index_copy_(0, place_N, _wait(came_NM))

@@ -91,7 +91,7 @@ def concrete(number: Any) -> int:
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Of a node's tensor."""
+    """Bytes of a node's tensor."""
     tensor = node.meta["val"]
     count = 1
     for size in tensor.shape:

@@ -38,7 +38,7 @@ _aten = torch.ops.aten
 
 @dataclass
 class Pipelined:
-    """Instructions in micro-batches, `first` to `last`. `split` of `count` compute in pieces, the others as a whole.
+    """Instructions in micro-batches, `first` to `last`. `split` of `count` compute in parts, the others as a whole.
 
     `seconds`: predicted, of all of them; `whole_s`: unsplit.
     """
@@ -122,7 +122,7 @@ def chosen_ranges(
         nodes = of.nodes[start:stop]
         if not any(map(is_all_to_all, nodes)):
             return float("inf")
-        key = (likeness(nodes, said), parts)
+        key = (split_key(nodes, said), parts)
         if key not in known:
             # Layers are alike: how one is split, all are.
             split = infer(nodes, parts, node_s, in_order(of, start, stop))
@@ -189,7 +189,7 @@ def in_order(of: Instructions, start: int, stop: int) -> list[tuple[int, int]]:
     return [(one - start, other - start) for one, other in pairs]
 
 
-def likeness(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
+def split_key(nodes: Sequence[fx.Node], said: dict[fx.Node, str]) -> str:
     """A text that is the same for ranges that are split alike: of the same operators, shapes and users.
 
     `said`: what is known of the result of each node, filled as needed.
@@ -224,7 +224,7 @@ def stages_of(split: RangeSplit) -> dict[fx.Node, int]:
     return stages
 
 
-def loose_of(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
+def runs_before(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
     """What runs before, in two lists: what the split instructions need, and what may as well run beside them."""
     early = set(split.before)
     needed: set[fx.Node] = set()
@@ -242,7 +242,7 @@ def loose_of(split: RangeSplit) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def joined_nodes(nodes: Sequence[fx.Node], split: RangeSplit) -> list[fx.Node]:
-    """The split instructions whose wholes somebody needs."""
+    """The split instructions whose whole results are needed."""
     return [node for node in nodes if node in split.split and any(user not in split.split for user in node.users)]
 
 
@@ -305,7 +305,7 @@ def pipeline_s(
                 join(call, [values[node]] * parts, node.meta["val"], axis)
                 known[node, axis, parts] = CostedPart(None, taken_s)
             around_s += known[node, axis, parts].seconds
-    needed, loose = loose_of(split)
+    needed, loose = runs_before(split)
     around_s += sum(map(node_s, needed))
     plan, seconds = stage_plan(compute, comm, sum(map(node_s, loose)), parts)
     return around_s + makespan(plan, Durations(seconds))
@@ -350,7 +350,7 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None
     """Puts a range in parts into the graph."""
     nodes, split, parts = of.nodes[chosen.start : chosen.stop], chosen.split(of), chosen.parts
     anchor = nodes[-1].next
-    needed, loose = loose_of(split)
+    needed, loose = runs_before(split)
     stages = stages_of(split)
     call = node_call(graph)
 

@@ -51,8 +51,8 @@ Show = Callable[[int, int], None]
 _NONE = Points((1.0,), (0.0,))
 
 
-class Meeting:
-    """The ranks that run a graph together.
+class GraphRanks:
+    """The ranks that run a graph together, and what they tell each other.
 
     Args:
         groups: the process groups of the graph's collectives, or their names.
@@ -79,7 +79,7 @@ class Meeting:
             return [text]
         return self._board.meet(self.ranks, text, self._timeout_s, operation=_OPERATION, cure=_CURE)
 
-    def same(self, what: str) -> None:
+    def require_same(self, what: str) -> None:
         """Raises `RankError`, on every rank, where they do not all bring the same."""
         digests = self.all(hashlib.sha256(what.encode()).hexdigest()[:16])
         odd = [rank for rank, digest in zip(self.ranks, digests, strict=True) if digest != digests[0]]
@@ -89,7 +89,7 @@ class Meeting:
                 "rank take another way through the model"
             )
 
-    def decided(self, decide: Callable[[], str]) -> str:
+    def from_first(self, decide: Callable[[], str]) -> str:
         """What the first rank decides. An exception there ends all ranks."""
         text = ""
         if self.leader:
@@ -217,13 +217,13 @@ def planned(
         of = Instructions(graph)
     all_to_alls = [of.nodes[start] for start in of.starts if is_all_to_all(of.nodes[start])]
     groups = list(dict.fromkeys(group_of(of.nodes[start]) for start in of.starts))
-    meeting = Meeting(groups, settings.timeout_s)
-    meeting.same(_structure(of))
+    graph_ranks = GraphRanks(groups, settings.timeout_s)
+    graph_ranks.require_same(_structure(of))
     sizes = _sizes(of)
-    alike = len(set(meeting.all(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
+    alike = len(set(graph_ranks.all(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
     splits = settings if alike and phase != "backward" else None
     device = all_to_alls[0].meta["val"].device
-    points = None if given is not None else _points(meeting, all_to_alls, device)
+    points = None if given is not None else _points(graph_ranks, all_to_alls, device)
     path = None
     if points is not None:
         facts = machine_facts(Topology(), device, torch.float32) | {"settings": asdict(settings), "alike": alike}
@@ -246,7 +246,7 @@ def planned(
             write(path, text, "what was planned")
         return text
 
-    plan: dict[str, Any] = json.loads(meeting.decided(decide))
+    plan: dict[str, Any] = json.loads(graph_ranks.from_first(decide))
     beside = {int(start): units for start, units in plan["beside"].items()}
     bare = skeleton(of, gradients, _nothing)
     report = _report(of, phase, plan, bare.units, beside)
@@ -336,21 +336,21 @@ def _sizes(of: Instructions) -> str:
     return "\n".join(lines)
 
 
-def _points(meeting: Meeting, all_to_alls: list[fx.Node], device: torch.device) -> Points:
+def _points(graph_ranks: GraphRanks, all_to_alls: list[fx.Node], device: torch.device) -> Points:
     """Of the first all-to-all's group: known, or measured by all ranks. Collective."""
     handle = resolve(group_of(all_to_alls[0]))
     sizes = point_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
     facts = machine_facts(Topology(), device, torch.float32)
-    hosts = meeting.all(socket.gethostname())
+    hosts = graph_ranks.all(socket.gethostname())
     world = {"size": dist.get_world_size(handle), "backend": dist.get_backend(handle), "hosts": len(set(hosts))}
     path = cache_dir() / f"all-to-all-{fingerprint(facts | {'group': world})}.json"
-    known = load_numbers(path) if meeting.leader else {}
-    missing = json.loads(meeting.decided(lambda: json.dumps([size for size in sizes if str(size) not in known])))
+    known = load_numbers(path) if graph_ranks.leader else {}
+    missing = json.loads(graph_ranks.from_first(lambda: json.dumps([size for size in sizes if str(size) not in known])))
     if missing:
         with unset_fake_temporarily():
             found = measure_points(handle, device, missing)
         known |= dict(zip(map(str, missing), found, strict=True))
-        if meeting.leader:
+        if graph_ranks.leader:
             write(path, json.dumps(known, indent=0) + "\n", "what all-to-alls take")
     chosen = sorted((int(size), seconds) for size, seconds in known.items())
     return Points(tuple(size for size, _ in chosen), tuple(seconds for _, seconds in chosen)) if chosen else _NONE

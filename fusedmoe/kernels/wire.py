@@ -112,7 +112,8 @@ def _scales(magnitude_NM: Tensor) -> Tensor:
     """[n, 1]; a row without elements has a scale, too."""
     count, dim = magnitude_NM.shape
     largest = magnitude_NM.amax(1, keepdim=True) if dim else magnitude_NM.new_zeros((count, 1))
-    return (largest / E4M3_MAX).clamp_(min=SCALE_MIN)
+    # By a tensor: where one side is a number, torch multiplies by its reciprocal on CUDA, which rounds otherwise.
+    return (largest / torch.full_like(largest, E4M3_MAX)).clamp_(min=SCALE_MIN)
 
 
 def _to_bytes(scale_N1: Tensor) -> Tensor:

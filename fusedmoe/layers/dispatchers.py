@@ -9,17 +9,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.order import take_pairs
 from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.dispatcher import (
     Collectives,
     Crossing,
-    Dispatcher,
-    Handle,
     LocalExperts,
+    Routed,
     recomputing,
     refuse,
 )
@@ -42,41 +41,27 @@ class KernelTransport(NamedTuple):
     tokens: int
 
 
-class OneSided(Dispatcher):
+class OneSided(Collectives):
     """Kernels put rows into other ranks' memory (`fusedmoe.puts`), where they can and plans take it; else collectives.
+
+    `dispatch` and `combine` go by collectives in any case: a kernel that puts rows has experts work on them where they
+    arrive, and there is nothing to give out between the two.
 
     Args:
         transport: for rows like these; None: by collectives. The first call is collective.
-        collectives: what then takes rows.
     """
 
-    def __init__(self, transport: Callable[[Tensor], KernelTransport | None], collectives: Collectives) -> None:
-        self._transport, self.collectives = transport, collectives
+    def __init__(self, transport: Callable[[Tensor], KernelTransport | None], *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._transport = transport
 
-    def dispatch(
-        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None = None
-    ) -> tuple[Tensor, Handle]:
-        """By collectives: kernels that put rows do not give them back before experts have them."""
-        return self.collectives.dispatch(x_SM, layout, weight_SK, refusal)
-
-    def combine(self, out_RM: Tensor, handle: Handle) -> Tensor:
-        return self.collectives.combine(out_RM, handle)
-
-    def through_experts(
-        self,
-        x_SM: Tensor,
-        layout: Layout,
-        weight_SK: Tensor | None,
-        experts: LocalExperts,
-        refusal: str | None = None,
-    ) -> Tensor:
+    def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
+        x_SM, layout, weight_SK, refusal = routed
         transport = None if weight_SK is None else self._transport(x_SM)
-        self.collectives.recorder = self.recorder
         if transport is None or weight_SK is None:
-            return self.collectives.through_experts(x_SM, layout, weight_SK, experts, refusal)
-        topology = self.collectives.topology
-        refuse(topology, refusal)
-        return fused_experts(x_SM, weight_SK, layout, topology, experts.in_chunks(x_SM), transport, self.recorder)
+            return super().through_experts(routed, experts)
+        refuse(self.topology, refusal)
+        return fused_experts(x_SM, weight_SK, layout, self.topology, experts.in_chunks(x_SM), transport, self.recorder)
 
 
 class Moving(Collectives):
@@ -86,28 +71,20 @@ class Moving(Collectives):
         super().__init__(*args, **more)
         self._placed = placed
 
-    def meet(self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None) -> Crossing:
+    def meet(self, routed: Routed) -> Crossing:
         placed = self._placed
-        if not placed.hooked or not (placed.begun or recomputing()):
-            placed.recorder = self.recorder
-            placed.begin()
-        with span(self.recorder, "order", kind="order", phase="forward"):
-            layout = placed.split(layout.exact(), placed.experts.training and not recomputing())
-            weight_N = None if weight_SK is None else take_pairs(weight_SK, layout)
-        held = max(1, len(placed.held))
-        exchange = self.exchange(layout.counts_E, x_SM.dtype, refusal or placed.refusal(), held=held)
-        return Crossing(layout, weight_N, exchange)
+        placed.come_in_turn(recomputing(), self.recorder)
+        with span(self.recorder, "permute", kind="permute", phase="forward"):
+            layout = placed.split(routed.layout.exact(), placed.experts.training and not recomputing())
+        refusal = routed.refusal or placed.refusal()
+        return super().meet(routed._replace(layout=layout, refusal=refusal))
 
-    def through_experts(
-        self,
-        x_SM: Tensor,
-        layout: Layout,
-        weight_SK: Tensor | None,
-        experts: LocalExperts,
-        refusal: str | None = None,
-    ) -> Tensor:
-        crossing = self.meet(x_SM, layout, weight_SK, refusal)
-        return self._placed.call(lambda own: self.run(x_SM, crossing, own), recomputing())
+    def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
+        return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)
+
+    def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
+        crossing = self.meet(routed)
+        return self._placed.call(lambda own: self.run(routed.x_SM, crossing, own), recomputing())
 
 
 def has_heap(topology: Topology, device: torch.device) -> bool:
@@ -144,7 +121,7 @@ def fused_experts(
     transport: KernelTransport,
     recorder: Recorder | None,
 ) -> Tensor:
-    """`fusedmoe.puts.fused_experts` over the layer's ranks, in windows that all layers share.
+    """`fusedmoe.puts.fused_experts` over the layer's ranks, in buffers that all layers share.
 
     Raises:
         ConfigError: more tokens than any rank had when the transport was chosen, rounded up.
@@ -158,13 +135,13 @@ def fused_experts(
     if group is topology.esp:
         layout = for_all_shards(layout.exact(), group.size)
         weight_SK = weight_SK.repeat_interleave(group.size, 1)
-    windows = _windows(topology, group, layout, x_SM, transport)
+    buffers = _buffers(topology, group, layout, x_SM, transport)
     try:
         measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
-        return one_sided_experts.fused_experts(x_SM, weight_SK, layout, windows, experts, transport.degree, measured)
+        return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, transport.degree, measured)
     except BaseException:
         _shared.pop(topology, None)
-        windows.heap.abandon()
+        buffers.heap.abandon()
         raise
 
 
@@ -172,15 +149,15 @@ def fused_experts(
 _shared: WeakKeyDictionary[Topology, dict[object, object]] = WeakKeyDictionary()
 
 
-def _windows(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, transport: KernelTransport):  # type: ignore[no-untyped-def]
+def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, transport: KernelTransport):  # type: ignore[no-untyped-def]
     from fusedmoe.comm.heaps import open_heap
-    from fusedmoe.comm.windows import Room, Windows
+    from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 
-    room = Room(transport.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, transport.degree)
+    sizes = BufferSizes(transport.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, transport.degree)
     known = _shared.setdefault(topology, {})
-    if (group.axis, room) not in known:
-        known[group.axis, room] = Windows(open_heap(group, x_SM.device), room)
-    return known[group.axis, room]
+    if (group.axis, sizes) not in known:
+        known[group.axis, sizes] = ReceiveBuffers(open_heap(group, x_SM.device), sizes)
+    return known[group.axis, sizes]
 
 
 def _group(topology: Topology) -> Group:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fusedmoe.autograd.materialise import Returns, again, arriving, materialise
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
-from fusedmoe.comm.sparse import Carrier, Flight
+from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
@@ -59,6 +59,8 @@ def replace(parameter: nn.Parameter, tensor: Tensor) -> None:
     parameter.data = tensor
 
 
+T = TypeVar("T")
+
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
 
@@ -82,7 +84,7 @@ class DynamicExperts:
         begun: `begin` was called for a forward whose turn has not come yet.
         neighbours: the layers before and after, whose replicas are fetched ahead where they are given back.
         clocked: forwards note when this layer's turn came and when it ended (`idle_s`).
-        carrier: takes experts from rank to rank, one for all layers, so that they go one after the other; None as long
+        sparse: takes experts from rank to rank, one for all layers, so that they go one after the other; None as long
             as there are no replicas.
         sent_bytes: of experts that this rank has sent, parameters and gradients.
         recorder: measures what travels while set.
@@ -107,9 +109,9 @@ class DynamicExperts:
         self.clocked = False
         self._start, self._came, self._ended = Moment(), Moment(), Moment()
         self.recorder: Recorder | None = None
-        self.carrier: Carrier | None = None
+        self.sparse: SparseCollectives | None = None
         self.sent_bytes = 0
-        self._flights: list[Flight] = []
+        self._works: list[SparseWork] = []
         self._gathered: tuple[Transfer, ...] = ()
         self._present = False
         self._marks: list[tuple[int, int]] = []
@@ -170,9 +172,9 @@ class DynamicExperts:
         """Experts stay with their owners, without replicas and without what brings them."""
         self.placement = self.placement.sharding
         self.rematerialises, self.hooked, self.begun, self.clocked, self._present = False, False, False, False, False
-        self.correct, self.carrier, self.recorder, self._returns = None, None, None, None
+        self.correct, self.sparse, self.recorder, self._returns = None, None, None, None
         self.neighbours = None, None
-        self._flights, self._aliases = [], ()
+        self._works, self._aliases = [], ()
         self._load_E = np.zeros_like(self._load_E)
         self._hold()
 
@@ -202,6 +204,12 @@ class DynamicExperts:
 
     # Fetching replicas.
 
+    def come_in_turn(self, recomputes: bool, recorder: Recorder | None) -> None:
+        """When a forward comes to this layer: begins what nobody has begun. Collective."""
+        if not self.hooked or not (self.begun or recomputes):
+            self.recorder = recorder
+            self.begin()
+
     def begin(self) -> None:
         """Before a forward: replicas start on their way, and the gradients' way back is laid. Collective.
 
@@ -224,7 +232,7 @@ class DynamicExperts:
 
     def fetch(self) -> None:
         """Starts what is missing on its way. Collective."""
-        if self._present or self._flights:
+        if self._present or self._works:
             return
         if not self._gathered:
             self._gathered = gather(self.placement.sharding, self.now, self.nodes)
@@ -234,7 +242,7 @@ class DynamicExperts:
 
     def refusal(self) -> str | None:
         """Why replicas cannot be used, on the rank that owns what they were made of."""
-        if (self._present or self._flights) and self._marks != self._marked():
+        if (self._present or self._works) and self._marks != self._marked():
             return (
                 "experts have changed since their replicas started on their way, when the model's forward pass began. "
                 "Change parameters between forward and backward passes, not within one"
@@ -245,15 +253,16 @@ class DynamicExperts:
         """What tells whether parameters have been changed, and whether they have moved away from their replicas."""
         return [(parameter._version, parameter.data.untyped_storage()._cdata) for parameter in self.parameters]
 
-    def _ready(self) -> None:
+    def arrive(self) -> None:
+        """Waits for what is on its way. Collective."""
         self.fetch()
         self._settle()
         self._present = True
 
     def _settle(self) -> None:
-        flights, self._flights = self._flights, []
-        for flight in flights:
-            flight.wait()
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
 
     def _drop(self) -> None:
         """Replicas are fetched again before they are used again."""
@@ -269,12 +278,12 @@ class DynamicExperts:
     def _gather(self, transfers: Sequence[Transfer]) -> None:
         if not transfers:
             return
-        assert self.carrier is not None
+        assert self.sparse is not None
         during = span(self.recorder, "sparse all-gather", kind="sparse-all-gather", resource="inter")
         with torch.inference_mode(False):  # it may end in another thread
-            flight = self.carrier.gather(transfers, self._rows, self._tables(), during)
-        self.sent_bytes += flight.sent_bytes
-        self._flights.append(flight)
+            work = self.sparse.gather(transfers, self._rows, self._tables(), during)
+        self.sent_bytes += work.sent_bytes
+        self._works.append(work)
 
     @property
     def _device(self) -> torch.device:
@@ -330,15 +339,19 @@ class DynamicExperts:
         summed_WE = torch.from_numpy(tokens_WE).to(device_of(self._shards), copy=True)
         return all_reduce(self._shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
-    def call(self, use: Callable[[Experts], Tensor], recomputes: bool) -> Tensor:
+    def call(self, use: Callable[[Experts], T], recomputes: bool, *, arrived: bool = True) -> T:
         """`use`, with the experts' parameters those of all that this rank holds. Collective.
 
         recomputes: the backward that needs the parameters comes at once.
+        arrived: replicas are there; else they are when `arrive` has been called.
         """
         before, after = self.neighbours
         if not recomputes:
             self.begun = False
-        self._ready()
+        if arrived:
+            self.arrive()
+        else:
+            self.fetch()
         if self.rematerialises and after is not None:
             after.fetch()
         tables, learns = self._tables(), torch.is_grad_enabled()
@@ -353,6 +366,7 @@ class DynamicExperts:
         y = torch.func.functional_call(_With(self.experts), named, (use,))
         if self.rematerialises:
             if learns:
+                assert isinstance(y, Tensor)
                 y = again(y, self._fetch_again)
             if not (learns and (after is None or recomputes)):
                 self._release()
@@ -375,7 +389,7 @@ class DynamicExperts:
         """Fetches what the corrected placement has more. Collective."""
         if wanted == self.now:
             return
-        self._ready()
+        self.arrive()
         more = gather(self.now, wanted, self.nodes)
         last = max((one.step for one in self._gathered), default=-1) + 1
         self._add(wanted)
@@ -389,7 +403,7 @@ class DynamicExperts:
         owned: int,
         versions: list[int],
         grads: Sequence[Tensor],
-    ) -> Flight:
+    ) -> SparseWork:
         if versions != [parameter._version for parameter in self.parameters]:
             raise RuntimeError(
                 "experts have changed between a forward pass and its backward pass; call backward() before "
@@ -398,18 +412,18 @@ class DynamicExperts:
         if self.rematerialises:
             self._release()
         if not gathered:
-            return Flight()
-        assert self.carrier is not None
+            return SparseWork()
+        assert self.sparse is not None
         during = span(
             self.recorder, "sparse reduce-scatter", kind="sparse-reduce-scatter", resource="inter", phase="backward"
         )
-        flight = self.carrier.reduce(reduce(gathered), rows, grads, owned, during)
-        self.sent_bytes += flight.sent_bytes
-        return flight
+        work = self.sparse.reduce(reduce(gathered), rows, grads, owned, during)
+        self.sent_bytes += work.sent_bytes
+        return work
 
     def _fetch_again(self) -> None:
         """For the backward of a forward whose replicas were given back. Collective."""
-        self._ready()
+        self.arrive()
         before = self.neighbours[0]
         if before is not None:
             before.fetch()
@@ -422,7 +436,7 @@ class _With(nn.Module):
         super().__init__()
         self.experts = experts
 
-    def forward(self, use: Callable[[Experts], Tensor]) -> Tensor:
+    def forward(self, use: Callable[[Experts], T]) -> T:
         return use(self.experts)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.experts import experts as grouped_experts
 from fusedmoe.autograd.order import permute, unpermute
+from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS
@@ -51,6 +52,22 @@ class Place:
 
 #: In the state of experts under a placement: which experts the parameters are of.
 NUMBERS = "numbers"
+
+
+def even_place(experts: int, topology: Topology) -> Place:
+    """As many experts on each rank of ep, in order.
+
+    Raises:
+        ConfigError: their number does not allow it.
+    """
+    ep, esp = topology.ep, topology.esp
+    if experts % ep.size:
+        raise ConfigError(
+            f"{experts} experts cannot be split over ep = {ep.size} ranks; choose a multiple of {ep.size} experts, or "
+            "another topology"
+        )
+    local = experts // ep.size
+    return Place(ep.index * local, local, esp.index, esp.size)
 
 
 class Experts(nn.Module):

@@ -1,22 +1,27 @@
-"""What a layer refuses, on every rank alike, before anything is sent.
+"""What a layer refuses, when it is made and when it is called, on every rank alike, before anything is sent.
 
 Router logits that are not finite are seen on the device and told on the host, without making the host wait.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_choice, check_count, check_floats, check_tensor, refuse
+from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.collectives import all_gather_rows, device_of
 from fusedmoe.comm.exchange import CHECK
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
+from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.layers.gates import Gate, SoftMoE
+from fusedmoe.layers.gates.base import Routing, SoftRouting
+from fusedmoe.layers.orders import Einsum, Order
 
 
 class NonFiniteMonitor:
@@ -82,12 +87,17 @@ class InputChecks:
         self._topology = topology
         self._watch = NonFiniteMonitor()
 
-    def of_input(self, x: object, model_dim: int, like: Tensor) -> str | None:
-        """What is wrong with [..., M], if anything.
+    def tokens(self, x: Tensor, model_dim: int, experts: nn.Module) -> tuple[Tensor, str | None]:
+        """[S, M] of [..., M], and what is wrong with x, if anything; then they are none."""
+        like: Tensor | None = next(experts.parameters(), None)  # experts without parameters compute in any dtype
+        refusal = self._of_input(x, model_dim, x if like is None else like)
+        if refusal is None:
+            return x.reshape(-1, model_dim), None
+        if like is None:
+            like = x.float() if isinstance(x, Tensor) else torch.empty(0)
+        return torch.zeros(0, model_dim, dtype=like.dtype, device=like.device), refusal
 
-        Args:
-            like: of the experts' dtype and device.
-        """
+    def _of_input(self, x: object, model_dim: int, like: Tensor) -> str | None:
         if not isinstance(x, Tensor):
             return f"MoELayer got {type(x).__name__} as input; it takes a tensor [..., {model_dim}]"
         if x.dim() < 1 or x.shape[-1] != model_dim:
@@ -194,7 +204,85 @@ def no_routing(x_SM: Tensor) -> Routing:
     return Routing(torch.full_like(nothing, -1, dtype=torch.long), nothing, None, None, x_SM.new_zeros(()), None)
 
 
-def require_kind(name: str, part: object, kind: type, example: str) -> None:
-    """A name or a class in place of a layer's part would be noticed late, without a cure, or never."""
+def require_parts(
+    gate: object,
+    experts: object,
+    shared: object,
+    order: object,
+    topology: object,
+    hooks: Sequence[object],
+    placement: str,
+) -> None:
+    """Checks what a layer is made of. A name or a class in place of a part would be noticed late, without a cure, or
+    never.
+
+    Raises:
+        ConfigError: a part of another kind.
+    """
+    if placement not in ("ep", "fssdp"):
+        raise ConfigError(f"placement = {placement!r}; choose ep or fssdp")
+    network = "fusedmoe.experts.SwiGLU(hidden=2048), or modules of your own by fusedmoe.experts.Custom"
+    _require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
+    _require_kind("experts", experts, Experts, network)
+    for name, part, kind, example in (
+        ("shared", shared, Experts, network),
+        ("order", order, Order, "fusedmoe.orders.Sparse()"),
+        ("topology", topology, Topology, "fusedmoe.Topology.from_sizes(ep=4)"),
+        *(("a hook", hook, Hooks, "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own") for hook in hooks),
+    ):
+        if part is not None or name == "a hook":
+            _require_kind(name, part, kind, example)
+
+
+def _require_kind(name: str, part: object, kind: type, example: str) -> None:
     if not isinstance(part, kind):
         raise ConfigError(f"MoELayer: {name} is {part!r}, no {kind.__name__}; give, say, {example}")
+
+
+def agree_on_parts(
+    topology: Topology,
+    model_dim: int,
+    gate: Gate,
+    experts: Experts,
+    shared: Experts | None,
+    order: Order,
+    hooks: Sequence[Hooks],
+    settings: dict[str, str],
+) -> None:
+    """Checks that all ranks make the same layer. Collective.
+
+    Raises:
+        RankError: they do not.
+    """
+    parts = {
+        "model_dim": model_dim,
+        "gate": f"{type(gate).__name__}({gate.extra_repr()})",
+        "experts": experts.describe(),
+        "shared": None if shared is None else shared.describe(),
+        "order": str(order),
+        "hooks": [type(hook).__name__ for hook in hooks],
+    }
+    topology.agree({**parts, **settings}, "MoELayer")
+
+
+def require_shardings(experts: Experts) -> None:
+    """Experts that live on some ranks only must say so, or their gradients would be summed with other experts'."""
+    unknown = [name for name, _ in experts.named_parameters() if name not in experts.shardings]
+    if unknown:
+        raise ConfigError(
+            f"{type(experts).__name__} does not say how {', '.join(unknown)} is split over ep and esp. Set, say, "
+            f"self.shardings[{unknown[0]!r}] = {{'ep': 0}} where it is made, if its first dimension counts the local "
+            "experts, or {} if all ranks hold the same."
+        )
+
+
+def require_copies(order: Order, gate: Gate) -> None:
+    """What experts that move need of the other parts: rows that go to any copy, and loads that tell experts apart."""
+    if isinstance(order, Einsum):
+        raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
+    if isinstance(gate, SoftMoE):
+        raise no_load(gate)
+
+
+def no_load(gate: Gate) -> ConfigError:
+    return ConfigError(f"{type(gate).__name__} gives all experts the same load: placement='ep' is for it")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedmoe.layers.gates.base import Routing, SoftRouting
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.group import Group
+from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
 
 
 class Load:
@@ -21,25 +24,33 @@ class Load:
         self.kept_E = torch.zeros(experts, dtype=torch.long)
         self._sum_E: Tensor | None = None
 
-    def count(self, routing: Routing | SoftRouting, summed: bool) -> None:
-        """Another forward. With `summed`, its load is part of what `taken` gives."""
+    def count(self, routing: Routing | SoftRouting, gate: Gate, training: bool) -> None:
+        """Another forward. In training its load is part of what `tell` tells."""
         experts = len(self.chosen_E)
         if isinstance(routing, SoftRouting):
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         self.chosen_E = expert_load(routing.expert_SK, experts)
-        if summed:
+        if training and _balances(gate) and not recomputing():
             # A new tensor in either case: `chosen_E` is the user's to change.
             self._sum_E = self.chosen_E.clone() if self._sum_E is None else self._sum_E + self.chosen_E
 
-    def taken(self) -> Tensor:
-        """[E] int64: the load of forwards with `summed` since it was last taken."""
-        sum_E, self._sum_E = self._sum_E, None
-        return torch.zeros_like(self.chosen_E) if sum_E is None else sum_E
+    def tell(self, gate: Gate, world: Group) -> None:
+        """Tells a gate that balances the load of all ranks in training since it was last told. Collective."""
+        if _balances(gate):
+            sum_E = torch.zeros_like(self.chosen_E) if self._sum_E is None else self._sum_E
+            self._sum_E = None
+            sum_E = sum_E if world.size == 1 else sum_E.to(device_of(world))
+            gate.update(all_reduce(world, sum_E, operation="sum of expert loads"))
 
     def dropped(self) -> int:
         """Slots that got no row. Waits for the device."""
         return int(self.chosen_E.sum() - self.kept_E.sum())
+
+
+def _balances(gate: Gate) -> bool:
+    """Whether a gate does anything with the load."""
+    return type(gate).update is not Gate.update
 
 
 def expert_load(expert_SK: Tensor, experts: int) -> Tensor:

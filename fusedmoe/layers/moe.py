@@ -10,29 +10,33 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.checks import check_results
-from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
-from fusedmoe.autograd.linear import linear
-from fusedmoe.autograd.parallel import join_rows, mean_over, reduce_scatter_rows, split_counts, split_rows, sum_gradient
-from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.dispatcher import Dispatcher, recomputing
-from fusedmoe.engine.run import Followed, GradientReducer, Plans
-from fusedmoe.errors import ConfigError
+from fusedmoe.engine.dispatcher import Dispatcher, Routed, recomputing
+from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
-from fusedmoe.layers.expert_networks import NAMED, Experts, Place, require_own_experts
-from fusedmoe.layers.gates import Gate, SoftMoE
-from fusedmoe.layers.gates.base import Routing, SoftRouting
-from fusedmoe.layers.input_checks import InputChecks, no_routing, require_kind
+from fusedmoe.layers.expert_networks import NAMED, Experts, Place, even_place, require_own_experts
+from fusedmoe.layers.gates import Gate
+from fusedmoe.layers.gates.base import SoftRouting
+from fusedmoe.layers.input_checks import (
+    InputChecks,
+    agree_on_parts,
+    no_load,
+    no_routing,
+    require_copies,
+    require_parts,
+    require_shardings,
+)
 from fusedmoe.layers.load import Load
-from fusedmoe.layers.orders import Dropless, Einsum, Order, Sparse
+from fusedmoe.layers.mp_tokens import MpInput, MpTokens
+from fusedmoe.layers.orders import Dropless, Order, Sparse
 from fusedmoe.layers.planner import Planner
 from fusedmoe.layers.schedule import Schedule
-from fusedmoe.runtime.execute import require_runnable
+from fusedmoe.layers.wire_hooks import enter, leave
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import Task
 
-MpInput = Literal["replicated", "split", "partial"]
 Placements = Literal["ep", "fssdp"]
 
 
@@ -71,6 +75,7 @@ class MoELayer(nn.Module):
 
     Attributes:
         dispatcher: takes rows to their experts and back.
+        parts: the kinds of tasks that plans of this layer have, by collectives.
         placed: where the experts are, with "fssdp"; None where they do not move, as with one rank.
         aux_loss: the gate's weighted auxiliary losses in the last forward, a scalar to add to the loss. Like the task's
             loss, it is the same on every rank of an MP group, except with mp_input="split", where it is this rank's
@@ -118,54 +123,19 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if placement not in ("ep", "fssdp"):
-            raise ConfigError(f"placement = {placement!r}; choose ep or fssdp")
-        if mp_input not in ("replicated", "split", "partial"):
-            raise ConfigError(f"mp_input = {mp_input!r}; choose replicated, split or partial")
         hooks = tuple(hooks)
-        require_kind("gate", gate, Gate, "fusedmoe.gates.TopK(experts=8, k=2)")
-        network = "fusedmoe.experts.SwiGLU(hidden=2048), or modules of your own by fusedmoe.experts.Custom"
-        require_kind("experts", experts, Experts, network)
-        if shared is not None:
-            require_kind("shared", shared, Experts, network)
-        if order is not None:
-            require_kind("order", order, Order, "fusedmoe.orders.Sparse()")
-        if topology is not None:
-            require_kind("topology", topology, Topology, "fusedmoe.Topology.from_sizes(ep=4)")
-        for hook in hooks:
-            require_kind("a hook", hook, Hooks, "fusedmoe.hooks.WireCast(), or a fusedmoe.Hooks of your own")
+        require_parts(gate, experts, shared, order, topology, hooks, placement)
         self.topology = Topology() if topology is None else topology
-        ep, esp = self.topology.ep, self.topology.esp
         self.model_dim, self.mp_input = model_dim, mp_input
+        self.mp_tokens = MpTokens(self.topology.mp, mp_input)
         self.hooks = hooks
         self.order = order or (Dropless() if gate.capacity_factor is None else Sparse())
         self.dispatch = str(dispatch)
-        self.topology.agree(
-            {
-                "model_dim": model_dim,
-                "gate": f"{type(gate).__name__}({gate.extra_repr()})",
-                "experts": experts.describe(),
-                "shared": None if shared is None else shared.describe(),
-                "order": str(self.order),
-                "dispatch": self.dispatch,
-                "hooks": [type(hook).__name__ for hook in self.hooks],
-                "mp_input": mp_input,
-                "schedule": repr(schedule),
-                "placement": placement,
-                "dtype": str(dtype or torch.get_default_dtype()),
-            },
-            "MoELayer",
-        )
-        if placement == "fssdp" and ep.size > 1:
-            place = first_place(gate.experts, self.topology)
-        elif gate.experts % ep.size:
-            raise ConfigError(
-                f"{gate.experts} experts cannot be split over ep = {ep.size} ranks; choose a multiple of {ep.size} "
-                "experts, or another topology"
-            )
-        else:
-            local = gate.experts // ep.size
-            place = Place(ep.index * local, local, esp.index, esp.size)
+        settings = {"dispatch": self.dispatch, "mp_input": mp_input, "schedule": repr(schedule), "placement": placement}
+        settings["dtype"] = str(dtype or torch.get_default_dtype())
+        agree_on_parts(self.topology, model_dim, gate, experts, shared, self.order, hooks, settings)
+        moves = placement == "fssdp" and self.topology.ep.size > 1
+        place = (first_place if moves else even_place)(gate.experts, self.topology)
         self.gate, self.experts, self.shared = gate, experts, shared
         gate.setup(model_dim, device=device, dtype=dtype)
         experts.setup(model_dim, place, device=device, dtype=dtype)
@@ -173,25 +143,22 @@ class MoELayer(nn.Module):
             shared.setup(model_dim, Place(), device=device, dtype=dtype)
             shared.shardings = {}
         if self.topology.ep.size * self.topology.esp.size > 1:
-            _require_shardings(experts)
+            require_shardings(experts)
         for name, _ in experts.named_parameters():
             experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
         self.placed: DynamicExperts | None = None
-        if placement == "fssdp" and self.topology.ep.size > 1:
-            if isinstance(self.order, Einsum):
-                raise ConfigError("placement='fssdp' sends rows to copies, which an order by products cannot: Sparse()")
-            if isinstance(gate, SoftMoE):
-                raise _no_load(gate)
+        if moves:
+            require_copies(self.order, gate)
             self.placed = DynamicExperts(experts, gate.experts, self.topology)
         self.recorder: Recorder | None = None
         named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
         self._planner = Planner(self.topology, experts, named, gate.k)
-        if isinstance(dispatch, Dispatcher):
-            self.dispatcher = dispatch
-        else:
-            self.dispatcher = self._planner.dispatcher(dispatch, hooks, self.placed)
-        self._checks = InputChecks(self.topology)
-        self._load = Load(gate.experts)
+        self.parts = self._planner.kinds
+        self.dispatcher = (
+            dispatch if isinstance(dispatch, Dispatcher) else self._planner.dispatcher(dispatch, hooks, self.placed)
+        )
+        self.checks = InputChecks(self.topology)
+        self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
         self._ran_without_graph = False
         self.register_load_state_dict_pre_hook(require_own_experts)
@@ -209,7 +176,7 @@ class MoELayer(nn.Module):
 
     def _guarded(self, x: Tensor) -> Tensor:
         with self.topology.guard("MoELayer.forward"):
-            self._checks.tell_logits()
+            self.checks.tell_logits()
             return self._forward(x)
 
     @property
@@ -218,122 +185,67 @@ class MoELayer(nn.Module):
         return self.topology.ep.size * self.topology.esp.size > 1 or bool(self.hooks)
 
     def _forward(self, x: Tensor) -> Tensor:
-        if self.hooks and isinstance(x, Tensor):
-            x = run_hooks(self.hooks, "before_moe_start", self._tap(x, "before_moe_end"), HookContext("forward"))
-        mp, recorder = self.topology.mp, self.recorder
-        refusal = self._checks.of_input(x, self.model_dim, self._like(x))
-        if refusal is None:
-            x_SM = x.reshape(-1, self.model_dim)
-        else:
-            like = self._like(x.float() if isinstance(x, Tensor) else torch.empty(0))
-            x_SM = torch.zeros(0, self.model_dim, dtype=like.dtype, device=like.device)
-        if mp.size > 1 and self.mp_input != "split":
-            self._checks.agree_on_tokens(x_SM, refusal, self.mp_input)
-        counts = split_counts(len(x_SM), mp)
-        if self.mp_input == "partial":
-            x_SM = reduce_scatter_rows(x_SM, mp, counts, recorder)
-        elif self.mp_input == "replicated":
-            x_SM = split_rows(x_SM, mp, counts, recorder)
-        y_SM = self._route(x_SM, refusal)
-        if self.mp_input != "split":
-            y_SM = join_rows(y_SM, mp, counts, recorder)
-        y = y_SM.view(x.shape)
-        if self.hooks:
-            y = run_hooks(self.hooks, "before_moe_end", y, HookContext("forward"))
-            y = self._tap(y, "before_moe_start")
-        return y
+        recorder = self.recorder
+        if isinstance(x, Tensor):
+            x = enter(self.hooks, x)
+        x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
+        if self.mp_tokens.joint:
+            self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
+        counts = self.mp_tokens.counts(len(x_SM))
+        y_SM = self._route(self.mp_tokens.take(x_SM, counts, recorder), refusal)
+        return leave(self.hooks, self.mp_tokens.join(y_SM, counts, recorder).view(x.shape))
 
     def _route(self, x_SM: Tensor, refusal: str | None) -> Tensor:
         recorder = self.recorder
         self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
-            routing = self._replicated(self.gate, x_SM)
-            refusal = refusal or self._checks.of_routing(routing, self.gate, x_SM)
+            routing = self.mp_tokens.call(self.gate, x_SM)
+            refusal = refusal or self.checks.of_routing(routing, self.gate, x_SM)
             if refusal is not None:
                 routing = no_routing(x_SM)  # this rank sends nothing but why
-            self._count(routing)
+            self.load.count(routing, self.gate, self.training)
         if self.topology.ep.size == self.topology.esp.size == 1:
-            self._checks.refuse(refusal)
+            self.checks.refuse(refusal)
         if self.placed is not None and isinstance(routing, SoftRouting):
-            raise _no_load(self.gate)
+            raise no_load(self.gate)
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
-        with span(recorder, "order", kind="order", phase="forward"):
+        with span(recorder, "permute", kind="permute", phase="forward"):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
-        self._load.kept_E = ordered.kept_E
+        self.load.kept_E = ordered.kept_E
         self.dispatcher.recorder = recorder
-        y_SM = self.dispatcher.through_experts(ordered.x_SM, ordered.layout, ordered.weight_SK, self.experts, refusal)
-        with span(recorder, "unorder", kind="unorder", phase="forward"):
+        routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal)
+        y_SM = self.dispatcher.through_experts(routed, self.experts)
+        with span(recorder, "unpermute", kind="unpermute", phase="forward"):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
         if self.shared is not None:
             self.shared.recorder = recorder
             every = contiguous_layout(torch.full((1,), len(x_SM), device=x_SM.device), len(x_SM))
-            shared_SM = self._replicated(self.shared, x_SM, every, None)
+            shared_SM = self.mp_tokens.call(self.shared, x_SM, every, None)
             check_results(type(self.shared).__name__, shared_SM, x_SM)
             y_SM = y_SM + shared_SM
         self._keep_aux(routing.aux_loss)
         return y_SM
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The kinds of tasks that plans of this layer have, by collectives."""
-        return self._planner.kinds
-
-    def _replicated(self, module: nn.Module, *inputs: Any) -> Any:
-        """Calls a module whose parameters are replicated.
-
-        Where MP ranks join their slices again, each must get the whole gradient, as for all that is replicated there.
-        """
-        mp = self.topology.mp
-        if mp.size == 1 or self.mp_input == "split":
-            return module(*inputs)
-        parameters = {name: sum_gradient(parameter, mp) for name, parameter in module.named_parameters()}
-        return torch.func.functional_call(module, parameters, inputs)
-
-    def follow(self, plans: Plans, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()) -> None:
+    def set_plan(self, plans: Plans, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()) -> None:
         """From now on the layer works by these plans, the same on every rank, whatever its schedule.
 
         Args:
-            gradients: reduces the gradient pieces that the backward plan has, and those `beside` what follows it.
+            gradients: reduces the gradient buckets that the backward plan has, and those `beside` what follows it.
         Raises:
             ConfigError: plans with other tasks than this layer can run, or without some of its parts.
         """
-        for phase, plan in (("forward", plans.forward), ("backward", plans.backward)):
-            own = f"MoELayer.follow: the {phase} plan"
-            require_runnable(plan, (*self.parts, *(["gradient-all-reduce"] if gradients is not None else [])), own)
-            lacks = [kind for kind in self.parts if kind not in {task.kind for task in plan}]
-            if lacks:
-                raise ConfigError(f"{own} has no {lacks[0]}, which every chunk of this layer goes through; add it")
-        self._planner.told = Followed(plans, gradients, beside)
+        self._planner.assign(plans, gradients, beside)
 
     def update_gate(self) -> None:
         """Tells the gate the load of all ranks since the last call; call it after each optimizer step. Collective.
 
         Only gates that balance without a loss (DeepSeek-V3) do anything with it.
         """
-        if not self._balances:
-            return
-        load_E = self._load.taken()
-        if self.topology.size > 1:
-            load_E = load_E.to(device_of(self.topology.world))
-        self.gate.update(all_reduce(self.topology.world, load_E, operation="sum of expert loads"))
-
-    @property
-    def _balances(self) -> bool:
-        """Whether the gate does anything with the load."""
-        return type(self.gate).update is not Gate.update
-
-    def count(self, routing: Routing, kept_E: Tensor) -> None:
-        """What a forward outside this layer (`fusedmoe.pipeline`) routed, and the rows of each expert that it kept."""
-        self._count(routing)
-        self._load.kept_E = kept_E
-
-    def _count(self, routing: Routing | SoftRouting) -> None:
-        self._load.count(routing, summed=self.training and self._balances and not recomputing())
+        self.load.tell(self.gate, self.topology.world)
 
     def _keep_aux(self, aux: Tensor) -> None:
-        mp = self.topology.mp
-        aux = aux / mp.size if self.mp_input == "split" else mean_over(aux, mp)
+        aux = self.mp_tokens.aux(aux)
         if not recomputing():
             self._ran_without_graph |= self.training and not torch.is_grad_enabled()
         elif aux.requires_grad and not self._ran_without_graph:
@@ -349,12 +261,12 @@ class MoELayer(nn.Module):
     @property
     def load_E(self) -> Tensor:
         """[E] int64: slots that chose each expert in the last forward, on this rank, drops included."""
-        return self._load.chosen_E
+        return self.load.chosen_E
 
     @property
     def dropped(self) -> int:
         """How many slots of the last forward were dropped (on CUDA this waits for the device)."""
-        return self._load.dropped()
+        return self.load.dropped()
 
     def check(self) -> None:
         """Raises what a forward would that knew of bad router logits in forwards before, and of waits for other ranks
@@ -364,20 +276,7 @@ class MoELayer(nn.Module):
         """
         with self.topology.guard("MoELayer.check"):
             self.topology.check()
-            self._checks.tell_logits(wait=True)
-
-    def refuse_logits(self, routing: Routing | SoftRouting) -> str | None:
-        """What is wrong with the router's logits, if anything."""
-        return self._checks.of_logits(routing)
-
-    def _tap(self, tensor: Tensor, seam: str) -> Tensor:
-        """The identity, whose backward passes the gradient through the hooks at `seam`."""
-        hooks = self.hooks  # the graph does not hold the layer
-        return linear(tensor, lambda t: t, lambda grad: run_hooks(hooks, seam, grad, HookContext("backward")))
-
-    def _like(self, x: Tensor) -> Tensor:
-        """A tensor of the dtype and device that x should have: a parameter of the experts; x itself without any."""
-        return next(self.experts.parameters(), x)
+            self.checks.tell_logits(wait=True)
 
     def extra_repr(self) -> str:
         schedule = "off" if self._planner.schedule is None else str(self._planner.schedule)
@@ -385,21 +284,6 @@ class MoELayer(nn.Module):
             f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, schedule={schedule!r}, "
             f"{self.topology}"
         )
-
-
-def _require_shardings(experts: Experts) -> None:
-    """Experts that live on some ranks only must say so, or their gradients would be summed with other experts'."""
-    unknown = [name for name, _ in experts.named_parameters() if name not in experts.shardings]
-    if unknown:
-        raise ConfigError(
-            f"{type(experts).__name__} does not say how {', '.join(unknown)} is split over ep and esp. Set, say, "
-            f"self.shardings[{unknown[0]!r}] = {{'ep': 0}} where it is made, if its first dimension counts the local "
-            "experts, or {} if all ranks hold the same."
-        )
-
-
-def _no_load(gate: Gate) -> ConfigError:
-    return ConfigError(f"{type(gate).__name__} gives all experts the same load: placement='ep' is for it")
 
 
 @cache

@@ -59,6 +59,17 @@ class Order:
         """Tokens' results from those of `ordered.x_SM`."""
         return y_SM if ordered.combine_SN is None else ordered.combine_SN.to(y_SM.dtype) @ y_SM
 
+    @property
+    def copies(self) -> bool:
+        """Whether rows are copies of tokens, and a token's result the sum of its rows'."""
+        return all(getattr(type(self), name) is getattr(Order, name) for name in ("order", "_order", "restore"))
+
+    @property
+    def splits(self) -> bool:
+        """Whether it can be asked for parts of a batch: it drops what there is no room for, and nothing but
+        `combine_SN` restores tokens."""
+        return type(self).layout in (Order.layout, Dropless.layout) and type(self).restore is Order.restore
+
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
         layout = self.layout(routing, experts)
         return Ordered(x_SM, layout, routing.weight_SK, layout.counts_E)

@@ -10,23 +10,20 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import GradientReducer, Plans, Run
 from fusedmoe.engine.stack import through_stack
 from fusedmoe.engine.state import Cut
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates import Gate
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.orders import Einsum, Order
 from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.layers.stage import BlockStage
-from fusedmoe.runtime.execute import Here, Streams, require_runnable, runnable_kinds
+from fusedmoe.runtime.execute import Capabilities, Streams, require_runnable, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import STAGES, Task
+from fusedmoe.schedule.task import FUSED, STAGES, Task
 from fusedmoe.schedule.workload import Workload
 
 Along = Literal["samples", "positions"]
@@ -75,13 +72,13 @@ class PipelinedBlocks(nn.Module):
         self.topology, self.along = parts[0].experts.topology, along
         self.recorder: Recorder | None = None
         for number, layer in enumerate(self._layers()):
-            _refuse(layer, number, self.topology)
+            _refuse(layer, number, self.topology, parts[0].experts.mp_tokens.joint)
         sizes = self.topology.beside(self.topology.esp, "sizes")
         self._stages = [BlockStage(*block, sizes, along == "positions", recompute) for block in parts]
-        self._streams, self._cut = Streams(), Cut(self.topology.ep.size, int(along == "positions"))
+        self._streams = Streams()
         kinds, waits = self._layers()[0].parts, self.waits
         plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(STAGES, degrees, strict=True))
-        self.follow(Plans(*plans))
+        self.set_plan(Plans(*plans))
 
     @property
     def waits(self) -> list[bool]:
@@ -102,11 +99,12 @@ class PipelinedBlocks(nn.Module):
         layer, topology = self._layers()[0], self.topology
         found = layer.experts.workload(1, x.dtype.itemsize, topology.ep.size, topology.esp.size)
         length = max(1, x[:1, ..., 0].numel())
-        samples = max(1, len(x))
+        # Of tokens in common each rank has its part, of the dense parts' work as well.
+        samples = max(1, len(x) // (topology.mp.size if layer.mp_tokens.joint else 1))
         rows = layer.order.rows_per_token(layer.gate, samples * length)
         return replace(found, batch=samples * topology.esp.size, seq_len=length, k=1, capacity_factor=rows)
 
-    def follow(self, plans: Plans, gradients: GradientReducer | None = None) -> None:
+    def set_plan(self, plans: Plans, gradients: GradientReducer | None = None) -> None:
         """From now on both passes run by these plans. Collective over all ranks.
 
         Args:
@@ -125,15 +123,30 @@ class PipelinedBlocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, …, M] -> [B, …, M]; collective. `experts[i].aux_loss` is then the auxiliary loss of block i."""
+        for stage in self._stages:
+            stage.require_nothing_between_layers()
         with self.topology.guard("pipeline"):
             least = 2 if self.along == "samples" else 3
             if x.dim() < least or x.shape[-1] != self._layers()[0].model_dim:
                 want = f"[samples, {'positions, ' * (least - 2)}…, {self._layers()[0].model_dim}]"
                 raise ConfigError(f"pipeline got input of shape {list(x.shape)}; it takes {want}")
-            z, aux = through_stack(x, self._stages, self._run(x), self._cut)
-        for layer, loss in zip(self._layers(), aux, strict=True):
-            layer.aux_loss = loss / self.topology.mp.size
-        return z
+            batch, cut = self._cut(x)
+            z, aux = through_stack(batch, self._stages, self._run(x), cut)
+            for layer, loss in zip(self._layers(), aux, strict=True):
+                layer.aux_loss = layer.mp_tokens.aux(loss)
+        return z.view(x.shape)
+
+    def _cut(self, x: Tensor) -> tuple[Tensor, Cut]:
+        """A batch, and how it is cut. Of one that an MP group has in common, each rank routes some samples, first those
+        of rank 0: each micro-batch has some of every rank's, so that all have work at all times."""
+        peers, mp, layer = self.topology.ep.size, self.topology.mp, self._layers()[0]
+        if layer.mp_tokens.joint:
+            layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)
+        if self.along == "positions":
+            return x, Cut(peers, 1, in_order=True)
+        if layer.mp_tokens.joint and len(x) % mp.size == 0:
+            return x.view(mp.size, len(x) // mp.size, *x.shape[1:]), Cut(peers, 1)
+        return x, Cut(peers)
 
     def _run(self, x: Tensor) -> Run:
         stop = partial(self.topology.stop, "pipeline")
@@ -142,23 +155,30 @@ class PipelinedBlocks(nn.Module):
 
     def _check(self, phase: str, plans: Plans, gradients: GradientReducer | None) -> None:
         plan = plans.forward if phase == "forward" else plans.backward
-        here = Here(self.topology.ep.size, self.topology.esp.size)
+        if any(task.kind in FUSED for task in plan):
+            # The executor gives a task one resource. These hold computation and a link at once, from the first token
+            # to the last result: the micro-batches beside them, which are there to fill both, would have nothing left.
+            raise ConfigError(
+                f"pipeline: the {phase} plan has fused operations, which leave micro-batches nothing to overlap with: "
+                "use MoELayer(schedule='fused') without a pipeline, or a plan by collectives"
+            )
+        here = Capabilities(self.topology.ep.size, self.topology.esp.size)
         require_runnable(plan, runnable_kinds(here, "blocks"), f"pipeline: the {phase} plan")
         for task in plan:
             if task.phase != phase or (task.layer or 0) >= len(self._stages):
                 raise ConfigError(f"pipeline: {task} is not of the {phase} pass of {len(self._stages)} blocks")
             if task.kind == "gradient-all-reduce" and gradients is None:
-                raise ConfigError("pipeline: the plan reduces gradients, so follow() needs what reduces them")
+                raise ConfigError("pipeline: the plan reduces gradients, so set_plan() needs what reduces them")
         kinds = {"attention", *self._layers()[0].parts}
         for number, stage in enumerate(self._stages):
             counts = Counter(task.kind for task in plan if task.layer == number)
             lacks = sorted(kinds - counts.keys())
             if lacks:
                 raise ConfigError(f"pipeline: the {phase} plan has no {lacks[0]} of block {number}")
-            if phase == "forward" and stage.waits and counts["attention"] > 1 and not counts["order"]:
+            if phase == "forward" and stage.waits and counts["attention"] > 1 and not counts["permute"]:
                 raise ConfigError(
                     f"pipeline: block {number} cannot tell whose rows there is room for before all of a batch is "
-                    "routed (k > 1 with a capacity): the plan needs an order task between attention and dispatch"
+                    "routed (k > 1 with a capacity): the plan needs a permute task between attention and dispatch"
                 )
             degrees = plans.forward.degrees.get(("forward", number)), plans.backward.degrees.get(("backward", number))
             if degrees[0] != degrees[1] and not stage.any_degree:
@@ -189,6 +209,12 @@ def pipeline(
 
     `fusedmoe.training.plan_step` makes plans of these by what they cost, with gradient all-reduces between the rest.
 
+    Layers keep what is theirs: hooks, `mp_input`, orders, shared experts, experts under a placement. Their schedules
+    rest, "fused" among them: the plan here is that of all blocks. Hooks are called for each micro-batch, with its
+    number: `before_moe_start` sees the tokens of one, [b, …, M], in the order of the plan. Tokens that an MP group has
+    in common may be those of any number of samples; where it is a multiple of the group, each micro-batch has as many
+    of every rank's.
+
     Args:
         blocks: pairs of a dense part and a `MoELayer`, see `Parts`. Parameters stay the modules' own.
         degrees: micro-batches forward and backward; a batch of fewer samples has empty ones.
@@ -196,9 +222,8 @@ def pipeline(
             is enough.
         recompute: keep only inputs of dense parts for the backward pass, and compute the rest again there.
     Raises:
-        ConfigError: what is no such pair; blocks that cannot be split: gates that look at the whole batch, orders by
-            products, hooks, tokens that are the same on the ranks of an MP group, experts of their own kind with
-            different degrees.
+        ConfigError: what is no such pair; blocks that cannot be split: gates that look at the whole batch, orders with
+            a layout of their own, dispatchers of your own, experts of their own kind with different degrees.
         RankError: ranks with different blocks or degrees. Making one is collective.
     """
     return PipelinedBlocks(blocks, degrees, along, recompute)
@@ -214,30 +239,25 @@ def _parts_of(block: object, number: int) -> Parts:
     )
 
 
-def unsplit_part(gate: Gate, order: Order | None, hooks: Sequence[Hooks]) -> Literal["gate", "order", "hooks"] | None:
-    """The part of a layer that micro-batches cannot go through; None where there is none."""
-    if not gate.splits:
-        return "gate"
-    if isinstance(order, Einsum):
-        return "order"
-    return "hooks" if hooks else None
-
-
-def _refuse(layer: MoELayer, number: int, topology: Topology) -> None:
-    part, gate = unsplit_part(layer.gate, layer.order, layer.hooks), type(layer.gate).__name__
+def _refuse(layer: MoELayer, number: int, topology: Topology, joint: bool) -> None:
+    gate, order = type(layer.gate).__name__, type(layer.order).__name__
     for wrong, text in (
-        (part == "gate", f"{gate} looks at whole batches, so that only what follows it can be split: use schedule=…"),
-        (part == "order", "an order by products cannot be split: use Sparse() or Dropless()"),
-        (part == "hooks", "hooks see whole layers: use MoELayer(schedule=…) with them"),
+        (
+            not layer.gate.splits,
+            f"{gate} looks at whole batches; only what follows it can be split: use schedule=…",
+        ),
+        (
+            not layer.order.splits,
+            f"{order} has a layout() or restore() of its own, of whole batches: use schedule=…, or Sparse()",
+        ),
         (layer.dispatch not in ALGORITHMS, "a dispatcher of your own takes whole layers: name an all-to-all algorithm"),
-        (layer.placed is not None, "experts under a placement are whole layers': use MoELayer(schedule=…) with them"),
         (
             layer.topology is not topology and topology.size * layer.topology.size > 1,
             "all blocks must have the same topology",
         ),
         (
-            topology.mp.size > 1 and layer.mp_input != "split",
-            f"mp_input={layer.mp_input!r}, but micro-batches take each rank's own tokens: use mp_input='split'",
+            layer.mp_tokens.joint != joint,
+            "either all blocks have mp_input='split', or none: x is either an MP rank's own tokens or the group's",
         ),
     ):
         if wrong:
@@ -250,7 +270,7 @@ def _even_plan(phase: str, degree: int, kinds: Sequence[str], waits: Sequence[bo
     layers = range(len(waits))
     for layer in layers if phase == "forward" else reversed(layers):
         for kind in STAGES[phase]:
-            if kind == "order" and phase == "forward" and waits[layer]:
+            if kind == "permute" and phase == "forward" and waits[layer]:
                 tasks.append(Task(kind, None, layer, phase))
             elif kind in ("attention", *kinds):
                 tasks += [Task(kind, chunk, layer, phase) for chunk in range(degree)]

@@ -1,4 +1,4 @@
-"""The plans that a layer works by: those of its schedule, made as sizes ask for them, or those it was told."""
+"""The plans that a layer works by: those of its schedule, made as sizes ask for them, or those it was assigned."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local
-from fusedmoe.engine.run import Followed, Plans
+from fusedmoe.engine.run import Assigned, GradientReducer, Plans
+from fusedmoe.errors import ConfigError
 from fusedmoe.layers.dispatchers import KernelTransport, Moving, OneSided, choose_transport, has_heap
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, require_same_plans
-from fusedmoe.runtime.execute import Here, runnable_kinds
-from fusedmoe.schedule.task import FUSED
+from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
+from fusedmoe.schedule.task import FUSED, Task
 from fusedmoe.schedule.workload import Workload
 
 
@@ -28,8 +29,8 @@ class Planner:
     """Finds the plans of one layer, whose tokens have `k` experts each.
 
     Attributes:
-        schedule: None: nothing goes in chunks, unless plans are told.
-        told: plans to follow, whatever the schedule; they do not go with copies.
+        schedule: None: nothing goes in chunks, unless plans are assigned.
+        assigned: plans to follow, whatever the schedule; they do not go with copies.
         made: the schedule's plans so far, by what they were made for (None: for any sizes).
 
     Raises:
@@ -46,27 +47,37 @@ class Planner:
             else:
                 experts.workload(1, 1, ep, esp)
         self.schedule = schedule
-        self.told: Followed | None = None
+        self.assigned: Assigned | None = None
         self.made: dict[Workload | None, Plans] = {}
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"told": None}
+        return self.__dict__ | {"assigned": None}
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of tasks that plans by collectives have."""
-        return runnable_kinds(Here(self._topology.ep.size, self._topology.esp.size), "itself")
+        return runnable_kinds(Capabilities(self._topology.ep.size, self._topology.esp.size), "itself")
 
-    def followed(self, x_SM: Tensor, rows: int, chunks: ChunkExperts) -> Followed | None:
-        """What was told, or the schedule's plans, by collectives, for so many rows of the rank that sends the most.
+    def assign(self, plans: Plans, gradients: GradientReducer | None, beside: Sequence[Task]) -> None:
+        """See `MoELayer.set_plan`."""
+        for phase, plan in (("forward", plans.forward), ("backward", plans.backward)):
+            own = f"MoELayer.set_plan: the {phase} plan"
+            require_runnable(plan, (*self.kinds, *(["gradient-all-reduce"] if gradients is not None else [])), own)
+            lacks = [kind for kind in self.kinds if kind not in {task.kind for task in plan}]
+            if lacks:
+                raise ConfigError(f"{own} has no {lacks[0]}, which every chunk of this layer goes through; add it")
+        self.assigned = Assigned(plans, gradients, beside)
+
+    def find(self, x_SM: Tensor, rows: int, chunks: ChunkExperts) -> Assigned | None:
+        """What was assigned, or the schedule's plans, by collectives, for so many rows of the rank that sends the most.
         None: nothing goes in chunks."""
-        if self.told is not None or self.schedule is None:
-            return self.told
+        if self.assigned is not None or self.schedule is None:
+            return self.assigned
         workload = self._workload(x_SM, rows)
         if workload not in self.made:
             self.made[workload] = self._plans(x_SM, workload, chunks.any_degree, self.kinds)
-        return Followed(self.made[workload])
+        return Assigned(self.made[workload])
 
     def dispatcher(self, algorithm: str, hooks: Sequence[Hooks], placed: DynamicExperts | None) -> Dispatcher:
         """What takes rows by these plans. `algorithm`: of all-to-alls.   `placed`: the experts where they move."""
@@ -74,15 +85,15 @@ class Planner:
         if topology.ep.size * topology.esp.size == 1 and not hooks:
             return Local()
         if placed is not None:
-            return Moving(placed, topology, all_to_all, self.followed, hooks)
-        collectives = Collectives(topology, all_to_all, self.followed, hooks)
-        one_sided = self.schedule is not None and self.schedule.policy == FUSED_POLICY and not hooks
-        return OneSided(self.transport, collectives) if one_sided else collectives
+            return Moving(placed, topology, all_to_all, self.find, hooks)
+        if self.schedule is not None and self.schedule.policy == FUSED_POLICY and not hooks:
+            return OneSided(self.transport, topology, all_to_all, self.find)
+        return Collectives(topology, all_to_all, self.find, hooks)
 
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """How kernels send and receive by themselves; None where collectives do. The first call in a dtype and on a
         device is collective."""
-        if self.told is not None or self.schedule is None or self.schedule.policy != FUSED_POLICY:
+        if self.assigned is not None or self.schedule is None or self.schedule.policy != FUSED_POLICY:
             return None
         at = x_SM.dtype, x_SM.device
         if at not in self._transports:
@@ -91,7 +102,7 @@ class Planner:
 
     def _choose_transport(self, x_SM: Tensor) -> KernelTransport | None:
         topology = self._topology
-        here = Here(
+        here = Capabilities(
             topology.ep.size,
             topology.esp.size,
             isinstance(self._experts.in_chunks(x_SM), GroupedExperts),

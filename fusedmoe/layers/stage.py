@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +13,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fusedmoe.autograd.deferred import DeferredGradients
+from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
-from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.dispatcher import Collectives
-from fusedmoe.engine.state import Choice, Dense
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts
+from fusedmoe.engine.dispatcher import Collectives, recomputing
+from fusedmoe.engine.state import Choice, Dense, OrderedRows, Share
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.layout import contiguous_layout
+from fusedmoe.kernels.layout import Layout, contiguous_layout
+from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.router import outside_autocast
 from fusedmoe.layers.input_checks import check_routing
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.orders import Dropless, Order
+from fusedmoe.layers.mp_tokens import MpTokens
+from fusedmoe.layers.orders import Dropless, Order, Ordered
+from fusedmoe.layers.wire_hooks import enter, leave
 
 
 class BlockStage:
@@ -39,15 +44,43 @@ class BlockStage:
 
     def __init__(self, dense: nn.Module, layer: MoELayer, sizes: Group, in_positions: bool, recompute: bool) -> None:
         self._layer, self._sizes, self._recompute = layer, sizes, recompute
-        self._dense = _DensePart(dense, layer, in_positions)
+        tokens = layer.mp_tokens
+        self.orders = not layer.order.copies
+        self.ends = bool(layer.hooks) or tokens.joint or self.orders
+        self._dense = _DensePart(dense, layer, in_positions, self.ends)
         self._names = [name for name, _ in self._dense.named_parameters()]
         self._collectives = Collectives(layer.topology, make_all_to_all(layer.dispatch, layer.topology))
-        gate = layer.gate
+        topology, gate = layer.topology, layer.gate
+        self.hooks: Sequence[Hooks] = layer.hooks
         self.experts_in_all = gate.experts
+        # Rows come back while dense parts may communicate over the MP group.
+        group = topology.beside(topology.mp, "joins") if tokens.joint else Group("mp")
+        self.mp, self._joins = group, MpTokens(group, layer.mp_input)
+        self._refusal: str | None = None
         self._limited = _limited(gate, layer.order)
         self.waits = must_wait(gate, layer.order, in_positions)
         like = next(layer.experts.parameters(), torch.empty(0))
         self.any_degree = layer.experts.in_chunks(like).any_degree
+
+    def require_nothing_between_layers(self) -> None:
+        """Layers in micro-batches are at work all at once: nothing happens between one and the next, and copies of
+        experts are made before the first gate has chosen.
+
+        Raises:
+            ConfigError: what is to happen there.
+        """
+        if (placed := self._layer.placed) is None:
+            return
+        for wrong, text in (
+            (placed.clocked, "overlap=None measures the time between two layers: give ShardedExperts(overlap=…)"),
+            (placed.rematerialises, "rematerialises=True gives copies back after each layer: use rematerialises=False"),
+            (
+                placed.correct is not None,
+                "copies are made once a gate has chosen for a whole batch: use policy='hecate' without calibrates",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(f"pipeline: {text}, or MoELayer(schedule=…) in place of the pipeline")
 
     @property
     def dense_parameters(self) -> list[nn.Parameter]:
@@ -56,37 +89,54 @@ class BlockStage:
     def capacity(self, tokens: int) -> int | None:
         return self._layer.gate.row_capacity(tokens) if self._limited else None
 
-    def draw(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self._layer.gate.draw(x.reshape(-1, x.shape[-1]))
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        return self._layer.gate.draw(x_SM)
 
     def dense(
         self,
         parameters: Sequence[Tensor],
         x: Tensor,
+        share: Share,
         drawn: tuple[Tensor, ...],
         past: Sequence[tuple[Tensor, ...]],
         later: DeferredGradients | None,
     ) -> Dense:
         named, part = dict(zip(self._names, parameters, strict=True)), self._dense  # a graph may keep what computes
+        for name, parameter in named.items():
+            if not name.startswith("dense."):
+                named[name] = self._layer.mp_tokens.whole_gradient(parameter)
 
         def compute(x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> Any:
             with nullcontext() if later is None else later:
-                return torch.func.functional_call(part, named, (x, drawn, past))
+                return torch.func.functional_call(part, named, (x, share, drawn, past))
 
         if self._recompute and torch.is_grad_enabled():
             # To its end: a dense part that communicates must do so on all ranks alike.
             with set_checkpoint_early_stop(False):
-                y, u, scores, own = checkpoint(compute, x, past, use_reentrant=False)
+                y, u, shared, scores, own = checkpoint(compute, x, past, use_reentrant=False)
         else:
-            y, u, scores, own = compute(x, past)
+            y, u, shared, scores, own = compute(x, past)
         # Losses are the whole batch's.
         gate = copy.copy(self._layer.gate)
         gate.aux = {}
         with outside_autocast(u.device.type):
             routing = gate.choose(*scores)
-        check_routing(gate, routing, u.reshape(-1, u.shape[-1]))
+        check_routing(gate, routing, u.reshape(-1, u.shape[-1])[share.own])
         assert isinstance(routing, Routing)
-        return Dense(y, u, scores, routing, own)
+        return Dense(y, u, shared, scores, routing, own)
+
+    def order(self, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> Ordered:
+        routing = Routing(expert_SK, weight_SK, None, None, u_SM.new_zeros(()), None)
+        return self._layer.order.order(u_SM, routing, self.experts_in_all)
+
+    def restore(self, y_SM: Tensor, ordered: OrderedRows) -> Tensor:
+        assert isinstance(ordered, Ordered)
+        return self._layer.order.restore(y_SM, ordered)
+
+    def end(self, y: Tensor, share: Share) -> Tensor:
+        z_SM = self._joins.join(y.reshape(-1, y.shape[-1])[share.own], share.rows)
+        z = leave(self.hooks, z_SM.view(y.shape), share.number, share.of)
+        return _unchanged(z, y, "before_moe_end")
 
     def choose(self, scores: tuple[Tensor, ...]) -> Routing:
         with outside_autocast(scores[0].device.type):
@@ -96,42 +146,71 @@ class BlockStage:
 
     def count(self, routing: Choice, kept_E: Tensor) -> None:
         assert isinstance(routing, Routing)
-        self._layer.count(routing, kept_E)
+        layer = self._layer
+        layer.load.count(routing, layer.gate, layer.training)
+        layer.load.kept_E = kept_E
 
     def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice]) -> Exchange:
-        found = (self._layer.refuse_logits(routing) for routing in routings if isinstance(routing, Routing))
+        found = (self._layer.checks.of_logits(routing) for routing in routings if isinstance(routing, Routing))
         refusal = next((text for text in found if text), None)
-        return self._collectives.exchange(counts, like.dtype, refusal, sizes=self._sizes)
+        return self._collectives.exchange(counts, like.dtype, self._refusal or refusal, sizes=self._sizes)
+
+    @property
+    def held(self) -> int | None:
+        placed = self._layer.placed
+        return None if placed is None else max(1, len(placed.held))
+
+    def places(self, layout: Layout) -> Layout:
+        placed = self._layer.placed
+        assert placed is not None
+        placed.arrive()  # they have been on their way while the layers before were at work
+        return placed.split(layout, self._learns)
 
     def experts(self, like: Tensor) -> ChunkExperts:
-        experts = self._layer.experts
-        return experts.in_chunks(like.new_empty(0, dtype=experts.row_dtype(like)))
+        experts, placed = self._layer.experts, self._layer.placed
+        like = like.new_empty(0, dtype=experts.row_dtype(like))
+        if placed is None:
+            return experts.in_chunks(like)
+        again = recomputing()
+        self._learns = experts.training and not again
+        placed.come_in_turn(again, self._layer.recorder)
+        self._refusal = placed.refusal()
+        own = next(experts.parameters()).dtype
+        return placed.call(partial(_of_tables, like), again, arrived=own != like.dtype)  # a cast is a copy, made now
 
 
 class _DensePart(nn.Module):
-    """What a block computes of a piece by itself: its dense part, the shared expert, and the gate's scores."""
+    """What a block computes of a piece by itself: its dense part, the shared expert, and the gate's scores.
 
-    def __init__(self, dense: nn.Module, layer: MoELayer, in_positions: bool) -> None:
+    `ends`: what the shared expert gives goes with the experts' results; else it is a part of y.
+    """
+
+    def __init__(self, dense: nn.Module, layer: MoELayer, in_positions: bool, ends: bool) -> None:
         super().__init__()
         self.dense, self.gate, self.shared = dense, layer.gate, layer.shared
+        self._hooks, self._tokens, self._ends = layer.hooks, layer.mp_tokens, ends
         self._row_dtype, self._in_positions = layer.experts.row_dtype, in_positions
 
     def forward(
-        self, x: Tensor, drawn: tuple[Tensor, ...], past: Sequence[tuple[Tensor, ...]]
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        self, x: Tensor, share: Share, drawn: tuple[Tensor, ...], past: Sequence[tuple[Tensor, ...]]
+    ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
         own: tuple[Tensor, ...] = ()
         if self._in_positions:
             y, u, own = self._results(self.dense(x, past), x, ("y", "u", "own"))
         else:
             y, u = self._results(self.dense(x), x, ("y", "u"))
-        u_SM = u.reshape(-1, x.shape[-1])
+        u = _unchanged(enter(self._hooks, u, share.number, share.of), x, "before_moe_start")
+        u_SM = self._tokens.take(u.reshape(-1, x.shape[-1]), share.rows)
         with outside_autocast(u_SM.device.type):
             scores = self.gate.score(u_SM, *drawn)
         u_SM = u_SM.to(self._row_dtype(u_SM))
+        shared: Tensor | None = None
         if self.shared is not None:
             every = contiguous_layout(torch.full((1,), len(u_SM), device=u_SM.device), len(u_SM))
-            y = y + self.shared(u_SM, every, None).view(y.shape)
-        return y, u_SM.view(x.shape), scores, own
+            shared = share.spread(self.shared(u_SM, every, None)).view(y.shape)
+        if shared is not None and not self._ends:
+            y, shared = y + shared, None
+        return y, share.spread(u_SM).view(x.shape), shared, scores, own
 
     def _results(self, found: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
         """What the dense part gave. A tensor by itself would come apart into samples."""
@@ -143,6 +222,25 @@ class _DensePart(nn.Module):
             if one.shape != x.shape:
                 raise ConfigError(f"pipeline: {name} of the dense part {dense} is {list(one.shape)}, not {shape} as x")
         return tuple(found)
+
+
+def _of_tables(like: Tensor, experts: Experts) -> ChunkExperts:
+    """Experts that keep the parameters that they have now."""
+    chunks = experts.in_chunks(like)
+    if chunks.any_degree:
+        return chunks
+    named: dict[str, Tensor] = dict(experts.named_parameters())
+    return AutogradExperts(lambda *rows: torch.func.functional_call(experts, named, rows), tuple(named.values()))
+
+
+def _unchanged(found: Tensor, like: Tensor, seam: str) -> Tensor:
+    """What hooks made of some samples: pieces of it go on by themselves."""
+    if found.shape != like.shape:
+        raise ConfigError(
+            f"pipeline: hooks at {seam} made {list(found.shape)} of {list(like.shape)}. Between blocks tokens keep "
+            "their shape: change it in the dense parts, or use MoELayer(schedule=…) with such hooks"
+        )
+    return found
 
 
 def must_wait(gate: Gate, order: Order | None, in_positions: bool) -> bool:

@@ -1,11 +1,14 @@
-"""Ready-made hooks."""
+"""Ready-made hooks, and the outer seams of a layer."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.hooks import HookContext, Hooks
+from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
+from fusedmoe.autograd.linear import linear
 from fusedmoe.autograd.wire_formats import pack_fp8, unpack_fp8
 from fusedmoe.errors import ConfigError
 
@@ -68,3 +71,26 @@ class WireFp8(Hooks):
 
     def __repr__(self) -> str:
         return "WireFp8()"
+
+
+def enter(hooks: Sequence[Hooks], x: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
+    """What a layer gets of its input. The gradient of the input passes the hooks at the layer's end."""
+    if not hooks:
+        return x
+    x = _tap(hooks, x, "before_moe_end", chunk, chunks)
+    return run_hooks(hooks, "before_moe_start", x, HookContext("forward", chunk, chunks))
+
+
+def leave(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: int = 1) -> Tensor:
+    """What a layer gives of its output. The gradient of the output passes the hooks at the layer's start."""
+    if not hooks:
+        return y
+    y = run_hooks(hooks, "before_moe_end", y, HookContext("forward", chunk, chunks))
+    return _tap(hooks, y, "before_moe_start", chunk, chunks)
+
+
+def _tap(hooks: Sequence[Hooks], tensor: Tensor, seam: str, chunk: int, chunks: int) -> Tensor:
+    """The identity, whose backward passes the gradient through the hooks at `seam`."""
+    return linear(
+        tensor, lambda t: t, lambda grad: run_hooks(hooks, seam, grad, HookContext("backward", chunk, chunks))
+    )

@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         return self._micro.pipelined
 
     def update_gates(self) -> None:
-        """To be called after each optimizer step: gates that learn outside the gradient do it here."""
+        """Updates gates that learn outside the gradient: call it after each optimizer step."""
         for layer in self.moe_layers():
             layer.update_gate()
 

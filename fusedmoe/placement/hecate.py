@@ -35,7 +35,7 @@ EVERY = 100
 
 
 def overlap_degree(idle_s: float, expert_bytes: float, bytes_per_s: float) -> int:
-    """How many experts a rank can receive unnoticed: t = floor(idle time · bandwidth / bytes of an expert).
+    """How many experts a rank can receive in hidden time: t = floor(idle time · bandwidth / bytes of an expert).
 
     Args:
         idle_s: for how long the link has nothing else to do: what a plan leaves of it free (the schedule's
@@ -171,8 +171,10 @@ def improve(
 
 
 class _ReplicaSearch:
-    """Axis C is what counts of a placement, in tokens of one all-to-all: [W] what each rank computes, [W] what it
-    receives from other nodes and [N] what each rank of a node sends there.
+    """The search of `improve`: a placement that is changed step by step.
+
+    What a placement costs is a vector [C] of tokens in one all-to-all: [W] that each rank computes, [W] that it
+    receives from other nodes and [N] that each rank of a node sends there, one after the other.
 
     A change of one expert is (expert, from, to): the rank that gives it up and the one that gets it, W where none does.
     """

@@ -1,8 +1,12 @@
-"""Files that jobs keep for the next ones, in `$FUSEDMOE_CACHE` or else in ~/.cache/fusedmoe: profiles of machines.
+"""Files that jobs keep for the next ones, in `$FUSEDMOE_CACHE` or else in ~/.cache/fusedmoe: profiles and plans.
 
 A profile is one file for each machine, layout of ranks and versions, so that it is measured once. Rank 0 reads and
 writes; all ranks have what it read. A file that cannot be read is measured again and replaced; one that cannot be
-written is a warning. Plans lie there, too (`plan_cache`), and numbers of captured graphs (`fusedmoe.graph`).
+written is a warning. Numbers of captured graphs lie there, too (`fusedmoe.graph`).
+
+A plan of a whole model is one file for each policy, costs and version, so that it is searched once. Rank 0 reads and
+writes here, too; all ranks search for themselves what it did not find: the same numbers give the same plan. A file
+whose plan is not for these costs is searched again and replaced.
 """
 
 from __future__ import annotations
@@ -14,22 +18,32 @@ import os
 import platform
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import scipy
 import torch
 import torch.distributed as dist
 
+from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import PlanSearch
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 
 #: The environment variable that says where they lie.
 CACHE = "FUSEDMOE_CACHE"
+_FORMAT = "fusedmoe-plan"
+_VERSION = 1
 
 
 def cache_dir() -> Path:
@@ -96,7 +110,7 @@ def cached_profile(
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
     text = read(path) if topology.rank == 0 and not again else None
-    found = _valid(all_gather_object(topology.world, text, "reading the profile")[0], topology, device)
+    found = _valid_profile(all_gather_object(topology.world, text, "reading the profile")[0], topology, device)
     if found is None:
         with WorkBar("measuring this machine") as bar:
             show = bar.show if topology.rank == 0 else None
@@ -149,7 +163,7 @@ def describe(facts: dict[str, Any]) -> str:
     )
 
 
-def _valid(text: str | None, topology: Topology, device: torch.device) -> Profile | None:
+def _valid_profile(text: str | None, topology: Topology, device: torch.device) -> Profile | None:
     if text is None:
         return None
     try:
@@ -182,3 +196,83 @@ def _networks() -> Sequence[str]:
         cards.append(f"{port.parent.parent.name}/{port.name} {(read(port / 'rate') or '?').strip()}")
     told = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
     return [*cards, *(f"{name}={os.environ[name]}" for name in told if name in os.environ)]
+
+
+def cached_plans(
+    policies: Iterable[str],
+    topology: Topology,
+    costs: StepCosts,
+    *,
+    limit: int = MAX_DEGREE,
+    samples: int | None = None,
+    again: bool = False,
+) -> dict[str, Plan]:
+    """The plans of a step by these policies; searched where they are not kept. Collective over all ranks.
+
+    While they are searched, rank 0 shows a bar.
+
+    Args:
+        policies: names of `fusedmoe.schedule.policies.WHOLE_POLICIES`.
+        costs: the same on every rank.
+        limit, samples: the most chunks, and the samples of a batch (`PlanSearch`).
+        again: search in any case.
+    Raises:
+        ConfigError: layers that cannot be split.
+    """
+    paths = {name: plan_path(name, costs, limit, samples) for name in policies}
+    first = topology.rank == 0
+    texts = {name: read(path) if first and not again else None for name, path in paths.items()}
+    texts = all_gather_object(topology.world, texts, "reading plans")[0]
+    found = {name: _valid_plan(texts[name], costs) for name in paths}
+    plans = {name: plan for name, plan in found.items() if plan is not None}
+    if len(plans) < len(paths):
+        with WorkBar("planning") as bar:
+            model = PlanSearch(costs, limit, samples, bar.show if first else lambda done, total: None)
+            plans = {name: plans.get(name) or model.plan(name) for name in paths}
+    for name in paths:
+        if first and found[name] is None:
+            write(paths[name], _plan_text(name, plans[name], costs), "what was planned")
+    return plans
+
+
+def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Path:
+    """The file of the plan by this policy: another one for all that it depends on."""
+    facts = {
+        "policy": policy,
+        "costs": asdict(costs),
+        "limit": limit,
+        "samples": samples,
+        "numpy": np.__version__,
+        "scipy": scipy.__version__,
+        "fusedmoe": own_version(),
+        "source": _source(),
+    }
+    return cache_dir() / f"plan-{fingerprint(facts)}.json"
+
+
+def _source() -> str:
+    """A digest of the modules that plan: between two versions they change, too."""
+    digest = hashlib.sha256()
+    for folder in sorted(schedule.__path__):
+        for path in sorted(Path(folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _plan_text(policy: str, plan: Plan, costs: StepCosts) -> str:
+    head = {"format": _FORMAT, "version": _VERSION, "policy": policy, "step_s": makespan(plan, costs)}
+    return json.dumps({**head, "fingerprint": plan.fingerprint, "plan": str(plan).splitlines()}, indent=2) + "\n"
+
+
+def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
+    if text is None:
+        return None
+    try:
+        data = json.loads(text)
+        if (data["format"], data["version"]) != (_FORMAT, _VERSION):
+            return None
+        plan = Plan.parse("\n".join(data["plan"]))
+        sound = plan.fingerprint == data["fingerprint"] and makespan(plan, costs) == data["step_s"]
+    except (json.JSONDecodeError, KeyError, TypeError, ConfigError):
+        return None
+    return plan if sound else None

@@ -24,9 +24,8 @@ import torch
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import FUSED, PIPELINE, WEIGHT_GRADIENTS, Task, resources_of
-from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import RESOURCES
 
 Bodies = Mapping[str, Callable[[Task], None]]
@@ -75,7 +74,7 @@ def _overlaps(plan: Plan) -> bool:
 
 
 class _Run:
-    """One execution."""
+    """One execution of a plan."""
 
     def __init__(self, plan: Plan, bodies: Bodies, recorder: Recorder | None) -> None:
         self._plan, self._bodies, self._recorder = plan, bodies, recorder
@@ -169,8 +168,8 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class Here:
-    """What decides which kinds of tasks a layer can run.
+class Capabilities:
+    """What a layer and its ranks can do: it decides which kinds of tasks run here.
 
     Attributes:
         ep, esp: ranks that share the experts, and the shards of each.
@@ -191,7 +190,7 @@ class Here:
     heap: Callable[[], bool] = lambda: False
 
 
-def runnable_kinds(here: Here, follows: Follows) -> tuple[str, ...]:
+def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
     """The kinds of tasks that plans may have.
 
     Dispatch and combine without peers are among them: hooks may act there. Fused operations do all of a layer that
@@ -201,7 +200,7 @@ def runnable_kinds(here: Here, follows: Follows) -> tuple[str, ...]:
     if follows == "step":
         return ("attention", *parts, "gradient-all-reduce")
     if follows == "blocks":
-        return ("attention", "order", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
+        return ("attention", "permute", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
     one_axis = (here.ep > 1) != (here.esp > 1)
     served = triton_serves(here.device) and here.dtype != torch.float64
     if not (one_axis and here.grouped and here.direct and served and here.heap()):

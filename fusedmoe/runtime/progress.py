@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -49,48 +47,27 @@ class WorkBar:
         self._progress.update(self._task, completed=done, total=total)
 
 
-class Display(Protocol):
-    """A context to report steps to."""
+class Display:
+    """A context to report training steps to. This one shows nothing."""
 
-    def __enter__(self) -> Display: ...
+    def __enter__(self) -> Display:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def step(self, done: int, loss: float, tokens_per_s: float) -> None:
         """Steps that are done now, the loss of the last one, and the speed."""
-
-    def say(self, text: str) -> None:
-        """A line of its own."""
 
 
 def make_display(rank: int, total: int, done: int) -> Display:
     """What fits: nothing on ranks other than 0, a bar on a terminal, else lines."""
     if rank:
-        return Silent()
+        return Display()
     return TrainingBar(total, done) if sys.stdout.isatty() else Lines(total)
 
 
-class Silent:
-    """Shows nothing."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def step(self, done: int, loss: float, tokens_per_s: float) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-
-class Lines(Silent):
+class Lines(Display):
     """A line for the first step, for the last and every quarter of a minute."""
 
     def __init__(self, total: int) -> None:
@@ -108,13 +85,11 @@ class Lines(Silent):
             left = f", {_clock(seconds)} left"
         if now >= self._next_s or done == self._total:
             self._next_s = now + _LINE_EVERY_S
-            self.say(f"step {done}/{self._total}: loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s{left}")
-
-    def say(self, text: str) -> None:
-        print(text, flush=True)
+            line = f"step {done}/{self._total}: loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s{left}"
+            print(line, flush=True)
 
 
-class TrainingBar(Silent):
+class TrainingBar(Display):
     """A bar that moves, with the loss, the speed and the time left."""
 
     def __init__(self, total: int, done: int) -> None:
@@ -134,16 +109,11 @@ class TrainingBar(Silent):
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def step(self, done: int, loss: float, tokens_per_s: float) -> None:
         self._progress.update(self._task, completed=done, loss=f"{loss:.3f}", speed=f"{tokens_per_s:,.0f}")
-
-    def say(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, markup=False)
 
 
 def _clock(seconds: float) -> str:

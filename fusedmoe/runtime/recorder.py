@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -170,9 +169,7 @@ class _Record:
     def __enter__(self) -> None:
         self.start = self._clock.mark()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.end = self._clock.mark()
             self._records.append(self)
@@ -249,7 +246,7 @@ class Moment:
         self._clock_s = 0.0
 
     def note(self, device: torch.device) -> None:
-        """It is now; on CUDA, when the current stream gets there."""
+        """Takes the time: now, or on CUDA when the current stream gets there."""
         self._clock_s = time.perf_counter()
         if device.type == "cuda":
             self._event = self._event or torch.cuda.Event(enable_timing=True)

@@ -93,7 +93,7 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
 
 @dataclass(frozen=True)
 class FusedCosts:
-    """What fused operations take beside what the lines say of bytes and FLOP (`schedule/fused.py`).
+    """What fused operations take beside what the lines say of bytes and FLOP (`workload.one_sided_s`).
 
     `tile_rows`: rows that one signal stands for; a kernel computes a tile when so many rows are there, and sends them
     on when they are computed. It follows from the kernels. `signal_s`: by link ("intra", "inter"), seconds from the end

@@ -33,13 +33,13 @@ MAX_TIMELINES = 64
 #: Of each kind but fused operations, which have those of their parts.
 COLOURS = {
     "gate": "#35259a",
-    "order": "#8a77ee",
+    "permute": "#8a77ee",
     "dispatch": "#0a2f66",
     "all-gather": "#1f7350",
     "expert": "#f79a1c",
     "reduce-scatter": "#80f2d8",
     "combine": "#98b8f8",
-    "unorder": "#d9cbf8",
+    "unpermute": "#d9cbf8",
     "attention": "#f5d878",
     "weight-gradient": "#ad380c",
     "attention-weight-gradient": "#0490b3",

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.step_costs import StepCosts, bound_s
 from fusedmoe.schedule.workload import Workload
 
 #: Layers of a simulated step, unless the caller says otherwise.

@@ -33,7 +33,7 @@ _ROUNDS = 3
 def list_plan(tasks: Iterable[Task], seconds: Mapping[Task, float], resources: Mapping[str, str] = LINKS) -> Plan:
     """The plan of the tasks, in the orders in which they start when each takes its `seconds`.
 
-    Gradient all-reduces keep the order in which they are given: they are pieces of one stream.
+    Gradient all-reduces keep the order in which they are given: that of back-propagation.
 
     Args:
         seconds: of each task. Contention is not looked at: where it counts, the plan is the same and takes longer.
@@ -58,8 +58,8 @@ class ListSchedule:
         number = {task: place for place, task in enumerate(self._tasks)}
         before = standard_dependencies(self._tasks)
         self._before = [[number[one] for one in before[task]] for task in self._tasks]
-        pieces = [place for place, task in enumerate(self._tasks) if task.kind == _GRADIENT]
-        for one, other in zip(pieces, pieces[1:], strict=False):
+        buckets = [place for place, task in enumerate(self._tasks) if task.kind == _GRADIENT]
+        for one, other in zip(buckets, buckets[1:], strict=False):
             self._before[other].append(one)
         self._followers = followers_of(self._before)
         self._order = issue_order(self._before, self._followers)
@@ -131,23 +131,23 @@ class ListSchedule:
 
 
 def fill_idle_slots(
-    orders: Mapping[str, Sequence[Task]], seconds: Mapping[Task, float], pieces: Iterable[Task], line: Line
+    orders: Mapping[str, Sequence[Task]], seconds: Mapping[Task, float], buckets: Iterable[Task], line: Line
 ) -> Plan:
-    """The plan of these orders, with gradient pieces wherever `inter` would be idle (Lina, FlowMoE's pool).
+    """The plan of these orders, with gradient buckets wherever `inter` would be idle (Lina, FlowMoE's pool).
 
-    What else is on `inter` goes first, but a piece that has started ends (no pre-emption): it can hold up what gets
+    What else is on `inter` goes first, but a bucket that has started ends (no pre-emption): it can hold up what gets
     ready meanwhile. Contention is not looked at: where it counts, the plan is the same and takes longer.
     """
-    bare, waiting = Plan.from_orders(orders), list(pieces)
+    bare, waiting = Plan.from_orders(orders), list(buckets)
     tasks = [*bare.sequence, *waiting]
     number = {task: place for place, task in enumerate(tasks)}
     gates = standard_dependencies(tasks)
     before: list[Sequence[int]] = list(bare.before)
-    for piece in waiting:
-        ahead = [len(before) - 1] if piece is not waiting[0] else []
-        before.append([*(number[one] for one in gates[piece]), *ahead])
+    for bucket in waiting:
+        ahead = [len(before) - 1] if bucket is not waiting[0] else []
+        before.append([*(number[one] for one in gates[bucket]), *ahead])
     on = bare.graph[1] + [RESOURCES.index("inter") + SPARE] * len(waiting)
-    took = [seconds[task] for task in bare.sequence] + [line.seconds(piece.size or 0) for piece in waiting]
+    took = [seconds[task] for task in bare.sequence] + [line.seconds(bucket.size or 0) for bucket in waiting]
     starts, _ = run(before, followers_of(before), on, took)
     # Of those that start together, what else is there first.
     inter = sorted((*orders["inter"], *waiting), key=lambda task: starts[number[task]])

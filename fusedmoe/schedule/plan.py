@@ -19,20 +19,137 @@ front on both.
 Which resource a task is on, the plan says: a policy that has a single queue for communication puts all-gathers on
 `inter`. What a task waits for follows from its kind, chunk, layer and phase (`task.standard_dependencies`); where it
 does not, the plan says so (`after`).
+
+Plans as text:
+
+    compute: E0 E1 E2                       a line for each resource that has tasks
+    intra: AG0 AG1 AG2 RS0 RS1 RS2
+    inter: D0 D1 D2 AR0(4194304) C0 C1 C2
+    after AR0: E0                           only for a task that does not wait for what the rules say
+
+A word is the symbol of a kind (`timeline.SYMBOLS`) and a chunk; in parentheses the bytes of a gradient-all-reduce.
+A fused operation has the symbols of its parts, `DEC0`, and stands on the lines of all that it occupies.
+Words with a prefix belong to other layers and passes: `f3.D0` to layer 3 forward, `b3.D0` backward, `f.L` to no layer,
+`.Opt` to neither. Words without one belong to layer 0 forward, or to what `layer:` and `phase:` lines ahead of the
+orders say: a plan of one layer and pass is written so. # starts a comment.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule import text
 from fusedmoe.schedule.events import followers_of, issue_order
 from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE, Task, resources_of, standard_dependencies
 from fusedmoe.schedule.timeline import PHASES, RESOURCES, SYMBOLS
+
+_SYMBOLS = {kind: symbol or kind for kind, symbol in SYMBOLS.items()}
+_KINDS = {symbol: kind for kind, symbol in _SYMBOLS.items()}
+_LETTERS = {"forward": "f", "backward": "b", None: ""}
+_PHASES = {letter: phase for phase, letter in _LETTERS.items()}
+
+_WORD = re.compile(
+    r"(?:(?P<phase>[fb]?)(?P<layer>\d*)(?P<dot>\.))?(?P<kind>[A-Za-z]+)(?P<chunk>\d*)(?:\((?P<size>\d+)\))?", re.ASCII
+)
+
+_PLACE = (0, "forward")  # the layer and phase of a word without a prefix
+
+Orders = dict[str, tuple[Task, ...]]
+
+
+def name(task: Task) -> str:
+    """A task in a word, with its prefix and without its size: b3.D0."""
+    return f"{_LETTERS[task.phase]}{_number(task.layer)}.{_short(task)}"
+
+
+def _write(orders: Mapping[str, Iterable[Task]], after: Mapping[Task, Iterable[Task]]) -> str:
+    """The text of a plan, ending without a line break. The same plan gives the same text everywhere."""
+    places = {(task.layer, task.phase) for order in orders.values() for task in order}
+    lines = []
+    common = places.pop() if len(places) == 1 else None
+    if common is not None and None not in common:
+        layer, phase = common
+        lines += [f"phase: {phase}"] * (phase != _PLACE[1]) + [f"layer: {layer}"] * (layer != _PLACE[0])
+        word = _short
+    else:
+        word = name
+    for resource, order in orders.items():
+        words = [word(task) + ("" if task.size is None else f"({task.size})") for task in order]
+        if words:
+            lines.append(f"{resource}: {' '.join(words)}")
+    for task, before in after.items():
+        lines.append(" ".join([f"after {word(task)}:", *map(word, before)]))
+    return "\n".join(lines)
+
+
+def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
+    """The orders and the unusual dependencies that a text gives.
+
+    Raises:
+        ConfigError: a line or a word that the grammar does not know, a resource twice, or `after` with a task that no
+            order has.
+    """
+    layer: int | None = _PLACE[0]
+    phase: str | None = _PLACE[1]
+    orders: Orders = {}
+    waits: list[tuple[int, str, list[str]]] = []
+    for number, line in enumerate(source.splitlines(), start=1):
+        head, colon, rest = line.partition("#")[0].strip().partition(":")
+        if not head and not colon:
+            continue
+        words = rest.split()
+        if head in ("phase", "layer") and orders:
+            raise ConfigError(f"plan, line {number}: {head!r} has to stand ahead of the orders")
+        if head == "phase" and len(words) == 1 and words[0] in PHASES:
+            phase = words[0]
+        elif head == "layer" and len(words) == 1 and words[0].isdecimal():
+            layer = int(words[0])
+        elif head in RESOURCES and colon:
+            if head in orders:
+                raise ConfigError(f"plan, line {number}: {head!r} occurs twice; put all its tasks into one line")
+            orders[head] = tuple(_task(word, layer, phase, number) for word in words)
+        elif head.startswith("after ") and colon:
+            waits.append((number, head.removeprefix("after ").strip(), words))
+        else:
+            known = ", ".join(f"'{word}: …'" for word in (*RESOURCES, "phase", "layer", "after TASK"))
+            raise ConfigError(f"plan, line {number}: {line.strip()!r} is none of {known}")
+    named = {task[:4]: task for order in orders.values() for task in order}
+    after: dict[Task, tuple[Task, ...]] = {}
+    for number, word, words in waits:
+        tasks = []
+        for one in (word, *words):
+            task = _task(one, layer, phase, number)
+            if task[:4] not in named:
+                raise ConfigError(f"plan, line {number}: there is no {one} in the plan; add it to a resource")
+            tasks.append(named[task[:4]])
+        after[tasks[0]] = tuple(tasks[1:])
+    return orders, after
+
+
+def _task(word: str, layer: int | None, phase: str | None, line: int) -> Task:
+    found = _WORD.fullmatch(word)
+    if found is None or found["kind"] not in _KINDS:
+        known = " ".join(_KINDS)
+        raise ConfigError(f"plan, line {line}: {word!r} is not a task such as D0 or b3.AR1(4096); symbols: {known}")
+    if found["dot"]:
+        phase, layer = _PHASES[found["phase"]], _integer(found["layer"])
+    return Task(_KINDS[found["kind"]], _integer(found["chunk"]), layer, phase, _integer(found["size"]))
+
+
+def _short(task: Task) -> str:
+    return f"{_SYMBOLS[task.kind]}{_number(task.chunk)}"
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _integer(digits: str | None) -> int | None:
+    return int(digits) if digits else None
 
 
 @dataclass(frozen=True)
@@ -122,8 +239,8 @@ class Plan:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        """One line a resource; `parse` reads it back. The grammar is in `schedule/text.py`."""
-        return text.write({resource: self.on(resource) for resource in RESOURCES}, self.after)
+        """One line a resource; `parse` reads it back. The grammar stands at the top of this module."""
+        return _write({resource: self.on(resource) for resource in RESOURCES}, self.after)
 
     @classmethod
     def from_orders(
@@ -136,7 +253,7 @@ class Plan:
     @classmethod
     def parse(cls, source: str) -> Plan:
         """The plan that a text stands for. Raises `ConfigError`, naming the line, for what is not one."""
-        orders, after = text.read(source)
+        orders, after = _read(source)
         return cls.from_orders(orders, after)
 
 
@@ -150,11 +267,11 @@ def _changed(
         for one in (task, *tasks):
             if one not in standard:
                 raise ConfigError(
-                    f"plan: after {text.name(task)}: there is no {text.name(one)} in the plan; add it to a resource"
+                    f"plan: after {name(task)}: there is no {name(one)} in the plan; add it to a resource"
                 )
         if set(tasks) != set(standard[task]):
-            changed[task] = tuple(sorted(set(tasks), key=text.name))
-    return dict(sorted(changed.items(), key=lambda item: text.name(item[0])))
+            changed[task] = tuple(sorted(set(tasks), key=name))
+    return dict(sorted(changed.items(), key=lambda item: name(item[0])))
 
 
 def _sequence(plan: Plan) -> tuple[tuple[Task, ...], tuple[tuple[int, ...], ...]]:
@@ -196,14 +313,14 @@ def _check_tasks(orders: Mapping[str, Sequence[Task]]) -> None:
                 if number is not None and (type(number) is not int or number < least):
                     raise ConfigError(f"plan: {what} {number!r} of {task!r} is not an integer from {least}, or None")
             if size is not None and kind != "gradient-all-reduce":
-                raise ConfigError(f"plan: {text.name(task)} has a size; only a gradient-all-reduce can have one")
+                raise ConfigError(f"plan: {name(task)} has a size; only a gradient-all-reduce can have one")
             if (resource == "compute") == (kind in LINKS) and kind not in FUSED:
                 cure = f"put it on {LINKS[kind]}" if kind in LINKS else "put it on compute"
-                raise ConfigError(f"plan: {text.name(task)} ({kind}) cannot run on {resource}; {cure}")
+                raise ConfigError(f"plan: {name(task)} ({kind}) cannot run on {resource}; {cure}")
             found = places.setdefault(task[:4], [])
             if found and (resource in found or kind not in FUSED):
                 where = f"{found[0]} and {resource}" if resource not in found else f"{resource} twice"
-                raise ConfigError(f"plan: {text.name(task)} is on {where}; take one of them away")
+                raise ConfigError(f"plan: {name(task)} is on {where}; take one of them away")
             if not found:
                 if kind in FUSED:
                     fused.append(task)
@@ -229,12 +346,12 @@ def _circle(orders: Mapping[str, Sequence[Task]], dependencies: Mapping[Task, Se
         seen[task] = len(path)
         needed = next((one for one in dependencies[task] if one in stuck), None)
         if needed is not None:
-            path.append((f"{text.name(task)} needs {text.name(needed)}", ""))
+            path.append((f"{name(task)} needs {name(needed)}", ""))
             task = needed
         else:
             earlier, resource = next(found for found in behind[task] if found[0] in stuck)
-            cure = f"move {text.name(task)} forward on {resource}"
-            path.append((f"{text.name(task)} stands behind {text.name(earlier)} on {resource}", cure))
+            cure = f"move {name(task)} forward on {resource}"
+            path.append((f"{name(task)} stands behind {name(earlier)} on {resource}", cure))
             task = earlier
     reasons = path[seen[task] :]
     cure = next((cure for _, cure in reasons if cure), "change what they need")
@@ -245,7 +362,7 @@ def _check_places(task: Task, found: Sequence[str]) -> None:
     """A fused operation is on compute and on its link."""
     usual = resources_of(task.kind)
     if set(found) != set(usual):
-        where = f"plan: {text.name(task)} ({task.kind}) is on {' and '.join(found)}"
+        where = f"plan: {name(task)} ({task.kind}) is on {' and '.join(found)}"
         raise ConfigError(f"{where}, but computes and sends at once; put it on {' and '.join(usual)}")
 
 
@@ -255,7 +372,7 @@ def _check_chunks(place: tuple[str | None, int | None], of: Mapping[str, set[int
     fused = next((kind for kind in of if kind in FUSED), None)
     other = next((kind for kind in of if kind != fused), None)
     if fused is not None and other is not None:
-        whole, one = (text.name(Task(kind, min(of[kind], key=str), layer, phase)) for kind in (fused, other))
+        whole, one = (name(Task(kind, min(of[kind], key=str), layer, phase)) for kind in (fused, other))
         raise ConfigError(
             f"plan: {one} ({other}) is beside {whole} ({fused}), which does all of a chunk's way; take one of them away"
         )
@@ -263,9 +380,9 @@ def _check_chunks(place: tuple[str | None, int | None], of: Mapping[str, set[int
     for kind, found in of.items():
         missing = next((chunk for chunk in range(degree) if chunk not in found), None)
         if missing is not None:
-            extra = [text.name(Task(kind, chunk, layer, phase)) for chunk in found - set(range(degree))]
+            extra = [name(Task(kind, chunk, layer, phase)) for chunk in found - set(range(degree))]
             cure = f"number {extra[0]} from 0 on" if extra else "add it, or take that chunk away everywhere"
             raise ConfigError(
-                f"plan: {text.name(Task(kind, missing, layer, phase))} is missing: the layer has {degree} "
+                f"plan: {name(Task(kind, missing, layer, phase))} is missing: the layer has {degree} "
                 f"chunk{'s' * (degree > 1)}; {cure}"
             )

@@ -14,25 +14,45 @@ from functools import cached_property
 from itertools import product
 
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
-from fusedmoe.schedule.partition import Partition, PassOption, pass_options, piece_s, search
-from fusedmoe.schedule.passes import Order, alternating, choose_degree, one_queue, one_queue_s, pass_s, three_queues
+from fusedmoe.schedule.passes import (
+    Order,
+    Partition,
+    PassOption,
+    alternating,
+    bucket_s,
+    choose_degree,
+    one_queue,
+    one_queue_s,
+    pass_options,
+    pass_s,
+    search,
+    three_queues,
+)
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
-from fusedmoe.schedule.splits import SplitSearch, StepSplit, in_micro_batches, micro_schedule, with_exposed_gradients
-from fusedmoe.schedule.step import ChunkedPass, idle_slot_plan, step_plan
+from fusedmoe.schedule.step import (
+    ChunkedPass,
+    SplitSearch,
+    StepSplit,
+    idle_slot_plan,
+    in_micro_batches,
+    micro_schedule,
+    step_plan,
+    with_exposed_gradients,
+)
 from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StageTime, StepCosts, chunk_times
 from fusedmoe.schedule.timeline import PHASES
 
 #: The degrees that Tutel tries.
 TUTEL_DEGREES = (1, 2, 4, 8)
 
-#: The size of Lina's gradient pieces.
+#: The size of Lina's gradient buckets.
 LINA_BYTES = 30 * 10**6
 
 # Micro-batches that are tried where a batch says nothing of its samples.
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
-# Pieces of the largest gradient of a layer, and what FlowMoE's are where nothing tunes them.
-_PIECES, _UNTUNED_BYTES = (1, 2, 4, 8, 16), 2**20
+# Buckets of the largest gradient of a layer, and what FlowMoE's are where nothing tunes them.
+_BUCKETS, _UNTUNED_BYTES = (1, 2, 4, 8, 16), 2**20
 
 _ORDERS = (three_queues, alternating, one_queue)
 
@@ -64,7 +84,7 @@ def tutel_improved(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
 
 
 def lina(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    """As PipeMoE; gradients in pieces of 30 MB, whenever the communication queue would be idle (PipeMoE + Lina)."""
+    """As PipeMoE; gradients in buckets of 30 MB, whenever the communication queue would be idle (PipeMoE + Lina)."""
     both = _pipemoe_passes(costs, limit)
     return idle_slot_plan(costs, both, both, LINA_BYTES)
 
@@ -85,7 +105,7 @@ def any_order(costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
 
 
 def flowmoe(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """Micro-batches through all layers, one degree for both passes; gradients in pieces below all-to-all (FlowMoE)."""
+    """Micro-batches through all layers, one degree for both passes; gradients in buckets below all-to-all (FlowMoE)."""
     return PlanSearch(costs, limit, samples).flowmoe
 
 
@@ -95,13 +115,13 @@ def lancet(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None
 
 
 def joint(costs: StepCosts, limit: int = MAX_DEGREE, samples: int | None = None) -> Plan:
-    """The best in simulation of all policies, orders, degrees, gradient pieces and weight gradients."""
+    """The best in simulation of all policies, orders, degrees, gradient buckets and weight gradients."""
     return PlanSearch(costs, limit, samples).joint
 
 
 def ablation(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[str, Plan]:
     """FlowMoE part by part (Table 5), each with all before it: pipelined experts, attention in micro-batches as well,
-    all-reduces in pieces of 1 MiB, pieces of the best size."""
+    all-reduces in buckets of 1 MiB, buckets of the best size."""
     return PlanSearch(costs, limit).ablation
 
 
@@ -167,13 +187,13 @@ class PlanSearch:
             self._degrees = [degree for degree in range(1, limit + 1) if samples % degree == 0]
         self._made: dict[str, Plan] = {}
         # Splits that FlowMoE tries, those that `joint` adds in two rounds, the ablation's, and policies.
-        degrees, pieces = len(self._degrees), len(_PIECES)
-        self._total = (degrees + pieces) + degrees + 2 * (2 * degrees * pieces + degrees) + (degrees + 1)
+        degrees, buckets = len(self._degrees), len(_BUCKETS)
+        self._total = (degrees + buckets) + degrees + 2 * (2 * degrees * buckets + degrees) + (degrees + 1)
         self._total += len(LAYER_POLICIES) + 2
         self._done = 0
 
     def plan(self, name: str) -> Plan:
-        """By a policy of `POLICIES`."""
+        """The plan by a policy of `POLICIES`."""
         if name in WHOLE_POLICIES:
             found: Plan = getattr(self, name)
             return found
@@ -208,7 +228,7 @@ class PlanSearch:
         """As the function of that name."""
         attention = SplitSearch(self._costs, with_exposed_gradients, self._step)
         attention.try_all(StepSplit(degree, degree) for degree in self._degrees)
-        untuned = attention.best._replace(piece_bytes=_UNTUNED_BYTES)
+        untuned = attention.best._replace(bucket_bytes=_UNTUNED_BYTES)
         found = {
             "pipelined experts": self.plan("pipemoe"),
             "attention": attention.plan(),
@@ -221,8 +241,8 @@ class PlanSearch:
     @cached_property
     def _tuned(self) -> SplitSearch:
         search = SplitSearch(self._costs, in_micro_batches, self._step)
-        search.try_all(StepSplit(degree, degree, search.piece(4)) for degree in self._degrees)
-        search.try_all(search.best._replace(piece_bytes=search.piece(pieces)) for pieces in _PIECES)
+        search.try_all(StepSplit(degree, degree, search.bucket_bytes(4)) for degree in self._degrees)
+        search.try_all(search.best._replace(bucket_bytes=search.bucket_bytes(buckets)) for buckets in _BUCKETS)
         return search
 
     def _jointly_split(self) -> Plan:
@@ -232,9 +252,9 @@ class PlanSearch:
         begun = None
         while begun != search.best:  # until no such change is better
             begun = search.best
-            weights, sizes = (True, False), [search.piece(pieces) for pieces in _PIECES]
+            weights, sizes = (True, False), [search.bucket_bytes(count) for count in _BUCKETS]
             search.try_all(
-                search.best._replace(backward=backward, piece_bytes=size, weights=alone)
+                search.best._replace(backward=backward, bucket_bytes=size, weights=alone)
                 for backward, size, alone in product(self._degrees, sizes, weights)
             )
             search.try_all(search.best._replace(forward=degree) for degree in self._degrees)
@@ -302,7 +322,7 @@ def _one_degree(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
             )
     partition = search(costs, [found[id(layer)] for layer in costs.layers])
     forward = [best(layer, "forward") for layer in costs.layers]
-    gars = [piece_s(costs.all_reduce, middle) for middle in partition.middle]
+    gars = [bucket_s(costs.all_reduce, middle) for middle in partition.middle]
     backward = [best(layer, "backward", gar) for layer, gar in zip(costs.layers, gars, strict=True)]
     return step_plan(costs, forward, backward, partition)
 
@@ -321,7 +341,7 @@ def _own_degrees(costs: StepCosts, orders: Sequence[Order], limit: int) -> Plan:
     backward = []
     for layer, middle in zip(costs.layers, partition.middle, strict=True):
         if (id(layer), middle) not in chosen:
-            gar = piece_s(costs.all_reduce, middle)
+            gar = bucket_s(costs.all_reduce, middle)
             chosen[id(layer), middle] = _best(layer.chunks["backward"], gar, orders, costs, limit)
         backward.append(chosen[id(layer), middle])
     return step_plan(costs, forward, backward, partition)

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, check_contention
 from fusedmoe.schedule.events import run, run_in_order
-from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task, resources_of
-from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import PHASES, RESOURCES, Span, Timeline
 
 #: Of seconds, relatively: times that differ by no more are equal. Sums in another order differ by less.

@@ -6,7 +6,7 @@ reduced after their layer's last combine. On the link all of it runs between the
 next, and is hidden as far as the link is idle there:
 
     forward    … f0.C1 f1.SAG f1.D0 …
-    backward   … b1.C1 b1.SRS b0.SAG (pieces of gradients) b0.D0 …
+    backward   … b1.C1 b1.SRS b0.SAG (gradient buckets) b0.D0 …
 
 How many experts can be copied in so many seconds, `placement.materialise.overlap_degree` says.
 """
@@ -28,7 +28,7 @@ def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
     """Seconds in which the link between nodes is idle before a layer's first dispatch, since the last combine.
 
     That is the last one that ended until then, of whichever layer and pass; for the first layer forward, since the
-    timeline's start. Pieces of gradients and sparse collectives that run in between keep the link busy.
+    timeline's start. Gradient buckets and sparse collectives that run in between keep the link busy.
 
     Raises:
         ConfigError: the layer sends nothing between nodes in this pass.
@@ -96,7 +96,7 @@ def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: 
 
 
 def _ahead(inter: Sequence[Task], first: int) -> int:
-    """Where a gather stands before a layer's first dispatch: ahead of pieces of gradients, which nobody waits for."""
+    """Where a gather stands before a layer's first dispatch: ahead of gradient buckets, which nobody waits for."""
     place = first
     while place and inter[place - 1].kind == "gradient-all-reduce":
         place -= 1

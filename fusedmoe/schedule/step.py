@@ -2,25 +2,31 @@
 
 In orders by resource (`step_plan`), one after the other in micro-batches (`step_tasks`), and of one layer's pass by
 itself, by number of chunks or as a plan of more has it.
+
+In micro-batches attention is split as well, and chunks go on from layer to layer (FlowMoE): chunk i of a layer waits
+for chunk i of the layer before and for no other. The backward pass may be split, too, into gradients of inputs and W
+tasks for those of weights (Lancet): what waits for a pass waits for the gradients of its input only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from typing import NamedTuple
 
-from fusedmoe.schedule.list_schedule import fill_idle_slots
-from fusedmoe.schedule.partition import Partition
-from fusedmoe.schedule.passes import Order, one_queue, three_queues
+from fusedmoe.schedule.list_schedule import ListSchedule, fill_idle_slots, list_plan
+from fusedmoe.schedule.passes import Order, Partition, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.step_costs import StepCosts, gradient_ends
-from fusedmoe.schedule.task import PIPELINE, STAGES, Task, resources_of, weight_gradient
-from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.schedule.simulate import ROUNDING, makespan
+from fusedmoe.schedule.step_costs import StepCosts, gradient_ends, resource_bound_s
+from fusedmoe.schedule.task import PIPELINE, STAGES, WEIGHT_GRADIENTS, Task, resources_of, weight_gradient
+from fusedmoe.schedule.timeline import PHASES, RESOURCES
 
 #: Policies whose links inside the node and between nodes work at the same time; the others have one queue.
 THREE_QUEUES = ("fsmoe", "fused", "joint")
 
-#: Pieces start and end at multiples of this many bytes, or at the end of a layer's gradient.
+#: Buckets start and end at multiples of this many bytes, or at the end of a layer's gradient.
 ALIGNMENT = 256
 
 _GRADIENT = "gradient-all-reduce"
@@ -49,53 +55,53 @@ def step_plan(
     """
     orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
 
-    def add(phase: str, layer: int, pieces: list[Task]) -> None:
+    def add(phase: str, layer: int, buckets: list[Task]) -> None:
         of, how = costs.layers[layer], (forward if phase == "forward" else backward)[layer]
         dense = [Task(kind, None, layer, phase) for kind in STAGES[phase] if kind in of.dense_s[phase]]
         first = sum(STAGES[phase].index(task.kind) < STAGES[phase].index(PIPELINE[0]) for task in dense)
         orders["compute"] += dense[:first]
-        for resource, tasks in how.order(of.chunks[phase], how.degree, phase, layer, pieces).items():
+        for resource, tasks in how.order(of.chunks[phase], how.degree, phase, layer, buckets).items():
             orders[resource] += tasks
         orders["compute"] += dense[first:]
 
-    layers, stream = range(len(costs.layers)), Stream(costs.gradient_bytes)
+    layers, cutter = range(len(costs.layers)), BucketCutter(costs.gradient_bytes)
     for layer in layers:
         add("forward", layer, [])
     orders["compute"] += loss_tasks(costs)
     for layer in reversed(layers):
         middle, beside = (0.0, 0.0) if partition is None else (partition.middle[layer], partition.beside[layer])
-        add("backward", layer, stream.cut(middle, layer + 1))
-        orders["inter"] += stream.cut(beside, layer + 1)
+        add("backward", layer, cutter.cut(middle, layer + 1))
+        orders["inter"] += cutter.cut(beside, layer + 1)
     after = {}
     for layer in reversed(layers) if exposed else (0,):
-        pieces = stream.cut(stream.available(layer), layer)
-        orders["inter"] += pieces
+        buckets = cutter.cut(cutter.available(layer), layer)
+        orders["inter"] += buckets
         if exposed:
-            after.update({piece: (orders["compute"][-1],) for piece in pieces})
+            after.update({bucket: (orders["compute"][-1],) for bucket in buckets})
     orders["compute"] += optimizer_tasks(costs)
     return Plan.from_orders(orders, after)
 
 
 def idle_slot_plan(
-    costs: StepCosts, forward: Sequence[ChunkedPass], backward: Sequence[ChunkedPass], piece_bytes: int
+    costs: StepCosts, forward: Sequence[ChunkedPass], backward: Sequence[ChunkedPass], bucket_bytes: int
 ) -> Plan:
-    """The plan of a step whose gradients go in pieces, each as soon as `inter` has nothing else to do.
+    """The plan of a step whose gradients go in buckets, each as soon as `inter` has nothing else to do.
 
-    A piece never reaches over the end of a layer's gradient.
+    A bucket never reaches over the end of a layer's gradient.
     """
     bare = step_plan(costs, forward, backward)
     orders = {resource: [task for task in bare.on(resource) if task.kind != _GRADIENT] for resource in RESOURCES}
-    pieces = gradient_pieces(costs.gradient_bytes, piece_bytes)
-    return fill_idle_slots(orders, costs.seconds(bare), pieces, costs.all_reduce)
+    buckets = gradient_buckets(costs.gradient_bytes, bucket_bytes)
+    return fill_idle_slots(orders, costs.seconds(bare), buckets, costs.all_reduce)
 
 
 def step_tasks(
-    costs: StepCosts, forward: int, backward: int, piece_bytes: int | None = None, *, weights: bool = False
+    costs: StepCosts, forward: int, backward: int, bucket_bytes: int | None = None, *, weights: bool = False
 ) -> Iterator[Task]:
     """All tasks of a step whose layers go in so many micro-batches, in an order in which they could run.
 
     Args:
-        piece_bytes: of a gradient all-reduce; None: a layer's in one piece.
+        bucket_bytes: of a gradient all-reduce; None: a bucket for each layer.
         weights: weight gradients are W tasks.
     Raises:
         ConfigError: layers that cannot be split (`LayerCosts.micro`).
@@ -104,12 +110,12 @@ def step_tasks(
     for layer in layers:
         yield from pass_tasks(costs, layer, "forward", forward)
     yield from loss_tasks(costs, forward)
-    pieces: dict[int, list[Task]] = {}
-    for piece in gradient_pieces(costs.gradient_bytes, piece_bytes):
-        pieces.setdefault(piece.layer or 0, []).append(piece)
+    buckets: dict[int, list[Task]] = {}
+    for bucket in gradient_buckets(costs.gradient_bytes, bucket_bytes):
+        buckets.setdefault(bucket.layer or 0, []).append(bucket)
     for layer in reversed(layers):
         yield from pass_tasks(costs, layer, "backward", backward, weights=weights)
-        yield from pieces.get(layer, ())
+        yield from buckets.get(layer, ())
     yield from optimizer_tasks(costs)
 
 
@@ -120,7 +126,7 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degree: int, *, weights
     """
     chunks, micro = costs.layers[layer].chunks[phase], costs.layers[layer].in_micro_batches()
     for kind in STAGES[phase]:
-        if kind == "order" and phase == "forward" and micro.waits:
+        if kind == "permute" and phase == "forward" and micro.waits:
             yield Task(kind, None, layer, phase)
         elif kind in chunks or kind in micro.dense[phase]:
             apart = weight_gradient(kind) if weights else None
@@ -141,17 +147,17 @@ def optimizer_tasks(costs: StepCosts) -> list[Task]:
     return [] if costs.optimizer_s is None else [Task("optimizer", None, None, None)]
 
 
-def gradient_pieces(gradient_bytes: Sequence[int], piece_bytes: int | None) -> list[Task]:
-    """Of `piece_bytes` each, the last of a layer smaller (None: each layer's in one); in back-propagation's order."""
+def gradient_buckets(gradient_bytes: Sequence[int], bucket_bytes: int | None) -> list[Task]:
+    """All-reduces of `bucket_bytes`, a layer's last one smaller (None: one a layer), in back-propagation's order."""
     return [
-        Task(_GRADIENT, number, layer, "backward", min(piece_bytes or size, size - start))
+        Task(_GRADIENT, number, layer, "backward", min(bucket_bytes or size, size - start))
         for layer, size in reversed(list(enumerate(gradient_bytes)))
-        for number, start in enumerate(range(0, size, piece_bytes or size or 1))
+        for number, start in enumerate(range(0, size, bucket_bytes or size or 1))
     ]
 
 
-class Stream:
-    """Cuts pieces off the gradients of a stack of layers, last layer first.
+class BucketCutter:
+    """Cuts buckets off the gradients of a stack of layers, last layer first.
 
     `gradient_bytes[l]`: of layer l.
     """
@@ -167,7 +173,7 @@ class Stream:
         return max(0, end - self.start)
 
     def cut(self, size: float, layer: int) -> list[Task]:
-        """The next piece of about `size` bytes, from what is ready after `layer`; none where that is nothing."""
+        """The next bucket of about `size` bytes, from what is ready after `layer`; none where that is nothing."""
         ready = self.available(layer)
         size = ready if size >= ready - ALIGNMENT else int(size) // ALIGNMENT * ALIGNMENT
         if size <= 0:
@@ -180,7 +186,7 @@ class Stream:
 
 
 def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
-    """One layer's pass as a plan of more has it: its chunks, and the gradient pieces that run between them."""
+    """One layer's pass as a plan of more has it: its chunks, and the gradient buckets that run between them."""
 
     def own(task: Task) -> bool:
         return _is_chunk(task, layer, phase)
@@ -194,8 +200,8 @@ def pass_of(plan: Plan, layer: int, phase: str) -> Plan:
     return Plan.from_orders(orders)
 
 
-def half(plan: Plan, phase: str) -> Plan:
-    """One pass of all layers as a plan of both has it, with its gradient pieces and weight gradients."""
+def one_pass(plan: Plan, phase: str) -> Plan:
+    """One pass of all layers as a plan of both has it, with its gradient buckets and weight gradients."""
     orders = {resource: [task for task in plan.on(resource) if task.phase == phase] for resource in RESOURCES}
     after = {
         task: tuple(one for one in before if one.phase == phase)
@@ -205,8 +211,8 @@ def half(plan: Plan, phase: str) -> Plan:
     return Plan.from_orders(orders, after)
 
 
-def beside(plan: Plan, layer: int) -> tuple[Task, ...]:
-    """The gradient pieces after the last chunk of a layer's backward pass, before those of the next layer."""
+def buckets_after(plan: Plan, layer: int) -> tuple[Task, ...]:
+    """The gradient buckets after the last chunk of a layer's backward pass, before those of the next layer."""
     places = [place for place, task in enumerate(plan.inter) if _is_chunk(task, layer, "backward")]
     found: list[Task] = []
     for task in plan.inter[places[-1] + 1 :] if places else ():
@@ -235,3 +241,109 @@ def fused_pass(kind: str, degree: int, phase: str) -> Plan:
 
 def _is_chunk(task: Task, layer: int, phase: str) -> bool:
     return (task.layer, task.phase) == (layer, phase) and task.kind in PIPELINE
+
+
+class StepSplit(NamedTuple):
+    """How a step is split.
+
+    `forward`, `backward`: micro-batches of both passes. `bucket_bytes`: of a gradient all-reduce (S_p); None: a
+    bucket for each layer. `weights`: weight gradients are W tasks.
+    """
+
+    forward: int
+    backward: int
+    bucket_bytes: int | None = None
+    weights: bool = False
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> StepSplit:
+        """How a plan of `micro_schedule` is split. Its `bucket_bytes` are those of the largest bucket there is."""
+        degrees = plan.degrees.items()
+        forward, backward = (max(degree for (phase, _), degree in degrees if phase == one) for one in PHASES)
+        bucket_bytes = max((task.size or 0 for task in plan.inter if task.kind == "gradient-all-reduce"), default=None)
+        weights = any(task.kind in WEIGHT_GRADIENTS.values() for task in plan.compute)
+        return cls(forward, backward, bucket_bytes, weights)
+
+    def bound_s(self, costs: StepCosts) -> float:
+        """Seconds that no order of a step that is split so beats."""
+        buckets = gradient_buckets(costs.gradient_bytes, self.bucket_bytes)
+        return resource_bound_s(costs, (self.forward, self.backward), [bucket.size or 0 for bucket in buckets])
+
+    def tasks(self, costs: StepCosts) -> list[Task]:
+        """All tasks of a step that is split so. Raises `ConfigError` for layers that cannot be (`LayerCosts.micro`)."""
+        return list(step_tasks(costs, *self[:3], weights=self.weights))
+
+
+def micro_schedule(costs: StepCosts, split: StepSplit) -> ListSchedule:
+    """A step that is split so, every order by list scheduling: its plan, and its makespan at a fraction of the cost.
+
+    Raises:
+        ConfigError: layers that cannot be split (`LayerCosts.micro`).
+    """
+    tasks = split.tasks(costs)
+    return ListSchedule(tasks, costs.durations(tasks))
+
+
+def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
+    """The plan of a step that is split so, where all gradients wait for the end of the backward pass.
+
+    Raises:
+        ConfigError: layers that cannot be split.
+    """
+    late = ("gradient-all-reduce", "optimizer")
+    found = split.tasks(costs)
+    tasks = [task for task in found if task.kind not in late]
+    plan = list_plan(tasks, costs.durations(tasks))
+    buckets, end = ([task for task in found if task.kind == kind] for kind in late)
+    orders = {"compute": [*plan.compute, *end], "intra": plan.intra, "inter": [*plan.inter, *buckets]}
+    return Plan.from_orders(orders, {bucket: plan.compute[-1:] for bucket in buckets})
+
+
+#: The seconds of a split step, and what makes its plan.
+Evaluation = tuple[float, Callable[[], Plan]]
+
+
+def in_micro_batches(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
+    """A split step by list scheduling. Where it is no better than the best, its seconds may be too few."""
+    schedule = micro_schedule(costs, split)
+    seconds = schedule.makespan_s()  # contention makes nothing shorter
+    return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
+
+
+def with_exposed_gradients(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
+    plan = exposed_plan(costs, split)
+    return makespan(plan, costs), lambda: plan
+
+
+class SplitSearch:
+    """The best split so far. What cannot be better by its bound is not looked at."""
+
+    def __init__(
+        self, costs: StepCosts, evaluate: Callable[[StepCosts, StepSplit, float], Evaluation], step: Callable[[], None]
+    ) -> None:
+        self._costs, self._evaluate, self._step = costs, evaluate, step
+        self._tried: frozenset[StepSplit] = frozenset()
+        self._best_s = math.inf
+        self.best: StepSplit
+        self.plan: Callable[[], Plan]
+
+    def copy(self) -> SplitSearch:
+        """A search that starts from here, apart from this one."""
+        return copy(self)
+
+    def bucket_bytes(self, buckets: int) -> int:
+        """Bytes of a bucket, where the largest gradient of a layer goes in so many."""
+        return max(1, -(-max(self._costs.gradient_bytes) // buckets))
+
+    def try_all(self, splits: Iterable[StepSplit]) -> None:
+        splits = list(splits)  # as the best one was when the search began
+        least = {split: split.bound_s(self._costs) for split in splits if split not in self._tried}
+        for split in sorted(least, key=least.__getitem__):
+            if least[split] < self._best_s:
+                seconds, plan = self._evaluate(self._costs, split, self._best_s)
+                if seconds * (1 + ROUNDING) < self._best_s:
+                    self._best_s, self.best, self.plan = seconds, split, plan
+            self._step()
+        for _ in range(len(splits) - len(least)):
+            self._step()
+        self._tried |= least.keys()

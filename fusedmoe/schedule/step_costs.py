@@ -1,21 +1,21 @@
-"""The step cost model: what a training step of a stack of layers takes, task by task.
+"""The step cost model: what a training step of a stack of layers takes, task by task, and the least it can take.
 
-What each stage of a layer takes in chunks and in one piece goes in; durations of the tasks of any plan come out.
+What each stage of a layer takes in chunks and in one piece goes in; durations of the tasks of any plan come out, and a
+bound that no plan beats.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line, check_contention
-from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import LINKS, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
-from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
 
 #: The largest degree that is tried, unless the caller says otherwise.
@@ -72,8 +72,8 @@ class MicroBatches:
 
     `dense[phase][kind]`: the dense parts in micro-batches. `weights[kind]`: how much of the backward pass of "expert"
     and "attention" is weight gradients: "weight-gradient" and "attention-weight-gradient". `waits`: forward, all
-    micro-batches are routed before the first is sent, as where second choices compete for an expert's places; an
-    "order" in one piece then stands between them, which takes no time. `apart_s`: what the experts' backward pass takes
+    micro-batches are routed before the first is sent, as where second choices compete for an expert's places; a
+    "permute" for all of them then stands between, which takes no time. `apart_s`: what the experts' backward pass takes
     longer where weight gradients are W tasks, for which it then keeps activations and their gradients.
     """
 
@@ -115,7 +115,9 @@ class LayerCosts:
     def in_micro_batches(self) -> MicroBatches:
         """What it costs in micro-batches. Raises `ConfigError` where nothing is known of that."""
         if self.micro is None:
-            raise ConfigError("micro-batches: a layer cannot be split; nothing is known of its dense part in pieces")
+            raise ConfigError(
+                "micro-batches: a layer cannot be split; nothing is known of what its dense part takes then"
+            )
         return self.micro
 
 
@@ -147,13 +149,13 @@ class StepCosts:
 
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
-        """Of each layer."""
+        """Bytes of each layer's dense gradient."""
         return tuple(layer.gradient_bytes for layer in self.layers)
 
     def seconds(self, plan: Plan) -> dict[Task, float]:
         """The duration of each task of a whole plan. Raises `ConfigError` for a task of a part that is not in the
         costs."""
-        carried = {task: len(piece) for task, piece in gradient_ranges(plan, self.gradient_bytes).items()}
+        carried = {task: len(bucket) for task, bucket in gradient_ranges(plan, self.gradient_bytes).items()}
         found, degrees, longer = self.durations(plan.sequence, carried), plan.degrees, {}
         for layer, of in enumerate(self.layers):
             there, back = (degrees.get((phase, layer)) for phase in PHASES)
@@ -165,7 +167,7 @@ class StepCosts:
         return found
 
     def durations(self, tasks: Collection[Task], carried: Mapping[Task, int] | None = None) -> dict[Task, float]:
-        """The duration of each of some tasks that have all pieces of their parts among them, before anything is known
+        """The duration of each of some tasks that have all chunks of their stages among them, before anything is known
         of the chunks of other passes.
 
         `carried`: the bytes of each gradient-all-reduce; None: as they say themselves.
@@ -189,7 +191,7 @@ class StepCosts:
     def _task_s(self, task: Task, count: int, without_weights: bool) -> float:
         """The duration of a task, apart from gradient-all-reduces.
 
-        `count`: how many pieces its part has. `without_weights`: weight gradients of this part are W tasks.
+        `count`: how many chunks its stage has. `without_weights`: weight gradients of this part are W tasks.
         """
         kind, chunk, layer, phase, _ = task
         if layer is None:
@@ -216,7 +218,7 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> St
         part = layer.chunks[phase].get(kind)
     elif micro is None:
         part = None
-    elif kind == "order" and micro.waits:
+    elif kind == "permute" and micro.waits:
         part = StageTime(0.0, 0.0)
     elif kind in _SOURCES:
         part = micro.weights.get(_SOURCES[kind]) if phase == "backward" else None
@@ -231,14 +233,14 @@ def _part(layer: LayerCosts, phase: str, kind: str, without_weights: bool) -> St
 
 
 def gradient_ends(gradient_bytes: Sequence[int]) -> list[int]:
-    """Where each layer's gradient ends in the stream of all (see `task.Task`), which has the last layer first."""
+    """Where each layer's gradient ends among the bytes of all (see `task.Task`), which have the last layer first."""
     return list(accumulate(reversed(gradient_bytes)))[::-1]
 
 
 def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, range]:
-    """The bytes of the stream that each gradient-all-reduce of the plan of a whole step carries.
+    """Which bytes of the gradients each gradient-all-reduce of the plan of a whole step carries.
 
-    Raises `ConfigError` for a piece of a layer that has ended before, or that reaches into the next.
+    Raises `ConfigError` for a bucket of a layer that has ended before, or that reaches into the next.
     """
     ends = gradient_ends(gradient_bytes)
     start = 0
@@ -258,3 +260,82 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
         result[task] = range(start, stop)
         start = stop
     return result
+
+
+def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
+    """Seconds that no plan of a step beats, with up to `limit` equal chunks, in any order of the tasks.
+
+    Where layers can be split (`LayerCosts.micro`), no resource takes less than its work in the fewest chunks.
+    Otherwise:
+
+    Layers follow each other, so the step takes at least the sum of their passes (`pass_bound_s`) and dense parts. And
+    from the end of any layer's backward pass on, the links between nodes have to carry the gradients that are ready
+    only now, in one piece at best, and all passes that follow. The largest of these sums, one for each layer.
+    """
+    if costs.can_split:
+        return resource_bound_s(costs)
+    layers = costs.layers
+    head = sum(_pass_s(layer, "forward", costs, limit) for layer in layers) + (costs.loss_s or 0.0)
+    head += sum(_pass_s(layer, "backward", costs, limit) for layer in layers)
+    best, after = head, 0.0
+    gradient, inter, intra = 0, 0.0, 0.0  # of the layers before, which follow in the backward pass
+    for layer in layers:
+        if any(kind in layer.dense_s["backward"] for kind in ("gate", "attention")):  # else it waits for nothing
+            gradient += layer.gradient_bytes
+        reduced = costs.all_reduce.seconds(gradient) if gradient else 0.0
+        best = max(best, head - after + links_bound_s(inter + reduced, intra, costs.contention))
+        after += _pass_s(layer, "backward", costs, limit)
+        work = work_s(layer.chunks["backward"])
+        inter, intra = inter + work["inter"], intra + work["intra"]
+    return best + (costs.optimizer_s or 0.0)
+
+
+def resource_bound_s(
+    costs: StepCosts, degrees: tuple[int, int] | None = None, buckets: Iterable[int] | None = None
+) -> float:
+    """Seconds that no order of a step beats: the busiest resource's tasks.
+
+    Args:
+        degrees: micro-batches of both passes, which go through all of the layers; None: each part in one piece.
+        buckets: bytes of each gradient all-reduce; None: one for all.
+    """
+    there, back = degrees or (None, None)
+    compute, inter, intra = (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), 0.0, 0.0
+    known: dict[tuple[int, str], dict[str, float]] = {}  # layers are often one object many times
+    for layer in costs.layers:
+        for phase, degree in zip(PHASES, (there, back), strict=True):
+            if (id(layer), phase) not in known:
+                work = known[id(layer), phase] = work_s(layer.chunks[phase], degree or 1)
+                work["compute"] += layer.dense_total_s(phase, degree)
+            work = known[id(layer), phase]
+            compute, inter, intra = compute + work["compute"], inter + work["inter"], intra + work["intra"]
+    reduced = [sum(costs.gradient_bytes)] if buckets is None else buckets
+    inter += sum(costs.all_reduce.seconds(size) for size in reduced if size)
+    return max(compute, links_bound_s(inter, intra, costs.contention))
+
+
+def pass_bound_s(r: int, times: ChunkTimes, gar: float = 0.0, contention: float = 1.0) -> float:
+    """Seconds that no order beats: what each resource has to do, with what must come before and after it.
+
+    Before the first dispatch has ended and after the last reduce-scatter the links inside the node have nothing to do.
+    """
+    d, ag, x, rs, c = times
+    return max(
+        d + ag + r * x + rs + c,
+        d + links_bound_s((r - 1) * (d + c) + gar, r * (ag + rs), contention) + c,
+    )
+
+
+def links_bound_s(inter: float, intra: float, contention: float) -> float:
+    """The least time for the work of both links. While they work together, each goes on at `contention` of its speed.
+
+    Below a contention of one half they had better take turns.
+    """
+    less, more = sorted((inter, intra))
+    return more + less * min(1.0, (1 - contention) / contention)
+
+
+def _pass_s(layer: LayerCosts, phase: str, costs: StepCosts, limit: int) -> float:
+    chunks = layer.chunks[phase]
+    passes = (pass_bound_s(r, chunk_times(chunks, r), contention=costs.contention) for r in range(1, limit + 1))
+    return min(passes) + layer.dense_total_s(phase)

@@ -4,8 +4,8 @@ A layer's rows go through the same stages in both passes, so a task is named aft
 whose backward it is: in the backward pass `dispatch` carries gradients of results to the experts and `combine` brings
 gradients of rows back.
 
-    forward    attention → gate → order → [dispatch → all-gather → expert → reduce-scatter → combine] → unorder
-    backward   order → [dispatch → all-gather → expert → reduce-scatter → combine] → unorder → gate → attention
+    forward    attention → gate → permute → [dispatch → all-gather → expert → reduce-scatter → combine] → unpermute
+    backward   permute → [dispatch → all-gather → expert → reduce-scatter → combine] → unpermute → gate → attention
 
 What stands in brackets goes in chunks; any part may be missing (without expert sharding there is no all-gather).
 
@@ -30,8 +30,8 @@ _CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
 
 #: All kinds of a layer's tasks, in the order in which its rows go through them.
 STAGES = {
-    "forward": ("attention", "gate", "order", *_CHUNKS, "unorder"),
-    "backward": ("order", *_CHUNKS, "unorder", "gate", "attention"),
+    "forward": ("attention", "gate", "permute", *_CHUNKS, "unpermute"),
+    "backward": ("permute", *_CHUNKS, "unpermute", "gate", "attention"),
 }
 
 #: The W tasks: weight gradients of a split backward pass, by the part that then has the gradients of its input alone.
@@ -56,15 +56,15 @@ _WEIGHTS = frozenset(WEIGHT_GRADIENTS.values())
 
 
 class Task(NamedTuple):
-    """One piece of work. Its first four fields name it: a plan has at most one task of each name.
+    """One operation of a step. Its first four fields name it: a plan has at most one task of each name.
 
-    `chunk`: which piece, from 0; None for work in one piece.
+    `chunk`: which of its stage's chunks, from 0; None for a stage that is not in chunks.
     `layer`: None for work that belongs to no layer (the loss, the optimizer).
     `phase`: "forward", "backward", or None outside both.
     `size`: of a gradient-all-reduce, its bytes; None elsewhere, and for all that is left of its layer's gradient.
 
-    The gradients of the dense parts form one stream of bytes, in the order of back-propagation (last layer first).
-    Pieces are cut off this stream in the order in which the plan runs them. A piece belongs to the last layer that it
+    The gradients of the dense parts form one array of bytes, in the order of back-propagation (last layer first).
+    Buckets are cut off it in the order in which the plan runs them. A bucket belongs to the last layer that it
     carries anything of: it has to wait for that layer's dense part, and for no other.
     """
 

@@ -32,14 +32,14 @@ from fusedmoe.schedule.task import FUSED
 #: What a span may be doing: the kinds of tasks.
 KINDS = (
     "gate",
-    "order",
+    "permute",
     "dispatch",
     "all-gather",
     "expert",
     "reduce-scatter",
     "combine",
     *FUSED,
-    "unorder",
+    "unpermute",
     "attention",
     "weight-gradient",
     "attention-weight-gradient",
@@ -63,10 +63,10 @@ _PARTS = {"dispatch": "D", "all-gather": "AG", "expert": "E", "reduce-scatter": 
 #: operation that is its expert and its combine as well.
 SYMBOLS = {
     "gate": "G",
-    "order": "O",
+    "permute": "P",
     **_PARTS,
     **{kind: "".join(_PARTS[part] for part in parts) for kind, parts in FUSED.items()},
-    "unorder": "U",
+    "unpermute": "U",
     "attention": "A",
     "weight-gradient": "WG",
     "attention-weight-gradient": "AWG",
@@ -81,7 +81,7 @@ SYMBOLS = {
 SOURCES = ("measured", "predicted")
 
 _FORMAT = "fusedmoe-timeline"
-_VERSION = 1
+_VERSION = 2
 _KINDS, _RESOURCES, _PHASES = frozenset(KINDS), frozenset(RESOURCES), frozenset((None, *PHASES))
 
 
@@ -96,7 +96,7 @@ class Span(NamedTuple):
     resource: str  # one of RESOURCES
     start_s: float
     end_s: float
-    chunk: int | None = None  # which of the pieces of a pipelined task
+    chunk: int | None = None  # which of a pipelined stage's
     layer: int | None = None
     phase: str | None = None  # "forward", "backward", or None outside both (the optimizer)
     also: tuple[str, ...] = ()  # further resources that it occupies as long: of a fused operation, its link

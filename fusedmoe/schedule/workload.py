@@ -59,12 +59,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of the ranks that share an expert's shards: B·L."""
+        """Tokens of the ranks that share an expert's shards: B·L."""
         return self.batch * self.seq_len
 
     @property
     def rows(self) -> float:
-        """That a rank's experts compute in one pass, with the other shards' (F9: k·f·B·L)."""
+        """Rows that a rank's experts compute in one pass, with the other shards' (F9: k·f·B·L)."""
         return self.k * (1.0 if self.capacity_factor is None else self.capacity_factor) * self.tokens
 
     def volumes(self) -> dict[str, float]:
@@ -92,15 +92,15 @@ class Workload:
         return self.rows * GEMMS[self.expert] * self.hidden / self.esp
 
     def projection_flop(self) -> float:
-        """Of attention's four projections, forward."""
+        """FLOP of attention's four projections, forward."""
         return 2 * _PROJECTIONS * self.tokens * self.model_dim**2 / self.esp
 
     def attention_flop(self) -> float:
-        """Forward: the projections, scores and their product with the values."""
+        """FLOP of attention forward: the projections, scores and their product with the values."""
         return self.projection_flop() + 4 * self.tokens * self.seq_len * self.model_dim / self.esp
 
     def gradient_bytes(self) -> int:
-        """Of attention's four projections, split over MP, and the gate: what is summed over data parallelism."""
+        """Bytes of attention's projections, split over MP, and the gate: what is summed over data parallelism."""
         return self.itemsize * (4 * self.model_dim**2 // self.esp + self.model_dim * self.experts)
 
     def layer_costs(self, model: CostModel) -> LayerCosts:

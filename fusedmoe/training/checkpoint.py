@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fusedmoe.comm.collectives import together
+from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.data_parallel import SingleRank
@@ -65,7 +65,7 @@ def save_checkpoint(
         if topology.rank == 0:
             entries.update({_EXTRA: extra or {}, _ABOUT: state.about()})
 
-    together(topology.world, operation, collect)
+    on_all_ranks(topology.world, operation, collect)
     write_folder(path, entries, _place, topology, operation)
 
 
@@ -108,14 +108,14 @@ def load_checkpoint(
         targets.update(state.targets(folder.metadata))
         folder.check(targets)
 
-    together(topology.world, operation, compare)
+    on_all_ranks(topology.world, operation, compare)
     if folders[0].checksums is None and topology.rank == 0:
         warnings.warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
             "damage to its index is not. Save it again with save_checkpoint.",
             stacklevel=3,  # torch.no_grad() stands between
         )
-    together(topology.world, operation, lambda: folders[0].read(targets))
+    on_all_ranks(topology.world, operation, lambda: folders[0].read(targets))
     state.install(targets, small)
     return small[_EXTRA]
 
@@ -151,7 +151,7 @@ class _ModelState:
             self._optimizer = OptimizerState(optimizer, model, self._specs, topology)
             return self._optimizer.names_of_some()
 
-        self._scattered = together(topology.world, operation, name_parameters)
+        self._scattered = on_all_ranks(topology.world, operation, name_parameters)
 
     def entries(self) -> dict[str, Any]:
         """What this rank has to write."""

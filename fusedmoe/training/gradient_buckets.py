@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +76,10 @@ class GradientBuckets:
         ]
         self.layer_bytes = [sum(_sent_as(r).itemsize * r.parameter.numel() for r in layer) for layer in layers]
         self._by_parameter = {id(item.replica.parameter): item for item in self._items}
+        # The garbage collector does not look into these hooks: one that held us would hold the parameters for ever.
+        own = ref(self)
         for item in self._items:
-            item.replica.parameter.register_post_accumulate_grad_hook(self._note)
+            item.replica.parameter.register_post_accumulate_grad_hook(lambda parameter: _note(own(), parameter))
         self._open = False
         self._recorder: Recorder | None = None
         self._place = 0, 0  # the item that the next bucket starts in, and the element
@@ -86,7 +89,7 @@ class GradientBuckets:
         self._error: BaseException | None = None
 
     def open(self, recorder: Recorder | None = None) -> None:
-        """To be called before the backward pass whose gradients are the step's: the last, where several add up.
+        """Opens the buckets: call it before the backward pass that ends the step, the last where several add up.
 
         Buckets of passes before it do nothing. `recorder` measures those that `begin` is given.
         """
@@ -161,9 +164,6 @@ class GradientBuckets:
         whole = torch.stack([one.whole for one in done if one.whole is not None]).tolist()
         return {id(one.replica.parameter) for one, all_have in zip(done, whole, strict=True) if all_have}
 
-    def _note(self, parameter: Tensor) -> None:
-        self._by_parameter[id(parameter)].ready = True
-
     def _work(self, tasks: Sequence[Task]) -> None:
         try:
             self._reduce_all(tasks)
@@ -218,6 +218,12 @@ class GradientBuckets:
             if item.sent and item.whole is not None:
                 own = _flat(item)[start:end]
                 own.copy_(torch.where(item.whole, place / item.divisor, own))
+
+
+def _note(buckets: GradientBuckets | None, parameter: Tensor) -> None:
+    """Autograd has the gradient of a parameter."""
+    if buckets is not None:  # the model may live on without them
+        buckets._by_parameter[id(parameter)].ready = True
 
 
 def _kind(item: _Item) -> tuple[tuple[int, ...], torch.dtype, int]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fusedmoe.comm.collectives import all_gather_object, together
+from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
@@ -147,7 +147,7 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
             spec = _shard_spec(name, tensor, shardings.get(name, {}), shapes, topology, numbers.get(name))
             result.own[name] = spec
 
-    together(topology.world, operation, build)
+    on_all_ranks(topology.world, operation, build)
     return result
 
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows, device_of, together
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows, device_of, on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import Heap
-from fusedmoe.comm.sparse import Carrier
+from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.dynamic_experts import DynamicExperts
@@ -50,7 +50,7 @@ _UNKNOWN = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
 
 
 class ExpertMemory(NamedTuple):
-    """Bytes of the placed experts on this rank, now.
+    """Bytes that dynamic experts take on this rank, now.
 
     `parameters`: of the experts that it owns; `replicas`: of the others that it holds, with room that is kept for them.
     """
@@ -93,7 +93,7 @@ class ShardedExperts:
         policy: "hecate"; "ep", which moves nothing; or a baseline (`fusedmoe.placement.placement_policies`):
             "fastermoe", "smartmoe", "flexmoe".
         memory: m, how many copies a rank has room for in each layer.
-        overlap: t, how many experts may travel for a layer. None: as many as go unnoticed by the time that the model
+        overlap: t, how many experts may travel for a layer. None: as many as are hidden by the time that the model
             takes between two layers of experts, which the first five steps measure, at the bandwidth that this machine
             was measured to have (`fusedmoe.runtime.cache`). Where costs are known, a search behind Algorithm 1
             makes more of what it gives (`fusedmoe.placement.hecate`).
@@ -109,8 +109,9 @@ class ShardedExperts:
         iteration: steps so far.
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
-        ConfigError: no placed layers, layers of different numbers of experts or with a ShardedExperts already, or
-            numbers that cannot be; in the first step, an optimizer whose state cannot move with single experts.
+        ConfigError: no layers with dynamic experts, layers of different numbers of experts or with a ShardedExperts
+            already, or numbers that cannot be; in the first step, an optimizer whose state cannot move with single
+            experts.
         RankError: the ranks pass different arguments.
     """
 
@@ -158,10 +159,10 @@ class ShardedExperts:
         facts = {"policy": policy, "memory": memory, "overlap": overlap, "reshard": reshard, "calibrates": calibrates}
         facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
         topology.agree(facts, "ShardedExperts")
-        self._carrier = _carrier(topology, heap)
+        self._sparse = _sparse(topology, heap)
         for one, before, after in zip(self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True):
             one.hooked, one.rematerialises, one.neighbours = True, rematerialises, (before, after)
-            one.carrier, one.clocked = self._carrier, self._measures
+            one.sparse, one.clocked = self._sparse, self._measures
             one.correct = self._correction(one)
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._begin())),
@@ -235,7 +236,7 @@ class ShardedExperts:
         for hook in self._hooks:
             hook.remove()
         if self._layers:
-            self._carrier.close()
+            self._sparse.close()
         for one in self._layers:
             one.rest()
 
@@ -249,7 +250,7 @@ class ShardedExperts:
         if not self._history and self._moves:
             # Without a guard: where all ranks refuse, the job may go on with another policy.
             movable = partial(require_movable, self._layers, self._optimizer)
-            together(self._topology.world, "looking at the optimizer", movable)
+            on_all_ranks(self._topology.world, "looking at the optimizer", movable)
         with self._topology.guard("ShardedExperts"):
             self.iteration += 1
             load_LE = torch.from_numpy(np.stack([one.take_load() for one in self._layers]))
@@ -333,12 +334,12 @@ class ShardedExperts:
         return parameter.nbytes, held - parameter.nbytes, grad, kept
 
 
-def _carrier(topology: Topology, heap: Heap | None) -> Carrier:
+def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
     if heap is None:
-        return Carrier(topology.beside(topology.ep, "experts that move"))
-    from fusedmoe.comm.byte_window import ByteWindow  # which needs Triton
+        return SparseCollectives(topology.beside(topology.ep, "experts that move"))
+    from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
 
-    return Carrier(topology.ep, ByteWindow(heap))
+    return SparseCollectives(topology.ep, OneSidedAllToAll(heap))
 
 
 def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:

@@ -24,13 +24,12 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.layers.schedule import measured_costs
-from fusedmoe.runtime.execute import Here, require_runnable, runnable_kinds
-from fusedmoe.runtime.plan_cache import cached_plans
+from fusedmoe.runtime.cache import cached_plans
+from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
-from fusedmoe.schedule.splits import StepSplit, micro_schedule
-from fusedmoe.schedule.step import beside, half, pass_of
+from fusedmoe.schedule.step import StepSplit, buckets_after, micro_schedule, one_pass, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training.copies import MpLoss
@@ -97,13 +96,13 @@ def plan_step(
     if not layers:
         raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
     buckets = GradientBuckets(model, topology, mp_loss=mp_loss)
-    kinds = runnable_kinds(Here(layers[0].topology.ep.size, layers[0].topology.esp.size), "step")
+    kinds = runnable_kinds(Capabilities(layers[0].topology.ep.size, layers[0].topology.esp.size), "step")
     plan = POLICIES[policy].plan(workload.step_costs(costs, buckets.layer_bytes, kinds), limit)
     require_runnable(plan, kinds, f"plan_step: the plan by {policy}")
     topology.agree({"plan": plan.fingerprint}, "plan of the training step")
     for number, layer in enumerate(layers):
         plans = Plans(pass_of(plan, number, "forward"), pass_of(plan, number, "backward"))
-        layer.follow(plans, buckets, beside(plan, number))
+        layer.set_plan(plans, buckets, buckets_after(plan, number))
     return plan, buckets
 
 
@@ -123,15 +122,15 @@ def _plan_blocks(
         plan = cached_plans([policy], blocks.topology, step_costs, limit=limit, samples=samples)[policy]
     else:
         plan = POLICIES[policy].plan(step_costs, limit)
-    blocks.follow(Plans(half(plan, "forward"), half(plan, "backward")), buckets)
+    blocks.set_plan(Plans(one_pass(plan, "forward"), one_pass(plan, "backward")), buckets)
     return plan, buckets
 
 
 def blocks_costs(blocks: PipelinedBlocks, costs: CostModel, workload: Workload, buckets: GradientBuckets) -> StepCosts:
-    """What a step of these blocks costs by their account of a machine."""
+    """What a step of these blocks costs, by the costs of a machine."""
     layer = blocks.experts[0]
     assert isinstance(layer, MoELayer)
-    kinds = runnable_kinds(Here(layer.topology.ep.size, layer.topology.esp.size), "blocks")
+    kinds = runnable_kinds(Capabilities(layer.topology.ep.size, layer.topology.esp.size), "blocks")
     return workload.step_costs(costs, buckets.layer_bytes, kinds, whole=True, waits=any(blocks.waits))
 
 
@@ -180,9 +179,9 @@ class BucketTuning:
             self._follow()
 
     def _follow(self) -> None:
-        split = self._split._replace(piece_bytes=self.tuner.bucket_bytes)
+        split = self._split._replace(bucket_bytes=self.tuner.bucket_bytes)
         self.plan = micro_schedule(self._costs, split).plan()
-        self._blocks.follow(Plans(half(self.plan, "forward"), half(self.plan, "backward")), self._buckets)
+        self._blocks.set_plan(Plans(one_pass(self.plan, "forward"), one_pass(self.plan, "backward")), self._buckets)
 
 
 @dataclass

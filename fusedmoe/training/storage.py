@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from fusedmoe.comm.collectives import together
+from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 
@@ -206,10 +206,10 @@ def write_folder(
         write_checksums(partial, [found for _, found in of_ranks])
         _install(partial, path)
 
-    together(topology.world, operation, lambda: _make_room(path, partial) if first else None)
-    plans = together(topology.world, operation, plan)
-    of_ranks = together(topology.world, operation, lambda: write(plans))
-    together(topology.world, operation, lambda: finish(of_ranks) if first else None)
+    on_all_ranks(topology.world, operation, lambda: _make_room(path, partial) if first else None)
+    plans = on_all_ranks(topology.world, operation, plan)
+    of_ranks = on_all_ranks(topology.world, operation, lambda: write(plans))
+    on_all_ranks(topology.world, operation, lambda: finish(of_ranks) if first else None)
 
 
 class Folder:

@@ -7,7 +7,7 @@ import runpy
 import sys
 from importlib.util import find_spec
 
-from fusedmoe.tutel.aliases import EXAMPLES, install, real_name
+from fusedmoe.tutel import EXAMPLES, install, real_name
 
 _USAGE = "usage: python -m fusedmoe.tutel (script.py | -m module) [arguments …]"
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from fusedmoe.tutel.impls.communicate import (
     all_gather,
     all_to_all,
@@ -22,9 +29,12 @@ from fusedmoe.tutel.impls.communicate import (
     zero_gather,
     zero_scatter,
 )
-from fusedmoe.tutel.impls.groups import get_world_rank, get_world_size
-from fusedmoe.tutel.impls.job import create_groups_from_world, create_standalone_group
-from fusedmoe.tutel.impls.optimizer import TutelDistributedOptimizer
+from fusedmoe.tutel.impls.groups import (
+    create_groups_from_world,
+    create_standalone_group,
+    get_world_rank,
+    get_world_size,
+)
 
 __all__ = [
     "TutelDistributedOptimizer",
@@ -51,3 +61,58 @@ __all__ = [
     "zero_gather",
     "zero_scatter",
 ]
+
+
+class TutelDistributedOptimizer:
+    """`TutelDistributedOptimizer(model.parameters()).warp_local(torch.optim.Adam, lr=…)`, then `zero_grad` and `step`.
+
+    Shared parameters: a step sums their gradients over the group, each rank updates its part of each, and all get the
+    result. Experts' parameters, known by their attribute `_tutel_expert`, are each rank's own.
+
+    Args:
+        group: the ranks that share parameters; None for all.
+        average_shared: divide the summed gradients of shared parameters by the number of ranks.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], group: dist.ProcessGroup | None = None, average_shared: bool = False
+    ) -> None:
+        every = list(params)
+        self.params = [p for p in every if not hasattr(p, "_tutel_expert")]
+        self.expert_params = [p for p in every if hasattr(p, "_tutel_expert")]
+        self.group = group
+        self.average_shared = average_shared
+        self.virt_params: list[Tensor] = []
+        self.local_optim: torch.optim.Optimizer | None = None
+
+    def warp_local(
+        self, local_optim: Callable[..., torch.optim.Optimizer], *args: Any, **kwargs: Any
+    ) -> TutelDistributedOptimizer:
+        """Makes the optimizer of this rank's part."""
+        with torch.no_grad():
+            self.virt_params = [self._part(p).clone() for p in self.params]
+        self.local_optim = local_optim([*self.virt_params, *self.expert_params], *args, **kwargs)
+        return self
+
+    def zero_grad(self) -> None:
+        for p in (*self.params, *self.expert_params):
+            if p.grad is not None:
+                p.grad = p.grad.detach().zero_()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Collective over the group: a parameter has a gradient on all of its ranks, or on none."""
+        assert self.local_optim is not None, "call warp_local first"
+        share = get_world_size(self.group) if self.average_shared else 1
+        for p, part in zip(self.params, self.virt_params, strict=True):
+            # The parameter may have been loaded since: what it holds now counts.
+            part.copy_(self._part(p))
+            part.grad = None
+            if p.grad is not None:
+                part.grad = zero_scatter(p.grad / share, simple_reduce_scatter, group=self.group)[0]
+        self.local_optim.step()
+        for p, part in zip(self.params, self.virt_params, strict=True):
+            p.copy_(simple_all_gather(part, self.group)[: p.numel()].view(p.shape))
+
+    def _part(self, p: Tensor) -> Tensor:
+        return zero_scatter(p.detach(), simple_split, group=self.group)[0]

@@ -15,7 +15,7 @@ from fusedmoe.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from fusedmoe.tutel.impls.job import ParallelEnv
+    from fusedmoe.tutel.impls.groups import ParallelEnv
 
 _NODES = "/sys/devices/system/node"
 
@@ -48,7 +48,7 @@ def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Par
     Raises:
         ConfigError: see `net.create_groups_from_world`.
     """
-    from fusedmoe.tutel.impls.job import create_groups_from_world
+    from fusedmoe.tutel.impls.groups import create_groups_from_world
 
     env = create_groups_from_world(group_count, include_init=backend)
     if not hasattr(init_data_model_parallel, "default_env"):

@@ -45,8 +45,6 @@ def results() -> dict[str, Any]:
         for row in measure_passes(shape, ready, steps, FakeClock(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 1.0):
             spool.add("row", **row)
     spool.add("skipped", suite="passes", shape="tiny", name="sonicmoe", word="not installed")
-    spool.add("specialised", shape="tiny", kernel="down", word="right", measured_ms=0.5, beside_ms=0.75)
-    spool.add("specialised", shape="tiny", kernel="dinput", word="not used: no sign of life for 60 s")
     spool.add("ceilings", when="end", flops_per_s=1e9, bytes_per_s=3e9, sm_clock_mhz=1500.0)
     return document(spool, CHECKS, TINY)
 
@@ -54,7 +52,7 @@ def results() -> dict[str, Any]:
 def test_schema(results: dict[str, Any]) -> None:
     assert json.loads(json.dumps(results)) == results
     keys = {"schema", "when", "gpu", "versions", "commit", "changed_files", "checks", "ceilings", "limit", "shapes"}
-    assert set(results) == keys | {"rows", "skipped", "specialised"}
+    assert set(results) == keys | {"rows", "skipped"}
     assert set(results["versions"]) == {"python", "torch", "triton", "cuda", "fusedmoe"}
     assert results["gpu"] is None and results["versions"]["torch"] == torch.__version__
     common = {"shape", "kind", "name", "variant", "parts", "flops", "measured_ms", "low_ms", "high_ms", "runs"}
@@ -102,8 +100,6 @@ def test_report(results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureF
     row = next(row for row in results["rows"] if (row["shape"], row["name"]) == ("tiny", "forward"))
     cells = ["tiny (24, 32, 16, 6, 2)", "forward", f"{row['limit_ms']:.3f}", "1.000", "0.900–1.100"]
     assert f"| {' | '.join(cells)} | {row['fraction']:.0%} |" in text
-    assert "- down at tiny with specialised warps: right, 0.500 ms (as chosen without it: 0.750 ms)\n" in text
-    assert "- dinput at tiny with specialised warps: not used: no sign of life for 60 s\n" in text
     assert "- tests: passed (12 passed)" in text and "left out: sonicmoe (not installed): tiny" in text
     assert "0.00 TB/s" in text and "| end | 0 | 0.00 | 1500 | – | – | – |" in text
     image = file.with_suffix(".png").read_bytes()

@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import precompile, specialised, suites, training
+from bench.gpu import precompile, suites, training
 from bench.gpu.kernels import KERNELS, PASSES
 from bench.gpu.part import Log, Outcome, Part, Place
-from bench.gpu.process import ROOT, Ended
-from bench.gpu.rehearsal import TINY, FakeClock
+from bench.gpu.process import ROOT
 from bench.gpu.results import RESULTS
 from bench.gpu.run import Run, main
-from bench.gpu.shapes import Shape
 from bench.gpu.spool import Spool
 from bench.gpu.spread import PARTS
 from bench.gpu.steps import PLANS, Plan, every_part, seconds
@@ -190,7 +188,7 @@ def test_plans_fit_their_time() -> None:
     assert everything == {part.name for plan in PLANS.values() for together in plan.rounds for part in together}
     for plan in (PLANS["all"], PLANS["3"]):
         order = [part.name for together in plan.rounds for part in together]
-        assert order.index("compile") < order.index("kernels") < order.index("passes") < order.index("specialised")
+        assert order.index("compile") < order.index("kernels") < order.index("passes")
     assert {part.name for part in PLANS["all"].rounds[-1]} == {"memcheck", "racecheck"}, "sanitizers come last"
 
 
@@ -259,43 +257,6 @@ def test_a_peer_that_costs_its_process(fake_gpu: None, monkeypatch: pytest.Monke
     assert len(json.loads(file.read_text())["rows"]) == len(rows)
 
 
-def test_a_form_that_costs_its_process_is_not_used(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
-    """Its process ends in the middle: by name, and what was found before stays."""
-
-    def run(self: Place, command: list[str], *args: object, **others: object) -> Ended:
-        spool = Spool(suites.rows_file(place))
-        spool.add("begin", suite="specialised", shape="tiny", name="down")
-        spool.add("specialised", shape="tiny", kernel="down", word="right", measured_ms=1.0, beside_ms=2.0)
-        spool.add("end", suite="specialised", shape="tiny", name="down")
-        spool.add("begin", suite="specialised", shape="tiny", name="dinput")
-        return Ended(None, "", 1.0, "no sign of life for 60 s")
-
-    monkeypatch.setattr(Place, "run", run)
-    outcome = specialised.compare(place)
-    assert (outcome.result, outcome.word) == ("not used", "not used: no sign of life for 60 s")
-    assert [record["word"] for record in Spool(suites.rows_file(place)).of("specialised")] == ["right", outcome.word]
-
-
-def test_a_form_that_fails_at_the_sizes_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are tried all the same, and the process goes on as long as it has its GPU."""
-
-    def compare(shape: Shape, kernel: str, *others: object) -> list[dict[str, object]]:
-        if kernel == "down":
-            raise RuntimeError("misaligned address")
-        return [{"word": "right", "measured_ms": 2.0, "beside_ms": 1.0}]
-
-    monkeypatch.setattr(specialised, "_compare", compare)
-    spool = Spool()
-    specialised.run(spool, torch.device("cpu"), TINY, FakeClock())
-    words = [(record["shape"], record["kernel"], record["word"]) for record in spool.of("specialised")]
-    bad = "not used: RuntimeError: misaligned address"
-    assert words == [(name, *rest) for name in ("tiny", "odd") for rest in (("down", bad), ("dinput", "right"))]
-    monkeypatch.setattr(specialised, "gpu_works", lambda: False)
-    with pytest.raises(SystemExit):
-        specialised.run(spool, torch.device("cpu"), TINY, FakeClock())
-    assert spool.of("specialised")[-1]["word"] == bad
-
-
 # --- Compiling, and rehearsals ---
 
 
@@ -334,7 +295,7 @@ def test_a_rehearsal_has_its_own_place(tmp_path: Path) -> None:
 def test_a_short_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the benchmark's step, without what compiles and interprets kernels."""
     before = sorted(RESULTS.iterdir())
-    skip = ["compile", "kernels", "specialised"]
+    skip = ["compile", "kernels"]
     ends = signal.getsignal(signal.SIGTERM)
     assert main(["--rehearse", "--step", "3", "--out", str(tmp_path), "--skip", *skip]) == 0, capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is ends, "the caller's own again"

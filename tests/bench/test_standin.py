@@ -102,7 +102,7 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
     tiles = {"up": set(), "dhidden": set(), "product": set(), "dweight": set()}  # type: ignore[var-annotated]
     for launch in launches:
         assert launch.target == target
-        name = launch.kernel.removesuffix("_kernel").replace("specialised", "product")
+        name = launch.kernel.removesuffix("_kernel")
         if name in tiles:
             values, options = launch.arguments, launch.options
             bm, bn = (values.get(wide) or values[tall] for wide, tall in (("BM", "BP"), ("BN", "BQ")))
@@ -113,7 +113,6 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
     kernels = {launch.kernel.removesuffix("_kernel") for launch in launches}
     assert kernels >= {"choose", "dlogits", "dx", "dw", "count", "scan", "place", "gather_rows", "sum_rows", "tiles"}
     assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals"}
-    assert ("specialised" in kernels) == (target == 90)
     put = [launch for launch in launches if launch.kernel == "product_kernel" and launch.arguments["PUT"]]
     awaited = [launch for launch in launches if launch.arguments.get("AWAITED")]
     assert put and {launch.kernel for launch in awaited} == {"up_kernel", "dhidden_kernel"}

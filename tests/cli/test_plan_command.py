@@ -74,7 +74,7 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "48 ranks (6 × 8): ep 6, esp 8, mp 8, dp 6" in out and TESTBEDS["A"].costs.machine in out
     assert "bound by" in out and "critical path: gradient-all-reduce" in out and "over the bound" in out
     assert all(name in out for name in POLICIES)
-    assert "micro-batches: forward 1; backward 1; gradients in pieces of up to" in out and "in use: " in out
+    assert "micro-batches: forward 1; backward 1; gradients in buckets of up to" in out and "in use: " in out
     assert "0–2" in out  # layers alike are one row
 
 
@@ -126,7 +126,7 @@ def test_micro_batches_through_whole_layers(
         (degree,) = {plan.degrees[phase, layer] for layer in range(3)}
         assert data["micro_batches"][phase] == [degree] * 3 and degree in (2, 4)  # of 4 samples
         assert sum(task.kind == "attention" and task.phase == phase for task in plan) == 3 * degree
-    assert data["piece_bytes"] == max(task.size or 0 for task in plan if task.kind == "gradient-all-reduce")
+    assert data["bucket_bytes"] == max(task.size or 0 for task in plan if task.kind == "gradient-all-reduce")
     assert sum(data["critical_path_by_resource_s"].values()) == pytest.approx(data["step_s"])
     assert all(0 < busy <= data["step_s"] for busy in data["busy_s"].values())
     assert data["gap_to_bound"] == pytest.approx(data["step_s"] / data["bound_s"] - 1)
@@ -156,7 +156,7 @@ def test_plans_are_searched_once(
 def test_second_choices_that_compete_wait_for_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, waits in ((["--k", "2"], True), (["--k", "2", "--capacity-factor", "none"], False)):
         plan = Plan.parse(planned(capsys, *FLOWMOE, *flags, "--schedule", "flowmoe")["plan"])
-        assert any(task.kind == "order" for task in plan) == waits
+        assert any(task.kind == "permute" for task in plan) == waits
 
 
 # A model's shape, and whether all of a batch is routed before the first row is sent; None: micro-batches cannot be.
@@ -180,7 +180,7 @@ def costs_of_training(rank: int, world: int) -> None:
         sizes = choose_sizes(settings, launch)
         topology = make_topology(sizes, 60.0)
         trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**10), StopRequest())
-        _, trained = trainer.follow(costs)
+        _, trained = trainer.set_plan(costs)
         planned = step_costs(settings, launch, sizes, costs, whole=waits is not None)
         assert planned == trained and all(trained.gradient_bytes), changes
         assert all((layer.micro and layer.micro.waits) == waits for layer in trained.layers), changes
@@ -237,8 +237,10 @@ def test_one_rank_has_nothing_to_send(cluster: Cluster, tmp_path: Path) -> None:
             ["--testbed", "A", "--schedule", "flowmoe", "--gate", "expert_choice"],
             "gate expert_choice looks at whole batch",
         ),
-        (["--testbed", "A", "--schedule", "lancet", "--order", "einsum"], "an order by products cannot be split"),
-        (["--testbed", "A", "--schedule", "lancet", "--wire-dtype", "bf16"], "what compresses rows sees whole layers"),
+        (
+            ["--testbed", "A", "--schedule", "lancet", "--placement", "fssdp"],
+            "with --placement fssdp experts are whole layers'",
+        ),
         (["--testbed", "A", "--layers", "1", "--moe-every", "2"], "no experts"),
         (["--testbed", "A", "--costs", "text.json"], "not allowed with"),
         (["--testbed", "A", "--png", "no/such/step.png"], "there is no folder no/such"),
@@ -270,3 +272,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
             main([command_name, "--help"])
         out = capsys.readouterr().out
         assert end.value.code == 0 and all(word in out for word in words)
+
+
+@pytest.mark.parametrize("flags", [["--order", "einsum"], ["--wire-dtype", "bf16"]])
+def test_blocks_with_products_and_compression_are_planned(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--testbed", "A", "--layers", "2", "--schedule", "lancet", *flags]) == 0
+    assert "lancet" in capsys.readouterr().out

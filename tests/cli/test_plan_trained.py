@@ -15,13 +15,13 @@ import torch
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
-from fusedmoe.cli.plan_report import Report, plans_of
+from fusedmoe.cli.plan_command import Report, plans_of
 from fusedmoe.cli.settings import DTYPES, Settings
-from fusedmoe.cli.trainer import Trainer, policy_of, unsplit
+from fusedmoe.cli.trainer import Trainer, policy_of, why_not_split
 from fusedmoe.models.block import block_workload
 from fusedmoe.models.config import ModelConfig, named_model
 from fusedmoe.runtime.cache import CACHE
-from fusedmoe.runtime.execute import Here, runnable_kinds
+from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import FusedCosts
 from fusedmoe.schedule.draw import figure
 from fusedmoe.schedule.grid import TESTBEDS
@@ -48,8 +48,8 @@ def settings_of(
 
 
 def can_run(policy: str, settings: Settings, sizes: Sizes) -> set[str]:
-    split = policy in WHOLE_POLICIES and not unsplit(settings)
-    return set(runnable_kinds(Here(sizes.ep, sizes.esp), "blocks" if split else "step"))
+    split = policy in WHOLE_POLICIES and not why_not_split(settings)
+    return set(runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if split else "step"))
 
 
 @pytest.fixture(autouse=True)
@@ -92,14 +92,14 @@ def trained(rank: int, world: int, folder: str, cases: list[Any]) -> None:
             settings, launch, found = settings_of(schedule, *sizes, dtype, **model)
             topology = make_topology(found, 60.0)
             trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**10), StopRequest())
-            plan, costs = trainer.follow(FUSED_COSTS)
+            plan, costs = trainer.set_plan(FUSED_COSTS)
             policy = policy_of(settings)
             assert {task.kind for task in plan} <= can_run(policy, settings, found)
             if rank:
                 continue
             printed = plans_of(settings, launch, found, FUSED_COSTS)[policy]
             assert costs == printed.costs, schedule
-            if schedule != "flowmoe":  # of which training tries other sizes of pieces from the start
+            if schedule != "flowmoe":  # of which training tries other sizes of buckets from the start
                 report = Report.from_costs(settings, launch, found, FUSED_COSTS)
                 assert plan == report.plan and makespan(plan, costs) == report.step_s[policy], schedule
 
@@ -125,7 +125,7 @@ def test_costs_of_what_training_cannot_run_change_nothing(capsys: pytest.Capture
     own = 4 * (4096 * (4096 + 2 * 1024 + 4096) // 4 + 2 * 4096 + 4096 * 8)
     model = named_model("Mixtral-7B").with_experts(32, 8)
     work = block_workload(model, 8, 4, 4, 4)
-    step = work.step_costs(costs, [own] * 2, runnable_kinds(Here(8, 4), "blocks"), whole=True, waits=True)
+    step = work.step_costs(costs, [own] * 2, runnable_kinds(Capabilities(8, 4), "blocks"), whole=True, waits=True)
     plan = POLICIES["joint"].plan(step, samples=model.batch)
     assert data["step_s"] == pytest.approx(makespan(plan, step), rel=1e-9) and data["plan"] == str(plan)
     assert data["step_s"] == pytest.approx(0.211, abs=5e-4)

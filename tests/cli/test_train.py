@@ -168,7 +168,7 @@ def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_
             assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
     assert CostModel.from_json((whole / "costs.json").read_text()) == COSTS
     plan = (whole / "plan.txt").read_text()
-    assert "f0.D1" in plan and "b1.AR0" in plan  # chunks, and pieces of gradients
+    assert "f0.D1" in plan and "b1.AR0" in plan  # chunks, and gradient buckets
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
     assert {"dispatch", "all-gather", "expert", "gradient-all-reduce"} <= kinds
 

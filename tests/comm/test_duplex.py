@@ -51,7 +51,7 @@ def same_rows(rank: int, world: int, seeds: list[int]) -> None:
         assert torch.equal(all_gather_rows(group, even, [4] * world), all_gather_rows(plain, even, [4] * world))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_the_same_rows(cluster: Cluster, world: int) -> None:
     cluster.run(world, same_rows, [random.randrange(10**6) for _ in range(8)])
 

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce
+from fusedmoe.comm.failure import Board
 from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.uncaught import tell_others_of_uncaught
 from fusedmoe.layers.expert_networks import Custom
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
@@ -210,6 +212,27 @@ def test_topologies(cluster: Cluster) -> None:
     check(cluster, 3, "making the topology ended because .* did not come within 1 s", missing_at_the_start)
 
 
+def lost_store(*_: object) -> None:
+    raise torch.distributed.DistError("the store went down")
+
+
+def test_what_nobody_catches_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: seen.append(error))
+    boards = [Board(torch.distributed.HashStore(), rank) for rank in (3, 4)]
+    for board in boards:
+        tell_others_of_uncaught(board)
+    hook, error = sys.excepthook, ValueError("lost")
+    monkeypatch.setattr(boards[0], "post_own", lost_store)
+    hook(ValueError, error, None)
+    assert seen == [error], "the traceback is printed as before, once"
+    assert boards[0].read() is None
+    assert str(boards[1].read()) == "rank 4 failed in the program: ValueError: lost"
+    del board, boards
+    hook(ValueError, error, None)
+    assert seen == [error, error]
+
+
 SCRIPT = """
 import os, signal, sys, threading
 import torch, torch.distributed as dist
@@ -222,14 +245,30 @@ train(layer, 3)
 print("trained", flush=True)
 if rank == culprit and way == "killed":
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
-if rank == culprit and way == "raises":
+if rank == culprit and way == "stays":  # the interpreter waits for this thread
+    threading.Thread(target=threading.Event().wait, args=(45,)).start()
+if rank == culprit and way != "killed":
     raise ValueError("outside of any guard")
 train(layer)
 """
 
 
+def last_words(process: subprocess.Popen[str], ends: bool) -> str:
+    """What a rank writes until it ends, or until its error: Gloo keeps it while a peer that lives owes it data."""
+    if ends:
+        return process.communicate(timeout=60)[1]
+    assert process.stderr is not None
+    text = ""
+    while "RankError: rank" not in text and (line := process.stderr.readline()):
+        text += line
+    return text
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("culprit, way", [(1, "raises"), (0, "raises"), (0, "killed")])
+@pytest.mark.parametrize(
+    "culprit, way",
+    [(1, "stays"), (0, "stays"), (1, "raises"), (0, "raises"), (0, "killed")],
+)
 def test_processes_that_end(culprit: int, way: str) -> None:
     """Processes of their own, as a launcher starts them; rank 0 hosts the store, so that it goes down with it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -246,7 +285,10 @@ def test_processes_that_end(culprit: int, way: str) -> None:
         for process in ranks:
             assert process.stdout is not None and process.stdout.readline() == "trained\n"
         start = time.monotonic()
-        errors = [process.communicate(timeout=60)[1] for process in ranks]
+        errors = [
+            "" if way == "stays" and rank == culprit else last_words(process, way != "stays")
+            for rank, process in enumerate(ranks)
+        ]
         assert time.monotonic() - start < SOON_S
     finally:
         for process in ranks:
@@ -254,10 +296,13 @@ def test_processes_that_end(culprit: int, way: str) -> None:
             process.wait()
     for rank, text in enumerate(errors):
         if rank != culprit:
-            assert ranks[rank].returncode == 1
+            assert ranks[rank].returncode == 1 or way == "stays"
             last = text.strip().splitlines()[-1]
             assert f"RankError: rank {rank}: " in last and f"rank {culprit} failed in" in last, text
-            assert "its process ended (an error, killed, or out of memory); see its log" in last, text
+            gone = "its process ended (an error, killed, or out of memory); see its log" in last
+            told = "failed in the program: ValueError: outside of any guard" in last
+            good = {"stays": told, "raises": told or gone, "killed": gone}
+            assert good[way], text
     # PyTorch names what it shares by process.
     left = [name for name in os.listdir("/dev/shm") if any(f"_{process.pid}_" in name for process in ranks)]
     assert not left

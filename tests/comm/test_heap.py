@@ -12,7 +12,7 @@ import torch
 
 from fusedmoe.comm import heaps
 from fusedmoe.comm.heaps import find_backend, open_heap
-from fusedmoe.comm.heaps.local import local_heaps
+from fusedmoe.comm.heaps.host import local_heaps
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster

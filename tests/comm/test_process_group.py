@@ -53,7 +53,9 @@ def closed(rank: int, world: int) -> None:
             assert topology.dense_mesh is not None
     del topology
     gc.collect()
-    assert held() == before
+    after = held()
+    # Fewer, where Gloo has only now closed what an earlier run left.
+    assert all(after[what] <= before[what] for what in before), (after, before)
     with pytest.raises(ConfigError, match="this topology was closed"):
         all_reduce(group, torch.ones(1))
 

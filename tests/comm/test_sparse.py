@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusedmoe.comm.sparse import Carrier
+from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.placement.placement import Nodes, Placement
@@ -17,7 +17,7 @@ from fusedmoe.placement.transfers import gather, predicted_volume, reduce, traff
 from tests.cluster import Cluster
 
 SHAPES: tuple[tuple[int, ...], ...] = ((3, 2), (5,), ())
-# Longer than a small window.
+# Longer than a small receive buffer.
 LONG: tuple[tuple[int, ...], ...] = ((3, 2), (11000,))
 
 
@@ -53,21 +53,21 @@ def held_by(placement: Placement, rank: int) -> list[int]:
 def exchange_all(rank: int, world: int, seeds: int, dtypes: tuple[torch.dtype, ...]) -> int:
     """Random pairs of placements; counts those that moved something."""
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
-    return exchange_over(Carrier(topology.beside(topology.ep, "experts")), rank, world, seeds, dtypes, SHAPES)
+    return exchange_over(SparseCollectives(topology.beside(topology.ep, "experts")), rank, world, seeds, dtypes, SHAPES)
 
 
 def exchange_by_puts(rank: int, world: int, seeds: int) -> int:
-    """The same, in Triton's interpreter, through a window that is smaller than an expert."""
-    from fusedmoe.comm.byte_window import ByteWindow
+    """The same, in Triton's interpreter, through a receive buffer that is smaller than an expert."""
     from fusedmoe.comm.heaps import open_heap
+    from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll
 
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
     with open_heap(topology.ep, torch.device("cpu")) as heap:
-        carrier = Carrier(topology.ep, ByteWindow(heap, rows=16))
-        return exchange_over(carrier, rank, world, seeds, (torch.float64, torch.bfloat16), LONG)
+        sparse = SparseCollectives(topology.ep, OneSidedAllToAll(heap, rows=16))
+        return exchange_over(sparse, rank, world, seeds, (torch.float64, torch.bfloat16), LONG)
 
 
-def exchange_over(carrier: Carrier, rank: int, world: int, seeds: int, dtypes: Any, shapes: Any) -> int:
+def exchange_over(sparse: SparseCollectives, rank: int, world: int, seeds: int, dtypes: Any, shapes: Any) -> int:
     moved = 0
     for seed in range(seeds):
         draw = random.Random(seed)
@@ -82,16 +82,16 @@ def exchange_over(carrier: Carrier, rank: int, world: int, seeds: int, dtypes: A
             for table, value in zip(tables, parameters(expert, dtype, shapes), strict=True):
                 table[rows[expert]] = value
         transfers = gather(before, after, nodes)
-        flight = carrier.gather(transfers, rows, tables)
-        assert flight.wait() == []
+        work = sparse.gather(transfers, rows, tables)
+        assert work.wait() == []
         for expert in held:
             for table, value in zip(tables, parameters(expert, dtype, shapes), strict=True):
                 assert torch.equal(table[rows[expert]], value), (seed, expert)
         bytes_ = sum(value.nbytes for value in parameters(0, dtype, shapes))
-        assert flight.sent_bytes == bytes_ * sum(one.source == rank for one in transfers)
+        assert work.sent_bytes == bytes_ * sum(one.source == rank for one in transfers)
         counted = traffic(transfers, nodes, bytes_)
         assert counted.total == predicted_volume(before, after, nodes, bytes_).total
-        assert flight.sent_bytes == counted.inter_sent_W[rank] + counted.intra_sent_W[rank]
+        assert work.sent_bytes == counted.inter_sent_W[rank] + counted.intra_sent_W[rank]
 
         whole = gather(after.sharding, after, nodes)
         grads = [table.clone() for table in tables]
@@ -101,7 +101,7 @@ def exchange_over(carrier: Carrier, rank: int, world: int, seeds: int, dtypes: A
         owned = len(after.owned(rank))
         own = [grad[:owned].to(torch.float64, copy=True) for grad in grads]
         kept = [grad[:owned].clone() for grad in grads]
-        back = carrier.reduce(reduce(whole), rows, grads, owned)
+        back = sparse.reduce(reduce(whole), rows, grads, owned)
         for expert, parts in back.wait():
             for total, part in zip(own, parts, strict=True):
                 total[rows[expert]] += part.double()
@@ -115,7 +115,7 @@ def exchange_over(carrier: Carrier, rank: int, world: int, seeds: int, dtypes: A
                 wanted = sum(gradients(other, expert, dtype, shapes)[n].double() for other in ranks)
                 torch.testing.assert_close(total[rows[expert]], wanted, rtol=tolerance, atol=tolerance)
         moved += bool(transfers)
-    carrier.close()
+    sparse.close()
     return moved
 
 
@@ -130,18 +130,18 @@ def in_flight(rank: int, world: int) -> list[torch.Tensor]:
     from fusedmoe.comm.collectives import all_reduce
 
     topology = Topology.from_sizes(ep=world, timeout_s=30.0)
-    carrier = Carrier(topology.beside(topology.ep, "experts"))
+    sparse = SparseCollectives(topology.beside(topology.ep, "experts"))
     everywhere = Placement(world, (0,), (tuple(range(1, world)),))
     back = reduce(gather(everywhere.sharding, everywhere, Nodes(world, 2)))
-    flights = []
+    works = []
     for number in range(8):
         grads = [torch.randn(1, 1000, generator=torch.Generator().manual_seed(10 * rank + number % 2))]
-        flights.append(carrier.reduce(back, {0: 0}, grads, owned=int(rank == 0)))
+        works.append(sparse.reduce(back, {0: 0}, grads, owned=int(rank == 0)))
         all_reduce(topology.world, torch.ones(100))
-    sums = [sum(one.parts[0] for one in flight.wait()) for flight in flights] if rank == 0 else []
-    for flight in flights:
-        flight.wait()
-    carrier.close()
+    sums = [sum(one.parts[0] for one in work.wait()) for work in works] if rank == 0 else []
+    for work in works:
+        work.wait()
+    sparse.close()
     return sums
 
 
@@ -152,17 +152,17 @@ def test_several_at_once(cluster: Cluster):
 
 def without_a_peer(rank: int, world: int, told: Path) -> str:
     topology = Topology.from_sizes(ep=world, timeout_s=2.0)
-    carrier = Carrier(topology.beside(topology.ep, "experts"))
+    sparse = SparseCollectives(topology.beside(topology.ep, "experts"))
     if rank == 1:
         while not told.exists():
             time.sleep(0.05)
         return "did not come"
     both = Placement(2, (0,), ((1,),))
-    flight = carrier.gather(gather(both.sharding, both, Nodes(2, 1)), {0: 0}, [torch.ones(1, 4)])
+    work = sparse.gather(gather(both.sharding, both, Nodes(2, 1)), {0: 0}, [torch.ones(1, 4)])
     with pytest.raises(RankError) as caught:
-        flight.wait()
+        work.wait()
     told.touch()
-    carrier.close()
+    sparse.close()
     return str(caught.value)
 
 
@@ -174,8 +174,8 @@ def test_a_rank_that_does_not_come(cluster: Cluster, tmp_path: Path):
 
 def test_nothing_to_do():
     """A world of one needs no process group; no transfers need no peers."""
-    carrier = Carrier(Topology().ep)
+    sparse = SparseCollectives(Topology().ep)
     alone = Placement(1, (0, 0))
-    flight = carrier.gather(gather(alone, alone, Nodes(1, 1)), {0: 0, 1: 1}, [torch.ones(2, 3)])
-    assert flight.wait() == [] and flight.sent_bytes == 0
+    work = sparse.gather(gather(alone, alone, Nodes(1, 1)), {0: 0, 1: 1}, [torch.ones(2, 3)])
+    assert work.wait() == [] and work.sent_bytes == 0
     np.testing.assert_array_equal(predicted_volume(alone, alone, Nodes(1, 1), 8), (0, 0, 0))

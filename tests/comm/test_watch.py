@@ -12,8 +12,8 @@ import fusedmoe
 from fusedmoe.comm import watch
 from fusedmoe.comm.group import Group, Job
 from fusedmoe.comm.heap import Heap
+from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
-from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.errors import RankError
 from fusedmoe.training import copies
 
@@ -64,42 +64,44 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
-def make() -> tuple[MadeUpHeap, Windows]:
+def make() -> tuple[MadeUpHeap, ReceiveBuffers]:
     heap = MadeUpHeap()
-    return heap, Windows(heap, Room(300, 2, 4, 8, torch.float32, degree=4))
+    return heap, ReceiveBuffers(heap, BufferSizes(300, 2, 4, 8, torch.float32, degree=4))
 
 
-def misses(windows: Windows, signals: Tensor, index: int, expected: int = 5, seen: int = 3) -> Callable[[], None]:
+def misses(
+    buffers: ReceiveBuffers, signals: Tensor, index: int, expected: int = 5, seen: int = 3
+) -> Callable[[], None]:
     """A kernel whose wait for that signal ends early, as `fusedmoe.kernels.triton.one_sided.remote.wait` leaves it."""
 
     def run() -> None:
-        if not windows.watch.record[0]:
-            windows.watch.record.copy_(torch.tensor([1, index, expected, seen, signals.data_ptr()]))
-        windows.watch.stop.fill_(1)
+        if not buffers.watch.record[0]:
+            buffers.watch.record.copy_(torch.tensor([1, index, expected, seen, signals.data_ptr()]))
+        buffers.watch.stop.fill_(1)
 
     return run
 
 
 def test_nobody_waits_and_a_later_look_tells(gpu: Gpu) -> None:
-    _, windows = make()
-    signals = windows.tokens.signals
+    _, buffers = make()
+    signals = buffers.tokens.signals
     tile_3_of_peer_1_in_slot_1 = signals[0].numel() + signals.shape[2] + 2
-    with windows.watch.over():
-        gpu.launched.append(misses(windows, signals, tile_3_of_peer_1_in_slot_1))
-    with windows.watch.over():  # other kernels follow, of which this is no miss
-        gpu.launched.append(misses(windows, windows.results.signals, 0))
+    with buffers.watch.over():
+        gpu.launched.append(misses(buffers, signals, tile_3_of_peer_1_in_slot_1))
+    with buffers.watch.over():  # other kernels follow, of which this is no miss
+        gpu.launched.append(misses(buffers, buffers.results.signals, 0))
     assert gpu.waits == 0 and len(gpu.launched) == 2
     gpu.launched.pop(0)()
     told = "rank 4: experts over the ep group .*tile 2 of the tokens of rank 7, expected signal 5, seen 3"
-    with pytest.raises(RankError, match=told), windows.watch.over():
+    with pytest.raises(RankError, match=told), buffers.watch.over():
         pass
 
 
 def test_a_miss_at_the_very_end_is_told(gpu: Gpu) -> None:
     """In the last exchange: where a step ends, where a layer is asked, where the heap is closed."""
     for end in ("close", "check", "with"):
-        heap, windows = make()
-        gpu.launched = [misses(windows, windows.results.signals, 4 * 1 + 2)]
+        heap, buffers = make()
+        gpu.launched = [misses(buffers, buffers.results.signals, 4 * 1 + 2)]
         with pytest.raises(RankError, match="combine over the ep group .*chunk 2 of the results of rank 7"):
             if end == "with":
                 with heap:
@@ -107,7 +109,7 @@ def test_a_miss_at_the_very_end_is_told(gpu: Gpu) -> None:
             else:
                 getattr(heap, end)()
         assert heap.freed == 0 and heap.abandoned == (end != "check")
-    heap, windows = make()
+    heap, buffers = make()
     heap.close()
     heap.close()
     assert heap.freed == 1
@@ -115,38 +117,38 @@ def test_a_miss_at_the_very_end_is_told(gpu: Gpu) -> None:
 
 def test_a_record_in_the_middle_of_being_written(gpu: Gpu) -> None:
     """The reason comes first, the rest a moment later."""
-    _, windows = make()
-    gpu.launched = [lambda: windows.watch.record.copy_(torch.tensor([1, 1, 9, 8, windows.tokens.credits.data_ptr()]))]
-    windows.watch.record[0] = 1
+    _, buffers = make()
+    gpu.launched = [lambda: buffers.watch.record.copy_(torch.tensor([1, 1, 9, 8, buffers.tokens.credits.data_ptr()]))]
+    buffers.watch.record[0] = 1
     with pytest.raises(RankError, match="dispatch over the ep group .*the credit of rank 7, expected signal 9, seen 8"):
-        windows.watch.check()
+        buffers.watch.check()
 
 
 def test_while_a_graph_is_captured_nothing_is_waited_for(gpu: Gpu) -> None:
-    heap, windows = make()
+    heap, buffers = make()
     gpu.captures = True
-    windows.watch.record[0] = 1
-    with windows.watch.over():
-        gpu.launched = [misses(windows, windows.letters.signals, 0)]
+    buffers.watch.record[0] = 1
+    with buffers.watch.over():
+        gpu.launched = [misses(buffers, buffers.metadata.signals, 0)]
     heap.check()
     assert gpu.waits == 0
     gpu.captures = False
-    windows.watch.record[0] = 0
-    with pytest.raises(RankError, match="part 0 of the letter of rank 4"):
+    buffers.watch.record[0] = 0
+    with pytest.raises(RankError, match="part 0 of the routing metadata of rank 4"):
         heap.check()
 
 
 def test_gradients_of_a_pass_that_missed_something_are_not_used(gpu: Gpu) -> None:
-    heap, windows = make()
+    heap, buffers = make()
     topology = Topology()
     topology.job = heap.group.job
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     layer = fusedmoe.MoELayer(4, fusedmoe.gates.TopK(2), fusedmoe.experts.FeedForward(4), topology=topology)
     for step in (lambda: copies.reduce_gradients([], [], topology), layer.check):
-        windows.watch.record.zero_()
-        gpu.launched = [misses(windows, windows.letters.signals, 0)]
-        with pytest.raises(RankError, match="part 0 of the letter of rank 4"):
+        buffers.watch.record.zero_()
+        gpu.launched = [misses(buffers, buffers.metadata.signals, 0)]
+        with pytest.raises(RankError, match="part 0 of the routing metadata of rank 4"):
             step()
     heap.abandon()
     layer.check()

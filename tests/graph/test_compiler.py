@@ -16,8 +16,8 @@ from torch.distributed._functional_collectives import all_to_all_single
 import fusedmoe
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.graph import GraphBackend, PassReport
-from fusedmoe.graph.compiler import Irregular
-from fusedmoe.graph.planning import Meeting
+from fusedmoe.graph.compiler import IrregularAllToAlls
+from fusedmoe.graph.planning import GraphRanks
 from fusedmoe.runtime.cache import CACHE
 from tests.cluster import Cluster
 from tests.graph.models import Model, Steady, train
@@ -251,13 +251,13 @@ def other_ways(rank: int, world: int) -> str:
 
 
 def deciding(rank: int, world: int) -> list[str]:
-    meeting = Meeting([dist.group.WORLD], 20.0)
-    return [*meeting.all(f"rank {rank}"), meeting.decided(lambda: f"as rank {rank} says")]
+    graph_ranks = GraphRanks([dist.group.WORLD], 20.0)
+    return [*graph_ranks.all(f"rank {rank}"), graph_ranks.from_first(lambda: f"as rank {rank} says")]
 
 
 def failing(rank: int, world: int) -> str:
     with pytest.raises((RankError, ZeroDivisionError)) as caught:
-        Meeting([dist.group.WORLD], 60.0).decided(lambda: str(1 // 0))
+        GraphRanks([dist.group.WORLD], 60.0).from_first(lambda: str(1 // 0))
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -265,7 +265,7 @@ def alone(rank: int, world: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(RankError) as caught:
-        Meeting([dist.group.WORLD], 1.0).same("a graph")
+        GraphRanks([dist.group.WORLD], 1.0).require_same("a graph")
     return str(caught.value)
 
 
@@ -307,7 +307,7 @@ def exchanged(rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype,
     want = torch.empty_like(x, memory_format=torch.contiguous_format)
     # Gloo has no collectives of every dtype; bytes have no dtype.
     dist.all_to_all_single(want.view(torch.uint8), x.contiguous().view(torch.uint8), share, share)
-    irregular = Irregular()
+    irregular = IrregularAllToAlls()
     got = irregular.wait(irregular.start(x, world, dist.group.WORLD.group_name))
     assert got.shape == want.shape and got.dtype == dtype and got.is_contiguous()
     assert torch.equal(got.view(BITS[dtype]), want.view(BITS[dtype]))
@@ -410,5 +410,5 @@ def test_complex_numbers_stay(dtype: torch.dtype, stays: bool) -> None:
     start = torch.ops._c10d_functional.all_to_all_single.default
     wait = torch.ops._c10d_functional.wait_tensor.default
     graph.output(graph.call_function(wait, (graph.call_function(start, (x_SM, [2, 2], [2, 2], "group")),)))
-    Irregular().put_into(graph)
+    IrregularAllToAlls().put_into(graph)
     assert (start in {node.target for node in graph.nodes}) == stays

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel in every configuration ahead of time, for GPUs that need not be there.
 
-    python -m tests.kernels.aot                 # all cases, and writes bench/aot.json: tens of minutes
+    python -m tests.kernels.aot                 # all but the rare ones, and writes bench/aot.json: a quarter of an hour
     python -m tests.kernels.aot gather_sum 90   # those whose name contains the first word, for one target
     python -m tests.kernels.aot --write nvshmem # those whose name contains the word, and writes them beside the others
 
@@ -90,7 +90,7 @@ def check(
 
     Args:
         only: a part of the names.
-        quick: the small selection alone; rare: those cases too that are for the record alone.
+        quick: the small selection alone; rare: those cases too that are compiled where they are asked for by name.
         progress: tell on stderr how far it is.
     """
     tasks = [
@@ -170,13 +170,18 @@ def beside_others(found: Found) -> Found:
     version, record = recorded()
     if version != triton.__version__:
         raise ValueError(f"the record is of Triton {version}, this is {triton.__version__}: write all of it")
-    known = {(case.name, at) for _, case in cases() for at in case.targets}
+    known = in_question()
     return {at: result for at, result in {**record, **found}.items() if at in known}
 
 
 def missing(record: Found) -> list[tuple[str, int]]:
     """What can be compiled and is not in the record."""
-    return [(case.name, at) for _, case in cases() for at in case.targets if (case.name, at) not in record]
+    return [at for at in in_question() if at not in record]
+
+
+def in_question() -> dict[tuple[str, int], None]:
+    """What the record is of: (case, target) of all that are not rare."""
+    return {(case.name, at): None for _, case in cases() if not case.rare for at in case.targets}
 
 
 def main() -> int:
@@ -184,7 +189,7 @@ def main() -> int:
     writes = not words or words[0] == "--write"
     words = [word for word in words if word != "--write"]
     only, target = words[0] if words else "", int(words[1]) if len(words) > 1 else None
-    found = check(only, target, rare=True, progress=not words)
+    found = check(only, target, rare=bool(words) and not writes, progress=not words)
     bad, without = errors(found), left_out(only)
     if words:
         for (name, at), result in found.items():

@@ -20,7 +20,7 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Network, Put, Wait
-from fusedmoe.kernels.triton.grouped import dhidden, dweight, product, specialised, tiles, up
+from fusedmoe.kernels.triton.grouped import dhidden, dweight, product, tiles, up
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
@@ -32,6 +32,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
     has_bulk_copies,
     is_even,
 )
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS
 from fusedmoe.kernels.weights import Weights
 from tests.kernels import aot
 from tests.kernels.cases import AotCase
@@ -39,7 +40,7 @@ from tests.kernels.cases.grouped import EVEN, ODD, aot_cases, variants
 
 ROWS, EXPERTS, PEERS = 100, 3, 8
 LIBRARIES = {"libnvshmem_device": "/somewhere/libnvshmem_device.bc"}
-KERNELS = (up, dhidden, product, specialised, dweight)
+KERNELS = (up, dhidden, product, dweight)
 
 
 class Launch:
@@ -132,7 +133,7 @@ def run(
     source_N = empty(ROWS, dtype=torch.int64) if variant.gather else None
     offsets_E1 = empty(EXPERTS + 1, dtype=torch.int32)
     layout = Layout(offsets_E1[1:].long(), offsets_E1, source_N, empty(ROWS, dtype=torch.int64), empty(ROWS, 1))
-    call = GroupedCall(layout, empty(0), choose, bulk_copies, 4)
+    call = GroupedCall(layout, empty(0), choose, bulk_copies)
     call.precision = variant.precision
     (depth, columns), operation = sides, variant.operation
     wait, put = (None, None) if far is None else flight(variant, columns, far)
@@ -200,7 +201,7 @@ def test_what_is_launched_in_flight_is_compiled(launches: list[Launch], monkeypa
             assert run(variant, has_bulk_copies(divmod(target, 10)), sides, config, far) == variant
             (launch,) = launches
             assert len(finished) == puts
-            taken = replace(config, all_registers=True) if far and puts else config
+            taken = replace(config, registers=MOST_REGISTERS) if far and puts else config
             name = f"{variant} {taken}{'' if variant.even else ' {}x{}'.format(*sides)} in flight{' nvshmem' * far}"
             case = cases[name]
             assert target in case.targets and launch.is_case(case), (name, launch.arguments, case.arguments)

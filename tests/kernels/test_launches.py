@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 
@@ -10,19 +11,27 @@ pytest.importorskip("triton")
 
 import triton
 
-from bench.aot import record
+from bench.aot import layers, record
 from bench.aot.compiling import WITHOUT_LINES, compile_all
 from bench.aot.machine_code import SHARED
-from bench.aot.standin import TARGETS, Launch
+from bench.aot.standin import TARGETS, Launch, recording
+from bench.gpu.shapes import SHAPES
 from fusedmoe.kernels.backend import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
 
 SEED = random.randrange(2**32)  # tests name it
 SOME = random.Random(SEED)
-# Of one generation in short tests: to take its launches down takes seconds.
-TARGET = SOME.choice(TARGETS)
+# Of one generation, and of layers of one shape, in short tests: to take all launches down takes many seconds.
+TARGET, SHAPE = SOME.choice(TARGETS), SOME.choice(SHAPES)
 HOW = "make aot writes bench/launches.json anew"
+
+
+@cache
+def some_launches() -> tuple[Launch, ...]:
+    with recording(TARGET) as found:
+        layers.run(SHAPE)
+    return tuple(found)
 
 
 def compile_and_compare(launches: list[Launch]) -> None:
@@ -44,13 +53,21 @@ def test_every_launch_compiles(target: int) -> None:
 
 
 def test_some_launches_compile() -> None:
-    """Of one generation, of products at least one."""
+    """Of products at least one."""
     print(f"seed {SEED}")
-    launches = record.launches(TARGET)
+    launches = some_launches()
     products = [launch for launch in launches if "BK" in launch.told]
-    compile_and_compare([*SOME.sample(products, 2), *SOME.sample(launches, 2)])
+    compile_and_compare([SOME.choice(products), SOME.choice(launches)])
 
 
+def test_the_record_has_some_launches() -> None:
+    recorded = record.read()
+    for version in record.versions(recorded):
+        known = {title for title, made in recorded.items() if f"sm_{TARGET}" in made.get(version, {})}
+        assert known > {launch.title for launch in some_launches()}, f"seed {SEED}: {HOW}"
+
+
+@pytest.mark.slow
 def test_the_record_has_every_launch() -> None:
     """Of a generation; for each Triton that it knows, and that is both of those that the library runs on."""
     print(f"seed {SEED}")

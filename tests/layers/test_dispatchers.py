@@ -12,9 +12,9 @@ import fusedmoe
 from fusedmoe import MoELayer, Topology, experts, gates, ops, orders
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Handle, Local
+from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Handle, Local, Routed
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.layout import Layout, contiguous_layout
+from fusedmoe.kernels.layout import contiguous_layout
 from tests.cluster import Cluster
 
 M, E, K = 6, 4, 2
@@ -26,10 +26,9 @@ class Own(fusedmoe.Dispatcher):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def dispatch(
-        self, x_SM: Tensor, layout: Layout, weight_SK: Tensor | None, refusal: str | None = None
-    ) -> tuple[Tensor, fusedmoe.Handle]:
+    def dispatch(self, routed: fusedmoe.Routed) -> tuple[Tensor, fusedmoe.Handle]:
         self.calls.append("dispatch")
+        x_SM, layout, weight_SK, _ = routed
         layout = layout.exact()
         weight_N = None if weight_SK is None else take_pairs(weight_SK, layout)
         rows_NM = permute(x_SM, layout)
@@ -97,7 +96,7 @@ def twice(rank: int, world: int) -> None:
     layout = ops.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
 
     def through(x: Tensor) -> Tensor:
-        rows, handle = dispatcher.dispatch(x, layout, None)
+        rows, handle = dispatcher.dispatch(Routed(x, layout))
         return dispatcher.combine(unpermute(permute(rows, handle.layout) ** 3, handle.layout), handle)
 
     (first,) = torch.autograd.grad(through(x).sum(), x, create_graph=True)
@@ -112,5 +111,5 @@ def test_twice(cluster: Cluster) -> None:
 
 def test_local() -> None:
     x, layout = torch.randn(3, M), ops.order(torch.tensor([[0], [2], [1]]), E)
-    rows, handle = Local().dispatch(x, layout, None)
+    rows, handle = Local().dispatch(Routed(x, layout))
     assert rows is x and handle == Handle(layout, None) and Local().combine(rows, handle) is rows

@@ -67,7 +67,14 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("experts", [SwiGLU, FeedForward])
-@pytest.mark.parametrize("S, M, H, E, K", [(40, 16, 24, 4, 2), (33, 8, 40, 6, 3), (64, 24, 8, 16, 5)])
+@pytest.mark.parametrize(
+    "S, M, H, E, K",
+    [
+        (33, 8, 40, 6, 3),
+        pytest.param(40, 16, 24, 4, 2, marks=pytest.mark.slow),
+        pytest.param(64, 24, 8, 16, 5, marks=pytest.mark.slow),
+    ],
+)
 def test_saved(experts: type[FeedForward], dtype: torch.dtype, S: int, M: int, H: int, E: int, K: int) -> None:
     check(MoELayer(M, fusedmoe.gates.TopK(experts=E, k=K), experts(H), dtype=dtype), S, M, H, K, dtype)
 

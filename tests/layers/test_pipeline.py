@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,15 +126,29 @@ def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, i
     assert (dropped > 0) == (factor is not None) or gate in ("hash", "random")
 
 
-@pytest.mark.parametrize("degrees", [(1, 1), (8, 8), (2, 3), (1, 4)])
-@pytest.mark.parametrize("batches", [(1,), (8, 0), (3, 8)])
-@pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.slow), 0.5])
+# Each degree, and each batch, that of one sample and that of none on a rank among them.
+DEFAULT = [((1, 1), (3, 8), 0.5), ((8, 8), (8, 0), 0.5), ((2, 3), (1,), 0.5), ((1, 4), (3, 8), 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "batches", "factor"),
+    [
+        pytest.param(*of, marks=() if of in DEFAULT else pytest.mark.slow)
+        for of in itertools.product([(1, 1), (8, 8), (2, 3), (1, 4)], [(1,), (8, 0), (3, 8)], [None, 0.5])
+    ],
+)
 def test_two_ranks(cluster: Cluster, degrees: tuple[int, int], batches: tuple[int, ...], factor: float | None) -> None:
     cluster.run(2, compare, "topk", 2, factor, degrees, batches, {"ep": 2})
 
 
-@pytest.mark.parametrize(("degrees", "factor"), [((2, 2), 1.0), ((4, 3), None)])
-@pytest.mark.parametrize("sizes", [{"ep": 4}, {"ep": 2, "esp": 2}, {"esp": 4}, {"ep": 2}])
+@pytest.mark.parametrize(
+    ("sizes", "degrees", "factor"),
+    [
+        pytest.param(sizes, *of, marks=() if place % 2 == number else pytest.mark.slow)
+        for place, sizes in enumerate([{"ep": 4}, {"ep": 2, "esp": 2}, {"esp": 4}, {"ep": 2}])
+        for number, of in enumerate([((2, 2), 1.0), ((4, 3), None)])
+    ],
+)
 def test_four_ranks(cluster: Cluster, degrees: tuple[int, int], factor: float | None, sizes: dict[str, int]) -> None:
     cluster.run(4, compare, "topk", 2, factor, degrees, (4, 3, 0, 1), sizes)
 
@@ -257,14 +273,19 @@ def test_gates_that_cannot_be_split() -> None:
         assert make(1, None).splits
 
 
+class Reversed(orders.Sparse):
+    def layout(self, routing: Any, experts: int) -> Any:
+        return super().layout(replace(routing, expert_SK=routing.expert_SK.flip(0)), experts)
+
+
 def test_what_cannot_work_is_refused() -> None:
     blocks = make_blocks("topk", 2, None, Topology())
     with pytest.raises(ConfigError, match="degrees"):
         fusedmoe.pipeline(blocks, (0, 2))
     with pytest.raises(ConfigError, match="no blocks"):
         fusedmoe.pipeline([], (1, 1))
-    with pytest.raises(ConfigError, match="by products"):
-        fusedmoe.pipeline(make_blocks("topk", 2, 1.0, Topology(), order=orders.Einsum()), (1, 1))
+    with pytest.raises(ConfigError, match="Reversed has a layout.. or restore.. of its own"):
+        fusedmoe.pipeline(make_blocks("topk", 2, 1.0, Topology(), order=Reversed()), (1, 1))
     blocks_or_not: Any
     for blocks_or_not, found in (
         ([blocks[0].experts], "block 0 is of MoELayer"),

@@ -18,7 +18,7 @@ from fusedmoe.engine import run as engine
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher
 from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.splits import StepSplit, micro_schedule
+from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.workload import Workload
 from tests.layers.test_pipeline import one_after_the_other
 from tests.layers.test_pipeline_plans import COSTS, halves
@@ -85,7 +85,7 @@ def test_peak(split: StepSplit, monkeypatch: pytest.MonkeyPatch) -> None:
     run = fusedmoe.pipeline(blocks)
     costs = Workload(B, L, M, H, E, k=K).step_costs(COSTS, [0] * LAYERS, blocks[0].experts.parts, whole=True)
     plans = halves(micro_schedule(costs, split).plan())
-    run.follow(plans)
+    run.set_plan(plans)
     found = peak(run)
     # A chunk's rows as they were sent and as they came, and their gradients; its activations and these' gradients.
     row = FLOAT * (4 * M + 2 * H)

@@ -21,9 +21,9 @@ from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
-from fusedmoe.schedule.splits import StepSplit, micro_schedule
-from fusedmoe.schedule.step import half
+from fusedmoe.schedule.step import StepSplit, fused_pass, micro_schedule, one_pass
 from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.task import STAGES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step, sync_gradients
 from tests.cluster import Cluster
@@ -45,7 +45,7 @@ def costs_of(topology: Topology, k: int, kinds: Sequence[str], waits: bool) -> S
 
 
 def halves(plan: Plan) -> Plans:
-    return Plans(half(plan, "forward"), half(plan, "backward"))
+    return Plans(one_pass(plan, "forward"), one_pass(plan, "backward"))
 
 
 def follows(rank: int, world: int, policy: str, k: int, factor: float | None, sizes: dict[str, int]) -> None:
@@ -54,7 +54,7 @@ def follows(rank: int, world: int, policy: str, k: int, factor: float | None, si
     others = copy.deepcopy(blocks)
     run = fusedmoe.pipeline(others)
     costs = costs_of(topology, k, others[0].experts.parts, run.waits[0])
-    run.follow(halves(POLICIES[policy].plan(costs, 4)))
+    run.set_plan(halves(POLICIES[policy].plan(costs, 4)))
     want = train(one_after_the_other(blocks), blocks, 4 - rank, rank, 2)
     for one, other in zip(train(run, others, 4 - rank, rank, 2), want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
@@ -76,7 +76,7 @@ def with_split(rank: int, world: int, split: StepSplit, k: int, factor: float | 
     blocks = make_blocks("noisy", k, factor, topology)
     others = copy.deepcopy(blocks)
     run = fusedmoe.pipeline(others, recompute=split.forward % 2 == 0)
-    run.follow(halves(micro_schedule(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split).plan()))
+    run.set_plan(halves(micro_schedule(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split).plan()))
     batch = 5 if rank == 0 else 0
     want = train(one_after_the_other(blocks), blocks, batch, rank, 3)
     for one, other in zip(train(run, others, batch, rank, 3), want, strict=True):
@@ -134,7 +134,7 @@ def along_positions(
         return x_BLM
 
     run = fusedmoe.pipeline(others, along="positions", recompute=recompute)
-    run.follow(halves(micro_schedule(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split).plan()))
+    run.set_plan(halves(micro_schedule(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split).plan()))
     found: list[list[Tensor]] = []
     for of, model in ((blocks, whole), (others, run)):
         modules = nn.ModuleList([module for block in of for module in block])
@@ -274,7 +274,7 @@ def test_dense_gradients_later_under_autocast() -> None:
     others = copy.deepcopy(blocks)
     run = fusedmoe.pipeline(others)
     costs = costs_of(Topology(), 2, others[0].experts.parts, run.waits[0])
-    run.follow(halves(micro_schedule(costs, StepSplit(2, 3, weights=True)).plan()))
+    run.set_plan(halves(micro_schedule(costs, StepSplit(2, 3, weights=True)).plan()))
     x_BLM, dz_BLM = torch.randn(2, 6, L, M)
     for call in (one_after_the_other(blocks), run):
         with torch.autocast("cpu", torch.bfloat16):
@@ -310,9 +310,11 @@ def test_any_plan_of_any_policy(cluster: Cluster, world: int) -> None:
 def test_plans_that_do_not_fit_are_refused() -> None:
     run = fusedmoe.pipeline(make_blocks("topk", 2, 1.0, Topology()), (2, 2))
     costs = costs_of(Topology(), 2, run.experts[0].parts, False)  # type: ignore[union-attr, arg-type]
-    with pytest.raises(ConfigError, match="order task"):
-        run.follow(halves(micro_schedule(costs, StepSplit(2, 2)).plan()))
+    with pytest.raises(ConfigError, match="permute task"):
+        run.set_plan(halves(micro_schedule(costs, StepSplit(2, 2)).plan()))
     with pytest.raises(ConfigError, match="no attention of block 0"):
-        run.follow(Plans(Plan(), Plan()))
+        run.set_plan(Plans(Plan(), Plan()))
+    with pytest.raises(ConfigError, match="fused operations.* use MoELayer.schedule='fused'. without a pipeline"):
+        run.set_plan(Plans(*(fused_pass("dispatch-expert-combine", 1, phase) for phase in STAGES)))
     with pytest.raises(ConfigError, match="along"):
         fusedmoe.pipeline([(Attention(), fusedmoe.MoELayer(M, gates.TopK(E), experts.SwiGLU(H)))], along="length")  # type: ignore[list-item, arg-type]

@@ -367,25 +367,25 @@ def test_refusals() -> None:
         Schedule("fused", (2, 3))
 
 
-FOLLOWED = ("compute: E0 E1\ninter: D0 D1 C0 C1", "phase: backward\ncompute: E0\ninter: D0 C0")
+ASSIGNED = ("compute: E0 E1\ninter: D0 D1 C0 C1", "phase: backward\ncompute: E0\ninter: D0 C0")
 
 
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        (("compute: DEC0\ninter: DEC0", FOLLOWED[1]), r"forward plan has f0\.DEC0 .*cannot run here; what can: dis"),
-        ((FOLLOWED[0], FOLLOWED[1] + " AR0(4)"), r"backward plan has b0\.AR0 \(gradient-all-reduce\), which cannot"),
-        ((FOLLOWED[0] + "\nintra: AG0 AG1", FOLLOWED[1]), r"f0\.AG0 \(all-gather\), which cannot run here"),
-        ((FOLLOWED[0], "phase: backward\ncompute: E0\ninter: D0"), "backward plan has no combine, which every chunk"),
+        (("compute: DEC0\ninter: DEC0", ASSIGNED[1]), r"forward plan has f0\.DEC0 .*cannot run here; what can: dis"),
+        ((ASSIGNED[0], ASSIGNED[1] + " AR0(4)"), r"backward plan has b0\.AR0 \(gradient-all-reduce\), which cannot"),
+        ((ASSIGNED[0] + "\nintra: AG0 AG1", ASSIGNED[1]), r"f0\.AG0 \(all-gather\), which cannot run here"),
+        ((ASSIGNED[0], "phase: backward\ncompute: E0\ninter: D0"), "backward plan has no combine, which every chunk"),
     ],
 )
 def test_plans_by_hand_have_what_the_layer_can_run(texts: tuple[str, str], says: str) -> None:
     layer = build("topk", "sparse", "swiglu", Topology(), torch.float64, hooks=[fusedmoe.Hooks()])
     right = step(layer, 0, torch.float64)
     with pytest.raises(ConfigError, match=says):
-        layer.follow(Plans(*map(Plan.parse, texts)))
+        layer.set_plan(Plans(*map(Plan.parse, texts)))
     layer.zero_grad()
-    layer.follow(Plans(*map(Plan.parse, FOLLOWED)))
+    layer.set_plan(Plans(*map(Plan.parse, ASSIGNED)))
     for name, found in step(layer, 0, torch.float64).items():
         torch.testing.assert_close(found, right[name], rtol=1e-10, atol=1e-10)
 

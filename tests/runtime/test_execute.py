@@ -18,7 +18,7 @@ import torch
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime import execute as module
-from fusedmoe.runtime.execute import Here, execute, require_runnable, runnable_kinds
+from fusedmoe.runtime.execute import Capabilities, execute, require_runnable, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.passes import one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
@@ -283,7 +283,7 @@ def test_an_order_that_no_event_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
 
 CUDA = torch.device("cuda", 0)
-ALL = Here(2, 1, dtype=torch.bfloat16, device=CUDA, heap=lambda: True)
+ALL = Capabilities(2, 1, dtype=torch.bfloat16, device=CUDA, heap=lambda: True)
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +305,7 @@ def test_kernels_send_by_themselves_only_where_all_allows_it() -> None:
         (CUDA, torch.device("cpu")),
         (True, False),
     ):
-        here = Here(ep, esp, grouped, direct, dtype, device, lambda heap=heap: heap)
+        here = Capabilities(ep, esp, grouped, direct, dtype, device, lambda heap=heap: heap)
         parts = PIPELINE if esp > 1 else PIPELINE[::2]
         kinds = runnable_kinds(here, "itself")
         own = set(kinds) - set(parts)

@@ -208,10 +208,10 @@ def measured(rank: int, world: int, ep: int, esp: int, mp: int) -> tuple[Profile
     ("world", "ep", "esp", "mp", "names"),
     [
         (1, 1, 1, 1, LINES[4:]),
-        (2, 1, 2, 1, (*LINES[1:3], *LINES[3:])),
+        pytest.param(2, 1, 2, 1, (*LINES[1:3], *LINES[3:]), marks=pytest.mark.slow),
         (2, 1, 2, 2, (*LINES[1:3], *LINES[3:])),  # one replica, whose ranks all have norms and gates
         (4, 2, 2, 1, LINES),
-        (4, 2, 1, 1, (LINES[0], *LINES[3:])),
+        pytest.param(4, 2, 1, 1, (LINES[0], *LINES[3:]), marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_find_the_same(

@@ -33,7 +33,7 @@ def test_spans_have_the_times_of_their_bodies():
 def test_without_a_recorder_there_is_one_shared_context():
     contexts = {id(span(None, "x", kind="gate", chunk=i)) for i in range(3)}
     assert len(contexts) == 1
-    with span(None, "x", kind="gate"), span(None, "y", kind="order"):
+    with span(None, "x", kind="gate"), span(None, "y", kind="permute"):
         pass
     with pytest.raises(ZeroDivisionError), span(None, "x", kind="gate"):
         raise ZeroDivisionError

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.partition import Partition
-from fusedmoe.schedule.passes import alternating, one_queue, three_queues
+from fusedmoe.schedule.passes import Partition, alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
 
 ORDERS = (three_queues, alternating, one_queue)
 
-DENSE = {"forward": ("attention", "gate", "order", "unorder"), "backward": ("order", "unorder", "gate", "attention")}
+DENSE = {
+    "forward": ("attention", "gate", "permute", "unpermute"),
+    "backward": ("permute", "unpermute", "gate", "attention"),
+}
 
 
 def random_layer(rng: random.Random) -> LayerCosts:

@@ -22,7 +22,7 @@ def any_plan(rng: random.Random, fused: bool = True) -> Plan:
     """Tasks on random resources in random orders, with random dependencies or none, also fused operations: among it
     single queues for both links."""
     tasks = [Task(rng.choice([*FUSED]), 0, layer) for layer in range(rng.randint(1, 5) if fused else 0)]
-    tasks += [Task(rng.choice([*LINKS, "attention", "order"]), 0, 10 + n) for n in range(rng.randint(2, 10))]
+    tasks += [Task(rng.choice([*LINKS, "attention", "permute"]), 0, 10 + n) for n in range(rng.randint(2, 10))]
     rng.shuffle(tasks)
     orders: dict[str, list[Task]] = {resource: [] for resource in RESOURCES}
     for task in tasks:  # in one order, so without a circle

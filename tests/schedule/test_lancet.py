@@ -1,10 +1,22 @@
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 
 import pytest
 
-from fusedmoe.schedule.lancet import SplitRange, best_ranges
+from fusedmoe.errors import ConfigError
+from fusedmoe.schedule.lancet import (
+    Gap,
+    SplitRange,
+    best_ranges,
+    gaps_of,
+    place_exactly,
+    place_greedily,
+    placement_hides_s,
+)
+from fusedmoe.schedule.task import Task
 
 
 def every_cut(count: int, parts: list[int], longest: int, start: int = 0):
@@ -38,3 +50,86 @@ def test_it_equals_brute_force():
 
 def test_not_splitting_is_always_there():
     assert best_ranges(2, lambda start, stop, k: float(k), [4], 2) == ((SplitRange(0, 1, 1), SplitRange(1, 2, 1)), 2.0)
+
+
+def random_instance(rng: random.Random, layers: int) -> tuple[list[Gap], list[float]]:
+    """A backward pass: two all-to-alls a layer, behind each one to three weight gradients that may run from then on."""
+    dispatch_s, combine_s = rng.uniform(0.5, 4.0), rng.uniform(0.5, 4.0)
+    gaps_s = [rng.uniform(0.8, 1.2) * of for _ in range(layers) for of in (dispatch_s, combine_s)]
+    first = [gap for gap in range(1, 2 * layers) for _ in range(rng.randint(1, 3))]
+    seconds = [rng.uniform(0.2, 3.0) for _ in first]
+    allowed = [{one for one, start in enumerate(first) if start <= gap} for gap in range(len(gaps_s))]
+    return [Gap(*of) for of in zip(gaps_s, allowed, strict=True)], seconds
+
+
+def brute_force(gaps: list[Gap], seconds: list[float]) -> float:
+    choices = [[None, *(n for n, gap in enumerate(gaps) if one in gap.allowed)] for one in range(len(seconds))]
+    return max(placement_hides_s(gaps, seconds, placed) for placed in itertools.product(*choices))
+
+
+def check(gaps, seconds, placed) -> None:
+    assert len(placed) == len(seconds)
+    assert all(number is None or one in gaps[number].allowed for one, number in enumerate(placed))
+
+
+def test_the_exact_programme_is_exact():
+    rng = random.Random()
+    for _ in range(15):
+        gaps, seconds = random_instance(rng, 2)
+        placed = place_exactly(gaps, seconds)
+        check(gaps, seconds, placed)
+        # It counts in parts of the longest gap.
+        assert placement_hides_s(gaps, seconds, placed) == pytest.approx(brute_force(gaps, seconds), rel=5e-3)
+
+
+def test_greedy_is_close_to_the_best():
+    rng = random.Random(0)
+    shares = []
+    for _ in range(400):
+        gaps, seconds = random_instance(rng, rng.randint(2, 4))
+        greedy, best = place_greedily(gaps, seconds), place_exactly(gaps, seconds, limit=0.5)
+        check(gaps, seconds, greedy)
+        assert placement_hides_s(gaps, seconds, greedy) <= placement_hides_s(gaps, seconds, best)
+        shares.append(placement_hides_s(gaps, seconds, greedy) / placement_hides_s(gaps, seconds, best))
+    assert sum(shares) / len(shares) >= 0.97
+
+
+def test_by_hand():
+    """Into 3.0 seconds goes 2.5 first (it fits best), and then 0.6, which is over; into 2.0 the 1.9 that is left."""
+    gaps = [Gap(3.0, {0, 1, 2}), Gap(2.0, {0, 1, 2})]
+    assert place_greedily(gaps, [0.6, 1.9, 2.5]) == (0, 1, 0)
+    assert placement_hides_s(gaps, [0.6, 1.9, 2.5], (0, 1, 0)) == pytest.approx(3.0 + 1.9)
+    assert place_greedily([Gap(1.0, set())], [1.0]) == (None,)
+    assert place_greedily([], []) == ()
+
+
+def test_gaps_of_a_backward_pass():
+    """What a collective waits for, and what waits for it, is not beside it."""
+    kinds = ("dispatch", "expert", "combine", "attention")
+    tasks = []
+    for layer in (1, 0):
+        for kind in kinds:
+            tasks.append(Task(kind, 0, layer, "backward"))
+            if kind in ("expert", "attention"):
+                name = "weight-gradient" if kind == "expert" else "attention-weight-gradient"
+                tasks.append(Task(name, 0, layer, "backward"))
+    links, weights, gaps = gaps_of(tasks, dict.fromkeys(tasks, 1.0))
+    assert [(task.kind, task.layer) for task in links] == [
+        ("dispatch", 1),
+        ("combine", 1),
+        ("dispatch", 0),
+        ("combine", 0),
+    ]
+    assert [(task.kind, task.layer) for task in weights] == [
+        ("weight-gradient", 1),
+        ("attention-weight-gradient", 1),
+        ("weight-gradient", 0),
+        ("attention-weight-gradient", 0),
+    ]
+    assert [set(gap.allowed) for gap in gaps] == [set(), {0}, {0, 1}, {0, 1, 2}]
+
+
+def test_without_or_tools_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(ConfigError, match=r"pip install 'fusedmoe\[plan\]'"):
+        place_exactly([Gap(1.0, {0})], [1.0])

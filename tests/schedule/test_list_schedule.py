@@ -20,7 +20,7 @@ GRADIENT = "gradient-all-reduce"
 
 
 def random_tasks(rng: random.Random) -> list[Task]:
-    """A step of a few layers, in micro-batches or not, some parts missing, gradients in pieces."""
+    """A step of a few layers, in micro-batches or not, some parts missing, gradients in buckets."""
     layers, degree = rng.randint(1, 3), rng.randint(1, 3)
     parts = [kind for kind in PIPELINE if rng.random() < 0.8]
     whole = rng.random() < 0.3
@@ -109,7 +109,7 @@ def test_nothing_and_one_task(seconds):
 
 
 def test_gradients_go_where_the_link_would_be_idle():
-    """Nothing else that was ready waits for a piece that starts, and no piece that was ready waits for an idle link."""
+    """Nothing else that was ready waits for a bucket that starts; no bucket that was ready waits for an idle link."""
     rng = random.Random()
     filled = 0
     for _ in range(100):
@@ -127,8 +127,8 @@ def test_gradients_go_where_the_link_would_be_idle():
                 assert other is None or ready[other] > starts[task]
                 filled += other is not None
             else:
-                piece = next((one for one in rest if one.kind == GRADIENT), None)
+                bucket = next((one for one in rest if one.kind == GRADIENT), None)
                 before = plan.inter[place - 1] if place else None
                 free_s = starts[before] + seconds[before] if before else 0.0
-                assert piece is None or max(ready[piece], free_s) >= starts[task]
+                assert bucket is None or max(ready[bucket], free_s) >= starts[task]
     assert filled

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.partition import Partition, PassOption, fill_free, pass_options, piece_s, search, spread_rest
-from fusedmoe.schedule.passes import choose_degree, three_queues
+from fusedmoe.schedule.passes import Partition, PassOption, bucket_s, choose_degree, pass_options, search, three_queues
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
+from tests.schedule.paper_partition import fill_free, spread_rest
 from tests.schedule.plans import ORDERS, random_costs
 
 
@@ -19,10 +19,10 @@ def backward_s(costs: StepCosts, of, partition: Partition) -> float:
         middle, beside = partition.middle[layer], partition.beside[layer]
         ready -= middle + beside
         assert middle >= 0 and beside >= 0 and ready >= -1.0, "in back-propagation order: no more than what is ready"
-        seconds += min(max(way.busy_s + piece_s(line, middle), way.free_s) for way in of[layer])
-        seconds += max(costs.layers[layer].dense_total_s("backward"), piece_s(line, beside))
+        seconds += min(max(way.busy_s + bucket_s(line, middle), way.free_s) for way in of[layer])
+        seconds += max(costs.layers[layer].dense_total_s("backward"), bucket_s(line, beside))
         ready += costs.layers[layer].gradient_bytes
-    return seconds + piece_s(line, ready)
+    return seconds + bucket_s(line, ready)
 
 
 def random_ways(rng: random.Random, costs: StepCosts) -> list[list[PassOption]]:
@@ -112,11 +112,11 @@ def test_the_search_finds_the_best_of_all_partitions():
 
 def quick_backward_s(costs: StepCosts, of, partition: Partition) -> float:
     line = costs.all_reduce
-    seconds = piece_s(line, sum(costs.gradient_bytes) - sum(partition.middle) - sum(partition.beside))
+    seconds = bucket_s(line, sum(costs.gradient_bytes) - sum(partition.middle) - sum(partition.beside))
     for found, one, middle, beside in zip(of, costs.layers, *partition, strict=True):
-        gar = piece_s(line, middle)
+        gar = bucket_s(line, middle)
         seconds += min(max(way.busy_s + gar, way.free_s) for way in found)
-        seconds += max(one.dense_total_s("backward"), piece_s(line, beside))
+        seconds += max(one.dense_total_s("backward"), bucket_s(line, beside))
     return seconds
 
 

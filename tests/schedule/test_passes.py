@@ -20,8 +20,8 @@ def brute_force(chunks, gar, order, contention, limit) -> list[float]:
     kinds = tuple(kind for kind in PIPELINE if kind in chunks)
     found = []
     for degree in range(1, limit + 1):
-        pieces = [Task("gradient-all-reduce", 0, 1, "backward")] if gar else []
-        plan = Plan.from_orders(order(kinds, degree, "backward", 0, pieces))
+        buckets = [Task("gradient-all-reduce", 0, 1, "backward")] if gar else []
+        plan = Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
         of = {kind: chunks[kind].seconds(degree) for kind in kinds} | {"gradient-all-reduce": gar}
         found.append(makespan(plan, Durations({task: of[task.kind] for task in plan}, contention)))
     return found
@@ -32,7 +32,7 @@ def test_the_choice_has_no_regret_on_the_published_grid(testbed):
     """Both passes of all 1,458 cases (486 differ), every degree up to 16 simulated; backward with an all-reduce."""
     model = TESTBEDS[testbed].costs
     plans = {
-        (r, gar): Plan.from_orders(three_queues(PIPELINE, r, pieces=gar)) for r in range(1, 17) for gar in ((), (AR,))
+        (r, gar): Plan.from_orders(three_queues(PIPELINE, r, buckets=gar)) for r in range(1, 17) for gar in ((), (AR,))
     }
     count = 0
     for workload in workloads(TESTBEDS[testbed]):

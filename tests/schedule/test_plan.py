@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.step import fused_pass, half, pass_by_degree
+from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.step import fused_pass, one_pass, pass_by_degree
 from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE, Task, resources_of, standard_dependencies
-from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import KINDS, PHASES, SYMBOLS
 from tests.schedule.plans import random_costs, random_plan
 
@@ -139,15 +138,15 @@ def test_one_layer_and_pass_is_written_without_prefixes():
 def test_layers_and_passes_follow_each_other():
     plan = Plan.parse(
         """
-        compute: f0.A f0.G f0.O f0.E0 f0.U f1.A f1.E0 f1.E1 .L b1.E0 b1.A b0.O b0.E0 b0.WG0 b0.U b0.G b0.A .Opt
+        compute: f0.A f0.G f0.P f0.E0 f0.U f1.A f1.E0 f1.E1 .L b1.E0 b1.A b0.P b0.E0 b0.WG0 b0.U b0.G b0.A .Opt
         inter: f0.D0 f0.C0 f1.D0 f1.D1 f1.C0 f1.C1 b1.D0 b1.C0 b0.D0 b1.AR0 b0.C0 b0.AR0
         """
     )
     needs = {name(task): set(words(before)) for task, before in plan.dependencies.items()}
-    assert needs["f0.A"] == set() and needs["f0.G"] == {"f0.A"} and needs["f0.D0"] == {"f0.O"}
+    assert needs["f0.A"] == set() and needs["f0.G"] == {"f0.A"} and needs["f0.D0"] == {"f0.P"}
     assert needs["f1.A"] == {"f0.U"} and needs["f1.D1"] == {"f1.A"}
     assert needs[".L"] == {"f1.C0", "f1.C1"} and needs["b1.D0"] == {".L"}
-    assert needs["b1.A"] == {"b1.C0"} and needs["b0.O"] == {"b1.A"} and needs["b0.U"] == {"b0.C0"}
+    assert needs["b1.A"] == {"b1.C0"} and needs["b0.P"] == {"b1.A"} and needs["b0.U"] == {"b0.C0"}
     assert needs["b0.WG0"] == {"b0.E0"}
     assert needs["b1.AR0"] == {"b1.A"} and needs["b0.AR0"] == {"b0.G", "b0.A"}
     assert needs[".Opt"] == {word for word in needs if word[0] == "b"}
@@ -298,7 +297,7 @@ def test_what_waits_for_what():
     assert found["f0.DEC1"] == {"f0.A"} and found["f0.U"] == {"f0.DEC0", "f0.DEC1"}
     assert found["f1.A"] == {"f0.U"} and found["b1.AGERS0"] == {".L"} and found["b1.A"] == {"b1.AGERS0"}
     assert found["b0.DEC0"] == {"b1.A"} and found["b0.A"] == {"b0.DEC0"} and found["b1.AR0"] == {"b1.A"}
-    assert Plan.parse(str(plan)) == plan and Plan.parse(str(half(plan, "backward"))) == half(plan, "backward")
+    assert Plan.parse(str(plan)) == plan and Plan.parse(str(one_pass(plan, "backward"))) == one_pass(plan, "backward")
 
 
 def test_micro_batches_go_through_it():
@@ -327,7 +326,7 @@ def test_micro_batches_go_through_it():
         ("compute: AGERS0\nintra: AGERS0\ninter: D0 C0", ["is beside f0.AGERS0"]),
         ("compute: DEC0 AGERS0\nintra: AGERS0\ninter: DEC0", ["f0.AGERS0", "f0.DEC0", "is beside"]),
         ("compute: DEC0(12)\ninter: DEC0(12)", ["f0.DEC0 has a size"]),
-        ("compute: DE0\ninter: DE0", ["line 1", "'DE0' is not a task", "symbols: G O D AG E RS C DEC AGERS"]),
+        ("compute: DE0\ninter: DE0", ["line 1", "'DE0' is not a task", "symbols: G P D AG E RS C DEC AGERS"]),
     ],
 )
 def test_a_bad_fused_plan_is_refused_with_the_task_and_the_cure(text, parts):

@@ -7,15 +7,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.grid import TESTBEDS
-from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import LAYER_POLICIES, LINA_BYTES, POLICIES, TUTEL_DEGREES
 from fusedmoe.schedule.simulate import ROUNDING, makespan
-from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, gradient_ranges
+from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, bound_s, gradient_ranges
 from fusedmoe.schedule.task import Task
-from fusedmoe.schedule.text import name
 from fusedmoe.schedule.workload import Workload
 from tests.schedule.plans import random_costs, random_plan
 
@@ -173,7 +171,7 @@ def test_lina_reduces_while_experts_compute():
     costs = long_experts()
     plan = POLICIES["lina"].plan(costs)
     reduces = [task for task in plan.inter if task.kind == "gradient-all-reduce"]
-    # 10 MB are less than a piece; layer 2's go while layer 1 computes.
+    # 10 MB are less than a bucket; layer 2's go while layer 1 computes.
     assert [(task.layer, task.chunk, task.size) for task in reduces] == [(2, 0, 10**7), (1, 0, 10**7), (0, 0, 10**7)]
     degree = plan.degrees["backward", 0]
     place = {name(task): index for index, task in enumerate(plan.inter)}
@@ -184,7 +182,7 @@ def test_lina_reduces_while_experts_compute():
     assert makespan(plan, costs) == pytest.approx(hidden + costs.all_reduce.seconds(10**7), rel=1e-9)
 
 
-def test_lina_s_pieces_have_one_size():
+def test_lina_s_buckets_have_one_size():
     costs = long_experts()
     costs = StepCosts(tuple(replace(layer, gradient_bytes=70 * 10**6) for layer in costs.layers), costs.all_reduce)
     plan = POLICIES["lina"].plan(costs)

@@ -8,16 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.bound import pass_bound_s
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.passes import one_queue, one_queue_s, three_queues, three_queues_s
-from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import critical_path, makespan, simulate, stretches
-from fusedmoe.schedule.step_costs import ChunkTimes, StepCosts
+from fusedmoe.schedule.step_costs import ChunkTimes, StepCosts, pass_bound_s
 from fusedmoe.schedule.task import PIPELINE, Task, resources_of
-from fusedmoe.schedule.text import name
 from fusedmoe.schedule.timeline import RESOURCES, Timeline
 from fusedmoe.schedule.workload import Workload
 from tests.schedule.plans import ORDERS, random_costs, random_plan
@@ -106,8 +104,8 @@ def test_one_queue_never_contends():
 
 
 def of_pass(order, kinds, degree, times: ChunkTimes, gar: float) -> tuple[Plan, dict[Task, float]]:
-    pieces = [Task("gradient-all-reduce", 0, 1, "backward")] if gar else []
-    plan = Plan.from_orders(order(kinds, degree, "backward", 0, pieces))
+    buckets = [Task("gradient-all-reduce", 0, 1, "backward")] if gar else []
+    plan = Plan.from_orders(order(kinds, degree, "backward", 0, buckets))
     of = dict(zip(PIPELINE, times, strict=True)) | {"gradient-all-reduce": gar}
     return plan, {task: of[task.kind] for task in plan}
 

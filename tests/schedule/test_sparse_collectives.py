@@ -6,12 +6,11 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.cost import Durations, Line
 from fusedmoe.schedule.grid import TESTBEDS
-from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.sparse_collectives import hidden_s, idle_after, idle_before, with_sparse
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
-from fusedmoe.schedule.text import name
 from fusedmoe.schedule.workload import Workload
 
 
@@ -40,7 +39,7 @@ def test_idle_by_hand():
     assert hidden_s(timeline, 3, again=False) == hidden_s(timeline, 3, again=True) == (4, 4, 4)
 
 
-def test_pieces_of_gradients_take_their_part():
+def test_buckets_of_gradients_take_their_part():
     costs = by_hand(gradient_bytes=5000)
     plan = POLICIES["tutel_improved"].plan(costs)  # each layer's 5 s beside the attention before it
     timeline = simulate(plan, costs)
@@ -73,7 +72,7 @@ def test_where_they_stand():
     assert words[:4] == ["f0.SAG", "f0.D0", "f0.C0", "f1.D0"] and words[4:7] == ["f1.C0", "f2.SAG", "f2.D0"]
     assert words[8:12] == ["b2.D0", "b2.C0", "b2.SRS", "b1.D0"], "the last layer keeps its experts, layer 1 has none"
     first = words.index("b0.D0")
-    assert words[first - 3 : first] == ["b1.C0", "b0.SAG", "b2.AR0"], "pieces of gradients go after"
+    assert words[first - 3 : first] == ["b1.C0", "b0.SAG", "b2.AR0"], "gradient buckets go after"
     assert words[first + 1 : first + 3] == ["b0.C0", "b0.SRS"]
     assert Plan.parse(str(plan)) == plan
 
@@ -81,7 +80,7 @@ def test_where_they_stand():
 @pytest.mark.parametrize("policy", [*LAYER_POLICIES])
 @pytest.mark.parametrize("testbed", ["A", "B"])
 def test_as_predicted_on_a_cluster(policy, testbed):
-    """Four layers as FSMoE's, with pieces of gradients: what is said to be hidden is, what is more shows in full."""
+    """Four layers as FSMoE's, with gradient buckets: what is said to be hidden is, what is more shows in full."""
     bed = TESTBEDS[testbed]
     shape = Workload(4, 1024, 2048, 4096, experts=bed.nodes, ep=bed.nodes, esp=bed.gpus)
     layer = shape.layer_costs(bed.costs)

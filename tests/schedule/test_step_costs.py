@@ -1,4 +1,4 @@
-"""What the tasks of a plan take, and where the pieces of gradients end."""
+"""What the tasks of a plan take, and where the gradient buckets end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.step import ALIGNMENT, Stream
+from fusedmoe.schedule.step import ALIGNMENT, BucketCutter
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, gradient_ranges
 from fusedmoe.schedule.task import Task
 
@@ -24,9 +24,9 @@ def test_seconds_of_a_plan():
     plan = Plan.parse("compute: f0.E0 f0.E1 f1.E0 b1.E0 b0.E0\ninter: b1.AR0(100) b0.AR0(250) b0.AR1")
     seconds = stack([500, 200]).seconds(plan)
     assert seconds[Task("expert", 1, 0)] == 1 + 8 / 2 and seconds[Task("expert", 0, 1)] == 9
-    # The stream is layer 1's 200 bytes, then layer 0's 500: the last piece has what is left of 700.
-    pieces = [seconds[task] for task in plan.inter]
-    assert pieces == pytest.approx([0.5 + 0.1, 0.5 + 0.25, 0.5 + 0.35])
+    # The gradients are layer 1's 200 bytes, then layer 0's 500: the last bucket has what is left of 700.
+    buckets = [seconds[task] for task in plan.inter]
+    assert buckets == pytest.approx([0.5 + 0.1, 0.5 + 0.25, 0.5 + 0.35])
     assert [*gradient_ranges(plan, [500, 200]).values()] == [range(0, 100), range(100, 350), range(350, 700)]
 
 
@@ -47,14 +47,14 @@ def test_a_plan_for_other_layers_is_refused(text, message):
         stack([500, 200]).seconds(Plan.parse(text))
 
 
-def test_pieces_are_cut_in_the_order_of_back_propagation():
-    stream = Stream([1000, 2000, 3000])
-    assert stream.available(3) == 0 and stream.available(2) == 3000 and stream.available(0) == 6000
-    assert stream.cut(1e9, 3) == [] == stream.cut(100, 2)
-    assert stream.cut(600, 2) == [Task("gradient-all-reduce", 0, 2, "backward", 2 * ALIGNMENT)]
-    # The rest of layer 2's, and of layer 1's as much as fills whole blocks: the piece is ready with layer 1.
-    assert stream.cut(4000, 1) == [Task("gradient-all-reduce", 0, 1, "backward", 3840)]
-    assert stream.cut(1e9, 1) == [Task("gradient-all-reduce", 1, 1, "backward", 5000 - 512 - 3840)]
-    assert stream.cut(1e9, 1) == []
-    assert stream.cut(900, 0) == [Task("gradient-all-reduce", 0, 0, "backward", 1000)]  # not worth a further start
-    assert stream.start == 6000
+def test_buckets_are_cut_in_the_order_of_back_propagation():
+    cutter = BucketCutter([1000, 2000, 3000])
+    assert cutter.available(3) == 0 and cutter.available(2) == 3000 and cutter.available(0) == 6000
+    assert cutter.cut(1e9, 3) == [] == cutter.cut(100, 2)
+    assert cutter.cut(600, 2) == [Task("gradient-all-reduce", 0, 2, "backward", 2 * ALIGNMENT)]
+    # The rest of layer 2's, and of layer 1's as much as fills whole blocks: the bucket is ready with layer 1.
+    assert cutter.cut(4000, 1) == [Task("gradient-all-reduce", 0, 1, "backward", 3840)]
+    assert cutter.cut(1e9, 1) == [Task("gradient-all-reduce", 1, 1, "backward", 5000 - 512 - 3840)]
+    assert cutter.cut(1e9, 1) == []
+    assert cutter.cut(900, 0) == [Task("gradient-all-reduce", 0, 0, "backward", 1000)]  # not worth a further start
+    assert cutter.start == 6000

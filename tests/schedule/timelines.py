@@ -33,7 +33,7 @@ def training_step(
             cost = 1 if phase == "forward" else 2
             run("attention", "compute", 4 * cost, max(free_s.values()), **here)
             run("gate", "compute", 0.5, **here)
-            ready_s = run("order", "compute", 0.5, **here)
+            ready_s = run("permute", "compute", 0.5, **here)
             for chunk in range(degree):
                 here["chunk"] = chunk
                 sent_s = run("dispatch", "inter", 1.6, ready_s, **here)
@@ -42,7 +42,7 @@ def training_step(
                 reduced_s = run("reduce-scatter", "intra", 0.7, done_s, **here)
                 run("combine", "inter", 1.6, reduced_s, **here)
             del here["chunk"]
-            run("unorder", "compute", 0.5, max(free_s.values()), **here)
+            run("unpermute", "compute", 0.5, max(free_s.values()), **here)
             if phase == "backward":
                 run("weight-gradient", "compute", 2.0, **here)
                 run("gradient-all-reduce", "inter", 2.0, **here)

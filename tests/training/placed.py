@@ -15,6 +15,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
 from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.pipeline import pipeline
 from fusedmoe.training import ShardedExperts, clip_grad_norm, distributed_data_parallel, sync_gradients
 from fusedmoe.training.data_parallel import DataParallel
 from tests.cluster import Cluster
@@ -22,6 +23,17 @@ from tests.cluster import Cluster
 DIM, EXPERTS = 6, 8
 
 HECATE: dict[str, Any] = {"overlap": 4, "memory": 2}
+
+
+class Between(nn.Module):
+    """What is before a layer of experts, as a block has it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x_SM: Tensor) -> tuple[Tensor, Tensor]:
+        return x_SM, torch.tanh(self.linear(x_SM)) + 0.5
 
 
 class Model(nn.Module):
@@ -46,8 +58,14 @@ class Model(nn.Module):
         )
         self._recomputes = options.get("recomputes", False)
         self.between = nn.ModuleList(nn.Linear(DIM, DIM, dtype=torch.float64) for _ in kinds)
+        self._pipeline: list[nn.Module] = []  # its parameters are the layers' own
+        if "degrees" in options:
+            blocks = [(Between(linear), layer) for linear, layer in zip(self.between, self.layers, strict=True)]
+            self._pipeline.append(pipeline(blocks, options["degrees"]))
 
     def forward(self, x_SM: Tensor) -> Tensor:
+        if self._pipeline:
+            return self._pipeline[0](x_SM)
         for linear, layer in zip(self.between, self.layers, strict=True):
 
             def block(x_SM: Tensor, linear: nn.Module = linear, layer: nn.Module = layer) -> Tensor:
@@ -115,7 +133,9 @@ def run(rank: int, world: int, placement: str, steps: int, options: dict[str, An
     options = dict(options)
     sizes = options.pop("sizes", {"ep": world})
     topology = Topology.from_sizes(**sizes, ranks_per_node=options.pop("ranks_per_node", 2), timeout_s=30.0)
-    shape = {key: options.pop(key) for key in ("capacity_factor", "schedule", "recomputes") if key in options}
+    shape = {
+        key: options.pop(key) for key in ("capacity_factor", "schedule", "recomputes", "degrees") if key in options
+    }
     parts, wraps = options.pop("parts", 1), options.pop("wraps", False)
     model = Model(topology, placement, **shape)
     optimizer = optimizer_of(model)

@@ -16,7 +16,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.grid import TESTBEDS, workloads
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.splits import StepSplit, micro_schedule
+from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.training import plan_step, sync_gradients
 from fusedmoe.training.step_plan import BucketTuner, BucketTuning, blocks_costs
@@ -65,8 +65,8 @@ def random_setting(rng: random.Random) -> tuple[int, Callable[[int], float]]:
     costs = StepCosts((shape.layer_costs(testbed.costs),) * 4, line)
     degree = rng.choice([2, 4])
 
-    def step_s(piece_bytes: int) -> float:
-        return micro_schedule(costs, StepSplit(degree, degree, piece_bytes)).makespan_s(costs.contention)
+    def step_s(bucket_bytes: int) -> float:
+        return micro_schedule(costs, StepSplit(degree, degree, bucket_bytes)).makespan_s(costs.contention)
 
     return max(costs.gradient_bytes), step_s
 

@@ -16,7 +16,6 @@ from fusedmoe.layers.expert_networks import Custom, FeedForward
 from fusedmoe.layers.gates import SoftMoE, TopK
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.orders import Einsum
-from fusedmoe.layers.pipeline import pipeline
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement.placement import Placement
 from fusedmoe.placement.price import PlacementCosts
@@ -65,6 +64,8 @@ def plain(cluster: Cluster) -> dict[int, list[dict[str, Any]]]:
         (4, HECATE),
         slow(4, HECATE | {"rematerialises": True, "calibrates": True, "costs": COSTS}),
         slow(4, HECATE | {"schedule": Schedule("fsmoe", degrees=(2, 3))}),
+        (2, HECATE | {"degrees": (1, 1)}),
+        (4, HECATE | {"degrees": (2, 3)}),
         slow(4, HECATE | {"ranks_per_node": 1, "overlap": EXPERTS, "memory": EXPERTS}),
         slow(4, {"policy": "fastermoe", "costs": COSTS}),
         slow(4, {"policy": "flexmoe", "costs": COSTS}),
@@ -246,7 +247,6 @@ def refused(rank: int, world: int) -> list[str]:
         lambda: layer(experts=Custom(lambda model_dim: torch.nn.Linear(model_dim, model_dim))),
         lambda: layer(order=Einsum()),
         lambda: layer(SoftMoE(4, slots=2)),
-        lambda: pipeline([(torch.nn.Identity(), made)]),
         lambda: ShardedExperts(made, optimizer, topology, policy="best"),
         lambda: ShardedExperts(made, optimizer, topology, memory=-1),
         lambda: ShardedExperts(plain, optimizer, topology),
@@ -259,12 +259,37 @@ def refused(rank: int, world: int) -> list[str]:
 
 
 def test_what_is_refused(cluster: Cluster):
-    words = ("Custom", "product", "SoftMoE", "whole layers", "best", "memory", "placement='fssdp'", "different numbers")
+    words = ("Custom", "product", "SoftMoE", "best", "memory", "placement='fssdp'", "different numbers")
     for told in cluster.run(2, refused):
         for message, word in zip(told, words, strict=True):
             assert word in message, (word, message)
     with pytest.raises(ConfigError, match="placement"):
         MoELayer(4, TopK(4), FeedForward(4), placement="moving")
+
+
+def refused_in_micro_batches(rank: int, world: int) -> list[str]:
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    told = []
+    for options in (
+        {"policy": "ep", "rematerialises": True},
+        {"overlap": 1, "calibrates": True, "costs": COSTS},
+        {"policy": "fastermoe", "costs": COSTS},
+        {"costs": COSTS},
+    ):
+        model = Model(topology, "fssdp", degrees=(2, 2))
+        sharded = ShardedExperts(model, optimizer_of(model), topology, **options)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as caught:
+            model(tokens(rank, 0))
+        told.append(str(caught.value))
+        sharded.close()
+    return told
+
+
+def test_what_happens_between_layers_is_refused_in_micro_batches(cluster: Cluster):
+    words = ("rematerialises=False", "without calibrates", "without calibrates", r"give ShardedExperts(overlap=")
+    for told in cluster.run(2, refused_in_micro_batches):
+        for message, word in zip(told, words, strict=True):
+            assert word in message, (word, message)
 
 
 def test_one_rank_has_nothing_to_move():

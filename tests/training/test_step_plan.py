@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from tests.cluster import Cluster
 
 CONFIG = ModelConfig(layers=3, model_dim=16, heads=2, hidden=24, experts=4, k=2, batch=2, seq_len=9)
 WORK = Workload(2, 9, 16, 24, 4, k=2, ep=2, esp=2)
-# Links that make chunks and gradient pieces worth their while.
+# Links that make chunks and gradient buckets worth their while.
 LINES = ("all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
 COSTS = CostModel({**{name: Line(0.0, 1e-6) for name in LINES}, "gemm": Line(0.0, 1e-6)}, 0.9)
 
@@ -46,7 +48,7 @@ def backward(model: Transformer, topology: Topology, buckets: GradientBuckets | 
 
 
 def planned(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, int]:
-    """Gradient pieces on the way, and parameters that they reduced."""
+    """Gradient buckets on the way, and parameters that they reduced."""
     topology = Topology.from_sizes(2, 2, 2, ranks_per_node=2)
     plain, model = build(topology), build(topology, recompute)
     plan, buckets = plan_step(model, topology, policy, COSTS, WORK, limit=4)
@@ -62,9 +64,9 @@ def planned(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, i
 
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["fsmoe", pytest.param("lina", marks=pytest.mark.slow), "tutel_improved"])
-def test_pieces_on_the_way(cluster: Cluster, policy: str, recompute: bool) -> None:
-    for pieces, done in cluster.run(4, planned, policy, recompute):
-        assert pieces > 1 and done > 5
+def test_buckets_on_the_way(cluster: Cluster, policy: str, recompute: bool) -> None:
+    for buckets, done in cluster.run(4, planned, policy, recompute):
+        assert buckets > 1 and done > 5
 
 
 def test_nothing_on_the_way_where_all_is_exposed(cluster: Cluster) -> None:
@@ -72,8 +74,23 @@ def test_nothing_on_the_way_where_all_is_exposed(cluster: Cluster) -> None:
         assert done == 0
 
 
+def forgotten(rank: int, world: int) -> list[bool]:
+    topology = Topology.from_sizes(2, 2, 2, ranks_per_node=2)
+    model = build(topology)
+    buckets = plan_step(model, topology, "fsmoe", COSTS, WORK, limit=4)[1]
+    backward(model, topology, buckets, 1)
+    kept = [weakref.ref(one) for one in (model, buckets, topology)]
+    del model, buckets, topology
+    gc.collect()
+    return [one() is None for one in kept]
+
+
+def test_nothing_is_left_of_a_model_with_buckets(cluster: Cluster) -> None:
+    assert cluster.run(4, forgotten) == [[True] * 3] * 4
+
+
 def ragged_stream(rank: int, world: int) -> None:
-    """Pieces that end inside parameters, gradients that some ranks lack, passes that add up."""
+    """Buckets that end inside parameters, gradients that some ranks lack, passes that add up."""
     topology = Topology.from_sizes(1)
     torch.manual_seed(0)
     gate, experts = fusedmoe.gates.TopK(experts=2, k=1), fusedmoe.experts.FeedForward(4)
@@ -97,13 +114,13 @@ def ragged_stream(rank: int, world: int) -> None:
                 loss.backward()
                 if not second and each is model:
                     buckets.reduce(Task("gradient-all-reduce", 0, 0, "backward", size))  # not this pass's
-        pieces = [Task("gradient-all-reduce", n, 0, "backward", bytes_) for n, bytes_ in enumerate((30, 4, 88, 61))]
+        tasks = [Task("gradient-all-reduce", n, 0, "backward", bytes_) for n, bytes_ in enumerate((30, 4, 88, 61))]
         if begin:
-            buckets.begin(pieces[:2])
-            buckets.begin(pieces[2:])
+            buckets.begin(tasks[:2])
+            buckets.begin(tasks[2:])
         else:
-            for piece in pieces:
-                buckets.reduce(piece)
+            for task in tasks:
+                buckets.reduce(task)
         sync_gradients(model, topology, buckets=buckets)
         sync_gradients(twin, topology)
         for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):

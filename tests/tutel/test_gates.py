@@ -19,10 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates.router import router_logits
 from fusedmoe.tutel import moe
-from fusedmoe.tutel.gates import product
+from fusedmoe.tutel.gates import top
 from fusedmoe.tutel.gates.cosine_top import CosineTopKGate
-from fusedmoe.tutel.gates.product import gate_product
-from fusedmoe.tutel.gates.top import LinearTopKGate
+from fusedmoe.tutel.gates.top import LinearTopKGate, gate_product
 from tests.cluster import Cluster
 from tests.tutel.cases import draw
 
@@ -60,7 +59,7 @@ def test_larger_ones_and_other_dtypes_are_the_librarys() -> None:
         assert gate_product(x_SM, weight_EM, fp32=False).equal(router_logits(x_SM, weight_EM))
     x_SM, weight_EM = torch.randn(24, 16).bfloat16(), torch.randn(4, 16).bfloat16()
     assert gate_product(x_SM, weight_EM, fp32=False).dtype == torch.bfloat16
-    assert gate_product(x_SM, weight_EM, fp32=True).equal(product.summed_in_order(x_SM.float(), weight_EM.float()))
+    assert gate_product(x_SM, weight_EM, fp32=True).equal(top.summed_in_order(x_SM.float(), weight_EM.float()))
 
 
 D, E, P = 8, 4, 6
@@ -92,7 +91,7 @@ def test_a_float32_gate_in_a_model_of_another_dtype(convert: Callable[[nn.Module
     assert layer is not before or found is weight  # an optimizer's parameter stays its own
     x = draw((9, D), 1).to(layer.experts.batched_fc1_w.dtype)
     assert x.dtype == rounded.dtype
-    assert torch.equal(layer.gates[0](x), product.summed_in_order(x.float(), found))
+    assert torch.equal(layer.gates[0](x), top.summed_in_order(x.float(), found))
     (layer(x).float().square().sum() + layer.l_aux).backward()
     assert found.grad is not None and found.grad.dtype == found.dtype == torch.float32
     assert layer.experts.batched_fc1_w.grad.dtype == x.dtype

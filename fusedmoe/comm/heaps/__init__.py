@@ -12,7 +12,7 @@ import torch
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import Heap
-from fusedmoe.comm.heaps import nvshmem_heap, shm, symm
+from fusedmoe.comm.heaps import host, nvshmem_heap, symm
 from fusedmoe.errors import ConfigError
 
 
@@ -70,9 +70,9 @@ class Backend:
     one_host: bool = True
 
 
-#: By name. Virtual ranks (`local.py`) have no group to open one over: they are made together.
+#: By name. Virtual ranks (`host.local_heaps`) have no group to open one over: they are made together.
 BACKENDS = {
-    "shm": Backend(shm.ShmHeap, shm.why_not),
+    "shm": Backend(host.ShmHeap, host.why_not),
     "symm": Backend(symm.SymmHeap, symm.why_not),
     "nvshmem": Backend(nvshmem_heap.NvshmemHeap, nvshmem_heap.why_not, one_host=False),
 }

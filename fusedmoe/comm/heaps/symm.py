@@ -17,9 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.gpus import no_gpu, not_for_torch
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.heap import Heap
+from fusedmoe.comm.heap import Heap, no_gpu, not_for_torch
 from fusedmoe.errors import ConfigError
 
 #: Of `torch._C._distributed_c10d._SymmetricMemory` what is called, with the arguments given here, and what is read.
@@ -32,7 +31,7 @@ INTERFACE: dict[str, tuple[str, ...] | None] = {
 
 
 class SymmHeap(Heap):
-    """Over the ranks of a process group of GPUs that reach each other."""
+    """The heap over GPUs of a node that address each other's memory."""
 
     backend = "symm"
 

@@ -34,11 +34,11 @@ def make_call(layout: Layout, like: Tensor, in_flight: bool = False) -> GroupedC
     `in_flight`: launches wait for rows or put them, so that none can be repeated to tune it.
     """
     if INTERPRET:
-        return GroupedCall(layout, like, untuned(None), True, 4)
+        return GroupedCall(layout, like, untuned(None), True)
     gpu = torch.cuda.get_device_properties(like.device)
     bulk = has_bulk_copies((gpu.major, gpu.minor))
     choose = untuned((gpu.major, gpu.minor)) if in_flight else tuner(like.device).choose
-    return GroupedCall(layout, like, choose, bulk, gpu.multi_processor_count)
+    return GroupedCall(layout, like, choose, bulk)
 
 
 def experts_forward(

@@ -1,1 +1,114 @@
-"""Checkpoints of W ranks as one, and one as those of W ranks: `python -m fusedmoe.tutel.checkpoint.gather --help`."""
+"""Checkpoints of W ranks as one, and one as those of W ranks: `python -m fusedmoe.tutel.checkpoint.gather --help`.
+
+What `gather` and `scatter` share: where a checkpoint's layers are, and how experts' parameters split.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.errors import ConfigError
+
+_COUNT = "_num_global_experts"
+# Ranks that share an expert hold ⌈D_out/s⌉ columns of its output bias each, so that the last may hold zeros behind it.
+_BIAS, _ITS_WEIGHT = "batched_fc2_bias", "batched_fc2_w"
+State = dict[str, Any]
+
+
+def read(path: str, namespace: str) -> tuple[Any, State]:
+    """The file's content, and the state_dict in it: under `namespace`, keys joined by slashes.
+
+    Raises:
+        ConfigError: a file that holds objects of classes, or nothing under `namespace`.
+    """
+    try:
+        whole = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{path} is no checkpoint of tensors and plain values; save state_dict() without other objects beside it"
+        ) from error
+    state = whole
+    for key in filter(None, namespace.split("/")):
+        if not isinstance(state, dict) or key not in state:
+            names = ", ".join(map(repr, list(state)[:8])) if isinstance(state, dict) else type(state).__name__
+            raise ConfigError(f"{path} has nothing under {namespace!r}; where {key!r} should be it has {names}")
+        state = state[key]
+    return whole, state
+
+
+def layers_of(path: str, state: State, experts: int) -> dict[str, int]:
+    """The prefix of each layer's expert parameters -> how many experts it has in all.
+
+    Args:
+        experts: for an old checkpoint, which does not tell (and then does); 0 where it is not known.
+    Raises:
+        ConfigError: no layer is found.
+    """
+    if not any(_tells(key) for key in state) and experts > 0:
+        for key in list(state):
+            head, found, _ = f".{key}".rpartition(".experts.")
+            if found:
+                state.setdefault(f"{head}.{_COUNT}".removeprefix("."), torch.tensor(experts))
+    layers = {key.removesuffix(_COUNT) + "experts.": int(state[key]) for key in state if _tells(key)}
+    if not layers:
+        raise ConfigError(
+            f"{path} holds no moe_layer, or is of an old format: give --default_num_global_experts, the number of "
+            "experts in all"
+        )
+    return layers
+
+
+def _tells(key: str) -> bool:
+    return key.rpartition(".")[2] == _COUNT
+
+
+def layer_of(key: str, layers: dict[str, int]) -> int | None:
+    """How many experts the layer has whose expert parameter this is; None for other parameters."""
+    return next((count for prefix, count in layers.items() if key.startswith(prefix)), None)
+
+
+def joined(parts: list[Tensor], experts: int) -> Tensor:
+    """The parts of W ranks, [e, …] each, or of a shared expert [1, n, …], as [E, …]."""
+    whole = torch.cat(parts)
+    if parts[0].dim() == 1:
+        return whole  # flat shards stay flat
+    return whole.view(experts, -1, *whole.shape[2:]).clone()
+
+
+def without_padding(key: str, state: State) -> Tensor:
+    """A joined parameter; an output bias ends where its expert's results do."""
+    whole: Tensor = state[key]
+    if not key.endswith(_BIAS):
+        return whole
+    return whole[:, : state[key.removesuffix(_BIAS) + _ITS_WEIGHT].shape[-1]].clone()
+
+
+def split(key: str, whole: Tensor, experts: int, size: int) -> list[Tensor]:
+    """[E, …] -> what each of `size` ranks holds; experts are shared where there are fewer than ranks.
+
+    Raises:
+        ConfigError: neither number divides the other, or an expert's second dimension.
+    """
+    if whole.dim() == 1:
+        return _even(whole, size)
+    if experts % size == 0:
+        return _even(whole, size)
+    shards = size // experts
+    if shards and key.endswith(_BIAS):
+        whole = torch.nn.functional.pad(whole, (0, -whole.shape[1] % shards))
+    if size % experts or whole.shape[1] % shards:
+        raise ConfigError(
+            f"{key}: {experts} experts of {list(whole.shape[1:])} cannot be held by {size} ranks: one number must "
+            "divide the other, and the ranks that share an expert its first dimension"
+        )
+    return _even(whole.view(size, whole.shape[1] // shards, *whole.shape[2:]), size)
+
+
+def _even(whole: Tensor, size: int) -> list[Tensor]:
+    if len(whole) % size:
+        raise ConfigError(f"a parameter of {len(whole)} cannot be split evenly over {size} ranks")
+    return [part.clone() for part in whole.chunk(size)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedmoe.tutel.checkpoint.files import joined, layer_of, layers_of, read, without_padding
+from fusedmoe.tutel.checkpoint import joined, layer_of, layers_of, read, without_padding
 from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 

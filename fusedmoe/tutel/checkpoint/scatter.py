@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedmoe.tutel.checkpoint.files import layer_of, layers_of, read, split
+from fusedmoe.tutel.checkpoint import layer_of, layers_of, read, split
 from fusedmoe.tutel.system import apply_rank_size_from_pattern
 
 

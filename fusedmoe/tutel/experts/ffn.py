@@ -1,22 +1,116 @@
-"""The feed-forward experts: y = act(x·W1ᵀ + b1)·W2 + b2."""
+"""The feed-forward experts: y = act(x·W1ᵀ + b1)·W2 + b2; and what both kinds of experts share."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.schedule.workload import Workload
-from fusedmoe.tutel.experts.shards import Shards, shards_of
-from fusedmoe.tutel.impls.activation import activation_name
+from fusedmoe.tutel.impls.communicate import zero_gather
+from fusedmoe.tutel.impls.groups import get_world_rank, topology_of
 
 if TYPE_CHECKING:
     from fusedmoe.tutel.impls.moe_layer import MOELayer
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Parameters [e, n, …] of `members` ranks, joined to [experts, n·parts, …].
+
+    Attributes:
+        group: those ranks; unused where there is one.
+        members, experts: how many ranks, and how many experts the joined parameters have.
+        first: the number of the first joined shard among those of its expert.
+    """
+
+    group: dist.ProcessGroup | None
+    members: int
+    experts: int
+    first: int
+
+    def join(self, parameter: Tensor) -> Tensor:
+        """Its gradient goes back to the ranks that hold the parts, summed."""
+        if self.members == 1:
+            return parameter
+        return zero_gather(parameter, group=self.group).view(self.experts, -1, *parameter.shape[2:])
+
+
+def shards_of(ctx: MOELayer) -> Shards:
+    """By the layer's adaptive degree r: 0 gathers everything everywhere, r ≥ 1 leaves experts in r parts."""
+    s, r = ctx.sharded_count, ctx.adaptive_degree
+    if r == 0:
+        return Shards(ctx.group, ctx.world_size, ctx.num_global_experts, 0)
+    size = s // r
+    place = get_world_rank(ctx.group) % s if s > 1 else 0
+    first = place // size * size
+    if size == 1:
+        return Shards(None, 1, ctx.num_local_experts, first)
+    topology = topology_of(ctx.group, s, r)
+    start = topology.world.index - place + first
+    block = topology.subgroup("shards", topology.world.ranks[start : start + size])
+    return Shards(block.handle, size, 1, first)
+
+
+_RELU = (F.relu, torch.relu, Tensor.relu)
+_SILU = (F.silu,)
+_GELU = (F.gelu,)
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+class _Unknown(Exception):
+    """The function does something else."""
+
+
+class _Watch(TorchFunctionMode):
+    """Sees the first operation of a function, and lets none run."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x, self.name = x, ""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if self.name or not args or args[0] is not self.x or len(args) > 1 or options.pop("inplace", False):
+            raise _Unknown
+        if func in _GELU:
+            self.name = _GELUS.get(options.pop("approximate", "none"), "")
+        elif func in _RELU or func in _SILU:
+            self.name = "relu" if func in _RELU else "silu"
+        if not self.name or options:
+            raise _Unknown
+        self.result = torch.empty(0)
+        return self.result
+
+
+def activation_name(function: Callable[[Tensor], Tensor]) -> str | None:
+    """A name of `fusedmoe.kernels.activation.ACTIVATIONS` if the function is one operation on its argument, else None.
+
+    The function is called with a tensor that holds nothing, and nothing is computed: at its first operation it is known
+    or given up.
+    """
+    # Made outside, so that the watch does not see it.
+    x = torch.empty(0)
+    watch = _Watch(x)
+    try:
+        with watch:
+            result = function(x)
+    except Exception:
+        # Ours, or the function's own at a tensor without elements: it is not one of them.
+        return None
+    return watch.name if watch.name and result is watch.result else None
+
 
 Activation = Callable[[Tensor], Tensor]
 INITIALISATIONS = ("0.4", "0.3")
@@ -134,7 +228,7 @@ class FusedExpertsNetwork(nn.Module):
         return None if name is None else (cast(self.weights(shards_of(ctx)), x_SM), name)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """Of a pass in which a rank sends `rows` rows, for the choice of a schedule."""
+        """The workload of a pass in which a rank sends `rows` rows, for the choice of a schedule."""
         experts = self.local_experts * ep
         hidden = self.hidden_size * self.sharded_count
         return Workload(
@@ -178,7 +272,7 @@ def suits(module: nn.Module, x_SM: Tensor, hidden: int) -> bool:
 
 
 def cast(weights: Weights, x_SM: Tensor) -> Weights:
-    """In the dtype of the computation; the kernels of a GPU want W2 in their own layout."""
+    """Weights in the dtype of the computation; the kernels of a GPU want W2 in their own layout."""
     w1, w2, b1, b2 = (None if t is None else t.to(x_SM.dtype) for t in (weights.w1, weights.w2, weights.b1, weights.b2))
     assert w1 is not None and w2 is not None
     return Weights(w1, w2.contiguous() if x_SM.is_cuda else w2, b1, b2, weights.b2_start)

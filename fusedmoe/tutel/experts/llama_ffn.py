@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.schedule.workload import Workload
-from fusedmoe.tutel.experts.ffn import Activation, cast, suits
-from fusedmoe.tutel.impls.activation import activation_name
+from fusedmoe.tutel.experts.ffn import Activation, activation_name, cast, suits
 from fusedmoe.tutel.impls.communicate import zero_gather
-from fusedmoe.tutel.impls.placement import topology_of
+from fusedmoe.tutel.impls.groups import topology_of
 
 if TYPE_CHECKING:
     from fusedmoe.tutel.impls.moe_layer import MOELayer

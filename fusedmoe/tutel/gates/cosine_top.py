@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.tutel.gates.float32 import Float32Linear
-from fusedmoe.tutel.gates.top import refuse_unknown
+from fusedmoe.tutel.gates.top import Float32Linear, refuse_unknown
 from fusedmoe.tutel.impls.choice import experts_of_a_token
 
 _MAX_LOG_SCALE = math.log(100.0)

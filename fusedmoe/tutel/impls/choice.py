@@ -1,7 +1,8 @@
-"""From a router's scores to each token's experts, their weights and their order."""
+"""From a router's scores to each token's experts, their weights and order, and how many rows an expert accepts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,7 @@ class Choice:
         return len(self.count_E)
 
     def locations(self) -> Tensor:
-        """[T, K]: each slot's place among those of its expert, drops included: slot k of all tokens before k + 1."""
+        """[T, K]: each pair's place at its expert, drops included: choice k of all tokens before choice k + 1."""
         layout = order(self.expert_SK, self.experts, None, self.priority_S)
         return layout.row_SK - layout.offsets_E1.long()[self.expert_SK]
 
@@ -83,3 +84,38 @@ def choose(scores_SE: Tensor, k: int, *, normalize: bool, prioritised: bool) -> 
         weight_SK = weight_SK / total_S.clamp(min=torch.finfo(scores_SE.dtype).eps)[:, None]
     priority_S = scores_SE.detach().amax(1) if prioritised else None
     return Choice(expert_SK, weight_SK, priority_S, expert_load(expert_SK, scores_SE.shape[1]))
+
+
+# Beyond it rows are rounded up to full tiles.
+_TILED, _TILE = 256, 128
+
+
+def capacity_of(
+    factor: float, top_k: int, tokens: int, experts: int, most_chosen: Callable[[], int], alignment: int = 1
+) -> int:
+    """k·int(f·⌈T/E⌉) for f > 0; what is needed for f = 0; the smaller of it and k·int(−f·⌈T/E⌉) for f < 0.
+
+    Worked example: 24 tokens, 4 experts, k = 2, f = 1.25 give 2·int(1.25·6) = 14; with alignment 4, 16.
+
+    Args:
+        most_chosen: tells how many tokens of any rank chose the same expert; asked for f ≤ 0 only.
+        alignment: the result is rounded up to a multiple.
+    """
+    share = -(-tokens // experts)
+    if factor > 0:
+        capacity = top_k * int(factor * share)
+    else:
+        capacity = most_chosen()
+        if factor < 0:
+            capacity = min(capacity, top_k * int(-factor * share))
+    return -(-capacity // alignment) * alignment
+
+
+def alignment_of(shards: int, overlap_degree: int, megablocks_size: int = 0) -> int:
+    """What Tutel rounds the capacity up to: a multiple of shards · degree, and of a block of its sparse products.
+
+    This admits tokens, and so changes results with the degree. A degree that the scheduler picks counts as 1 here.
+    """
+    block = max(megablocks_size, 1)
+    alignment = -(-shards * overlap_degree // block) * block
+    return -(-alignment // _TILE) * _TILE if alignment > _TILED else alignment

@@ -9,21 +9,43 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fusedmoe.autograd.experts import experts as fused_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
-from fusedmoe.engine.dispatcher import Collectives, Local, no_plans
-from fusedmoe.engine.run import Followed, Plans
+from fusedmoe.engine.dispatcher import Collectives, Local, Routed, no_plans
+from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
-from fusedmoe.runtime.execute import Here, runnable_kinds
+from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.tutel.impls.choice import Choice
-from fusedmoe.tutel.impls.scale import scaled
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_NM: Tensor, weight_N: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_NM, weight_N)
+        return rows_NM.to(weight_N.dtype) * weight_N[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
+        rows_NM, weight_N = ctx.saved_tensors
+        # One dot product a row, as one operation: nothing of the rows' size is made for it.
+        dweight_N = torch.bmm(grad_NM[:, None], rows_NM.to(weight_N.dtype)[:, :, None])[:, 0, 0]
+        return (grad_NM * weight_N[:, None]).to(rows_NM.dtype), dweight_N
+
+
+def scaled(rows_NM: Tensor, weight_N: Tensor) -> Tensor:
+    """weight_N[n] · rows_NM[n] in the weights' dtype, which is at least as wide. Saves both as they are."""
+    out: Tensor = _Scaled.apply(rows_NM, weight_N)
+    return out
+
 
 Degree = int | Literal["auto"]
 # Rows of every local expert as a block, [e, C, D] -> [e, C, D_out].
@@ -150,23 +172,23 @@ class LayerDispatcher:
         overlaps = experts.workload is not None if degree == "auto" else degree > 1
         if crosses and (overlaps or experts.fused is not None):
             self._collectives.plans = partial(self._plans_for, degree, experts.workload) if overlaps else no_plans
-            return self._collectives.through_experts(x_SM, layout, weight_SK, experts)
+            return self._collectives.through_experts(Routed(x_SM, layout, weight_SK), experts)
         dispatcher = self._collectives if crosses else Local()
-        rows_RM, handle = dispatcher.dispatch(x_SM, layout, weight_SK)
+        rows_RM, handle = dispatcher.dispatch(Routed(x_SM, layout, weight_SK))
         out_RM = experts(rows_RM, handle.layout, handle.weight_N, places, handle.counts_RE)
         return dispatcher.combine(out_RM, handle)
 
     def _dealt(
         self, layout: Layout, choice: Choice, number: Callable[[Tensor, Tensor], Tensor], experts: int
     ) -> Layout:
-        """The same slots without the dropped ones, sorted by other numbers: `number(expert, place in it)`."""
+        """The same pairs without the dropped ones, sorted by other numbers: `number(expert, place in it)`."""
         place_SK = layout.row_SK - layout.offsets_E1.long()[choice.expert_SK]
         dealt_SK = torch.where(layout.row_SK < 0, -1, number(choice.expert_SK, place_SK))
         return order(dealt_SK, experts, None, choice.priority_S)
 
     def _plans_for(
         self, degree: Degree, find: Callable[..., Workload] | None, x_SM: Tensor, rows: int, chunks: ChunkExperts
-    ) -> Followed:
+    ) -> Assigned:
         """For so many rows of the rank that sends the most. The first of a kind is collective."""
         topology = self.topology
         workload = costs = None
@@ -182,8 +204,8 @@ class LayerDispatcher:
             else:
                 schedule = Schedule("tutel", degrees=(degree, degree))
             assert schedule is not None
-            kinds = runnable_kinds(Here(topology.ep.size, topology.esp.size), "itself")
+            kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
             plans = schedule.plans(kinds, workload, costs, any_degree=chunks.any_degree)
             require_same_plans(topology, plans)
             self._plans[key] = plans
-        return Followed(self._plans[key])
+        return Assigned(self._plans[key])

@@ -12,11 +12,10 @@ from torch import Tensor
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.tutel.impls.capacity import capacity_of
-from fusedmoe.tutel.impls.choice import Choice, choose
+from fusedmoe.tutel.impls.choice import Choice, capacity_of, choose
 from fusedmoe.tutel.impls.communicate import simple_all_reduce
+from fusedmoe.tutel.impls.dispatcher import scaled
 from fusedmoe.tutel.impls.losses import gshard_loss
-from fusedmoe.tutel.impls.scale import scaled
 
 
 class Critical(NamedTuple):
@@ -44,7 +43,7 @@ def extract_critical(
     """Routes [T, E] scores: (E, experts, places, weights, capacity, counts), and the loss, `loss_fn(scores, top_ids)`.
 
     Args:
-        capacity_factor, alignment: see `impls/capacity.py`; with a factor ≤ 0 collective over `group`.
+        capacity_factor, alignment: see `capacity_of`; with a factor ≤ 0 collective over `group`.
         inequivalent_tokens: the capacity rests on the largest T of the group; collective.
     """
     choice = choose(scores, top_k, normalize=normalize_gate, prioritised=batch_prioritized_routing)
@@ -83,14 +82,14 @@ def get_reversed_sample_ids(critial_data: Sequence[Any], return_id_type: str = "
     if return_id_type not in ("sample_id", "top_id"):
         raise ConfigError(f"return_id_type = {return_id_type!r}; choose sample_id or top_id")
     places = _Places.of(critial_data[0], critial_data[4], critial_data[1], critial_data[2])
-    slots = len(critial_data[1])
-    ids_N = places.layout.pair_N // slots if return_id_type == "sample_id" else places.layout.pair_N % slots
+    k = len(critial_data[1])
+    ids_N = places.layout.pair_N // k if return_id_type == "sample_id" else places.layout.pair_N % k
     empty = ids_N.new_full((places.experts * places.capacity,), -1)
     return empty.index_copy(0, places.place_N, ids_N).view(places.experts, places.capacity).int()
 
 
 class _Places(NamedTuple):
-    """Slots that have a place in [E, C], sorted by it: their layout, and the places."""
+    """The (token, k) pairs that have a place in [E, C], sorted by it: their layout, and the places."""
 
     experts: int
     capacity: int

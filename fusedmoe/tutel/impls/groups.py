@@ -1,14 +1,19 @@
-"""PyTorch's process groups, as clients hand them in, as the library's groups."""
+"""Groups of ranks by Tutel's names; PyTorch's process groups as the library's groups and topologies."""
 
 from __future__ import annotations
 
+import datetime
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fusedmoe.comm.failure import Board
 from fusedmoe.comm.group import Group, Job, Lease
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 
 TIMEOUT_S = float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", 86400))
@@ -46,3 +51,175 @@ def as_group(handle: dist.ProcessGroup | None) -> Group:
     job = Job(rank, TIMEOUT_S, Board(dist.distributed_c10d._get_default_store(), rank))
     ranks = tuple(dist.get_process_group_ranks(handle))
     return Group("tutel", ranks, ranks.index(rank), Lease(handle), job)
+
+
+ProcessGroup = dist.ProcessGroup
+#: The backend under "", and what `create_groups_from_world` made, by its argument.
+TUTEL_GROUPING_CACHE: dict[Any, Any] = {}
+
+
+@dataclass
+class ParallelEnv:
+    """Where this rank stands in `group_count` groups of `model_size` consecutive ranks."""
+
+    global_size: int
+    global_rank: int
+    group_count: int
+    data_rank: int
+    model_size: int
+    model_rank: int
+    local_device: torch.device | None
+    local_rank: int
+    local_size: int
+    data_group: ProcessGroup | None
+    model_group: ProcessGroup | None
+    global_group: ProcessGroup | None
+    is_distributed: bool
+    is_cuda: bool
+    dist_print: Callable[..., None] = field(repr=False)
+
+
+def create_standalone_group() -> ProcessGroup | None:
+    """A group of this rank alone. Collective over all ranks."""
+    if not dist.is_initialized():
+        return None
+    return [dist.new_group(ranks=[rank]) for rank in range(get_world_size())][get_world_rank()]
+
+
+def create_groups_from_world(
+    group_count: int, include_init: str | None = None, parent_group: ProcessGroup | None = None
+) -> ParallelEnv:
+    """The world in `group_count` groups of consecutive ranks; a negative count is minus the size of a group.
+
+    Collective over the parent's ranks; the same arguments give the same object.
+
+    Args:
+        include_init: the backend to initialise with from the launcher's environment ("nccl", "gloo"); without a
+            launcher the result is that of a single process. None: what is there.
+        parent_group: split this group instead of the world; ranks are then places in it.
+    Raises:
+        ConfigError: the groups do not come out even; another backend than before; "nccl" without a GPU.
+    """
+    parent = None if parent_group in (None, dist.group.WORLD) else parent_group
+    if include_init is not None:
+        _initialise(include_init)
+    key = group_count if parent is None else (group_count, parent)
+    if key not in TUTEL_GROUPING_CACHE or TUTEL_GROUPING_CACHE[key].global_group is not _world(parent):
+        TUTEL_GROUPING_CACHE[key] = _split(group_count, parent)
+    env: ParallelEnv = TUTEL_GROUPING_CACHE[key]
+    return env
+
+
+def _world(parent: ProcessGroup | None) -> ProcessGroup | None:
+    return parent if parent is not None else dist.group.WORLD if dist.is_initialized() else None
+
+
+def _initialise(backend: str) -> None:
+    if backend not in ("nccl", "gloo"):
+        raise ConfigError(f"unknown backend {backend!r}; choose nccl or gloo")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("backend='nccl' needs a CUDA GPU; give backend='gloo' to run on CPUs")
+    if not dist.is_initialized():
+        TUTEL_GROUPING_CACHE.clear()
+    known = TUTEL_GROUPING_CACHE.setdefault("", backend)
+    if known != backend:
+        raise ConfigError(f"initialised with {known} before, now asked for {backend}: one backend a job")
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    environment = os.environ
+    if "LOCAL_RANK" not in environment and "OMPI_COMM_WORLD_SIZE" in environment:
+        where = f"tcp://{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', '23456')}"
+        rank, size = int(environment["OMPI_COMM_WORLD_RANK"]), int(environment["OMPI_COMM_WORLD_SIZE"])
+        dist.init_process_group(backend, init_method=where, rank=rank, world_size=size, timeout=timeout)
+    elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(environment):
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def _split(group_count: int, parent: ProcessGroup | None) -> ParallelEnv:
+    world = _world(parent)
+    size, rank = get_world_size(world), get_world_rank(world)
+    count = size // -group_count if group_count < 0 else group_count
+    if count < 1 or size % count or (group_count < 0 and count * -group_count != size):
+        raise ConfigError(f"{size} ranks do not divide into {group_count} groups (a negative count is minus a size)")
+    inner = size // count
+    data_rank, model_rank = divmod(rank, inner)
+    rows = [list(range(i * inner, (i + 1) * inner)) for i in range(count)]
+    columns = [list(range(i, size, inner)) for i in range(inner)]
+    backend = TUTEL_GROUPING_CACHE.get("")
+    if backend is None and world is not None:
+        backend = dist.get_backend(world)
+    on_gpu = backend == "nccl"
+    local_rank = _local("RANK")
+    if on_gpu:
+        local_rank = min(local_rank, torch.cuda.device_count() - 1)
+    device = torch.device("cuda", local_rank) if on_gpu else None if backend is None else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+
+    def print_on_first(*args: Any, **more: Any) -> None:
+        if get_world_rank() == 0:
+            print(*args, **more)
+
+    return ParallelEnv(
+        global_size=size,
+        global_rank=rank,
+        group_count=count,
+        data_rank=data_rank,
+        model_size=inner,
+        model_rank=model_rank,
+        local_device=device,
+        local_rank=local_rank,
+        local_size=_local("SIZE"),
+        data_group=_group_of(columns, model_rank, world),
+        model_group=_group_of(rows, data_rank, world),
+        global_group=world,
+        is_distributed=world is not None,
+        is_cuda=on_gpu,
+        dist_print=print_on_first,
+    )
+
+
+def _group_of(grid: list[list[int]], own: int, world: ProcessGroup | None) -> ProcessGroup | None:
+    """The group of one line of a grid of places. Every rank makes all lines, unless they lie in a part of the world."""
+    if world is None or len(grid) == 1:
+        return world
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    ranks = dist.get_process_group_ranks(world)
+    lines = [[ranks[place] for place in line] for line in grid]
+    if world is dist.group.WORLD:
+        return [dist.new_group(ranks=line, timeout=timeout) for line in lines][own]
+    return dist.new_group(ranks=lines[own], timeout=timeout, use_local_synchronization=True)
+
+
+def _local(what: str) -> int:
+    default = {"RANK": "0", "SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1")}[what]
+    return int(os.environ.get(f"LOCAL_{what}", os.environ.get(f"OMPI_COMM_WORLD_LOCAL_{what}", default)))
+
+
+# By (world, group, copies, nodes); the world is part of it because a process may make one, end it and make another.
+_TOPOLOGIES: dict[tuple[object, tuple[int, ...], tuple[int, int], int | None], Topology] = {}
+
+
+def topology_of(handle: dist.ProcessGroup | None, shards: int = 1, degree: int = 1) -> Topology:
+    """The topology for experts that `shards` consecutive ranks of a group hold together. Collective on first use.
+
+    Args:
+        handle: the group; None for all ranks.
+        shards: s, ranks that hold one expert's parameters.
+        degree: r, into how many parts an expert's work is split, a divisor of s. The s ranks are r blocks of s/r; a
+            block holds one part (gathered from its ranks) and its ranks share the tokens. ep numbers (expert, place in
+            the block), esp the blocks.
+    """
+    W = get_world_size(handle)
+    if W == 1:
+        return Topology()
+    handle = handle or dist.group.WORLD
+    per_node = int(os.environ["LOCAL_SIZE"]) if "LOCAL_SIZE" in os.environ else None
+    key = (dist.group.WORLD, tuple(dist.get_process_group_ranks(handle)), (shards, degree), per_node)
+    if key not in _TOPOLOGIES:
+        for old in [known for known in _TOPOLOGIES if known[0] is not dist.group.WORLD]:
+            del _TOPOLOGIES[old]
+        experts = torch.arange(W).view(W // shards, degree, shards // degree).transpose(1, 2).reshape(-1, degree)
+        _TOPOLOGIES[key] = Topology.from_group(handle, experts, ranks_per_node=per_node, timeout_s=TIMEOUT_S)
+    return _TOPOLOGIES[key]

@@ -16,8 +16,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates.router import outside_autocast
 from fusedmoe.tutel.impls import losses
-from fusedmoe.tutel.impls.capacity import alignment_of
-from fusedmoe.tutel.impls.choice import Choice, choose
+from fusedmoe.tutel.impls.choice import Choice, alignment_of, choose
 from fusedmoe.tutel.impls.communicate import skips_all_to_all
 from fusedmoe.tutel.impls.described import (
     Description,
@@ -29,8 +28,7 @@ from fusedmoe.tutel.impls.described import (
 )
 from fusedmoe.tutel.impls.dispatcher import Degree, LayerDispatcher, LocalExperts
 from fusedmoe.tutel.impls.fast_dispatch import agreed_capacity
-from fusedmoe.tutel.impls.groups import get_world_size, size_of
-from fusedmoe.tutel.impls.placement import topology_of
+from fusedmoe.tutel.impls.groups import get_world_size, size_of, topology_of
 
 
 class MOELayer(nn.Module):

@@ -21,8 +21,8 @@ from fusedmoe.comm import nvshmem
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.heaps.nvshmem_heap import NvshmemHeap
 from fusedmoe.comm.nvshmem import Nvshmem
+from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
-from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.errors import ConfigError, RankError
 
 CPU = torch.device("cpu")
@@ -130,14 +130,14 @@ def heap(group: Group) -> None:
         rows = opened.allocate((2, 5), torch.float32)
         assert not rows.own.any() and int(rows.table[group.index]) == rows.own.data_ptr()
         assert [p for p, address in enumerate(rows.table.tolist()) if address == 0] == [1 - group.index] * far
-        windows = Windows(opened, Room(8, 2, 4, 16, torch.float32))
-        assert (windows.tokens.staging is not None) == far
+        buffers = ReceiveBuffers(opened, BufferSizes(8, 2, 4, 16, torch.float32))
+        assert (buffers.tokens.staging is not None) == far
         if opened.network is not None:
             assert opened.network.pe_W.tolist() == [0, 1] and opened.network.spare.tolist() == [0]
             assert Path(opened.network.libraries["libnvshmem_device"]).exists()
             peer_R, place_R = torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([3, 4, 0, 1])
-            sent = windows.result_addresses(peer_R, place_R, 1, 0)
-            own = windows.results.rows[0, 0].data_ptr()
+            sent = buffers.result_addresses(peer_R, place_R, 1, 0)
+            own = buffers.results.rows[0, 0].data_ptr()
             assert sent.target_N is not None
             wanted = [0 if p == group.index else own + 64 * at for p, at in ((0, 3), (0, 4), (1, 0), (1, 1))]
             assert sent.target_N.tolist() == wanted

@@ -44,7 +44,7 @@ class AotCase:
         targets: of `TARGETS`.
         expect: for a target, instructions that the machine code must have, e.g. {90: ("HGMMA", "UTMALDG")}.
         quick: belongs to the small selection that every test run compiles.
-        rare: is left out of the slow tests too, which could not compile all in a few minutes: for the record alone.
+        rare: is left out of the slow tests and of the record, which would take hours; compiled where asked for by name.
         libraries: gives the libraries of device functions that it is linked with, as a launch's `extern_libs`; raises a
             ConfigError where they are not installed, and then the case is left out.
     """

@@ -149,20 +149,32 @@ def _dlogits_case(rule: GateRule, experts: int, weights: bool, rare: bool) -> Ao
 _KERNELS = {"logits": router.logits_kernel, "dx": router.dx_kernel, "dw": router.dw_kernel}
 
 
+_SUMMANDS = AotCase(
+    "gate summands",
+    router.summands_kernel,
+    {"d_ptr": torch.float32, "out_ptr": torch.bfloat16, "count": "i32", "plane": "i32", "BLOCK": 2048},
+    {"num_warps": 4},
+)
+
+
 def _of_products() -> list[AotCase]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     pairs = ((bf16, bf16), (bf16, fp32), (fp16, fp16), (fp16, fp32), (fp32, fp32))
     sizes = ((100, 7), (4096, 512), (100, 512), (4096, 7), (4112, 1))
     kinds = [(op, x, w, M, E) for op in _KERNELS for x, w in pairs for M, E in sizes]
-    return [case for op, x, w, M, E in kinds for case in _product_cases(op, x, w, M, E)]
+    return [_SUMMANDS, *(case for op, x, w, M, E in kinds for case in _product_cases(op, x, w, M, E))]
 
 
 def _product_cases(operation: str, x: torch.dtype, w: torch.dtype, M: int, E: int) -> list[AotCase]:
     single = torch.float32
     apart = taken_apart(*{"logits": (x, w), "dx": (single, w), "dw": (single, x)}[operation])
+    summed = apart == "a" and operation != "logits"
+    dlogits, kind, apart = (torch.bfloat16, "summed", "") if summed else (single, apart, apart)
     targets: dict[Tile, list[int]] = {}
     for target in TARGETS:
-        targets.setdefault(product_tile(operation, apart, divmod(target, 10)), []).append(target)
+        targets.setdefault(product_tile(operation, kind, divmod(target, 10), E % 64 == 0 and M % 128 == 0), []).append(
+            target
+        )
     cases = []
     for tile, at in targets.items():
         arguments: dict[str, Any] = {"S": "i32", "M": M, "E": E}
@@ -171,10 +183,13 @@ def _product_cases(operation: str, x: torch.dtype, w: torch.dtype, M: int, E: in
             arguments |= {"x_ptr": x, "w_ptr": w, "logits_ptr": single, "EVEN": M % tile.depth == 0}
         elif operation == "dx":
             launch = router.launch_options(apart, tile, "BS", "BM")
-            arguments |= {"dlogits_ptr": single, "w_ptr": w, "dx_ptr": x}
+            arguments |= {"dlogits_ptr": dlogits, "w_ptr": w, "dx_ptr": x, "plane": 4096 * E, "SUMMANDS": 1 + summed}
+            arguments["EVEN"] = E % tile.depth == 0 and M % tile.columns == 0
         else:
             launch = router.launch_options(apart, tile, "BE", "BM")
-            arguments |= {"dlogits_ptr": single, "x_ptr": x, "dw_ptr": single, "part_rows": "i32"}
+            arguments |= {"dlogits_ptr": dlogits, "x_ptr": x, "dw_ptr": single, "part_rows": "i32"}
+            even = E % tile.rows == 0 and M % tile.columns == 0
+            arguments |= {"plane": 4096 * E, "SUMMANDS": 1 + summed, "EVEN": even}
         options = {option: launch.pop(option) for option in ("num_warps", "num_stages")}
         arguments |= {**launch, "INTERPRET": False}
         name = f"gate {operation} {str(x)[6:]} {str(w)[6:]} M={M} E={E} {tile}"

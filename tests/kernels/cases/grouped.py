@@ -24,8 +24,8 @@ from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 from fusedmoe.kernels.triton.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.triton.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.triton.grouped.product import product_kernel
-from fusedmoe.kernels.triton.grouped.specialised import specialised_kernel
 from fusedmoe.kernels.triton.grouped.up import up_kernel
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS
 from tests.kernels.cases import AotCase
 
 # Depth and columns of an expert's matrix: even, and others; the first of these stand for all where kinds do not matter.
@@ -95,11 +95,11 @@ def _launches(target: int) -> Iterator[_Launch]:
         for candidate in candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even):
             for sides in all_sides:
                 yield _Launch(variant, candidate.config, sides)
-            if _can_be_in_flight(variant) and not candidate.config.specialised:
+            if _can_be_in_flight(variant):
                 yield _Launch(variant, candidate.config, all_sides[0], True)
                 config = candidate.config
                 if variant.operation in ("down", "dinput"):
-                    config = replace(config, all_registers=True)
+                    config = replace(config, registers=MOST_REGISTERS)
                 yield _Launch(variant, config, all_sides[0], True, True)
 
 
@@ -124,7 +124,7 @@ def _case(launch: _Launch, targets: list[int]) -> AotCase:
     arguments |= {"PRECISION": variant.precision, "INTERPRET": False}
     known = {parameter.name for parameter in kernel.params}
     first = [candidates(variant.operation, launch.dtype, divmod(at, 10), variant.even)[0].config for at in targets]
-    common, chosen = _is_common(variant), config in first or config.specialised
+    common, chosen = _is_common(variant), config in first
     rare = not common or sides not in (EVEN, ODD[0])
     words = [str(variant), str(config), *([] if variant.even else ["{}x{}".format(*sides)])]
     return AotCase(
@@ -141,18 +141,16 @@ def _case(launch: _Launch, targets: list[int]) -> AotCase:
 
 
 def _expect(launch: _Launch, target: int) -> tuple[str, ...]:
-    """Instructions of tensor cores, of copies that pass the registers by, and of warps that are specialised indeed:
-    groups that hand registers to one another tell that."""
+    """Instructions of tensor cores, and of copies that pass the registers by."""
     variant = launch.variant
     words = []
     if variant.dtype != "float32":
         words.append(_PRODUCT[target])
     if variant.bulk:
         words.append("UTMALDG")
-    if variant.even and not (variant.bulk and variant.operation in ("down", "dinput")):
+    bulk_alone = variant.bulk and not variant.gather and variant.operation in ("down", "dinput", "dw1", "dw2")
+    if variant.even and not bulk_alone:
         words.append("LDGSTS")
-    if launch.config.specialised:
-        words.append("USETMAXREG")
     return tuple(words)
 
 
@@ -185,7 +183,13 @@ def _dhidden(launch: _Launch) -> tuple[Any, dict[str, Any]]:
         "ds_ptr": weight,
         "rows": "i32",
     }
-    flags = {"GATHER": variant.gather, "WEIGHTED": variant.extra, **_activation(launch), **_waiting(launch)}
+    flags = {
+        "GATHER": variant.gather,
+        "WEIGHTED": variant.extra,
+        "PART": min(32, config.bn // 4),
+        **_activation(launch),
+        **_waiting(launch),
+    }
     return dhidden_kernel, {**tensors, **_tables(), **_sides(launch, "M", "H"), **flags}
 
 
@@ -199,9 +203,6 @@ def _product(launch: _Launch) -> tuple[Any, dict[str, Any]]:
         "BIAS": variant.extra,
     }
     common = {"out_ptr": dtype, "TRANSPOSED": transposed, **bias, **_tables(), **_sides(launch, "K", "N")}
-    if config.specialised:
-        own = {"a_ptr": dtype, "b_ptr": dtype, "used_ptr": torch.int32, "rows": "i32", "E": "i32"}
-        return specialised_kernel, {**common, **own}
     columns, depth = config.bn, config.bk
     own = {
         "a": launch.box(config.bm, depth),
@@ -212,16 +213,18 @@ def _product(launch: _Launch) -> tuple[Any, dict[str, Any]]:
 
 def _dweight(launch: _Launch) -> tuple[Any, dict[str, Any]]:
     dtype, variant, config = launch.dtype, launch.variant, launch.config
-    left = variant.operation == "dw2" and variant.gather
+    left, right = (variant.gather and variant.operation == name for name in ("dw2", "dw1"))
     tensors = {
         "left_ptr": dtype,
         "right_ptr": dtype,
-        "solid": launch.box(config.bk, config.bn if left else config.bm),
+        "left_rows": None if left or not variant.bulk else launch.box(config.bk, config.bm),
+        "right_rows": None if right or not variant.bulk else launch.box(config.bk, config.bn),
         "source_ptr": torch.int64 if variant.gather else None,
         "out_ptr": dtype,
         "starts_ptr": torch.int32,
     }
-    flags = {"GATHER_LEFT": left, "GATHER_RIGHT": variant.gather and not left}
+    even = variant.even and launch.sides[0] % config.bm == 0 and launch.sides[1] % config.bn == 0
+    flags = {"GATHER_LEFT": left, "GATHER_RIGHT": right, "EVEN": even, "NARROW": True}
     return dweight_kernel, {**tensors, **_sides(launch, "P", "Q"), **flags}
 
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
-from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.errors import RankError
 from tests.cluster import Cluster
-from tests.kernels.device.on_windows import EXPERTS, SLOTS, WIDTH, Case, by_puts, heap_over, nothing_in_shared_memory
+from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, Case, by_puts, heap_over, nothing_in_shared_memory
 
 
 def die_at_random(rank: int, world: int, seed: int, timeout_s: float, nodes: Sequence[int] = ()) -> tuple[str, float]:
@@ -25,7 +25,7 @@ def die_at_random(rank: int, world: int, seed: int, timeout_s: float, nodes: Seq
     delay_s = random.Random(seed).uniform(0.0, 2.5)
     try:
         with heap_over(topology.ep, nodes) as heap:
-            windows = Windows(heap, Room(20, SLOTS, EXPERTS, WIDTH, torch.float32))
+            buffers = ReceiveBuffers(heap, BufferSizes(20, SLOTS, EXPERTS, WIDTH, torch.float32))
             case = Case(rank, world, 20, seed, True)
             topology.agree({}, "test")
             start = time.monotonic()
@@ -34,7 +34,7 @@ def die_at_random(rank: int, world: int, seed: int, timeout_s: float, nodes: Seq
                 timer.daemon = True
                 timer.start()
             while time.monotonic() < start + delay_s + 3 * timeout_s:
-                by_puts(case, windows, 1 + seed % 3)
+                by_puts(case, buffers, 1 + seed % 3)
     except RankError as error:
         return str(error), time.monotonic() - start - delay_s
     return "went on alone", 0.0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.group import Group
-from fusedmoe.comm.heaps.shm import ShmHeap
+from fusedmoe.comm.heaps.host import ShmHeap
 from fusedmoe.kernels.one_sided import Network
 from fusedmoe.kernels.triton.grouped import dhidden, up
 from fusedmoe.kernels.triton.one_sided import network, put, wait

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
-from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.kernels.one_sided import Put
 from fusedmoe.kernels.triton.one_sided import put, wait
 from fusedmoe.kernels.weights import Weights
 from tests.kernels.device.far import FarHeap
-from tests.kernels.device.on_windows import CPU, EXPERTS, SLOTS, WIDTH, Case
+from tests.kernels.device.on_buffers import CPU, EXPERTS, SLOTS, WIDTH, Case
 
 APART = (0, 1)
 
@@ -21,10 +21,10 @@ def count_puts(rank: int, world: int, tokens: int) -> tuple[list[int], int]:
     """Sizes of what one forward pass puts to the far peer, and how often NVSHMEM was asked whether rows had arrived."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     with FarHeap(topology.ep, CPU, APART) as heap:
-        windows = Windows(heap, Room(tokens, SLOTS, EXPERTS, WIDTH, torch.float32))
+        buffers = ReceiveBuffers(heap, BufferSizes(tokens, SLOTS, EXPERTS, WIDTH, torch.float32))
         case = Case(rank, world, tokens, 0, False)
         experts = GroupedExperts(Weights(*case.own), "swiglu")
-        fused_experts(case.x_SM, case.weight_SK, case.layout, windows, experts)
+        fused_experts(case.x_SM, case.weight_SK, case.layout, buffers, experts)
         return heap.wire.puts, heap.wire.asked
 
 
@@ -43,27 +43,27 @@ def return_twice(rank: int, world: int, sooner: int, held_s: float) -> tuple[int
     peer_R, place_R = torch.full((rows,), 1 - rank, dtype=torch.int32), torch.arange(rows)
     wanted_W = torch.zeros(world, dtype=torch.int32).index_fill(0, torch.tensor([1 - rank]), rows)
     with FarHeap(topology.ep, CPU, APART) as heap:
-        windows = Windows(heap, Room(rows, 1, world, 4, torch.float32, degree=1))
-        results = windows.results
+        buffers = ReceiveBuffers(heap, BufferSizes(rows, 1, world, 4, torch.float32, degree=1))
+        results = buffers.results
         for number in (1, 2):
-            epoch = windows.begin(results)
-            with windows.watch.over():
+            epoch = buffers.begin(results)
+            with buffers.watch.over():
                 every = torch.arange(world, dtype=torch.int32)
-                wait.wait_signals(results.credits, every, windows.results_behind(epoch) - sooner, windows.bounds)
+                wait.wait_signals(results.credits, every, buffers.results_behind(epoch) - sooner, buffers.bounds)
             if rank == 0 and number == 1:
                 heap.wire.hold(held_s)
-            mark = windows.result_mark(0, epoch)
-            addresses = windows.result_addresses(peer_R, place_R, epoch, 0)
-            told = Put(results.rows, addresses, None, wanted_W, windows.result_signals(mark), epoch, mark)
-            values = windows.value_addresses(peer_R, place_R, epoch, 0)
+            mark = buffers.result_mark(0, epoch)
+            addresses = buffers.result_addresses(peer_R, place_R, epoch, 0)
+            told = Put(results.rows, addresses, None, wanted_W, buffers.result_signals(mark), epoch, mark)
+            values = buffers.value_addresses(peer_R, place_R, epoch, 0)
             put.put_values(torch.full((rows,), float(number)), values, last)
             put.return_rows(torch.full((rows, 4), float(number)), last, told)
             if number == 2:
                 early = heap.wire.let_go()
-            with windows.watch.over():
-                index = windows.awaited_results(1, epoch)
-                wait.wait_signals(results.signals, index, epoch, windows.bounds, windows.network)
+            with buffers.watch.over():
+                index = buffers.awaited_results(1, epoch)
+                wait.wait_signals(results.signals, index, epoch, buffers.bounds, buffers.network)
             slot = results.slot(epoch)
-            wrong += int((results.rows[slot, 0] != number).any(1).sum() + (windows.values.own[slot] != number).sum())
+            wrong += int((results.rows[slot, 0] != number).any(1).sum() + (buffers.values.own[slot] != number).sum())
             put.give_credit(results, epoch)
     return wrong, early

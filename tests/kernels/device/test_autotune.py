@@ -73,14 +73,14 @@ def test_checks_pass(operation: str, even: bool, bulk: bool, device: torch.devic
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_configuration(operation: str, dtype: torch.dtype, device: torch.device) -> None:
     """That may be chosen on this machine, on the sizes of the check: outputs and gradients alike. On a GPU one that
-    fails is named and left out, as the tuner does, so long as others are right. Specialised ones: see there."""
+    fails is named and left out, as the tuner does, so long as others are right."""
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     bulk = capability is None or capability >= (9, 0)
     for even, flag in itertools.product((True, False), repeat=2):
         if capability is None and even != flag:
             continue
         case = variant(operation, dtype=dtype, even=even, bulk=bulk, gather=flag, extra=flag)
-        choices = [one.config for one in candidates(operation, dtype, capability, even) if not one.config.specialised]
+        choices = [one.config for one in candidates(operation, dtype, capability, even)]
         if capability is None:
             assert [small(case, config, device) for config in choices] == [""] * len(choices), case
         else:
@@ -166,7 +166,7 @@ def test_buckets() -> None:
 
 def test_default_depends_on_the_shape() -> None:
     choices = candidates("down", torch.bfloat16, (9, 0))
-    shapes = [(4096, 1024), (4096, 256), (512, 1024), (16, 1024)]
+    shapes = [(4096, 1024), (4096, 256), (100, 1024), (16, 1024)]
     first = [by_shape(choices, rows, depth)[0] for rows, depth in shapes]
     assert [(config.bm, config.bn) for config in first] == [(128, 256), (128, 128), (64, 256), (64, 128)]
     for shape in shapes:
@@ -177,18 +177,6 @@ def test_default_depends_on_the_shape() -> None:
         found = candidates(operation, dtype, capability, even)
         assert 1 <= len(found) <= 6 and any(not candidate.rows and not candidate.depth for candidate in found)
         assert len({candidate.config for candidate in found}) == len(found)
-
-
-def test_specialised_programs_serve_only_where_a_gpu_has_checked_them() -> None:
-    for operation, capability in itertools.product(OPERATIONS, ((8, 0), (9, 0), (10, 0), (12, 0))):
-        choices = candidates(operation, torch.bfloat16, capability)
-        special = [choice for choice in choices if choice.config.specialised]
-        assert bool(special) == (operation in ("down", "dinput") and capability == (9, 0))
-        choose = autotune.untuned(capability)
-        for rows, depth in itertools.product((1, 512, 4096), (64, 512, 14336)):
-            key = Key(variant(operation, dtype=torch.bfloat16), depth, 4096, 8, rows)
-            assert not choose(key, lambda config: None).specialised
-            assert all(not config.specialised for config in by_shape(choices, rows, depth)[: -len(special) or None])
 
 
 # --- The logic, with made-up checks and times ---
@@ -352,12 +340,6 @@ def test_one_that_fails_at_the_sizes_themselves(lost: bool, file: Path, monkeypa
     assert Fake(file).choose() == SLOW
 
 
-def test_some_are_left_out_as_asked_for(file: Path) -> None:
-    fake = Fake(file)
-    fake.tuner.leave_out(lambda config: config == FAST)
-    assert fake.choose() == SLOW and FAST not in fake.checked
-
-
 def test_all_wrong() -> None:
     fake = Fake()
     fake.faults = dict.fromkeys((SLOW, FAST, WRONG), "all zeros")
@@ -397,18 +379,6 @@ def test_not_now(file: Path) -> None:
     assert fake.choose() == FAST
     fake.tuner._record.faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
     assert fake.choose(KEY._replace(experts=8)) == FAST
-
-
-def test_a_specialised_one_nobody_has_checked_is_no_default() -> None:
-    special = Config(128, 256, 64, 4, 3, specialised=True)
-    fake = Fake(allowed=False)
-    fake.tuner._candidates = lambda key: [Candidate(SLOW), Candidate(special)]
-    faults = fake.tuner._record.faults
-    faults[f"{KEY.variant}, {SLOW}"] = "known to be wrong"
-    with pytest.raises(RuntimeError, match="every configuration.*known to be wrong"):
-        fake.choose()
-    faults[f"{KEY.variant}, {special}"] = ""
-    assert fake.choose() == special
 
 
 def test_small_launches_are_not_tuned() -> None:
@@ -510,7 +480,7 @@ def test_a_launch_is_tuned(device: torch.device, monkeypatch: pytest.MonkeyPatch
         lambda: True,
     )
     layout = contiguous_layout(torch.tensor([20, 0, 30], device=device), 50)
-    call = GroupedCall(layout, torch.empty(0, device=device), tuner.choose, True, 4)
+    call = GroupedCall(layout, torch.empty(0, device=device), tuner.choose, True)
     a, b = torch.randn(50, 64, device=device), torch.randn(3, 32, 64, device=device)
     out = product(call, "down", a, b, True)
     assert ran == [slow, fast]
@@ -540,11 +510,10 @@ def test_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("FUSEDMOE_CACHE", str(tmp_path))
     monkeypatch.setattr(autotune, "LEAST_FLOPS", 0)
     tuner = autotune.tuner.__wrapped__(torch.device("cuda", torch.cuda.current_device()))
-    tuner.leave_out(lambda config: config.specialised)
     layout = contiguous_layout(torch.tensor([200, 0, 300], device=device), 500)
     a = torch.randn(500, 128, device=device, dtype=torch.bfloat16)
     b = torch.randn(3, 256, 128, device=device, dtype=torch.bfloat16)
-    call = GroupedCall(layout, a, tuner.choose, torch.cuda.get_device_capability() >= (9, 0), 4)
+    call = GroupedCall(layout, a, tuner.choose, torch.cuda.get_device_capability() >= (9, 0))
     out = product(call, "down", a, b, True)
     (written,) = tmp_path.iterdir()
     (choice,) = json.loads(written.read_text())["choices"].values()

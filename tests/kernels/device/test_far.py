@@ -7,8 +7,8 @@ import torch
 
 from tests.cluster import Cluster
 from tests.kernels.device.deaths import check_death
+from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, compare, exchange_often
 from tests.kernels.device.on_nodes import APART, count_puts, return_twice
-from tests.kernels.device.on_windows import EXPERTS, SLOTS, WIDTH, compare, exchange_often
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +62,10 @@ def test_results_wait_until_those_before_are_read(cluster: Cluster) -> None:
 
 
 def test_rows_go_together(cluster: Cluster) -> None:
-    """A letter and tokens are a put each; results one for each expert, as all rows of one fit a tile."""
+    """Metadata and tokens are a put each; results one for each expert, as all rows of one fit a tile."""
     for sizes, asked in cluster.run(2, count_puts, 20):
-        letter, tokens, *results = sizes
-        assert letter % 8 == 0 and tokens % (4 * WIDTH) == 0
+        metadata, tokens, *results = sizes
+        assert metadata % 8 == 0 and tokens % (4 * WIDTH) == 0
         assert len(results) == EXPERTS // 2 and all(size % (4 * WIDTH) == 0 for size in results)
         assert tokens <= 20 * 4 * WIDTH and sum(results) <= 20 * SLOTS * 4 * WIDTH
         assert asked > 4

@@ -22,8 +22,8 @@ def test_same_as_collectives(cluster: Cluster, axis: str) -> None:
 
 def test_no_room(cluster: Cluster) -> None:
     here, there = cluster.run(2, no_room)
-    assert here.startswith("refused: 200 tokens do not fit windows with room for")
-    assert "rank 0 failed in MoELayer.forward: ConfigError: 200 tokens do not fit" in there
+    assert here.startswith("refused: tokens=200 is more than the receive buffers have room for")
+    assert "rank 0 failed in MoELayer.forward: ConfigError: tokens=200 is more than" in there
 
 
 def test_by_collectives_where_it_must(cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.cluster import Cluster
 from tests.comm.test_sparse import exchange_by_puts
-from tests.kernels.device.on_windows import nothing_in_shared_memory
+from tests.kernels.device.on_buffers import nothing_in_shared_memory
 from tests.training.placed import run
 
 

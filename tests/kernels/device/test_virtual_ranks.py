@@ -13,8 +13,8 @@ from bench.gpu.reference import find_errors, make_reference
 from bench.gpu.shapes import Shape
 from bench.gpu.spread import WAYS, part_steps, variants
 from fusedmoe.autograd.order import order
-from fusedmoe.comm.heaps.local import local_heaps
-from fusedmoe.comm.windows import Room, Windows
+from fusedmoe.comm.heaps.host import local_heaps
+from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import Backward, Forward, make_route
 from fusedmoe.errors import RankError
@@ -22,14 +22,19 @@ from fusedmoe.kernels.experts import define_experts
 from fusedmoe.kernels.weights import Weights
 
 
-@pytest.mark.parametrize("peers", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("degree", [1, 3])
+@pytest.mark.parametrize(
+    ("degree", "peers"),
+    [(1, 2), (3, 4), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((1, 4), (1, 8), (3, 2), (3, 8)))],
+)
 def test_equals_dense(device: torch.device, peers: int, degree: int) -> None:
     draw = torch.Generator().manual_seed(peers * 10 + degree)
     experts, slots, width, hidden = 8, 2, 64, 48
     counts = torch.randint(0, 30, (peers,), generator=draw).tolist()
     w1, w2 = torch.randn(experts, 2, hidden, width, generator=draw), torch.randn(experts, width, hidden, generator=draw)
-    windows = [Windows(heap, Room(30, slots, experts, width, torch.float32)) for heap in local_heaps(peers, device)]
+    buffers = [
+        ReceiveBuffers(heap, BufferSizes(30, slots, experts, width, torch.float32))
+        for heap in local_heaps(peers, device)
+    ]
     local, layouts, inputs = experts // peers, [], []
     for count in counts:
         expert_SK = torch.rand(count, experts, generator=draw).argsort(1)[:, :slots]
@@ -39,7 +44,7 @@ def test_equals_dense(device: torch.device, peers: int, degree: int) -> None:
     own = [Weights(w1[r * local :][:local].to(device), w2[r * local :][:local].to(device)) for r in range(peers)]
 
     forwards = []
-    for (x, weight, _), layout, room, parameters in zip(inputs, layouts, windows, own, strict=True):
+    for (x, weight, _), layout, room, parameters in zip(inputs, layouts, buffers, own, strict=True):
         route = make_route(x.to(device), weight.to(device), layout, room, degree)
         forwards.append(Forward(x.to(device), route, GroupedExperts(parameters, "swiglu")))
     in_turn(forwards)
@@ -70,14 +75,20 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
     torch.testing.assert_close(found.double().cpu(), wanted.detach(), atol=2e-6 * float(wanted.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("way", "count"),
+    [
+        pytest.param(way, count, marks=() if place == number else pytest.mark.slow)
+        for place, way in enumerate(WAYS)
+        for number, count in enumerate((2, 4))
+    ],
+)
 def test_what_is_measured_equals_the_reference(device: torch.device, way: str, count: int) -> None:
     """Each benchmarked way, in float32; 41 tokens are no multiple of the ranks."""
     case = make_case(Shape("small", 41, 32, 16, 8, 3, spread=True), device, torch.float32)
     layer = variants()[f"{count} ranks, {way}"](case)
     right = make_reference(case, torch.float64)
-    for _ in range(2):  # windows are used again
+    for _ in range(2):  # buffers are used again
         assert max(find_errors(layer, case, right).values()) < 1e-6
     rows, width = case.shape.rows, case.shape.M + 2 * case.shape.H
     assert saved_bytes(layer) >= rows * width * case.x_SM.itemsize
@@ -95,12 +106,13 @@ def test_measured_parts_bring_rows_there_and_back(device: torch.device) -> None:
 def test_a_rank_that_never_comes_is_not_waited_for_long(device: torch.device) -> None:
     """Rank 1 sends nothing: the kernel of rank 0 that waits for it ends, and says whom it waited for."""
     assert [heap.group.job.timeout_s for heap in local_heaps(2, device)] == [10.0, 10.0]
-    windows = [Windows(heap, Room(8, 1, 2, 16, torch.float32)) for heap in local_heaps(2, device, timeout_s=0.5)]
+    buffers = [
+        ReceiveBuffers(heap, BufferSizes(8, 1, 2, 16, torch.float32)) for heap in local_heaps(2, device, timeout_s=0.5)
+    ]
     layout = order(torch.tensor([[0], [1]], device=device), 2)
-    route = make_route(torch.randn(2, 16, device=device), None, layout, windows[0])
+    route = make_route(torch.randn(2, 16, device=device), None, layout, buffers[0])
     with pytest.raises(RankError, match="rank 0: .* of rank 1, expected signal 1, seen 0; .* within 0 s"):
-        route.put_letters()
-        route.arrivals  # noqa: B018  waits for both letters
+        route.put_metadata()
+        route.arrivals  # noqa: B018  waits for the routing metadata of both
         if device.type == "cuda":
-            torch.cuda.synchronize()
-            windows[0].watch.check("letters", windows[0].name_letter)
+            buffers[0].watch.check(wait=True)

@@ -62,6 +62,12 @@ def rows_of_program(length, blocks, BS: tl.constexpr):
 
 
 @triton.jit
+def at_least_tiny(total):
+    """A sum that divides; NaN stays NaN, which a GPU's maximum would drop."""
+    return tl.maximum(total, _TINY, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def softmax_terms(logits):
     """The powers of e above the highest logit, their sum, and that logit; a column of padding is -inf."""
     top = tl.max(logits, 1)
@@ -85,7 +91,7 @@ def score_backward(logits, inside, grad, NORMALIZE: tl.constexpr, SIGMOID: tl.co
     factor = score if SIGMOID else tl.where(inside, 1.0, 0.0)
     if NORMALIZE:
         total = tl.sum(score, 1)
-        divisor = tl.maximum(total, _TINY)[:, None]
+        divisor = at_least_tiny(total)[:, None]
         mean = tl.where(total >= _TINY, tl.sum(score / divisor * grad, 1), 0.0)
         grad = grad - mean[:, None]
         factor = factor / divisor  # before the gradient: divided by next to nothing, that would be infinite
@@ -180,7 +186,7 @@ def choose_kernel(
         weight = tl.sigmoid(picked) if SCORE == 1 else picked
         if NORMALIZE:
             weight = tl.where(chosen, weight, 0.0)
-            weight = weight / tl.maximum(tl.sum(weight, 1), _TINY)[:, None]
+            weight = weight / at_least_tiny(tl.sum(weight, 1))[:, None]
     pair = row[:, None] * K + k[None, :]
     tl.store(expert_ptr + pair, expert.to(tl.int64), mask=inside[:, None] & chosen)
     tl.store(weight_ptr + pair, weight * scale, mask=inside[:, None] & chosen)
@@ -191,7 +197,7 @@ def choose_kernel(
             share = tl.exp(logits - top[:, None]) / total[:, None]
         elif SCORE == 1:
             share = tl.where(known, tl.sigmoid(logits), 0.0)
-            share = share / tl.maximum(tl.sum(share, 1), _TINY)[:, None]
+            share = share / at_least_tiny(tl.sum(share, 1))[:, None]
         else:
             share = logits
         counted = (key == _TAKEN) & known & inside[:, None]

@@ -5,8 +5,8 @@ take no float32, so that a float32 operand is taken apart: beside bfloat16 into 
 together hold 16 or 24 of its bits; else into two of tf32 (Triton's "tf32x3"). A plain float32 product on the ordinary
 cores would take longer than an expert's. Definitions: the three expressions above.
 
-Tile shapes follow from ahead-of-time compiles (registers, spills, shared memory), which the tests repeat for every
-entry; none has been timed.
+The gradients of logits are taken apart once, in memory: both summands take the room of the float32 number, and go from
+there to the tensor cores without passing the registers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from fusedmoe.kernels.triton.jit import jit
 # Programs that fill a GPU: the sum over tokens in dW is cut so that there are about as many. A constant, since the
 # result must not depend on the GPU.
 _PROGRAMS = 264
+
+# Elements that a program takes apart.
+_BLOCK = 2048
 
 Capability = tuple[int, int]
 BLACKWELL = (10, 0)
@@ -47,12 +50,13 @@ def width(experts: int) -> int:
     return max(16, 1 << (experts - 1).bit_length())
 
 
-def product_tile(operation: str, apart: str, capability: Capability | None) -> Tile:
+def product_tile(operation: str, apart: str, capability: Capability | None, even: bool = True) -> Tile:
     """For one of the router's products.
 
     Args:
         operation: "logits", "dx" or "dw".
-        apart: how operands are taken apart (`taken_apart`).
+        apart: how operands are taken apart (`taken_apart`); "summed" for dlogits that have been before.
+        even: E and M end where tiles of dw do.
         capability: of the GPU; None for the interpreter, which pays for programs and steps, not for their size.
     """
     if capability is None:
@@ -63,6 +67,10 @@ def product_tile(operation: str, apart: str, capability: Capability | None) -> T
         return Tile(64, 128, 32, 8, 3) if apart else Tile(128, 128, 64, 8, 3)
     if apart == "both":
         return Tile(64, 64, 32, 8, 2)
+    if apart == "summed":
+        if operation == "dx":
+            return Tile(128, 128, 32, 8, 3)
+        return Tile(64, 128, 64, 4, 3) if even else Tile(64, 128, 32, 8, 3)
     if capability >= BLACKWELL:
         return Tile(64, 128, 32 if operation == "dx" else 64, 8, 2)
     return Tile(128 if operation == "dx" else 64, 128, 32, 8, 2)
@@ -73,6 +81,23 @@ def summand(rest):
     """The bfloat16 next to a float32, and what is left."""
     high = rest.to(tl.bfloat16)
     return high, rest - high.to(tl.float32)
+
+
+@triton.jit
+def _nearest(x):
+    """The bfloat16 next to a float32, as a float32; the interpreter's conversion would cut off."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+
+
+@jit(do_not_specialize=["count"])
+def summands_kernel(d_ptr, out_ptr, count, plane, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.load(d_ptr + place, mask=place < count, other=0.0)
+    high = _nearest(d)
+    tl.store(out_ptr + place, high.to(tl.bfloat16), mask=place < count)
+    tl.store(out_ptr + plane + place, _nearest(d - high).to(tl.bfloat16), mask=place < count)
 
 
 @triton.jit
@@ -166,12 +191,17 @@ def dx_kernel(
     S,
     M,
     E,
+    plane,
+    SUMMANDS: tl.constexpr,
+    EVEN: tl.constexpr,
     TAKEN_APART: tl.constexpr,
     INTERPRET: tl.constexpr,
     BS: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """SUMMANDS: dlogits are so many matrices, each `plane` elements behind the one before. EVEN: E and M end where
+    tiles do."""
     tiles = tl.cdiv(M, BM)
     row = tl.program_id(0) // tiles * BS + tl.arange(0, BS)
     m = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
@@ -181,9 +211,12 @@ def dx_kernel(
     w_ptrs = w_ptr + e[:, None].to(tl.int64) * M + m[None, :]
     acc = tl.zeros((BS, BM), dtype=tl.float32)
     for e0 in range(0, E, BK):
-        d = tl.load(d_ptrs, mask=e[None, :] < E - e0, other=0.0)
-        w = tl.load(w_ptrs, mask=(e[:, None] < E - e0) & (m < M)[None, :], other=0.0)
-        acc = mac(d, w, acc, TAKEN_APART, 2, INTERPRET)
+        in_d, in_w = e[None, :] < E - e0, (e[:, None] < E - e0) & (m < M)[None, :]
+        w = tl.load(w_ptrs) if EVEN else tl.load(w_ptrs, mask=in_w, other=0.0)
+        for place in tl.static_range(SUMMANDS):
+            at = d_ptrs + place * plane
+            d = tl.load(at) if EVEN else tl.load(at, mask=in_d, other=0.0)
+            acc = mac(d, w, acc, TAKEN_APART, 2, INTERPRET)
         d_ptrs += BK
         w_ptrs += BK * M
     out = dx_ptr + row[:, None].to(tl.int64) * M + m[None, :]
@@ -199,13 +232,16 @@ def dw_kernel(
     M,
     E,
     part_rows,
+    plane,
+    SUMMANDS: tl.constexpr,
+    EVEN: tl.constexpr,
     TAKEN_APART: tl.constexpr,
     INTERPRET: tl.constexpr,
     BE: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """dw[part] = Σ over the part's tokens of dlogits[s]ᵀ·x[s]."""
+    """dw[part] = Σ over the part's tokens of dlogits[s]ᵀ·x[s]. SUMMANDS, EVEN: as in `dx_kernel`."""
     tiles = tl.cdiv(M, BM)
     e = tl.program_id(0) // tiles * BE + tl.arange(0, BE)
     m = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
@@ -220,9 +256,10 @@ def dw_kernel(
     for s0 in range(start, end, BK):
         # Both sides are masked: zero times what lies behind a tensor could be NaN.
         inside = (s < end - s0)[:, None]
-        d = tl.load(d_ptrs, mask=inside & in_e, other=0.0)
-        x = tl.load(x_ptrs, mask=inside & in_m, other=0.0)
-        acc = mac(d.T, x, acc, TAKEN_APART, 2, INTERPRET)
+        x = tl.load(x_ptrs, mask=inside if EVEN else inside & in_m, other=0.0)
+        for place in tl.static_range(SUMMANDS):
+            d = tl.load(d_ptrs + place * plane, mask=inside if EVEN else inside & in_e, other=0.0)
+            acc = mac(d.T, x, acc, TAKEN_APART, 2, INTERPRET)
         d_ptrs += BK * E
         x_ptrs += BK * M
     out = dw_ptr + (part.to(tl.int64) * E + e[:, None]) * M + m[None, :]
@@ -265,10 +302,12 @@ def dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
     (S, E), M = dlogits_SE.shape, weight_EM.shape[1]
     dx_SM = torch.empty((S, M), dtype=dtype, device=dlogits_SE.device)
     if dx_SM.numel():
-        apart = taken_apart(dlogits_SE.dtype, weight_EM.dtype)
-        tile = product_tile("dx", apart, capability(dx_SM))
+        dlogits, apart, summed = _summands(dlogits_SE, weight_EM.dtype)
+        tile = product_tile("dx", summed or apart, capability(dx_SM))
         grid = (triton.cdiv(S, tile.rows) * triton.cdiv(M, tile.columns),)
-        dx_kernel[grid](dlogits_SE, weight_EM, dx_SM, S, M, E, **launch_options(apart, tile, "BS", "BM"))
+        even = E % tile.depth == 0 and M % tile.columns == 0
+        launch = {"EVEN": even, "SUMMANDS": len(dlogits), **launch_options(apart, tile, "BS", "BM")}
+        dx_kernel[grid](dlogits, weight_EM, dx_SM, S, M, E, S * E, **launch)
     return dx_SM
 
 
@@ -278,16 +317,29 @@ def dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
     (S, E), M = dlogits_SE.shape, x_SM.shape[1]
     if S == 0:
         return torch.zeros((E, M), dtype=dtype, device=x_SM.device)
-    apart = taken_apart(dlogits_SE.dtype, x_SM.dtype)
-    tile = product_tile("dw", apart, capability(x_SM))
+    dlogits, apart, summed = _summands(dlogits_SE, x_SM.dtype)
+    tile = product_tile("dw", summed or apart, capability(x_SM), E % 64 == 0 and M % 128 == 0)
     tiles = triton.cdiv(E, tile.rows) * triton.cdiv(M, tile.columns)
     steps = triton.cdiv(S, tile.depth)
     part_rows = triton.cdiv(steps, min(max(_PROGRAMS // tiles, 1), steps)) * tile.depth
     parts = triton.cdiv(S, part_rows)
     out = torch.empty((parts, E, M), dtype=dtype if parts == 1 else torch.float32, device=x_SM.device)
-    launch = launch_options(apart, tile, "BE", "BM")
-    dw_kernel[(tiles, parts)](dlogits_SE, x_SM, out, S, M, E, part_rows, **launch)
+    even = E % tile.rows == 0 and M % tile.columns == 0
+    launch = {"EVEN": even, "SUMMANDS": len(dlogits), **launch_options(apart, tile, "BE", "BM")}
+    dw_kernel[(tiles, parts)](dlogits, x_SM, out, S, M, E, part_rows, S * E, **launch)
     return out[0] if parts == 1 else out.sum(0).to(dtype)
+
+
+def _summands(dlogits_SE: Tensor, other: torch.dtype) -> tuple[Tensor, str, str]:
+    """dlogits as one matrix or two [SUMMANDS, S, E], for a product with `other`; what is left to take apart there; and
+    "summed" where there are two."""
+    apart = taken_apart(dlogits_SE.dtype, other)
+    if apart != "a":
+        return dlogits_SE.contiguous()[None], apart, ""
+    dlogits_SE, count = dlogits_SE.contiguous(), dlogits_SE.numel()
+    both = torch.empty((2, *dlogits_SE.shape), dtype=torch.bfloat16, device=dlogits_SE.device)
+    summands_kernel[(triton.cdiv(count, _BLOCK),)](dlogits_SE, both, count, count, BLOCK=_BLOCK, num_warps=4)
+    return both, "", "summed"
 
 
 def launch_options(apart: str, tile: Tile, rows: str, columns: str) -> dict[str, Any]:

@@ -134,11 +134,6 @@ class Tuner:
         self._chosen: dict[Key, Config] = {}
         self._lock = threading.Lock()
 
-    def leave_out(self, which: Callable[[Config], bool]) -> None:
-        """From now on chooses among the others only."""
-        known = self._candidates
-        self._candidates = lambda key: [candidate for candidate in known(key) if not which(candidate.config)]
-
     def choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
         """The configuration for a launch.
 
@@ -165,10 +160,9 @@ class Tuner:
         return self._record.faults.get(f"{key.variant}, {config}")
 
     def _untuned(self, key: Key, configs: Sequence[Config]) -> Config:
-        """The first that is not known to be wrong; a specialised one must be known to be right."""
+        """The first that is not known to be wrong."""
         for config in configs:
-            fault = self._fault(key, config)
-            if fault == "" or (fault is None and not config.specialised):
+            if not self._fault(key, config):
                 return config
         raise self._all_wrong(key, configs)
 

@@ -34,17 +34,15 @@ class GroupedCall:
     Args:
         like: a tensor of the call's dtype and device.
         bulk: whether to use bulk copies, which exist from sm_90 on; the interpreter knows them too.
-        programs: how many persistent programs a launch has.
     """
 
-    def __init__(self, layout: Layout, like: Tensor, choose: Choose, bulk: bool, programs: int) -> None:
+    def __init__(self, layout: Layout, like: Tensor, choose: Choose, bulk: bool) -> None:
         self.layout = layout
         self.starts_E1 = layout.offsets_E1
         self.ends_E = layout.offsets_E1[1:]
         self.dtype = like.dtype
         tf32 = like.is_cuda and like.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
         self.precision = "tf32" if tf32 else "ieee"
-        self.programs = programs
         self._choose = choose
         self._bulk = bulk
         self._tiles: dict[int, Tiles] = {}

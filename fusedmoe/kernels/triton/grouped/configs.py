@@ -27,9 +27,8 @@ class Config:
         bm, bn, bk: for matrix gradients, bm × bn is the tile of the matrix and bk the rows of a step.
         warps, stages: of a program, and of its software pipeline.
         group: row tiles of a band (see `swizzle`).
-        specialised: whether programs are persistent and their warps specialised (`specialised.py`).
-        all_registers: tells the assembler that a thread may have all the registers there are. Left to itself it spills
-            a few bytes where that lets one more program onto a multiprocessor.
+        registers: that a thread may have, 0 where the assembler decides, which spills a few bytes where that lets one
+            more program onto a multiprocessor.
     """
 
     bm: int
@@ -38,25 +37,21 @@ class Config:
     warps: int
     stages: int
     group: int = 8
-    specialised: bool = False
-    all_registers: bool = False
+    registers: int = 0
 
     def __str__(self) -> str:
         shape = f"{self.bm}x{self.bn}x{self.bk} w{self.warps} s{self.stages} g{self.group}"
-        return shape + " specialised" * self.specialised + " all" * self.all_registers
+        return shape + f" r{self.registers}" * bool(self.registers)
 
     @property
     def options(self) -> dict[str, int]:
         """Options for Triton's compiler."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
-        return {**options, "maxnreg": MOST_REGISTERS} if self.all_registers else options
+        return {**options, "maxnreg": self.registers} if self.registers else options
 
 
 class Candidate(NamedTuple):
-    """A configuration that may serve, and from how many rows of an expert and what depth on it does without tuning.
-
-    Specialised ones never do: no interpreter runs what is special about them, so a GPU has to have checked them.
-    """
+    """A configuration that may serve, and from how many rows of an expert and what depth on it does without tuning."""
 
     config: Config
     rows: int = 0
@@ -128,48 +123,44 @@ def has_bulk_copies(capability: Capability) -> bool:
 
 # Large tiles first: operands are shared through the L2 cache only. Four stages of 128x256 fill the shared memory; such
 # programs are alone on their multiprocessor, while 128x128 and below leave room for a second one, which computes while
-# the first one stores.
+# the first one stores. The order is that of an H100 at the benchmark's shapes.
 _WIDE = Config(128, 256, 64, 8, 4)
 _WIDE_3 = Config(128, 256, 64, 8, 3)
 _TALL = Config(256, 128, 64, 8, 4)
+_TALL_3 = Config(256, 128, 64, 8, 3)
 _SQUARE = Config(128, 128, 64, 8, 3)
-_SQUARE_4 = Config(128, 128, 64, 8, 4)
 _FLAT = Config(64, 256, 64, 8, 3)
+_FLAT_4 = Config(64, 256, 64, 4, 4)
 _HALF = Config(64, 128, 64, 8, 3)
 _SMALL = Config(64, 128, 64, 4, 3)
 
 _LARGE_FIRST = (
-    Candidate(_WIDE, rows=1024, depth=512),
-    Candidate(_SQUARE, rows=1024),
-    Candidate(_FLAT, rows=128),
+    Candidate(_WIDE, rows=128, depth=512),
+    Candidate(_SQUARE, rows=128),
+    Candidate(_FLAT_4, rows=64),
     Candidate(_SMALL),
     Candidate(_WIDE_3),
 )
-_MATRIX = (Candidate(_WIDE), Candidate(_WIDE_3), Candidate(_TALL), Candidate(_SQUARE))
-_SPECIALISED = Candidate(Config(128, 256, 64, 4, 3, specialised=True))
 _HOPPER = {
     "up": _LARGE_FIRST,
-    "down": (*_LARGE_FIRST, _SPECIALISED),
+    "down": _LARGE_FIRST,
     "dhidden": (
-        Candidate(_SQUARE, rows=1024),
+        Candidate(_WIDE_3, rows=128),
         Candidate(_HALF),
-        Candidate(_FLAT),
-        Candidate(_SQUARE_4),
+        Candidate(_SQUARE),
+        Candidate(_SMALL),
     ),
-    "dinput": (*_LARGE_FIRST, _SPECIALISED),
-    "dw1": _MATRIX,
-    "dw2": _MATRIX,
+    "dinput": _LARGE_FIRST,
+    "dw1": (Candidate(_TALL_3, rows=1024), Candidate(_SQUARE), Candidate(_TALL), Candidate(_WIDE_3)),
+    "dw2": (Candidate(_WIDE, rows=1024), Candidate(_SQUARE), Candidate(_WIDE_3)),
 }
 _BLACKWELL = {
     **_HOPPER,
-    "down": _LARGE_FIRST,
     "dhidden": (
         Candidate(_SQUARE, rows=1024),
-        Candidate(replace(_HALF, all_registers=True)),
+        Candidate(replace(_HALF, registers=MOST_REGISTERS)),
         Candidate(_FLAT),
-        Candidate(_SQUARE_4),
     ),
-    "dinput": _LARGE_FIRST,
 }
 # Without bulk copies addresses take registers.
 _ROWS_AMPERE = (Candidate(_SQUARE, rows=256), Candidate(_SMALL))
@@ -183,10 +174,10 @@ _AMPERE = {
     "dw2": _MATRIX_AMPERE,
 }
 # Sizes that are not even: masks everywhere, and rows that start at odd addresses.
-_RAGGED = (Candidate(Config(64, 64, 32, 8, 3, all_registers=True)),)
+_RAGGED = (Candidate(Config(64, 64, 32, 8, 3, registers=MOST_REGISTERS)),)
 # Full float32 products run on the ordinary cores, where a program's registers are soon full.
-_FLOAT32 = (Candidate(Config(64, 64, 16, 4, 2, all_registers=True)),)
-_FLOAT32_RAGGED = (Candidate(Config(32, 64, 16, 4, 2, all_registers=True)),)
+_FLOAT32 = (Candidate(Config(64, 64, 16, 4, 2, registers=MOST_REGISTERS)),)
+_FLOAT32_RAGGED = (Candidate(Config(32, 64, 16, 4, 2, registers=MOST_REGISTERS)),)
 # The interpreter pays for programs and steps, not for their size.
 _INTERPRETER = (Candidate(Config(32, 64, 32, 4, 1, 4)),)
 
@@ -213,12 +204,5 @@ def candidates(
 
 
 def by_shape(choices: Sequence[Candidate], rows: int, depth: int) -> list[Config]:
-    """The configurations of `choices`, those that suit the shape first: the first one serves without tuning.
-
-    Specialised ones come last.
-    """
-
-    def order(candidate: Candidate) -> tuple[bool, bool]:
-        return candidate.config.specialised, candidate.rows > rows or candidate.depth > depth
-
-    return [candidate.config for candidate in sorted(choices, key=order)]
+    """The configurations of `choices`, those that suit the shape first: the first one serves without tuning."""
+    return [one.config for one in sorted(choices, key=lambda one: one.rows > rows or one.depth > depth)]

@@ -27,8 +27,6 @@ from fusedmoe.kernels.weights import Weights
 COUNTS = (0, 1, 130, 0, 0, 321, 64, 0)
 EVEN, ODD = (576, 272), (581, 271)
 _PADDING = 37
-# Persistent programs: few, so that each has several tiles.
-_PROGRAMS = 3
 # A launch of these sizes takes microseconds.
 _SECONDS = 30.0
 _TOKENS = 150
@@ -83,7 +81,7 @@ class RandomRows:
         self.source_N = (source_N if variant.gather else row_N)[: self.kept]
         layout = Layout(counts_E, offsets(counts_E), source_N if variant.gather else None, row_N, row_N.view(-1, 1))
         like = torch.empty(0, device=device, dtype=self.dtype)
-        self.call = GroupedCall(layout, like, self._choose, variant.bulk, _PROGRAMS)
+        self.call = GroupedCall(layout, like, self._choose, variant.bulk)
 
     def _choose(self, key: Key, launch: Callable[[Config], object]) -> Config:
         if key.variant != self.variant:

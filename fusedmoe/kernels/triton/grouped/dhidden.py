@@ -21,6 +21,9 @@ from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
 from fusedmoe.kernels.weights import Weights
 
+# Columns that are finished at a time.
+_PART = 32
+
 
 @triton.jit
 def _finish(
@@ -55,6 +58,35 @@ def _finish(
     a_ptrs = a_ptr + row[:, None] * H + column[None, :]
     tl.store(a_ptrs, (a * s[:, None]).to(a_ptr.dtype.element_ty), mask=mask)
     return tl.sum(tl.where(mask, da * a, 0.0), axis=1)
+
+
+@triton.jit
+def _finish_parts(
+    da,
+    s,
+    h_ptr,
+    dh_ptr,
+    a_ptr,
+    row,
+    inside,
+    first,
+    H,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    BM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """`_finish` of WIDTH columns, PART of them at a time: all at once would not fit the registers."""
+    if WIDTH <= PART:
+        column = first + tl.arange(0, WIDTH)
+        return _finish(da, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT, GATED)
+    else:
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = halves(da, BM, WIDTH)
+        ds = _finish_parts(left, s, h_ptr, dh_ptr, a_ptr, row, inside, first, H, ACT, GATED, BM, HALF, PART)
+        first += HALF
+        return ds + _finish_parts(right, s, h_ptr, dh_ptr, a_ptr, row, inside, first, H, ACT, GATED, BM, HALF, PART)
 
 
 @jit(do_not_specialize=["n_row_tiles", "rows", "epoch", "limit_ns"])
@@ -92,6 +124,7 @@ def dhidden_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
+    PART: tl.constexpr,
 ):
     row_tile, col_tile = swizzle(tl.program_id(0), n_row_tiles, tl.cdiv(H, BN), GROUP)
     expert = tl.load(tiles_ptr + 2 * row_tile)
@@ -137,14 +170,7 @@ def dhidden_kernel(
         s = tl.load(weight_ptr + row).to(tl.float32)
     else:
         s = tl.full((BM,), 1.0, dtype=tl.float32)
-    # A quarter of the columns at a time: all at once would not fit the registers.
-    left, right = halves(acc, BM, BN)
-    ds = tl.zeros((BM,), dtype=tl.float32)
-    for half in tl.static_range(2):
-        da_left, da_right = halves(left if half == 0 else right, BM, BN // 2)
-        column = n0 + half * (BN // 2) + tl.arange(0, BN // 4)
-        ds += _finish(da_left, s, h_ptr, dh_ptr, a_ptr, row, inside, column, H, ACT, GATED)
-        ds += _finish(da_right, s, h_ptr, dh_ptr, a_ptr, row, inside, column + BN // 4, H, ACT, GATED)
+    ds = _finish_parts(acc, s, h_ptr, dh_ptr, a_ptr, row, inside, n0, H, ACT, GATED, BM, BN, PART)
     if WEIGHTED:
         tl.store(ds_ptr + col_tile.to(tl.int64) * rows + row, ds, mask=inside)
 
@@ -191,6 +217,7 @@ def dhidden(
             **waiting(wait),
             GATHER=gather,
             WEIGHTED=variant.extra,
+            PART=min(_PART, config.bn // 4),
             **constants(variant, config),
         )
         return dh, a, None if ds is None else ds.sum(0)

@@ -15,11 +15,22 @@ from fusedmoe.kernels.triton.grouped.device import mac, swizzle
 from fusedmoe.kernels.triton.jit import jit
 
 
+@triton.jit
+def _source(source_ptr, row, last, GATHER: tl.constexpr, NARROW: tl.constexpr):
+    """Where rows are looked up; past the last one, which is a prefetch that nobody uses, the last."""
+    if GATHER:
+        source = tl.load(source_ptr + tl.minimum(row, last))
+        return source.to(tl.int32) if NARROW else source
+    else:
+        return row
+
+
 @jit
 def dweight_kernel(
     left_ptr,
     right_ptr,
-    solid,
+    left_rows,
+    right_rows,
     source_ptr,
     out_ptr,
     starts_ptr,
@@ -28,6 +39,8 @@ def dweight_kernel(
     GATHER_LEFT: tl.constexpr,
     GATHER_RIGHT: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    EVEN: tl.constexpr,
+    NARROW: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
     BP: tl.constexpr,
@@ -35,7 +48,8 @@ def dweight_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`solid`: with DESCRIPTORS, a descriptor of the side that is not gathered, read in whole blocks of rows."""
+    """`left_rows`, `right_rows`: with DESCRIPTORS, descriptors of the sides that are not gathered, read in whole blocks
+    of rows. EVEN: tiles end where the matrix does. NARROW: elements are counted in 32 bits."""
     expert = tl.program_id(1)
     p_tile, q_tile = swizzle(tl.program_id(0), tl.cdiv(P, BP), tl.cdiv(Q, BQ), GROUP)
     start = tl.load(starts_ptr + expert)
@@ -43,30 +57,27 @@ def dweight_kernel(
     p = p_tile * BP + tl.arange(0, BP)
     q = q_tile * BQ + tl.arange(0, BQ)
     in_p, in_q = (p < P)[None, :], (q < Q)[None, :]
-    k = tl.arange(0, BK)
 
     acc = tl.zeros((BP, BQ), dtype=tl.float32)
     full_end = start + (end - start) // BK * BK
     # The next block's source rows are read one block ahead: an indirect load inside the loop would cost it its stages.
-    row = (start + k).to(tl.int64)
+    row = start + tl.arange(0, BK)
+    row = row if NARROW else row.to(tl.int64)
     last = tl.maximum(end - 1, 0)
-    source = row
-    if GATHER_LEFT or GATHER_RIGHT:
-        source = tl.load(source_ptr + tl.minimum(row, last))
+    source = _source(source_ptr, row, last, GATHER_LEFT or GATHER_RIGHT, NARROW)
     for row0 in range(start, full_end, BK):
         if DESCRIPTORS and not GATHER_LEFT:
-            left = solid.load([row0, p_tile * BP])
+            left = left_rows.load([row0, p_tile * BP])
         else:
-            left = tl.load(left_ptr + (source if GATHER_LEFT else row)[:, None] * P + p[None, :], mask=in_p, other=0.0)
-        if DESCRIPTORS and GATHER_LEFT:
-            right = solid.load([row0, q_tile * BQ])
+            left_ptrs = left_ptr + (source if GATHER_LEFT else row)[:, None] * P + p[None, :]
+            left = tl.load(left_ptrs) if EVEN else tl.load(left_ptrs, mask=in_p, other=0.0)
+        if DESCRIPTORS and not GATHER_RIGHT:
+            right = right_rows.load([row0, q_tile * BQ])
         else:
-            right = tl.load(
-                right_ptr + (source if GATHER_RIGHT else row)[:, None] * Q + q[None, :], mask=in_q, other=0.0
-            )
+            right_ptrs = right_ptr + (source if GATHER_RIGHT else row)[:, None] * Q + q[None, :]
+            right = tl.load(right_ptrs) if EVEN else tl.load(right_ptrs, mask=in_q, other=0.0)
         row += BK
-        if GATHER_LEFT or GATHER_RIGHT:
-            source = tl.load(source_ptr + tl.minimum(row, last))
+        source = _source(source_ptr, row, last, GATHER_LEFT or GATHER_RIGHT, NARROW)
         acc = mac(left.T, right, acc, PRECISION, INTERPRET)
     if full_end < end:
         # The rows that are left. Both sides are masked: zero times an unwritten row could be NaN.
@@ -91,16 +102,20 @@ def dweight(call: GroupedCall, operation: str, left: Tensor, right: Tensor, gath
         return left.new_zeros((layout.experts, p, q))
     variant = call.variant(operation, p, q, gather=gather is not None)
 
+    narrow = max(left.numel(), right.numel()) < 2**31
+
     def launch(config: Config) -> Tensor:
         out = left.new_empty((layout.experts, p, q))
-        together, width = (right, config.bn) if gather == "left" else (left, config.bm)
         given = constants(variant, config)
         given |= {"BP": given.pop("BM"), "BQ": given.pop("BN")}
-        given.pop("EVEN_K")
+        given["EVEN"] = given.pop("EVEN_K") and p % config.bm == 0 and q % config.bn == 0
+        left_rows = described(left, [config.bk, config.bm]) if variant.bulk and gather != "left" else None
+        right_rows = described(right, [config.bk, config.bn]) if variant.bulk and gather != "right" else None
         dweight_kernel[(triton.cdiv(p, config.bm) * triton.cdiv(q, config.bn), layout.experts)](
             left,
             right,
-            described(together, [config.bk, width]) if variant.bulk else together,
+            left_rows,
+            right_rows,
             layout.source_N,
             out,
             call.starts_E1,
@@ -108,6 +123,7 @@ def dweight(call: GroupedCall, operation: str, left: Tensor, right: Tensor, gath
             q,
             GATHER_LEFT=gather == "left",
             GATHER_RIGHT=gather == "right",
+            NARROW=narrow,
             **given,
         )
         return out

@@ -20,8 +20,7 @@ from fusedmoe.kernels.one_sided import Put
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, putting, solid
 from fusedmoe.kernels.triton.grouped.configs import Config
 from fusedmoe.kernels.triton.grouped.device import halves, mac, swizzle
-from fusedmoe.kernels.triton.grouped.specialised import specialised_product
-from fusedmoe.kernels.triton.jit import jit
+from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 from fusedmoe.kernels.triton.one_sided.network import put_runs
 from fusedmoe.kernels.triton.one_sided.put import finish, signal_peers, signal_those_without
 
@@ -186,9 +185,7 @@ def product(
     def launch(config: Config) -> Tensor:
         if put is not None and put.addresses.network is not None:
             # Calls of NVSHMEM take a few registers more.
-            config = replace(config, all_registers=True)
-        if config.specialised and put is None:
-            return specialised_product(call, variant, config, a, b, transposed, bias, bias_start)
+            config = replace(config, registers=MOST_REGISTERS)
         out = a.new_empty((a.shape[0], columns)) if put is None else put.like
         box = [1, config.bn, config.bk] if transposed else [1, config.bk, config.bn]
         tiles = call.tiles(config.bm)

@@ -6,7 +6,8 @@ for their own rows, and put what they make (`triton/grouped`). Nothing here wait
 
 With `NVSHMEM`, rows and signals for far peers go through the network (`network.py`); without, no peer is far.
 
-Contract: the caller owns the buffers, counts the exchanges and gives credit once it has read (`comm/windows.py`).
+Contract: the caller (`comm/receive_buffers.py`) owns the buffers, counts the exchanges and gives credit once it has
+read.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.heaps import open_heap
+from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
-from fusedmoe.comm.windows import Room, Windows
 from fusedmoe.engine import tokens
 from fusedmoe.engine.chunk_experts import GroupedExperts
 from fusedmoe.engine.one_sided_experts import (
@@ -97,15 +97,15 @@ def by_collectives(case: Case, topology: Topology, degree: int) -> list[Tensor]:
 _NEEDED = ("dispatch", "expert", "combine")
 
 
-def by_puts(case: Case, windows: Windows, degree: int) -> list[Tensor]:
+def by_puts(case: Case, buffers: ReceiveBuffers, degree: int) -> list[Tensor]:
     x, weight, experts = leaves(case)
-    return results(fused_experts(x, weight, case.layout, windows, experts, degree), x, weight, experts, case.dy_SM)
+    return results(fused_experts(x, weight, case.layout, buffers, experts, degree), x, weight, experts, case.dy_SM)
 
 
-def by_halves(case: Case, windows: Windows, degree: int, first: bool) -> list[Tensor]:
+def by_halves(case: Case, buffers: ReceiveBuffers, degree: int, first: bool) -> list[Tensor]:
     """Through two operations instead of one; the first half fused with the experts, or the second."""
     x, weight, experts = leaves(case)
-    route = make_route(x, weight, case.layout, windows, degree)
+    route = make_route(x, weight, case.layout, buffers, degree)
     if first:
         out = dispatch_experts(x, route, experts)
         weights = [arrivals.weight_R[:, None] for arrivals in route.arrivals]
@@ -135,7 +135,7 @@ def compare(
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     wrong = []
     with heap_over(topology.ep, nodes, breaks) as heap:
-        windows = Windows(heap, Room(max(tokens), SLOTS, EXPERTS, WIDTH, torch.float32))
+        buffers = ReceiveBuffers(heap, BufferSizes(max(tokens), SLOTS, EXPERTS, WIDTH, torch.float32))
         for seed, degree in enumerate(degrees):
             case = Case(rank, world, tokens[rank], seed, bias)
             right = by_collectives(case, topology, degree)
@@ -143,12 +143,12 @@ def compare(
             # An output bias's part of router weights' gradients is a product by BLAS, which rounds by a row's place.
             blas = {2} if bias else set()
             all_bits = set(range(9)) - blas
-            ways = [("fused_experts", by_puts(case, windows, degree), right, all_bits)]
+            ways = [("fused_experts", by_puts(case, buffers, degree), right, all_bits)]
             if halves:
                 ways += [
-                    ("dispatch + experts_combine", by_halves(case, windows, degree, False), right, all_bits),
+                    ("dispatch + experts_combine", by_halves(case, buffers, degree, False), right, all_bits),
                     # Weights are applied outside: gradients are rounded elsewhere.
-                    ("dispatch_experts + combine", by_halves(case, windows, degree, True), both, {0}),
+                    ("dispatch_experts + combine", by_halves(case, buffers, degree, True), both, {0}),
                 ]
             for name, found, wanted, exact in ways:
                 for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
@@ -163,7 +163,7 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
     topology = Topology.from_sizes(esp=world, timeout_s=30)
     wrong = []
     with open_heap(topology.esp, CPU) as heap:
-        windows = Windows(heap, Room(max(rows), world, EXPERTS * world, WIDTH, torch.float32))
+        buffers = ReceiveBuffers(heap, BufferSizes(max(rows), world, EXPERTS * world, WIDTH, torch.float32))
         for degree in (1, 3):
             case = Case(rank, 1, rows[rank], degree, False)
             expert_R1 = case.layout.row_SK.new_tensor([[s % EXPERTS] for s in range(rows[rank])]).view(-1, 1)
@@ -174,7 +174,7 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
             x, weight, experts = leaves(case)
             one_S1 = weight[:, :1]
             every = for_all_shards(layout, world)
-            y = fused_experts(x, one_S1.expand(-1, world), every, windows, experts, degree)
+            y = fused_experts(x, one_S1.expand(-1, world), every, buffers, experts, degree)
             found = results(y, x, weight, experts, case.dy_SM)
 
             x, weight, experts = leaves(case)
@@ -195,33 +195,33 @@ def compare_shards(rank: int, world: int, rows: list[int]) -> list[str]:
 class Exchanges:
     """Rows of one number, put to all ranks and waited for, exchange after exchange."""
 
-    def __init__(self, windows: Windows, rank: int, world: int) -> None:
-        self.windows, self.rank, self.world = windows, rank, world
-        self.used_W = torch.full((world,), windows.room.tokens, dtype=torch.int32)
-        capacity = windows.tokens.rows.shape[2]
-        source_C = torch.arange(capacity, dtype=torch.int32) % windows.room.tokens
+    def __init__(self, buffers: ReceiveBuffers, rank: int, world: int) -> None:
+        self.buffers, self.rank, self.world = buffers, rank, world
+        self.used_W = torch.full((world,), buffers.sizes.tokens, dtype=torch.int32)
+        capacity = buffers.tokens.rows.shape[2]
+        source_C = torch.arange(capacity, dtype=torch.int32) % buffers.sizes.tokens
         self.source_WC = source_C.expand(world, -1).contiguous()
-        tiles = windows.tokens.signals.shape[2]
-        self.used_tiles = -(-windows.room.tokens // windows.tokens.tile)
+        tiles = buffers.tokens.signals.shape[2]
+        self.used_tiles = -(-buffers.sizes.tokens // buffers.tokens.tile)
         self.index = torch.tensor([p * tiles + t for p in range(world) for t in range(self.used_tiles)]).int()
 
     def put(self, number: int) -> int:
-        windows = self.windows
-        epoch = windows.begin(windows.tokens)
-        x = torch.full((windows.room.tokens, windows.room.width), float(number * self.world + self.rank))
-        with windows.watch.over():
-            put.put_rows(x, self.source_WC, self.used_W, windows.tokens, epoch, windows.bounds)
+        buffers = self.buffers
+        epoch = buffers.begin(buffers.tokens)
+        x = torch.full((buffers.sizes.tokens, buffers.sizes.width), float(number * self.world + self.rank))
+        with buffers.watch.over():
+            put.put_rows(x, self.source_WC, self.used_W, buffers.tokens, epoch, buffers.bounds)
         return epoch
 
     def take(self, epoch: int) -> list[list[float]]:
         """Of each rank the different numbers that are there."""
-        windows, slot = self.windows, self.windows.tokens.slot(epoch)
-        index = self.index + slot * windows.tokens.signals[0].numel()
-        with windows.watch.over():
-            wait.wait_signals(windows.tokens.signals, index, epoch, windows.bounds, windows.network)
-        rows = windows.tokens.rows[slot, :, : windows.room.tokens]
+        buffers, slot = self.buffers, self.buffers.tokens.slot(epoch)
+        index = self.index + slot * buffers.tokens.signals[0].numel()
+        with buffers.watch.over():
+            wait.wait_signals(buffers.tokens.signals, index, epoch, buffers.bounds, buffers.network)
+        rows = buffers.tokens.rows[slot, :, : buffers.sizes.tokens]
         found = [of.unique().tolist() for of in rows]
-        put.give_credit(windows.tokens, epoch)
+        put.give_credit(buffers.tokens, epoch)
         return found
 
 
@@ -245,7 +245,7 @@ def exchange_often(rank: int, world: int, count: int, ahead: bool, nodes: Sequen
     wrong = 0
     try:
         with heap_over(topology.ep, nodes) as heap:
-            exchanges = Exchanges(Windows(heap, Room(20, 1, world, 8, torch.float32)), rank, world)
+            exchanges = Exchanges(ReceiveBuffers(heap, BufferSizes(20, 1, world, 8, torch.float32)), rank, world)
             waiting: list[tuple[int, int]] = []
             for number in range(count):
                 waiting.append((number, exchanges.put(number)))
@@ -263,7 +263,7 @@ def fail_in_the_middle(rank: int, world: int, how: str, timeout_s: float) -> str
     topology = Topology.from_sizes(ep=world, timeout_s=timeout_s)
     heap = open_heap(topology.ep, CPU)
     with topology.guard("test"), heap:
-        exchanges = Exchanges(Windows(heap, Room(20, 1, world, 8, torch.float32)), rank, world)
+        exchanges = Exchanges(ReceiveBuffers(heap, BufferSizes(20, 1, world, 8, torch.float32)), rank, world)
         for number in range(6):
             if rank == 1 and number == 3:
                 if how == "killed":
@@ -288,12 +288,12 @@ def refuse(rank: int, world: int) -> str:
     """A batch with no room is refused before anything is sent: the next one goes through."""
     topology = Topology.from_sizes(ep=world, timeout_s=20)
     with open_heap(topology.ep, CPU) as heap:
-        windows = Windows(heap, Room(8, SLOTS, EXPERTS, WIDTH, torch.float32))
+        buffers = ReceiveBuffers(heap, BufferSizes(8, SLOTS, EXPERTS, WIDTH, torch.float32))
         big, small = Case(rank, world, 9, 0, False), Case(rank, world, 8, 0, False)
         try:
-            by_puts(big, windows, 1)
+            by_puts(big, buffers, 1)
         except ConfigError as error:
-            by_puts(small, windows, 2)
+            by_puts(small, buffers, 2)
             return str(error)
     return "taken"
 

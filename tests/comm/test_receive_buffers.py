@@ -1,4 +1,4 @@
-"""Addresses in windows, near and far, as kernels are told."""
+"""Addresses in receive buffers, near and far, as kernels are told."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.group import Job
-from fusedmoe.comm.heaps.local import LocalHeap
-from fusedmoe.comm.windows import SLOTS, Room, Windows
+from fusedmoe.comm.heaps.host import LocalHeap
+from fusedmoe.comm.receive_buffers import SLOTS, BufferSizes, ReceiveBuffers
 from fusedmoe.kernels.one_sided import Network
 
 CPU = torch.device("cpu")
-ROOM = Room(tokens=6, slots=2, experts=8, width=16, dtype=torch.float32, degree=3)
+SIZES = BufferSizes(tokens=6, k=2, experts=8, width=16, dtype=torch.float32, degree=3)
 
 
 class HalfHeap(LocalHeap):
@@ -29,17 +29,17 @@ class HalfHeap(LocalHeap):
 
 
 @pytest.fixture
-def windows() -> Windows:
+def buffers() -> ReceiveBuffers:
     """Of rank 0 of 4, who reaches rank 1."""
-    return Windows(HalfHeap(0, 4, []), ROOM)
+    return ReceiveBuffers(HalfHeap(0, 4, []), SIZES)
 
 
-def test_results_for_far_peers_go_by_staging(windows: Windows) -> None:
+def test_results_for_far_peers_go_by_staging(buffers: ReceiveBuffers) -> None:
     peer_R = torch.tensor([1, 1, 2, 2, 3], dtype=torch.int32)
     place_R = torch.tensor([4, 5, 0, 1, 7])
     for addresses, own, table, size in (
-        (windows.result_addresses(peer_R, place_R, 2, 9), windows.results.rows, windows.results.row_table, 64),
-        (windows.value_addresses(peer_R, place_R, 2, 9), windows.values.own, windows.values.table, 4),
+        (buffers.result_addresses(peer_R, place_R, 2, 9), buffers.results.rows, buffers.results.row_table, 64),
+        (buffers.value_addresses(peer_R, place_R, 2, 9), buffers.values.own, buffers.values.table, 4),
     ):
         behind = 12 * size  # exchange 2 has the second slot, of 6 tokens' 2 results
         store, target = addresses.store_N.tolist(), addresses.target_N
@@ -48,44 +48,44 @@ def test_results_for_far_peers_go_by_staging(windows: Windows) -> None:
         assert [store[3] - store[2], store[4] - store[3]] == [size, size]
         there = [own.data_ptr() + behind + size * at for at in (0, 1, 7)]
         assert target is not None and target.tolist() == [0, 0, *there]
-        assert addresses.network is windows.network and torch.equal(addresses.peer_N, peer_R)
+        assert addresses.network is buffers.network and torch.equal(addresses.peer_N, peer_R)
 
 
-def test_staging_has_room_for_all_chunks(windows: Windows) -> None:
+def test_staging_has_room_for_all_chunks(buffers: ReceiveBuffers) -> None:
     """As many rows as a rank can be sent, in chunks whose sizes are bounds (`Route._rows_of_chunks`)."""
     for degree in (1, 2, 3):
-        chunk = (-(-ROOM.tokens * ROOM.slots // degree) + windows.experts) * 4
+        chunk = (-(-SIZES.tokens * SIZES.k // degree) + buffers.experts) * 4
         peer_R = torch.full((chunk,), 3, dtype=torch.int32)
         for find, staged in (
-            (windows.result_addresses, windows._staged_rows),
-            (windows.value_addresses, windows._staged_values),
+            (buffers.result_addresses, buffers._staged_rows),
+            (buffers.value_addresses, buffers._staged_values),
         ):
             last = find(peer_R, torch.arange(chunk), 1, chunk * (degree - 1)).store_N[-1]
             size = staged.shape[1] * staged.itemsize
             assert staged.data_ptr() <= int(last) <= staged.data_ptr() + staged.numel() * staged.itemsize - size
 
 
-def test_far_peers_are_signalled_apart(windows: Windows) -> None:
-    mark = windows.result_mark(2, 2)
-    assert mark.signals is windows.results.signals and mark.place == (1 * 4 + 0) * 3 + 2
-    own, near, *far = windows.result_signals(mark).tolist()
+def test_far_peers_are_signalled_apart(buffers: ReceiveBuffers) -> None:
+    mark = buffers.result_mark(2, 2)
+    assert mark.signals is buffers.results.signals and mark.place == (1 * 4 + 0) * 3 + 2
+    own, near, *far = buffers.result_signals(mark).tolist()
     assert [own, near] == [int(address) + 8 * mark.place for address in mark.table[:2]]
-    assert windows.network is not None and far == [windows.network.spare.data_ptr()] * 2
+    assert buffers.network is not None and far == [buffers.network.spare.data_ptr()] * 2
 
 
-def test_results_wait_for_credit_of_what_is_staged(windows: Windows) -> None:
-    assert windows.results_behind(7) == 6
-    plain = Windows(LocalHeap(0, 4, CPU, [], Job()), ROOM)
+def test_results_wait_for_credit_of_what_is_staged(buffers: ReceiveBuffers) -> None:
+    assert buffers.results_behind(7) == 6
+    plain = ReceiveBuffers(LocalHeap(0, 4, CPU, [], Job()), SIZES)
     assert plain.network is None and plain.results_behind(7) == 7 - SLOTS
-    assert plain.tokens.staging is None and plain.letters.staging is None
+    assert plain.tokens.staging is None and plain.metadata.staging is None
     peer_R, place_R = torch.tensor([2], dtype=torch.int32), torch.tensor([3])
     sent = plain.result_addresses(peer_R, place_R, 1, 0)
     assert sent.target_N is None and sent.network is None
     assert sent.store_N.tolist() == [int(plain.results.row_table[2]) + 3 * 64]
 
 
-def test_tokens_and_letters_have_staging_of_their_own(windows: Windows) -> None:
-    for place in (windows.tokens, windows.letters):
+def test_tokens_and_metadata_have_staging_of_their_own(buffers: ReceiveBuffers) -> None:
+    for place in (buffers.tokens, buffers.metadata):
         assert place.staging is not None and place.staging.shape == place.rows.shape
-        assert place.staging.data_ptr() != place.rows.data_ptr() and place.network is windows.network
-    assert windows.results.staging is None
+        assert place.staging.data_ptr() != place.rows.data_ptr() and place.network is buffers.network
+    assert buffers.results.staging is None

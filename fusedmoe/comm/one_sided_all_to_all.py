@@ -1,7 +1,7 @@
-"""All-to-all of bytes by puts: what `Carrier` sends experts through where ranks have a symmetric heap.
+"""All-to-all of bytes by one-sided puts: sparse collectives use it where ranks have a symmetric heap.
 
-A window of a fixed size is used in rounds, as many as the longest message of any two ranks needs, so that all ranks
-count the same exchanges (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
+A receive buffer of a fixed size is used in rounds, as many as the longest message of any two ranks needs, so that all
+ranks count the same exchanges (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.heap import Heap
+from fusedmoe.comm.receive_buffers import make_receive_buffer
 from fusedmoe.comm.watch import Watch
-from fusedmoe.comm.windows import make_place
 from fusedmoe.kernels.triton.one_sided.put import give_credit, put_rows
 from fusedmoe.kernels.triton.one_sided.wait import wait_signals
 
@@ -22,8 +22,8 @@ _WIDTH, _ROWS = 1024, 64
 _ROW_BYTES = 4 * _WIDTH
 
 
-class ByteWindow:
-    """Room on every rank of a heap for what its peers send. Making it is collective.
+class OneSidedAllToAll:
+    """An all-to-all over a heap's group, with a receive buffer on every rank. Making it is collective.
 
     Args:
         rows: of 4 KiB, that each peer may have in it at once.
@@ -31,7 +31,7 @@ class ByteWindow:
 
     def __init__(self, heap: Heap, rows: int = _ROWS) -> None:
         self.heap, self._rows = heap, rows
-        self._place = make_place(heap, (heap.group.size, rows, _WIDTH), torch.int32, rows, 1)
+        self._place = make_receive_buffer(heap, (heap.group.size, rows, _WIDTH), torch.int32, rows, 1)
         self._watch = Watch(heap)
         self._epoch = 0
 

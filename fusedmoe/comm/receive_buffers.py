@@ -1,9 +1,9 @@
-"""The windows of one layer: room on every rank for the tokens, letters and results that kernels of its peers put there.
+"""The receive buffers of one-sided dispatch: kernels of a rank's peers put tokens, routing metadata and results there.
 
 Each exchange has the next number and uses the next of two slots, so that one can begin while the one before is still
 read; a peer that is further behind is waited for (`fusedmoe/kernels/triton/one_sided/remote.py` has the protocol).
 
-Where a peer is far, there is room too for what is on its way to it. What a rank makes of all ranks' tokens may be much:
+Where a peer is far, staging buffers hold what is on its way to it. What a rank makes of all ranks' tokens may be much:
 of results only one exchange is on its way at a time, so that a new one waits until peers have read the one before.
 """
 
@@ -23,74 +23,80 @@ from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, ReceiveBuffer
 #: Exchanges that may be under way at once.
 SLOTS = 2
 
-# Rows for which there is one signal: of tokens as many as a tile of the product has, of letters more, they are short.
-_TOKEN_TILE, _LETTER_TILE = 128, 1024
+# Rows for which there is one signal: of tokens as many as a tile of the product has, of metadata more, they are short.
+_TOKEN_TILE, _METADATA_TILE = 128, 1024
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a layer's windows must have room for; the same on all ranks.
+class BufferSizes:
+    """What the receive buffers have room for; the same on all ranks.
 
     Attributes:
-        tokens: that any rank has at once.   slots: K, experts of a token.   experts: of all ranks.
+        tokens: that any rank has at once.   k: experts of a token.   experts: of all ranks.
         width: elements of a row.   dtype: of rows.   degree: chunks at most.
     """
 
     tokens: int
-    slots: int
+    k: int
     experts: int
     width: int
     dtype: torch.dtype
     degree: int = 8
 
 
-class Windows:
-    """Of one rank. Making them is collective over the heap's group.
+class ReceiveBuffers:
+    """The receive buffers of one rank, for all layers of one shape. Making them is collective over the heap's group.
 
     Attributes:
-        tokens, letters: what peers send here to be computed.
+        tokens, metadata: what peers send here to be computed, and which experts it is for.
         results: what peers send back: rows [slots, 1, tokens·K, width], a signal for each peer and chunk.
-        values: [slots, tokens·K] float32, one number to each result.
+        values: [slots, tokens·K] float32, one number with each result.
         network: leads to far peers; None where none is.
         watch: bounds waits.
     Raises:
         ConfigError: experts that the ranks cannot share evenly.
     """
 
-    def __init__(self, heap: Heap, room: Room) -> None:
-        self.heap, self.room, self.network = heap, room, heap.network
+    def __init__(self, heap: Heap, sizes: BufferSizes) -> None:
+        self.heap, self.sizes, self.network = heap, sizes, heap.network
         size = heap.group.size
-        if room.experts % size:
-            raise ConfigError(f"{room.experts} experts cannot be shared evenly by {size} ranks")
-        self.experts = room.experts // size
-        self._tile = min(_TOKEN_TILE, 1 << max(4, (room.tokens - 1).bit_length()))
-        capacity, lines = _up(max(room.tokens, 1), self._tile), self.experts + room.tokens * room.slots
-        if self.experts > _LETTER_TILE:
-            raise ConfigError(f"{self.experts} experts a rank are too many: a letter begins with up to {_LETTER_TILE}")
-        self.tokens = make_place(heap, (size, capacity, room.width), room.dtype, self._tile, capacity // self._tile)
-        lines = _up(lines, _LETTER_TILE)
-        self.letters = make_place(heap, (size, lines, 2), torch.int32, _LETTER_TILE, lines // _LETTER_TILE)
-        results = max(1, room.tokens * room.slots)
-        self.results = make_place(heap, (1, results, room.width), room.dtype, 0, room.degree)
+        if sizes.experts % size:
+            raise ConfigError(f"{sizes.experts} experts cannot be shared evenly by {size} ranks")
+        self.experts = sizes.experts // size
+        self._tile = min(_TOKEN_TILE, 1 << max(4, (sizes.tokens - 1).bit_length()))
+        capacity, lines = _up(max(sizes.tokens, 1), self._tile), self.experts + sizes.tokens * sizes.k
+        if self.experts > _METADATA_TILE:
+            raise ConfigError(
+                f"{self.experts} experts a rank are too many: routing metadata has room for {_METADATA_TILE}"
+            )
+        self.tokens = make_receive_buffer(
+            heap, (size, capacity, sizes.width), sizes.dtype, self._tile, capacity // self._tile
+        )
+        lines = _up(lines, _METADATA_TILE)
+        self.metadata = make_receive_buffer(
+            heap, (size, lines, 2), torch.int32, _METADATA_TILE, lines // _METADATA_TILE
+        )
+        results = max(1, sizes.tokens * sizes.k)
+        self.results = make_receive_buffer(heap, (1, results, sizes.width), sizes.dtype, 0, sizes.degree)
         self.values = heap.allocate((SLOTS, results), torch.float32)
         if self.network is not None:
             # In chunks whose sizes are bounds, as `Route` reckons.
-            most = size * (room.tokens * room.slots + room.degree * (1 + self.experts))
-            self._staged_rows = heap.allocate((most, room.width), room.dtype).own
+            most = size * (sizes.tokens * sizes.k + sizes.degree * (1 + self.experts))
+            self._staged_rows = heap.allocate((most, sizes.width), sizes.dtype).own
             self._staged_values = heap.allocate((most, 1), torch.float32).own
         self.watch = Watch(heap)
         for place, putting, waiting, part in (
-            (self.letters, "dispatch", "dispatch", "part {} of the letter"),
+            (self.metadata, "dispatch", "dispatch", "part {} of the routing metadata"),
             (self.tokens, "dispatch", "experts", "tile {} of the tokens"),
             (self.results, "combine", "combine", "chunk {} of the results"),
         ):
             self.watch.name(place.credits, putting, lambda index: (index, "the credit"))
             count, parts = place.signals[0].numel(), place.signals.shape[2]
             self.watch.name(place.signals, waiting, partial(_name, count, parts, part))
-        self._epochs = {id(place): 0 for place in (self.tokens, self.letters, self.results)}
+        self._epochs = {id(place): 0 for place in (self.tokens, self.metadata, self.results)}
 
     def begin(self, place: ReceiveBuffer) -> int:
-        """The number of the exchange that begins in one of the windows."""
+        """The number of the exchange that begins in one of the buffers."""
         self._epochs[id(place)] += 1
         return self._epochs[id(place)]
 
@@ -98,36 +104,38 @@ class Windows:
     def bounds(self) -> Bounds:
         return self.watch.bounds
 
-    def refuse(self, tokens: int, slots: int, degree: int, dtype: torch.dtype, width: int) -> None:
-        """Nothing is sent where there is no room for it.
+    def refuse(self, tokens: int, k: int, degree: int, dtype: torch.dtype, width: int) -> None:
+        """Raises where the buffers have no room for a batch: nothing is sent then.
 
         Raises:
             ConfigError: with what to do.
         """
-        room = self.room
+        sizes = self.sizes
         for name, has, most in (
-            ("tokens", tokens, room.tokens),
-            ("slots", slots, room.slots),
-            ("degree", degree, room.degree),
+            ("tokens", tokens, sizes.tokens),
+            ("k", k, sizes.k),
+            ("degree", degree, sizes.degree),
         ):
             if has > most:
-                raise ConfigError(f"{has} {name} do not fit windows with room for {most}: make them with {name}={has}")
-        if (dtype, width) != (room.dtype, room.width):
-            raise ConfigError(f"rows of {width} × {dtype} do not fit windows of {room.width} × {room.dtype}")
+                raise ConfigError(
+                    f"{name}={has} is more than the receive buffers have room for ({name}={most}); make them larger"
+                )
+        if (dtype, width) != (sizes.dtype, sizes.width):
+            raise ConfigError(f"rows of {width} × {dtype} do not fit receive buffers of {sizes.width} × {sizes.dtype}")
 
     def results_behind(self, epoch: int) -> int:
         """The last exchange of results that peers must have read before results of this one are put."""
         return epoch - (SLOTS if self.network is None else 1)
 
     def result_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
-        """Where results go at their sources; on their way they are rows `first` and the next ones of staging."""
+        """Addresses of results at their tokens' ranks; those for far peers lie in staging from row `first` on."""
         rows = self.results.rows
         target_R = (self.results.slot(epoch) * rows.shape[2] + place_R) * (rows.shape[3] * rows.itemsize)
         staged = None if self.network is None else self._staged_rows[first:]
         return self._addresses(rows, self.results.row_table, peer_R, target_R, staged)
 
     def value_addresses(self, peer_R: Tensor, place_R: Tensor, epoch: int, first: int) -> Addresses:
-        """The same for the numbers to these results."""
+        """The same for the one number that goes with each result."""
         own, table = self.values.own, self.values.table
         target_R = (self.results.slot(epoch) * own.shape[1] + place_R) * own.itemsize
         staged = None if self.network is None else self._staged_values[first:]
@@ -150,7 +158,7 @@ class Windows:
     def result_mark(self, chunk: int, epoch: int) -> Mark:
         """This rank's signal at each peer, that a chunk's results are there."""
         place = self.results
-        index = (place.slot(epoch) * self.heap.group.size + place.me) * self.room.degree + chunk
+        index = (place.slot(epoch) * self.heap.group.size + place.me) * self.sizes.degree + chunk
         return Mark(place.signals, index, place.signal_table)
 
     def result_signals(self, mark: Mark) -> Tensor:
@@ -165,11 +173,13 @@ class Windows:
         size = self.heap.group.size
         peer_W1 = torch.arange(size, dtype=torch.int32, device=self.heap.device)[:, None]
         chunk = torch.arange(degree, dtype=torch.int32, device=self.heap.device)
-        return ((self.results.slot(epoch) * size + peer_W1) * self.room.degree + chunk).reshape(-1)
+        return ((self.results.slot(epoch) * size + peer_W1) * self.sizes.degree + chunk).reshape(-1)
 
 
-def make_place(heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int) -> ReceiveBuffer:
-    """A window of [slots, *shape] on every rank, for whose rows each peer has so many signals. Collective."""
+def make_receive_buffer(
+    heap: Heap, shape: tuple[int, int, int], dtype: torch.dtype, tile: int, signals: int
+) -> ReceiveBuffer:
+    """A buffer of [slots, *shape] on every rank, for whose rows each peer has so many signals. Collective."""
     size = heap.group.size
 
     def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Symmetric:

@@ -1,0 +1,107 @@
+"""Heaps in memory of one host: shared by its processes, or by virtual ranks of one process.
+
+`ShmHeap` is for kernels in Triton's interpreter. Each rank makes anonymous files (memfd) and the others open them
+through its process: nothing ever has a name in /dev/shm, so that nothing is left there either, wherever a rank is
+killed. The memory lives as long as anybody maps it; a peer that is late writes into memory that nobody reads any more,
+never into freed memory.
+
+`LocalHeap` is for tests, and for measurements of what kernels cost without a network: `local_heaps(4, device)` gives
+the heaps of four virtual ranks on one device, whose copies lie side by side in its memory. They allocate in turn, each
+the same things in the same order; the first one makes the memory of all.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.group import Group, Job
+from fusedmoe.comm.heap import Heap
+
+
+class ShmHeap(Heap):
+    """The heap over processes of one host, for kernels in Triton's interpreter."""
+
+    backend = "shm"
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._views: list[Tensor] = []
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._free()
+
+    def _free(self) -> None:
+        self._views = []
+
+    def _map(self, size: int) -> tuple[Tensor, list[int]]:
+        file = os.memfd_create("fusedmoe", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, size)
+            files = self._gather((os.getpid(), file))
+            views = [_view(f"/proc/{pid}/fd/{number}", size) for pid, number in files]
+            self._gather("mapped")  # before anybody closes what others open
+        finally:
+            os.close(file)
+        self._views += views
+        return views[self.group.index], [view.data_ptr() for view in views]
+
+
+def _view(path: str, size: int) -> Tensor:
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)  # the tensor keeps the mapping
+    finally:
+        os.close(file)
+
+
+def why_not(device: torch.device) -> str:
+    """Why processes cannot share such memory, "" where they can."""
+    if device.type != "cpu":
+        return "it is memory of the host; GPUs take symm or nvshmem"
+    if not hasattr(os, "memfd_create"):
+        return "it needs Linux (memfd)"
+    try:
+        file = os.memfd_create("fusedmoe", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, mmap.PAGESIZE)
+            _view(f"/proc/{os.getpid()}/fd/{file}", mmap.PAGESIZE)
+        finally:
+            os.close(file)
+    except OSError as error:
+        return f"shared memory cannot be made or opened through /proc ({error}); mount /proc, or raise memory limits"
+    return ""
+
+
+class LocalHeap(Heap):
+    """The heap of one virtual rank. `everything`: the allocations, shared by all of them."""
+
+    backend = "local"
+
+    def __init__(self, index: int, size: int, device: torch.device, everything: list[Tensor], job: Job) -> None:
+        super().__init__(Group("virtual", tuple(range(size)), index, job=job), device)
+        self._everything, self._taken = everything, 0
+
+    def _map(self, size: int) -> tuple[Tensor, list[int]]:
+        if self._taken == len(self._everything):
+            self._everything.append(torch.zeros((self.group.size, size), dtype=torch.uint8, device=self.device))
+        all_Wb = self._everything[self._taken]
+        self._taken += 1
+        return all_Wb[self.group.index], [copy.data_ptr() for copy in all_Wb]
+
+    def _gather(self, thing: object) -> list[object]:
+        return [thing] * self.group.size
+
+
+def local_heaps(size: int, device: torch.device, timeout_s: float = 10.0) -> list[LocalHeap]:
+    """The heaps of so many virtual ranks.
+
+    `timeout_s`: how long a kernel waits for another virtual rank. Nobody is slow to start in one process: whoever does
+    not come soon never will, and a GPU can do nothing else meanwhile.
+    """
+    everything: list[Tensor] = []
+    return [LocalHeap(index, size, device, everything, Job(index, timeout_s)) for index in range(size)]

@@ -1,0 +1,322 @@
+"""What a layer can do alone its block can, too: hooks, tokens that an MP group has in common, orders by products."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe import ConfigError, experts, gates, orders
+from fusedmoe.autograd.parallel import sum_gradient
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.gates.base import Routing
+from fusedmoe.layers.mp_tokens import MpInput
+from fusedmoe.layers.pipeline import Parts
+from fusedmoe.layers.wire_hooks import HookContext, Hooks, WireCast, WireFp8
+from fusedmoe.schedule.step import StepSplit, micro_schedule
+from tests.cluster import Cluster
+from tests.layers.test_hooks import SEAMS, Note
+from tests.layers.test_pipeline import LAYERS, Attention, Double, E, H, L, M
+from tests.layers.test_pipeline_plans import Causal, costs_of, halves
+
+
+def make(
+    topology: Topology,
+    dense: Callable[[], nn.Module] = Attention,
+    network: Callable[[], experts.Experts] = lambda: experts.SwiGLU(H),
+    *,
+    k: int = 2,
+    factor: float | None = None,
+    shared: bool = False,
+    mp_input: MpInput = "split",
+    **options: Any,
+) -> list[Parts]:
+    torch.manual_seed(0)
+    return [
+        Parts(
+            dense().double(),
+            fusedmoe.MoELayer(
+                M,
+                gates.TopK(E, k, factor, noise=1.0, aux={"balance": 0.5, "z": 0.1}),
+                network(),
+                topology=topology,
+                shared=experts.SwiGLU(3) if shared else None,
+                mp_input=mp_input,
+                dtype=torch.double,
+                **options,
+            ),
+        )
+        for _ in range(LAYERS)
+    ]
+
+
+def whole(blocks: list[Parts]) -> Callable[[Tensor], Tensor]:
+    """One after the other, whatever the dense parts give beside y and u."""
+
+    def run(x_BLM: Tensor) -> Tensor:
+        for dense, layer in blocks:
+            x_BLM, u_BLM, *_ = dense(x_BLM)
+            x_BLM = x_BLM + layer(u_BLM)
+        return x_BLM
+
+    return run
+
+
+def train(run: Callable[[Tensor], Tensor], blocks: list[Parts], batch: int, seed: int, rank: int) -> list[Tensor]:
+    """Of two steps: losses, results, gradients, drops and parameters. MP ranks have a seed in common."""
+    modules = nn.ModuleList([module for block in blocks for module in block])
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
+    found: list[Tensor] = []
+    for step in range(2):
+        torch.manual_seed(100 * step + seed)
+        x_BLM = torch.randn(batch, L, M, dtype=torch.double, requires_grad=True)
+        weight_BLM = torch.randn(batch, L, M, dtype=torch.double)
+        torch.manual_seed(7 * step + rank)  # of the gates' noise
+        z_BLM = run(x_BLM)
+        loss = (z_BLM * weight_BLM).sum() / 10 + sum(block.experts.aux_loss for block in blocks)
+        optimizer.zero_grad()
+        loss.backward()
+        assert x_BLM.grad is not None
+        found += [loss.detach(), z_BLM.detach(), x_BLM.grad]
+        found += [torch.zeros(()) if one.grad is None else one.grad.clone() for one in modules.parameters()]
+        found += [torch.tensor(block.experts.dropped) for block in blocks]
+        found += [block.experts.load_E.clone() for block in blocks]
+        optimizer.step()
+    return found + [parameter.detach().clone() for parameter in modules.parameters()]
+
+
+def same(blocks: list[Parts], run: Callable[[Tensor], Tensor], of: list[Parts], batch: int) -> None:
+    """In micro-batches, by `run` of a copy of the blocks, as one after the other."""
+    topology = blocks[0].experts.topology
+    given = batch, topology.rank // topology.mp.size, topology.rank
+    for one, other in zip(train(run, of, *given), train(whole(blocks), blocks, *given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def compare(
+    rank: int, world: int, sizes: dict[str, int], degrees: tuple[int, int], batches: tuple[int, ...],
+    options: dict[str, Any], **how: Any,
+) -> None:  # fmt: skip
+    """`batches`: of each MP group. With `weights`, weight gradients are tasks of their own."""
+    topology = Topology.from_sizes(**sizes, timeout_s=30) if world > 1 else Topology()
+    dense: Callable[[], nn.Module] = Causal if how.get("along") == "positions" else Attention
+    if options.get("mp_input") == "partial":
+        dense = partial(Summands, topology)
+    blocks = make(topology, dense, **options)
+    others = copy.deepcopy(blocks)
+    weights = how.pop("weights", False)
+    run = fusedmoe.pipeline(others, degrees, **how)
+    if weights:
+        costs = costs_of(topology, 2, others[0].experts.parts, run.waits[0])
+        run.set_plan(halves(micro_schedule(costs, StepSplit(*degrees, weights=True)).plan()))
+    same(blocks, run, others, batches[rank // topology.mp.size])
+
+
+# Hooks.
+
+
+class Bend(Hooks):
+    """What a layer gets and gives, bent forward and scaled backward."""
+
+    def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor:
+        return 3 * x if context.direction == "forward" else 0.5 * x
+
+    def before_moe_end(self, y: Tensor, context: HookContext) -> Tensor:
+        return y.tanh() if context.direction == "forward" else 2 * y
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (3, 2)])
+@pytest.mark.parametrize(
+    "options", [{"hooks": [Bend()], "shared": True}, {"hooks": [Bend(), WireCast()], "factor": 0.8}], ids=str
+)
+def test_hooks(degrees: tuple[int, int], options: dict[str, Any]) -> None:
+    compare(0, 1, {}, degrees, (5,), options)
+
+
+def test_hooks_with_experts_of_another_kind() -> None:
+    compare(0, 1, {}, (3, 3), (5,), {"hooks": [WireFp8()], "network": Double})
+
+
+@pytest.mark.parametrize("how", [{"recompute": True}, {"along": "positions"}], ids=str)
+def test_hooks_and_how_a_batch_is_cut(how: dict[str, Any]) -> None:
+    compare(0, 1, {}, (2, 3), (5,), {"hooks": [Bend(), WireCast()]}, **how)
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, {"ep": 2}), (2, {"esp": 2}), (4, {"ep": 2, "esp": 2})], ids=str)
+def test_hooks_on_ranks(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
+    cluster.run(world, compare, sizes, (3, 2), (5, 4, 0, 1), {"hooks": [WireFp8(), Bend()], "factor": 1.0})
+
+
+def notes(rank: int, world: int, degree: int) -> None:
+    """Every micro-batch passes all seams in the layer's order, and sees its part of what they see of the whole."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
+    logs: list[list[tuple[str, Any, HookContext, Tensor]]] = [[], []]
+    for log, of in zip(logs, (whole, lambda blocks: fusedmoe.pipeline(blocks, (degree, degree))), strict=True):
+        blocks = [make(topology, hooks=[Note(log, str(number))])[number] for number in range(LAYERS)]
+        torch.manual_seed(rank)
+        of(blocks)(torch.randn(6, L, M, dtype=torch.double)).square().sum().backward()
+    found: list[dict[Any, Tensor]] = []
+    for log, count in zip(logs, (1, degree), strict=True):
+        assert all(context.chunks == count for _, _, context, _ in log)
+        seams: dict[Any, list[str]] = defaultdict(list)
+        tensors: dict[Any, list[Tensor]] = defaultdict(list)
+        # The backward pass takes chunks from the end, and counts them so where rows travel.
+        for seam, name, context, tensor in log:
+            travels, backward = seam in SEAMS[1:5], context.direction == "backward"
+            chunk = count - 1 - context.chunk if travels and backward else context.chunk
+            seams[name, context.direction, chunk].append(seam)
+            tensors[seam, name, context.direction, chunk] = [tensor]
+        assert len(seams) == 2 * LAYERS * count and all(one == SEAMS for one in seams.values())
+        whole_of: dict[Any, list[Tensor]] = defaultdict(list)
+        for key in sorted(tensors):
+            whole_of[key[:3]] += tensors[key]
+        found.append({key: torch.cat(of_chunks) for key, of_chunks in whole_of.items()})
+    for key, want in found[0].items():
+        got = found[1][key]
+        if key[0] in SEAMS[1:5] and degree > 1:  # rows, which each micro-batch sorts by expert
+            want, got = (rows[rows[:, 0].argsort()] for rows in (want, got))
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    if degree == 1:
+        assert [note[:2] for note in logs[1]] == [note[:2] for note in logs[0]]
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+def test_what_hooks_see(cluster: Cluster, degree: int) -> None:
+    notes(0, 1, degree)
+    cluster.run(2, notes, degree)
+
+
+class Flat(Hooks):
+    def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor | None:
+        return x.flatten(0, 1) if context.direction == "forward" else None
+
+
+def test_hooks_that_change_the_shape_of_tokens() -> None:
+    run = fusedmoe.pipeline(make(Topology(), hooks=[Flat()]))
+    with pytest.raises(ConfigError, match=rf"before_moe_start made \[{2 * L}, {M}\] of \[2, {L}, {M}\].*schedule="):
+        run(torch.randn(2, L, M, dtype=torch.double))
+
+
+# Tokens that an MP group has in common.
+
+
+class Summands(Attention):
+    """Tensor-parallel: each MP rank gives a summand of what the experts see."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self.mp = topology.mp
+        self.weight = nn.Parameter(torch.randn(topology.mp.size, M))
+
+    def forward(self, x_BLM: Tensor) -> tuple[Tensor, Tensor]:
+        y_BLM, u_BLM = super().forward(x_BLM)
+        return y_BLM, sum_gradient(u_BLM, self.mp) * self.weight[self.mp.index]
+
+
+@pytest.mark.parametrize("mp_input", ["replicated", "partial"])
+@pytest.mark.parametrize(
+    ("degrees", "batch", "options", "how"),
+    [
+        ((1, 1), 4, {}, {}),
+        ((3, 2), 6, {"factor": 0.8, "k": 1, "shared": True}, {}),
+        ((2, 3), 5, {"factor": 0.8}, {"recompute": True}),
+        ((2, 2), 1, {"hooks": [Bend(), WireCast()]}, {}),
+    ],
+    ids=str,
+)
+def test_tokens_in_common(
+    cluster: Cluster, mp_input: str, degrees: tuple[int, int], batch: int, options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    given = {"mp": 2, "ep": 2}, degrees, (batch,), {**options, "mp_input": mp_input}
+    cluster.run(2, partial(compare, **how), *given)
+
+
+@pytest.mark.parametrize("sizes", [{"mp": 2, "ep": 2, "esp": 2}, {"mp": 4, "ep": 2}, {"mp": 2, "ep": 4}], ids=str)
+def test_tokens_in_common_on_four_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
+    options = {"mp_input": "replicated", "factor": 1.0, "shared": True}
+    cluster.run(4, compare, sizes, (3, 2), (4, 3), options)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_positions_of_tokens_in_common(cluster: Cluster, batch: int) -> None:
+    options = {"mp_input": "replicated", "factor": 0.8}
+    cluster.run(2, partial(compare, along="positions"), {"mp": 2, "ep": 2}, (2, 3), (batch,), options)
+
+
+def mixed(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(mp=world, ep=world, timeout_s=30)
+    fusedmoe.pipeline([*make(topology), *make(topology, mp_input="replicated")])
+
+
+def more_on_one(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(mp=world, ep=world, timeout_s=30)
+    fusedmoe.pipeline(make(topology, mp_input="replicated"))(torch.randn(2 + rank, L, M, dtype=torch.double))
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (mixed, "block 2: either all blocks have mp_input='split', or none"),
+        (more_on_one, f"needs equal tokens .* {2 * L} of 64 bits on rank 0, {3 * L} of 64 bits on rank 1"),
+    ],
+)
+def test_tokens_that_are_not_in_common(cluster: Cluster, function: Callable[..., None], text: str) -> None:
+    for outcome in cluster.outcomes(2, function):
+        assert outcome.error is not None and re.search(text, outcome.error[1]), outcome.error
+
+
+# Orders by products.
+
+
+class Halved(orders.Order):
+    """One of the user's own: rows are made of tokens, and experts weigh them."""
+
+    def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> orders.Ordered:
+        ordered = super()._order(x_SM, routing, experts)
+        return replace(ordered, x_SM=x_SM * 0.5)
+
+
+@pytest.mark.parametrize("order", [orders.Einsum, Halved])
+@pytest.mark.parametrize("options", [{"factor": 0.8, "shared": True}, {"hooks": [Bend()]}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"along": "positions", "recompute": True}], ids=str)
+def test_orders(order: type[orders.Order], options: dict[str, Any], how: dict[str, Any]) -> None:
+    compare(0, 1, {}, (3, 2), (5,), {**options, "order": order()}, **how)
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2, "esp": 2}, {"ep": 2, "mp": 2}], ids=str)
+def test_orders_on_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
+    options = {"order": orders.Einsum(), "factor": 0.8, "mp_input": "replicated"}
+    cluster.run(4, compare, sizes, (3, 2), (4, 3, 0, 1), options)
+
+
+# Experts that move.
+
+
+@pytest.mark.parametrize("network", [experts.SwiGLU, Double])
+@pytest.mark.parametrize(("world", "sizes"), [(2, {"ep": 2}), (4, {"ep": 2, "esp": 2})], ids=str)
+def test_experts_under_a_placement(
+    cluster: Cluster, world: int, sizes: dict[str, int], network: type[experts.Experts]
+) -> None:
+    """By themselves they stay; how they move: `tests/training/test_sharded_experts.py`."""
+    made = partial(network, H) if network is experts.SwiGLU else network
+    options = {"placement": "fssdp", "network": made, "factor": 0.8, "hooks": [Bend()]}
+    if world == 4 and network is Double:
+        pytest.skip("not split over shards")
+    cluster.run(world, compare, sizes, (3, 3), (5, 4, 0, 1), options)
+
+
+@pytest.mark.parametrize("options", [{"placement": "fssdp"}, {"order": orders.Einsum()}], ids=str)
+def test_all_at_once(cluster: Cluster, options: dict[str, Any]) -> None:
+    """Beside each other, and with weight gradients by themselves."""
+    more = {"hooks": [Bend(), WireCast()], "shared": True, "factor": 0.8, "mp_input": "replicated"}
+    given = {"ep": 2, "mp": 2}, (2, 3), (4, 3), {**options, **more}
+    cluster.run(4, partial(compare, weights=True), *given)
