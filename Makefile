@@ -119,7 +119,7 @@ build/triton-%:
 
 # A benchmark sets its threads itself, and may take longer than a test.
 bench: $(READY)
-	@exec env $(RUN_ENV) $(PY) -m pytest --timeout 1800 bench $(ARGS)
+	@exec env $(RUN_ENV) $(PY) -m pytest --timeout 1800 -o faulthandler_timeout=2000 bench $(ARGS)
 
 # Tests first: where the kernels are wrong nothing is timed. Results under bench/results/ as they come, and a report.
 bench-gpu: $(READY)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,7 +125,6 @@ def operator_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
     """Seconds of an operator on made-up tensors: numbers of a normal distribution, indices of 0."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     def made(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -138,7 +138,7 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
 
     tensors = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
     with (
-        unset_fake_temporarily(),
+        as_at_run_time(),
         torch.no_grad(),
         torch.random.fork_rng(enabled=torch.Tag.nondeterministic_seeded in target.tags),
     ):
@@ -152,6 +152,20 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
             moved = sum(concrete(value.numel()) * value.element_size() for value in tensors)
             return _LAUNCH_S + moved / _BYTES_PER_S
     return statistics.median(seconds[1:] or seconds)
+
+
+@contextmanager
+def as_at_run_time() -> Iterator[None]:
+    """A context inside a capture in which operators compute, as if nothing were captured.
+
+    Python's dispatcher is off too: with it a collective keeps the interpreter's lock while it waits, and a thread of
+    the process group that needs the lock waits for it in turn, for ever.
+    """
+    from torch._dispatch.python import no_python_dispatcher
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), no_python_dispatcher():
+        yield
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:

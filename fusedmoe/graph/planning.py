@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fusedmoe.comm.failure import Board
 from fusedmoe.comm.topology import Topology
@@ -30,6 +29,7 @@ from fusedmoe.graph.operator_costs import (
     MeasuredCosts,
     OperatorCosts,
     Points,
+    as_at_run_time,
     load_numbers,
     measure_points,
     node_s,
@@ -347,7 +347,7 @@ def _points(graph_ranks: GraphRanks, all_to_alls: list[fx.Node], device: torch.d
     known = load_numbers(path) if graph_ranks.leader else {}
     missing = json.loads(graph_ranks.from_first(lambda: json.dumps([size for size in sizes if str(size) not in known])))
     if missing:
-        with unset_fake_temporarily():
+        with as_at_run_time():
             found = measure_points(handle, device, missing)
         known |= dict(zip(map(str, missing), found, strict=True))
         if graph_ranks.leader:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,22 @@ def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     backend = GraphBackend(parts=2, groups=1)
     train(model, torch.compile(model, backend=backend), 0, steps=1)
     assert not any(report.cached for report in backend.reports)
+
+
+def test_all_to_alls_are_measured_outside_of_python(
+    world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Python's dispatcher on, one in about a thousand of them would wait for ever."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    key, send, seen = torch._C.DispatchKey.PythonDispatcher, dist.all_to_all_single, []
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(torch._C._dispatch_tls_is_dispatch_key_included(key))
+        return send(*args, **options)
+
+    monkeypatch.setattr(dist, "all_to_all_single", spy)
+    torch.compile(_AllToAll(), backend=GraphBackend(), fullgraph=True)(torch.randn(4, 2))
+    assert seen and not any(seen)
 
 
 def test_the_plain_function(world: None) -> None:
