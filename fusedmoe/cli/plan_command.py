@@ -29,6 +29,7 @@ from fusedmoe.models.block import make_experts
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.runtime.cache import cached_plans, cached_profile
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
+from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel, Costs
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.grid import TESTBEDS
@@ -36,7 +37,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
 from fusedmoe.schedule.sparse_collectives import hidden_s, with_sparse
-from fusedmoe.schedule.step_costs import StepCosts, bound_s
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES, Timeline
 
@@ -83,6 +84,7 @@ class Report:
         plans = plans_of(settings, launch, sizes, costs, again=again)
         plan, step = plans[policy]
         timeline = simulate(plan, step)
+        costs_of = {id(planned.costs): planned.costs for planned in plans.values()}  # most have the same
         return cls(
             settings,
             launch,
@@ -93,7 +95,7 @@ class Report:
             timeline,
             stretches(plan, timeline),
             {name: makespan(*planned) for name, planned in plans.items()},
-            min(bound_s(planned.costs) for planned in plans.values()),
+            min(map(bound_s, costs_of.values())),
             refusal,
             followed,
             Copies.from_plan(settings, sizes, costs, plan, step, timeline),

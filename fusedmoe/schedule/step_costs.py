@@ -1,7 +1,7 @@
-"""The step cost model: what a training step of a stack of layers takes, task by task, and the least it can take.
+"""The step cost model: what a training step of a stack of layers takes, task by task.
 
-What each stage of a layer takes in chunks and in one piece goes in; durations of the tasks of any plan come out, and a
-bound that no plan beats.
+What each stage of a layer takes in chunks and in one piece goes in; durations of the tasks of any plan come out, and
+what its work takes at least.
 """
 
 from __future__ import annotations
@@ -262,34 +262,6 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
     return result
 
 
-def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
-    """Seconds that no plan of a step beats, with up to `limit` equal chunks, in any order of the tasks.
-
-    Where layers can be split (`LayerCosts.micro`), no resource takes less than its work in the fewest chunks.
-    Otherwise:
-
-    Layers follow each other, so the step takes at least the sum of their passes (`pass_bound_s`) and dense parts. And
-    from the end of any layer's backward pass on, the links between nodes have to carry the gradients that are ready
-    only now, in one piece at best, and all passes that follow. The largest of these sums, one for each layer.
-    """
-    if costs.can_split:
-        return resource_bound_s(costs)
-    layers = costs.layers
-    head = sum(_pass_s(layer, "forward", costs, limit) for layer in layers) + (costs.loss_s or 0.0)
-    head += sum(_pass_s(layer, "backward", costs, limit) for layer in layers)
-    best, after = head, 0.0
-    gradient, inter, intra = 0, 0.0, 0.0  # of the layers before, which follow in the backward pass
-    for layer in layers:
-        if any(kind in layer.dense_s["backward"] for kind in ("gate", "attention")):  # else it waits for nothing
-            gradient += layer.gradient_bytes
-        reduced = costs.all_reduce.seconds(gradient) if gradient else 0.0
-        best = max(best, head - after + links_bound_s(inter + reduced, intra, costs.contention))
-        after += _pass_s(layer, "backward", costs, limit)
-        work = work_s(layer.chunks["backward"])
-        inter, intra = inter + work["inter"], intra + work["intra"]
-    return best + (costs.optimizer_s or 0.0)
-
-
 def resource_bound_s(
     costs: StepCosts, degrees: tuple[int, int] | None = None, buckets: Iterable[int] | None = None
 ) -> float:
@@ -333,9 +305,3 @@ def links_bound_s(inter: float, intra: float, contention: float) -> float:
     """
     less, more = sorted((inter, intra))
     return more + less * min(1.0, (1 - contention) / contention)
-
-
-def _pass_s(layer: LayerCosts, phase: str, costs: StepCosts, limit: int) -> float:
-    chunks = layer.chunks[phase]
-    passes = (pass_bound_s(r, chunk_times(chunks, r), contention=costs.contention) for r in range(1, limit + 1))
-    return min(passes) + layer.dense_total_s(phase)

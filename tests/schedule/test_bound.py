@@ -1,0 +1,85 @@
+"""The bound that no plan beats: beside an exact solver, beside all policies, and where it is known by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fusedmoe.schedule.bound import bound_s, split_bound_s
+from fusedmoe.schedule.cost import Line
+from fusedmoe.schedule.grid import TESTBEDS, workloads
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step import StepSplit, micro_schedule
+from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
+from fusedmoe.schedule.task import Task, resources_of, standard_dependencies
+from tests.schedule.test_splits import random_stack
+
+
+def least_s(costs: StepCosts, split: StepSplit, seconds: float) -> tuple[float, float]:
+    """What an exact solver says of the shortest step that is split so: at least, and at most."""
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model")
+    tasks = split.tasks(costs)
+    took = costs.durations(tasks)
+    tick_s = seconds / 10_000
+    model = cp_model.CpModel()
+    end = model.new_int_var(0, 20_000, "")
+    starts: dict[Task, object] = {}
+    spans: dict[Task, object] = {}
+    for task in tasks:
+        starts[task] = model.new_int_var(0, 20_000, "")
+        spans[task] = model.new_fixed_size_interval_var(starts[task], int(took[task] / tick_s), "")  # never too long
+        model.add(starts[task] + int(took[task] / tick_s) <= end)
+    for task, before in standard_dependencies(tasks).items():
+        for one in before:
+            model.add(starts[task] >= starts[one] + int(took[one] / tick_s))
+    for resource in ("compute", "intra", "inter"):
+        model.add_no_overlap([spans[task] for task in tasks if resource in resources_of(task.kind)])
+    model.minimize(end)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_deterministic_time, solver.parameters.num_workers = 2.0, 1
+    assert solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return solver.best_objective_bound * tick_s, (solver.objective_value + len(tasks)) * tick_s
+
+
+@pytest.mark.parametrize("seed", [random.randrange(10**6), *range(3)])
+def test_no_order_beats_it_and_some_order_comes_near(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = replace(random_stack(rng, rng.randint(1, 2)), contention=1.0)
+    split = StepSplit(rng.randint(1, 3), rng.randint(1, 3), None, rng.random() < 0.5)
+    bound, found = split_bound_s(costs, split), micro_schedule(costs, split).makespan_s()
+    least, most = least_s(costs, split, found)
+    assert bound <= most * (1 + 1e-9)
+    assert least <= found * (1 + 1e-9)
+
+
+def test_where_it_is_known() -> None:
+    """Two layers whose gradients take long: the first one can be reduced when the processor has gone through the
+    forward pass and one layer of the backward pass, and they keep the link from then on."""
+    free, experts = StageTime(0.0, 0.0), StageTime(0.0, 1.0)
+    chunks = {phase: {"expert": experts} for phase in ("forward", "backward")}
+    micro = MicroBatches({phase: {"attention": experts} for phase in chunks}, {"expert": free, "attention": free})
+    layer = LayerCosts(chunks, {phase: {"attention": 1.0} for phase in chunks}, 10, micro)
+    costs = StepCosts((layer, layer), Line(0.5, 1.0))
+    assert bound_s(costs) == pytest.approx(4.0 + 2.0 + 20.0 + 0.5)
+    assert makespan(POLICIES["joint"].plan(costs), costs) == pytest.approx(4.0 + 2.0 + 20.0 + 2 * 0.5)
+    # Where links between nodes are free, the processor is what counts, and the last gradient.
+    costs = StepCosts((layer, layer), Line(0.0, 0.001))
+    assert bound_s(costs) == pytest.approx(8.0 + 0.01)
+
+
+@pytest.mark.parametrize("testbed", TESTBEDS.values(), ids=TESTBEDS)
+def test_plans_come_near(testbed) -> None:
+    """In cases of FSMoE's study the bound leaves little room, and links that disturb each other only raise it."""
+    cases = random.Random(0).sample(list(workloads(testbed)), 2)
+    gaps = []
+    for workload in cases:
+        layer = workload.layer_costs(testbed.costs)
+        costs = StepCosts((layer,) * 4, testbed.costs.line("all-reduce/dp"))
+        bound = bound_s(costs)
+        gaps.append(makespan(POLICIES["joint"].plan(costs), costs) / bound - 1)
+        shared = replace(costs, contention=testbed.costs.contention)
+        assert bound <= bound_s(shared) <= makespan(POLICIES["joint"].plan(shared), shared)
+    assert min(gaps) >= 0 and sum(gaps) / len(gaps) < 0.12
