@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,17 @@ import pytest
 from fusedmoe.kernels.libraries import nvshmem_home
 from fusedmoe.runtime.cache import CACHE
 from tests.cluster import Cluster
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is imported stays: garbage collections, which tests of memory ask for by the hundred, do not look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
