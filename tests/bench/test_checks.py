@@ -93,6 +93,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, script: str) 
     monkeypatch.setattr(checks, "_find", lambda wanted: str(program) if wanted == name else None)
 
 
+@pytest.mark.slow
 def test_the_sanitizer_watches_the_exercise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
     """By a program of its name that shows what it is given, then does what it is told to."""
     monkeypatch.setattr(checks, "_find", lambda name: None)
