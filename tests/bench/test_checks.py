@@ -143,6 +143,7 @@ def test_the_exercise_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(fault.startswith("gather_sum: off by") for fault in exercise.main(torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_without_a_gpu() -> None:
     """The command says what it needs."""
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
