@@ -15,13 +15,19 @@ from tests.cluster import Cluster
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """What is imported stays: garbage collections, which tests of memory ask for by the hundred, do not look at it."""
+    """Nearly all that is imported stays."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
-        gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_what_is_new_is_collected() -> None:
+    """Garbage collections, which tests of memory ask for by the hundred, look at nothing that was there before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -240,7 +240,7 @@ def test_parallel_every_combination(cluster: Cluster, shape: tuple[int, int, int
     ids=str,
 )
 def test_hierarchical_dispatch(cluster: Cluster, shape: tuple[int, int, int, int], dispatch: str) -> None:
-    cluster.run(*shape[:1], equals_dense, *shape[1:], dispatch, "split", FEW_CASES[::3])
+    cluster.run(*shape[:1], equals_dense, *shape[1:], dispatch, "split", FEW_CASES[::7])
 
 
 @pytest.mark.parametrize("mp_input", ["replicated", "partial"])

@@ -151,7 +151,14 @@ def test_hooks_and_how_a_batch_is_cut(how: dict[str, Any]) -> None:
     compare(0, 1, {}, (2, 3), (5,), {"hooks": [Bend(), WireCast()]}, **how)
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, {"ep": 2}), (2, {"esp": 2}), (4, {"ep": 2, "esp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        *(pytest.param(2, sizes, marks=pytest.mark.slow) for sizes in ({"ep": 2}, {"esp": 2})),
+        (4, {"ep": 2, "esp": 2}),
+    ],
+    ids=str,
+)
 def test_hooks_on_ranks(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
     cluster.run(world, compare, sizes, (3, 2), (5, 4, 0, 1), {"hooks": [WireFp8(), Bend()], "factor": 1.0})
 
@@ -315,16 +322,21 @@ def test_orders_on_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
 # Experts that move.
 
 
-@pytest.mark.parametrize("network", [experts.SwiGLU, Double])
-@pytest.mark.parametrize(("world", "sizes"), [(2, {"ep": 2}), (4, {"ep": 2, "esp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("world", "sizes", "network"),
+    [
+        (2, {"ep": 2}, Double),
+        pytest.param(2, {"ep": 2}, experts.SwiGLU, marks=pytest.mark.slow),
+        (4, {"ep": 2, "esp": 2}, experts.SwiGLU),  # the others are not split over shards
+    ],
+    ids=str,
+)
 def test_experts_under_a_placement(
     cluster: Cluster, world: int, sizes: dict[str, int], network: type[experts.Experts]
 ) -> None:
     """By themselves they stay; how they move: `tests/training/test_sharded_experts.py`."""
     made = partial(network, H) if network is experts.SwiGLU else network
     options = {"placement": "fssdp", "network": made, "factor": 0.8, "hooks": [Bend()]}
-    if world == 4 and network is Double:
-        pytest.skip("not split over shards")
     cluster.run(world, compare, sizes, (3, 3), (5, 4, 0, 1), options)
 
 
