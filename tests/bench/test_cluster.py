@@ -72,9 +72,8 @@ def every_policy(rank: int, world: int, setting: Setting) -> int:
     return len(plans)
 
 
-@pytest.mark.parametrize(
-    "setting", [TINY, pytest.param(TINY_EMULATED, marks=pytest.mark.slow)], ids=lambda setting: setting.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [TINY, TINY_EMULATED], ids=lambda setting: setting.name)
 def test_a_step_does_the_same_under_every_policy(cluster: Cluster, setting: Setting) -> None:
     assert set(cluster.run(setting.ranks, every_policy, setting)) == {len(LAYER_POLICIES) + 2}
 

@@ -122,14 +122,12 @@ def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path, text: Path, caps
     assert "rank 0" in error and "finite" in error and "Traceback" not in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {"ranks_per_node": 2},
-        pytest.param(
-            {"ep": 4, "esp": 1, "mp": 1, "dispatch": "2dh", "ranks_per_node": 2, "wire_dtype": "bf16"},
-            marks=pytest.mark.slow,
-        ),
+        {"ep": 4, "esp": 1, "mp": 1, "dispatch": "2dh", "ranks_per_node": 2, "wire_dtype": "bf16"},
     ],
     ids=["papers-layout", "ep4-bf16-wire"],
 )

@@ -98,16 +98,16 @@ def test_smartmoe_moves_owners(cluster: Cluster, plain: Any):
 @pytest.mark.parametrize(
     "options", [HECATE, slow({"policy": "fastermoe", "costs": COSTS})], ids=["before", "after the gate"]
 )
-def test_shards_and_copies_of_ranks(cluster: Cluster, options: dict[str, Any]):
+@pytest.mark.parametrize("sizes", [{"ep": 2, "esp": 2}, slow({"ep": 2})], ids=["shards", "copies"])
+def test_shards_and_copies_of_ranks(cluster: Cluster, sizes: dict[str, int], options: dict[str, Any]):
     """Experts split over ESP, and over two groups of ranks with the same experts."""
-    for sizes in ({"ep": 2, "esp": 2}, {"ep": 2}):
-        plain = cluster.run(4, run, "ep", 5, {"sizes": sizes})
-        placed = cluster.run(4, run, "fssdp", 5, options | {"sizes": sizes, "ranks_per_node": 1})
-        assert copies(placed) > 4 or options is not HECATE
-        assert all(rank["sent"] > 0 for rank in placed)
-        for ours, theirs in zip(placed, plain, strict=True):
-            torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(ours["dense"], theirs["dense"], rtol=1e-10, atol=1e-12)
+    plain = cluster.run(4, run, "ep", 5, {"sizes": sizes})
+    placed = cluster.run(4, run, "fssdp", 5, options | {"sizes": sizes, "ranks_per_node": 1})
+    assert copies(placed) > 4 or options is not HECATE
+    assert all(rank["sent"] > 0 for rank in placed)
+    for ours, theirs in zip(placed, plain, strict=True):
+        torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(ours["dense"], theirs["dense"], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
