@@ -93,6 +93,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, script: str) 
     monkeypatch.setattr(checks, "_find", lambda wanted: str(program) if wanted == name else None)
 
 
+@pytest.mark.slow
 def test_the_sanitizer_watches_the_exercise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place) -> None:
     """By a program of its name that shows what it is given, then does what it is told to."""
     monkeypatch.setattr(checks, "_find", lambda name: None)
@@ -142,6 +143,7 @@ def test_the_exercise_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(fault.startswith("gather_sum: off by") for fault in exercise.main(torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_without_a_gpu() -> None:
     """The command says what it needs."""
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -72,9 +72,8 @@ def every_policy(rank: int, world: int, setting: Setting) -> int:
     return len(plans)
 
 
-@pytest.mark.parametrize(
-    "setting", [TINY, pytest.param(TINY_EMULATED, marks=pytest.mark.slow)], ids=lambda setting: setting.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [TINY, TINY_EMULATED], ids=lambda setting: setting.name)
 def test_a_step_does_the_same_under_every_policy(cluster: Cluster, setting: Setting) -> None:
     assert set(cluster.run(setting.ranks, every_policy, setting)) == {len(LAYER_POLICIES) + 2}
 
@@ -91,7 +90,11 @@ def every_whole_policy(rank: int, world: int, setting: Setting) -> int:
     return len(plans)
 
 
-@pytest.mark.parametrize("setting", [TINY_BLOCKS, TINY_BLOCKS_EMULATED], ids=lambda setting: setting.name)
+@pytest.mark.parametrize(
+    "setting",
+    [TINY_BLOCKS, pytest.param(TINY_BLOCKS_EMULATED, marks=pytest.mark.slow)],
+    ids=lambda setting: setting.name,
+)
 def test_blocks_do_the_same_in_micro_batches(cluster: Cluster, setting: Setting) -> None:
     assert set(cluster.run(setting.ranks, every_whole_policy, setting)) == {11 + 4}
 
@@ -347,6 +350,7 @@ def test_what_was_done_before_an_interruption_is_written(
     assert stored["computed"]["steps"] == 1 and stored.keys() == {"computed"}
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_rank_that_fails_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     setting = replace(TINY, name="unknown to the ranks", inter_mbit=100)

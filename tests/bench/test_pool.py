@@ -68,6 +68,7 @@ def test_what_is_running_when_the_time_is_up(tmp_path: Path) -> None:
     assert (outcome.result, outcome.word) == ("unfinished", "1 was running, 1 not run: test_slow.py::test_a")
 
 
+@pytest.mark.slow
 def test_tests_that_cannot_be_collected(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import nothing_of_this_name\n")
     outcome = run_tests(place(tmp_path), [str(tmp_path)], 1)

@@ -147,6 +147,7 @@ def test_time_that_is_left_goes_on(tmp_path: Path) -> None:
     assert 190 < left[0] <= 200 and 590 < left[1] <= 600
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end(tmp_path: Path) -> None:
     """As by `timeout`: its processes end, and what was known is written."""
     script = f"""

@@ -60,7 +60,7 @@ def compiling_driver(target: int) -> Iterator[list[bool]]:
         yield hits
 
 
-@pytest.mark.parametrize("target", [80, 90])
+@pytest.mark.parametrize("target", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_launches_find_what_was_compiled(target: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with standin.recording(target) as launches:

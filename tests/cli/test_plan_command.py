@@ -202,7 +202,7 @@ def test_other_ranks_of_a_testbed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_this_machine(cluster: Cluster, tmp_path: Path) -> None:
     """Measured under ranks by `profile`, found there by `plan`, and read from a file by one process."""
     layout = ["--ranks-per-node", "2"]
-    ranks = cluster.run(4, command, str(tmp_path), "profile", "--budget", "1", *layout, "--json", "costs.json")
+    ranks = cluster.run(4, command, str(tmp_path), "profile", "--budget", "0.4", *layout, "--json", "costs.json")
     assert [code for code, *_ in ranks] == [0] * 4
     (code, out, _), *others = cluster.run(4, command, str(tmp_path), "plan", *layout, "--json")
     assert code == 0 and others == [(0, "", "")] * 3

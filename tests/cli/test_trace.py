@@ -23,7 +23,7 @@ def compared(out: str) -> None:
     assert float(ratio[1]) == pytest.approx(measured / predicted, rel=0.1, abs=0.05)
 
 
-@pytest.mark.parametrize("schedule", ["fsmoe", "off"])
+@pytest.mark.parametrize("schedule", ["fsmoe", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_step_beside_its_plan(cluster: Cluster, tmp_path: Path, schedule: str) -> None:
     (tmp_path / "costs.json").write_text(TESTBEDS["B"].costs.to_json())
     flags = [*TINY, "--ranks-per-node", "2", "--costs", "costs.json", "--schedule", schedule, "--steps", "3"]

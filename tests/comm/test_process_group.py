@@ -29,24 +29,27 @@ def sums(topology: Topology, rank: int) -> list[float]:
     ]
 
 
-def made_and_dropped(rank: int, world: int) -> None:
+def made_and_dropped(rank: int, world: int, count: int) -> None:
     right = sums(Topology.from_sizes(2, 2, 2), rank)
     before = held()
-    for _ in range(200):
+    for _ in range(count):
         assert sums(Topology.from_sizes(2, 2, 2), rank) == right
-    assert held() == before
-    assert before["groups"] == 1 + 5  # the job's own; world, ep, esp, mp and dp
+    after = held()
+    # Fewer, where Gloo has only now closed what an earlier run left.
+    assert all(after[what] <= before[what] for what in before), (after, before)
+    assert after["groups"] == 1 + 5  # the job's own; world, ep, esp, mp and dp
 
 
-def test_two_hundred_topologies(cluster: Cluster) -> None:
-    cluster.run(4, made_and_dropped)
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_topologies(cluster: Cluster, count: int) -> None:
+    cluster.run(4, made_and_dropped, count)
 
 
 def closed(rank: int, world: int) -> None:
     dist.barrier()
     gc.collect()  # what an earlier run left
     before = held()
-    for _ in range(20):
+    for _ in range(6):
         with Topology.from_sizes(2, 1, 2, duplex=True) as topology:
             group = topology.subgroup("both", (0, 1))
             all_reduce(topology.beside(topology.ep, "a test"), torch.ones(1))

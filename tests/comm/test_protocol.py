@@ -9,8 +9,15 @@ import pytest
 from tests.comm.protocol import Model, Network, Tiles
 
 
-@pytest.mark.parametrize("empty", [None, 0, 1])
-@pytest.mark.parametrize(("exchanges", "tiles"), [(4, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("exchanges", "tiles", "empty"),
+    [
+        *((4, 1, empty) for empty in (None, 0, 1)),
+        (2, 2, 0),
+        *(pytest.param(2, 2, empty, marks=pytest.mark.slow) for empty in (None, 1)),
+        *(pytest.param(3, 2, empty, marks=pytest.mark.slow) for empty in (None, 0, 1)),
+    ],
+)
 def test_safe(exchanges: int, tiles: int, empty: int | None) -> None:
     fault, states = Model(exchanges, tiles, empty=empty).search()
     assert not fault and states > 1000
@@ -54,7 +61,7 @@ def test_the_last_program_signals_for_all() -> None:
     assert "stale" in Tiles(4, release=False).search()[0]
 
 
-@pytest.mark.parametrize("staging", [1, 2])
+@pytest.mark.parametrize("staging", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_staging_is_safe_once_peers_have_read_what_was_in_it(staging: int) -> None:
     assert Model(3, 1, staging=staging).search()[0] == ""
     assert Model(2, 2, staging=staging).search()[0] == ""

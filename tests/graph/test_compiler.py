@@ -47,7 +47,10 @@ def compiled_and_eager(rank: int, world: int, k: int, parts: int, blocks: int) -
 
 @pytest.mark.parametrize(
     ("world_size", "k", "parts", "blocks"),
-    [(2, 1, 4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2, 4, 2), (4, 2, 2, 1)))],
+    [
+        (2, 1, 4, 1),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2, 4, 2), (2, 1, 4, 2), (4, 2, 2, 1))),
+    ],
 )
 def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, parts: int, blocks: int) -> None:
     found = cluster.run(world_size, compiled_and_eager, k, parts, blocks)
@@ -177,7 +180,7 @@ def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for cached in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Model(1).double()
+        model = Model(1, 1).double()
         plain = copy.deepcopy(model)
         backend = GraphBackend(parts=2, groups=1)
         ours = train(model, torch.compile(model, backend=backend), 0, steps=1)
@@ -341,10 +344,10 @@ def test_every_bit_arrives(cluster: Cluster, filled: float) -> None:
         assert filled == 0 or sum(sent for _, sent, _ in found) > 0
 
 
-def trained(rank: int, world: int, k: int, parts: int, factor: float) -> tuple[float, int, int]:
+def trained(rank: int, world: int, k: int, parts: int, blocks: int, factor: float) -> tuple[float, int, int]:
     """The largest difference from training as it is, and the rows of all passes, and those that travelled."""
     torch._dynamo.reset()
-    model = Model(k, 2, factor=factor).double()
+    model = Model(k, blocks, factor=factor).double()
     plain = copy.deepcopy(model)
     backend = GraphBackend(costs=Steady(), parts=parts, groups=1, irregular=True)
     ours = train(model, torch.compile(model, backend=backend, fullgraph=True), rank)
@@ -355,18 +358,19 @@ def trained(rank: int, world: int, k: int, parts: int, factor: float) -> tuple[f
 
 
 @pytest.mark.parametrize(
-    ("world_size", "k", "parts", "factor"),
+    ("world_size", "k", "parts", "blocks", "factor"),
     [
-        (2, 1, 4, 1.0),
-        pytest.param(4, 2, 2, 2.0, marks=pytest.mark.slow),
-        pytest.param(1, 2, 1, 0.5, marks=pytest.mark.slow),
+        (2, 1, 2, 1, 1.0),
+        pytest.param(2, 1, 4, 2, 1.0, marks=pytest.mark.slow),
+        pytest.param(4, 2, 2, 2, 2.0, marks=pytest.mark.slow),
+        pytest.param(1, 2, 1, 2, 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_training_with_irregular_all_to_alls_is_what_it_was(
-    cluster: Cluster, world_size: int, k: int, parts: int, factor: float
+    cluster: Cluster, world_size: int, k: int, parts: int, blocks: int, factor: float
 ) -> None:
-    found = cluster.run(world_size, trained, k, parts, factor)
-    tokens, blocks, steps = 32, 2, 5
+    found = cluster.run(world_size, trained, k, parts, blocks, factor)
+    tokens, steps = 32, 5
     for worst, rows, _ in found:
         assert worst < 1e-10
         assert rows == 4 * blocks * steps * 4 * int(factor * k * tokens / 4)

@@ -1,30 +1,8 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import fusedmoe.kernels
-
-WITHOUT_TRITON = """
-import sys
-from importlib import import_module
-from pkgutil import iter_modules
-sys.modules["triton"] = None
-import torch, fusedmoe, fusedmoe.kernels
-layer = fusedmoe.MoELayer(8, fusedmoe.gates.TopK(experts=4, k=2), fusedmoe.experts.SwiGLU(4),
-                          hooks=[fusedmoe.hooks.WireFp8()])
-layer(torch.randn(5, 8)).sum().backward()
-for module in iter_modules(fusedmoe.kernels.__path__, "fusedmoe.kernels."):
-    if not module.ispkg:
-        import_module(module.name)
-"""
-
-
-def test_a_cpu_needs_no_triton() -> None:
-    """Neither for a layer nor for any operation's contract."""
-    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, env={**os.environ, "TRITON_INTERPRET": "0"})
 
 
 def test_whatever_has_kernels_has_a_contract() -> None:

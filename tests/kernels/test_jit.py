@@ -142,6 +142,7 @@ print(*hits)
 """
 
 
+@pytest.mark.slow
 @compiles
 def test_a_triton_that_leaves_it_out_is_helped(tmp_path: Any) -> None:
     """3.6, and so this one made like it; what was compiled is found again."""

@@ -52,12 +52,9 @@ def test_every_launch_compiles(target: int) -> None:
     compile_and_compare(list(record.launches(target)))
 
 
-def test_some_launches_compile() -> None:
-    """Of products at least one."""
+def test_one_launch_compiles() -> None:
     print(f"seed {SEED}")
-    launches = some_launches()
-    products = [launch for launch in launches if "BK" in launch.told]
-    compile_and_compare([SOME.choice(products), SOME.choice(launches)])
+    compile_and_compare([SOME.choice(some_launches())])
 
 
 def test_the_record_has_some_launches() -> None:

@@ -71,16 +71,19 @@ def test_gates(name: str, capacity_factor: float | None) -> None:
 
 @pytest.mark.parametrize(
     "experts",
-    [fusedmoe.experts.FeedForward(24), fusedmoe.experts.FeedForward(24, "relu", bias=False)],
+    [
+        fusedmoe.experts.FeedForward(24),
+        pytest.param(fusedmoe.experts.FeedForward(24, "relu", bias=False), marks=pytest.mark.slow),
+    ],
     ids=["bias", "no bias"],
 )
 def test_experts(experts: Experts) -> None:
     shared = fusedmoe.experts.SwiGLU(16)
-    compare(fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager")
+    compare(fusedmoe.MoELayer(M, make("topk", 6, 2), experts, shared=shared), "aot_eager", (41,))
 
 
 def test_tokens_of_several_sizes_and_none() -> None:
-    compare(fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24)), "aot_eager", (41, 57, 1, 96, 0))
+    compare(fusedmoe.MoELayer(M, make("topk", 6, 2), fusedmoe.experts.SwiGLU(24)), "aot_eager", (41, 57, 1, 0))
 
 
 def test_the_load_between_updates_counts_every_step() -> None:

@@ -116,9 +116,14 @@ def assert_same(blocks: list[Parts], degrees: tuple[int, int], batch: int, rank:
     return int(sum(block.experts.dropped for block in others))
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("k", "factor"), [(1, None), (2, None), (1, 0.8), (2, 0.8)])
-@pytest.mark.parametrize("degrees", [(3, 2)])
+@pytest.mark.parametrize(
+    ("gate", "k", "factor", "degrees"),
+    [
+        pytest.param(gate, *of, (3, 2), marks=() if place % 2 == number // 2 else pytest.mark.slow)
+        for place, gate in enumerate(GATES)
+        for number, of in enumerate([(1, None), (2, 0.8), (2, None), (1, 0.8)])
+    ],
+)
 def test_one_rank(gate: str, k: int, factor: float | None, degrees: tuple[int, int]) -> None:
     if gate == "switch" and k > 1:
         pytest.skip("one expert a token")

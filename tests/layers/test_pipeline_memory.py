@@ -70,7 +70,13 @@ def waiting(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize(
-    "split", [StepSplit(1, 1), StepSplit(4, 4), StepSplit(4, 2), StepSplit(2, 8), StepSplit(4, 4, weights=True)]
+    "split",
+    [
+        *(pytest.param(StepSplit(*of), marks=pytest.mark.slow) for of in ((1, 1), (4, 4), (4, 2))),
+        StepSplit(2, 8),
+        StepSplit(4, 4, weights=True),
+    ],
+    ids=str,
 )
 def test_peak(split: StepSplit, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_sequence(plan: Plan, bodies: Any, **_: Any) -> None:

@@ -151,7 +151,14 @@ def test_hooks_and_how_a_batch_is_cut(how: dict[str, Any]) -> None:
     compare(0, 1, {}, (2, 3), (5,), {"hooks": [Bend(), WireCast()]}, **how)
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, {"ep": 2}), (2, {"esp": 2}), (4, {"ep": 2, "esp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        *(pytest.param(2, sizes, marks=pytest.mark.slow) for sizes in ({"ep": 2}, {"esp": 2})),
+        (4, {"ep": 2, "esp": 2}),
+    ],
+    ids=str,
+)
 def test_hooks_on_ranks(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
     cluster.run(world, compare, sizes, (3, 2), (5, 4, 0, 1), {"hooks": [WireFp8(), Bend()], "factor": 1.0})
 
@@ -222,25 +229,37 @@ class Summands(Attention):
         return y_BLM, sum_gradient(u_BLM, self.mp) * self.weight[self.mp.index]
 
 
-@pytest.mark.parametrize("mp_input", ["replicated", "partial"])
 @pytest.mark.parametrize(
-    ("degrees", "batch", "options", "how"),
+    ("degrees", "batch", "options", "how", "mp_input"),
     [
-        ((1, 1), 4, {}, {}),
-        ((3, 2), 6, {"factor": 0.8, "k": 1, "shared": True}, {}),
-        ((2, 3), 5, {"factor": 0.8}, {"recompute": True}),
-        ((2, 2), 1, {"hooks": [Bend(), WireCast()]}, {}),
+        pytest.param(*of, mp_input, marks=() if place % 2 == number else pytest.mark.slow)
+        for place, of in enumerate(
+            (
+                ((1, 1), 4, {}, {}),
+                ((3, 2), 6, {"factor": 0.8, "k": 1, "shared": True}, {}),
+                ((2, 3), 5, {"factor": 0.8}, {"recompute": True}),
+                ((2, 2), 1, {"hooks": [Bend(), WireCast()]}, {}),
+            )
+        )
+        for number, mp_input in enumerate(("replicated", "partial"))
     ],
     ids=str,
 )
 def test_tokens_in_common(
-    cluster: Cluster, mp_input: str, degrees: tuple[int, int], batch: int, options: dict[str, Any], how: dict[str, Any]
+    cluster: Cluster, degrees: tuple[int, int], batch: int, options: dict[str, Any], how: dict[str, Any], mp_input: str
 ) -> None:
     given = {"mp": 2, "ep": 2}, degrees, (batch,), {**options, "mp_input": mp_input}
     cluster.run(2, partial(compare, **how), *given)
 
 
-@pytest.mark.parametrize("sizes", [{"mp": 2, "ep": 2, "esp": 2}, {"mp": 4, "ep": 2}, {"mp": 2, "ep": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"mp": 2, "ep": 2, "esp": 2},
+        *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({"mp": 4, "ep": 2}, {"mp": 2, "ep": 4})),
+    ],
+    ids=str,
+)
 def test_tokens_in_common_on_four_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
     options = {"mp_input": "replicated", "factor": 1.0, "shared": True}
     cluster.run(4, compare, sizes, (3, 2), (4, 3), options)
@@ -292,7 +311,9 @@ def test_orders(order: type[orders.Order], options: dict[str, Any], how: dict[st
     compare(0, 1, {}, (3, 2), (5,), {**options, "order": order()}, **how)
 
 
-@pytest.mark.parametrize("sizes", [{"ep": 2, "esp": 2}, {"ep": 2, "mp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"ep": 2, "esp": 2}, marks=pytest.mark.slow), {"ep": 2, "mp": 2}], ids=str
+)
 def test_orders_on_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
     options = {"order": orders.Einsum(), "factor": 0.8, "mp_input": "replicated"}
     cluster.run(4, compare, sizes, (3, 2), (4, 3, 0, 1), options)
@@ -301,16 +322,21 @@ def test_orders_on_ranks(cluster: Cluster, sizes: dict[str, int]) -> None:
 # Experts that move.
 
 
-@pytest.mark.parametrize("network", [experts.SwiGLU, Double])
-@pytest.mark.parametrize(("world", "sizes"), [(2, {"ep": 2}), (4, {"ep": 2, "esp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("world", "sizes", "network"),
+    [
+        (2, {"ep": 2}, Double),
+        pytest.param(2, {"ep": 2}, experts.SwiGLU, marks=pytest.mark.slow),
+        (4, {"ep": 2, "esp": 2}, experts.SwiGLU),  # the others are not split over shards
+    ],
+    ids=str,
+)
 def test_experts_under_a_placement(
     cluster: Cluster, world: int, sizes: dict[str, int], network: type[experts.Experts]
 ) -> None:
     """By themselves they stay; how they move: `tests/training/test_sharded_experts.py`."""
     made = partial(network, H) if network is experts.SwiGLU else network
     options = {"placement": "fssdp", "network": made, "factor": 0.8, "hooks": [Bend()]}
-    if world == 4 and network is Double:
-        pytest.skip("not split over shards")
     cluster.run(world, compare, sizes, (3, 3), (5, 4, 0, 1), options)
 
 

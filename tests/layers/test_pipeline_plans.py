@@ -66,7 +66,13 @@ def test_every_policy(policy: str, k: int, factor: float | None) -> None:
     follows(0, 1, policy, k, factor, {})
 
 
-@pytest.mark.parametrize("policy", ["fsmoe", *WHOLE_POLICIES])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(one, marks=() if one in ("lancet", "joint") else pytest.mark.slow)
+        for one in ("fsmoe", *WHOLE_POLICIES)
+    ],
+)
 def test_every_policy_on_ranks(cluster: Cluster, policy: str) -> None:
     cluster.run(4, follows, policy, 2, 1.0, {"ep": 2, "esp": 2})
 

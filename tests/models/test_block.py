@@ -71,14 +71,24 @@ def compare(
         assert all(done.count(task[:4]) == 2 for task in plan)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("settings", [GPT, BERT, {**GPT, "gate": "hash", "k": 1}], ids=["gpt", "bert", "hash"])
+@pytest.mark.parametrize(
+    ("settings", "recompute"),
+    [
+        (GPT, True),
+        (BERT, False),
+        *(
+            pytest.param(*of, marks=pytest.mark.slow)
+            for of in ((GPT, False), (BERT, True), *(({**GPT, "gate": "hash", "k": 1}, how) for how in (False, True)))
+        ),
+    ],
+    ids=["gpt-again", "bert", "gpt", "bert-again", "hash", "hash-again"],
+)
 def test_one_rank(settings: dict[str, Any], recompute: bool) -> None:
     compare(0, 1, settings, {}, recompute)
 
 
 def test_four_ranks(cluster: Cluster) -> None:
-    cluster.run(4, compare, GPT, dict(ep=2, esp=2, mp=2), False, "samples", ("flowmoe", "joint"))
+    cluster.run(4, compare, GPT, dict(ep=2, esp=2, mp=2), False, "samples", ("joint",))
 
 
 @pytest.mark.slow
@@ -92,8 +102,10 @@ def test_the_last_block_may_have_no_experts() -> None:
     compare(0, 1, {**GPT, "layers": 3, "moe_every": 2}, {}, False)
 
 
-@pytest.mark.parametrize("positions", ["rope", "learned"])
-@pytest.mark.parametrize("moe_every", [1, 2])
+@pytest.mark.parametrize(
+    ("positions", "moe_every"),
+    [("rope", 1), ("learned", 2), *(pytest.param(*of, marks=pytest.mark.slow) for of in (("rope", 2), ("learned", 1)))],
+)
 def test_along_positions(positions: str, moe_every: int) -> None:
     compare(0, 1, {**GPT, "positions": positions, "layers": 4, "moe_every": moe_every}, {}, False, "positions")
 

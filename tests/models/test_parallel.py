@@ -54,8 +54,15 @@ BERT: dict[str, Any] = dict(
 LAYOUTS = [dict(ep=2, esp=2, mp=2), dict(ep=4, esp=1, mp=1), dict(ep=1, esp=4, mp=4), dict(ep=2, esp=1, mp=4)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
-@pytest.mark.parametrize("model", [GPT, BERT], ids=["gpt", "bert"])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=() if place % 2 == number else pytest.mark.slow)
+        for place, layout in enumerate(LAYOUTS)
+        for number, model in enumerate((GPT, BERT))
+    ],
+    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if "ep" in value else value.get("objective", "gpt"),
+)
 def test_four_ranks_equal_one(cluster: Cluster, model: dict[str, Any], layout: dict[str, int]) -> None:
     seed = int(torch.randint(2**31, ()))
     cluster.run(4, compare_with_one_rank, seed, model, layout, {})
@@ -75,7 +82,7 @@ def test_options_do_not_change_results(cluster: Cluster, options: dict[str, Any]
     cluster.run(4, compare_with_one_rank, seed, GPT, dict(ep=4, esp=1, mp=2), options)
 
 
-@pytest.mark.parametrize("length", [8, 7, 5, 1])
+@pytest.mark.parametrize("length", [*(pytest.param(length, marks=pytest.mark.slow) for length in (8, 7)), 5, 1])
 def test_blocks_take_any_samples(cluster: Cluster, length: int) -> None:
     """What a block makes of some samples is what it makes of them among others; a rank's rows are its positions of
     them, in order."""

@@ -147,7 +147,10 @@ def test_legends_cover_no_bar_and_no_line():
     assert max(bar.get_window_extent().y1 for bar in work.patches) < work.get_legend().get_window_extent().y0
 
 
-@pytest.mark.parametrize(("ending", "starts"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+@pytest.mark.parametrize(
+    ("ending", "starts"),
+    [("png", b"\x89PNG"), ("svg", b"<?xml"), pytest.param("pdf", b"%PDF", marks=pytest.mark.slow)],
+)
 def test_formats(tmp_path, ending, starts):
     path = tmp_path / f"loads.{ending}"
     draw(*followed(4), FEW, 0, path, title="A layer")
@@ -169,7 +172,10 @@ def test_what_was_recorded():
 # Of ranks as 2 × 2, with one copy and two, and as four nodes.
 @pytest.mark.parametrize(
     ("per_node", "m", "straggler", "ingress", "faster"),
-    [(2, 1, 1.6, 5.5, 2.8), (2, 2, 1.7, 7.5, 3.2), (1, 2, 1.6, 4.0, 2.7)],
+    [
+        (2, 1, 1.6, 5.5, 2.8),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in ((2, 2, 1.7, 7.5, 3.2), (1, 2, 1.6, 4.0, 2.7))),
+    ],
 )
 def test_hecate_is_ahead(per_node, m, straggler, ingress, faster):
     policies = {

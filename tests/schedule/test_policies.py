@@ -19,7 +19,7 @@ from fusedmoe.schedule.workload import Workload
 from tests.schedule.plans import random_costs, random_plan
 
 SEEDS = st.integers(0, 2**32)
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=20, deadline=None)
 
 
 def check_complete(plan: Plan, costs: StepCosts) -> None:
@@ -55,7 +55,7 @@ def test_every_policy_makes_a_whole_plan(policy, seed):
     assert max(POLICIES[policy].plan(costs, 3).degrees.values()) <= 3
 
 
-@settings(max_examples=40, deadline=None)
+@FEW
 @given(SEEDS)
 @example(2760)  # two plans whose times differ by rounding
 def test_joint_is_never_worse_and_nothing_beats_the_bound(seed):
@@ -117,7 +117,7 @@ def test_chunks_of_other_numbers_cost_a_copy():
             assert {task for task in plan if found[task] != plain[task] and task.layer == layer} <= chunks
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(SEEDS)
 def test_copies_between_chunks_are_weighed(seed):
     rng = random.Random(seed)

@@ -220,7 +220,7 @@ def results_of(
 
 
 def compare_results(found: dict[str, list[Any]], wanted: dict[str, list[Any]]) -> None:
-    for name, ranks in wanted.items():
+    for name, ranks in found.items():
         torch.testing.assert_close(
-            found[name], ranks, rtol=1e-10, atol=1e-12, msg=lambda message, name=name: f"{name}: {message}"
+            ranks, wanted[name], rtol=1e-10, atol=1e-12, msg=lambda message, name=name: f"{name}: {message}"
         )

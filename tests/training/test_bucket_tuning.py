@@ -76,7 +76,7 @@ def run_steps(tuner: BucketTuner, step_s: Callable[[int], float], steps: int) ->
         tuner.note(step_s(tuner.bucket_bytes))
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", [pytest.param(part, marks=pytest.mark.slow if part else ()) for part in range(5)])
 def test_eight_samples_come_within_5_percent_of_a_fine_sweep(part: int) -> None:
     rng = random.Random()
     for _ in range(10):

@@ -246,21 +246,24 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "recomputes"),
+    ("uses", "options", "recomputes"),
     [
-        ({}, False),
-        ({"rematerialises": True}, False),
-        pytest.param({}, True, marks=pytest.mark.slow),
-        pytest.param({"rematerialises": True}, True, marks=pytest.mark.slow),
-        pytest.param(CALIBRATED, False, marks=pytest.mark.slow),
-        pytest.param(CALIBRATED, True, marks=pytest.mark.slow),
+        (USES[::2], {}, False),
+        (USES[1::2], {"rematerialises": True}, False),
+        *(
+            pytest.param(USES, options, recomputes, marks=pytest.mark.slow)
+            for options in ({}, {"rematerialises": True}, CALIBRATED)
+            for recomputes in (False, True)
+        ),
     ],
-    ids=["kept", "rematerialised", "recomputed", "both", "calibrated", "calibrated-recomputed"],
+    ids=lambda value: (
+        f"{len(value)} uses" if isinstance(value, tuple) else "-".join(value) if isinstance(value, dict) else str(value)
+    ),
 )
 def test_copies_follow(
-    cluster: Cluster, plain: dict[str, list[Any]], options: dict[str, Any], recomputes: bool
+    cluster: Cluster, plain: dict[str, list[Any]], uses: tuple[Use, ...], options: dict[str, Any], recomputes: bool
 ) -> None:
-    compare_results(results_of(cluster, "fssdp", USES, HECATE | options, recomputes), plain)
+    compare_results(results_of(cluster, "fssdp", uses, HECATE | options, recomputes), plain)
 
 
 def amid_a_forward(rank: int, world: int) -> str:

@@ -139,9 +139,19 @@ def plain(cluster: Cluster) -> dict[str, list[Any]]:
     return results_of(cluster, "ep", USES, {})
 
 
-@pytest.mark.parametrize("rematerialises", [False, True], ids=["kept", "rematerialised"])
-def test_as_without_a_placement(cluster: Cluster, plain: dict[str, list[Any]], rematerialises: bool):
-    compare_results(results_of(cluster, "fssdp", USES, HECATE | {"rematerialises": rematerialises}), plain)
+@pytest.mark.parametrize(
+    ("uses", "rematerialises"),
+    [
+        (USES[::2], False),
+        (USES[1::2], True),
+        *(pytest.param(USES, mode, marks=pytest.mark.slow) for mode in (False, True)),
+    ],
+    ids=lambda value: f"{len(value)} uses" if isinstance(value, tuple) else str(value),
+)
+def test_as_without_a_placement(
+    cluster: Cluster, plain: dict[str, list[Any]], uses: tuple[Use, ...], rematerialises: bool
+):
+    compare_results(results_of(cluster, "fssdp", uses, HECATE | {"rematerialises": rematerialises}), plain)
 
 
 def trained(topology: Topology, steps: int, **shape: Any) -> tuple[Model, torch.optim.Optimizer, ShardedExperts]:
@@ -187,7 +197,9 @@ BY_COST = Schedule("fsmoe", costs=TESTBEDS["B"].costs)
 
 
 @pytest.mark.parametrize(
-    ("world", "experts", "schedule"), [(3, 8, "off"), (4, 2, "off"), (4, 2, BY_COST)], ids=["3-8", "4-2", "4-2-by-cost"]
+    ("world", "experts", "schedule"),
+    [(3, 8, "off"), pytest.param(4, 2, "off", marks=pytest.mark.slow), (4, 2, BY_COST)],
+    ids=["3-8", "4-2", "4-2-by-cost"],
 )
 def test_experts_that_do_not_divide(cluster: Cluster, world: int, experts: int, schedule: Schedule | str):
     """Gradients of experts are those of one rank that has all of them and all tokens; some ranks may own none."""

@@ -63,7 +63,10 @@ def planned(rank: int, world: int, policy: str, recompute: bool) -> tuple[int, i
 
 
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["fsmoe", pytest.param("lina", marks=pytest.mark.slow), "tutel_improved"])
+@pytest.mark.parametrize(
+    "policy",
+    ["fsmoe", pytest.param("lina", marks=pytest.mark.slow), pytest.param("tutel_improved", marks=pytest.mark.slow)],
+)
 def test_buckets_on_the_way(cluster: Cluster, policy: str, recompute: bool) -> None:
     for buckets, done in cluster.run(4, planned, policy, recompute):
         assert buckets > 1 and done > 5
