@@ -25,7 +25,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
-from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, write_folder
+from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, unknown_class, write_folder
 
 _MODEL, _EXTRA, _ABOUT = "model.", "extra", "fusedmoe"
 
@@ -236,8 +236,8 @@ def _check_plain(key: str, value: Any, operation: str) -> None:
         torch.load(data, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise ConfigError(
-            f"{operation}: {key} holds more than tensors and plain values, and reading that would run code. Keep its "
-            f"state_dict() there, or name its classes with torch.serialization.add_safe_globals. ({error})"
+            f"{operation}: {key} holds {unknown_class(error)}, and reading more than tensors and plain values would "
+            "run code. Keep its state_dict() there, or name the class with torch.serialization.add_safe_globals."
         ) from error
 
 

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -138,9 +139,15 @@ def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedR
 def refused(path: Path, error: Exception) -> ConfigError:
     """For a value that would run code when it is read."""
     return ConfigError(
-        f"the checkpoint {path} was not loaded: it holds more than tensors and plain values, and reading that may run "
-        f"code. If you trust it, name the classes with torch.serialization.add_safe_globals. ({error})"
+        f"the checkpoint {path} was not loaded: it holds {unknown_class(error)}, and reading more than tensors and "
+        "plain values may run code. If you trust it, name the class with torch.serialization.add_safe_globals."
     )
+
+
+def unknown_class(error: Exception) -> str:
+    """The class, or function, over which `torch.load` with `weights_only=True` stumbled."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return "something of no known class" if found is None else f"something of {found[1]}"
 
 
 def index_digest(folder: Path) -> str:
@@ -337,7 +344,12 @@ def _room(path: Path, partial: Path) -> Iterator[None]:
     if path.exists() and not _is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} exists and is not a checkpoint; it will not be replaced. Save to another path.")
     partial.mkdir(parents=True, exist_ok=True)
-    folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        with suppress(OSError):
+            partial.rmdir()
+        raise
 
     def is_own() -> bool:
         with suppress(OSError):
@@ -368,24 +380,26 @@ def _room(path: Path, partial: Path) -> Iterator[None]:
 def _install(partial: Path, path: Path) -> None:
     """Puts the finished folder in its place. At every moment either `path` or the folder beside it is whole."""
     previous = _beside(path, "previous")
-    _sync(partial)
-    if path.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        path.rename(previous)
-    try:
-        partial.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            previous.rename(path)
-        raise
-    _sync(path.parent)
+    with _synced(partial), _synced(path.parent):
+        if path.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            path.rename(previous)
+        try:
+            partial.rename(path)
+        except BaseException:
+            with suppress(OSError):
+                previous.rename(path)
+            raise
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    """Until the names of what is in it are on the disk."""
+@contextmanager
+def _synced(folder: Path) -> Iterator[None]:
+    """The names of what is in a folder are on the disk at the start and, as the block leaves them, at the end."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        os.fsync(descriptor)
+        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
