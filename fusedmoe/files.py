@@ -86,6 +86,7 @@ def write_kept(path: Path, text: str) -> None:
         OSError: it cannot be written; nothing is left of it.
     """
     held = json.loads(text)
+    held.pop(_DIGEST, None)
     path.parent.mkdir(parents=True, exist_ok=True)
     for part in path.parent.glob(f".*{_PART}"):
         with suppress(OSError):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import parse_json
 from fusedmoe.schedule.task import FUSED
 
 #: What a span may be doing: the kinds of tasks.
@@ -206,11 +207,7 @@ class Timeline:
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """The timeline written by `to_json`. Raises `ConfigError` for anything else."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"timeline: not JSON ({error})") from error
-        return cls.from_dict(data)
+        return cls.from_dict(parse_json(text, "timeline"))
 
     @classmethod
     def from_dict(cls, data: Any) -> Timeline:
