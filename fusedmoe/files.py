@@ -25,32 +25,33 @@ _STALE_S = 3600.0
 
 
 def regular_bytes(path: Path, most: int) -> bytes:
-    """What is in a file, up to `most` bytes. A pipe or a device is not waited for.
+    """What is in a file. A pipe or a device is not waited for.
 
     Raises:
-        OSError: it is something else than a file, or cannot be read.
+        OSError: it is something else than a file, has more than `most` bytes, or cannot be read.
     """
 
     def opened(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)
 
     with open(path, "rb", opener=opened) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise OSError("it is a pipe or a device, and not a file")
-        return file.read(most)
+        data = b"" if found.st_size > most else file.read(most + 1)
+        if max(found.st_size, len(data)) > most:
+            raise OSError(f"it has more than {most} bytes")
+        return data
 
 
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8.
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a file in UTF-8; `errors` as in `bytes.decode`.
 
     Raises:
         ConfigError: names the file that is not there, cannot be read, is too large, or is no text.
     """
     try:
-        data = regular_bytes(path, MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise OSError(f"it has more than {MOST_BYTES >> 20} MiB")
-        return data.decode()
+        return regular_bytes(path, MOST_BYTES).decode(errors=errors)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

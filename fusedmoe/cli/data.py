@@ -120,7 +120,7 @@ def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]
                 raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
             continue  # as if it were not there: a folder of someone else's text
         except OSError as error:
-            raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"data: {path} cannot be read: {error.strerror or error}") from error
         yield path.name if path == root else path.relative_to(root).as_posix(), data
 
 

@@ -80,7 +80,7 @@ class RunDir:
         if not self.metrics.exists():
             return
         kept, damaged = [], 0
-        lines = self.metrics.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = read_text(self.metrics, errors="replace").split("\n")
         for line in lines[:-1]:  # the last one is empty, or cut short: its writer was killed
             try:
                 record = json.loads(line)

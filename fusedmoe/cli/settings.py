@@ -190,7 +190,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, int | float):
-        return math.isfinite(value) and abs(value) < 2**63 and (float in kinds or type(value) in kinds)
+        return abs(value) < 2**63 and (float in kinds or type(value) in kinds)
     return isinstance(value, tuple(kinds))
 
 

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import regular_bytes
 from fusedmoe.training.checkpoint_index import parse_index
 
 #: Of what is written. Format 1 had no checksums.
@@ -42,6 +43,8 @@ NAME, INDEX = ".checksums", ".metadata"
 CURE = "Copy it again, or load another."
 
 _CHUNK_BYTES = 2**20
+# Of an index or of checksums: those of a million items are a tenth of it.
+_MOST_BYTES = 2**31
 
 
 class Item(NamedTuple):
@@ -61,7 +64,10 @@ class Checksums:
 
     def __init__(self, path: Path, folder: Path) -> None:
         self._path, self._folder = path, folder
-        head, _, body = (folder / NAME).read_bytes().partition(b"\n")
+        try:
+            head, _, body = regular_bytes(folder / NAME, _MOST_BYTES).partition(b"\n")
+        except OSError as error:
+            raise ConfigError(f"the checkpoint {path} is damaged: {NAME} cannot be read: {error}. {CURE}") from error
         if head != _head(body):
             raise ConfigError(f"the checkpoint {path} is damaged: {NAME} is not as it was saved. {CURE}")
         try:
@@ -152,7 +158,7 @@ def unknown_class(error: Exception) -> str:
 
 def index_digest(folder: Path) -> str:
     """The digest of the index, which is another one after each save."""
-    return hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
+    return hashlib.sha256(regular_bytes(folder / INDEX, _MOST_BYTES)).hexdigest()
 
 
 def write_checksums(folder: Path, of_ranks: Iterable[dict[Item, str]]) -> None:
@@ -250,7 +256,10 @@ class Folder:
         if folder is None:
             raise ConfigError(f"there is no checkpoint at {path}; give the path of a save, one that all ranks can see")
         self._path, self._folder = path, folder
-        index = (folder / INDEX).read_bytes()
+        try:
+            index = regular_bytes(folder / INDEX, _MOST_BYTES)
+        except OSError as error:
+            raise ConfigError(f"the checkpoint {path} is damaged: {INDEX} cannot be read: {error}. {CURE}") from error
         self._index = hashlib.sha256(index).hexdigest()
         self.checksums: Checksums | None = None
         if (folder / NAME).is_file():
