@@ -84,9 +84,9 @@ class RunDir:
         for line in lines[:-1]:  # the last one is empty, or cut short: its writer was killed
             try:
                 record = json.loads(line)
-                if "loss" in record and record["step"] <= step:
+                if record.get("loss") is not None and record["step"] <= step:
                     kept.append(line + "\n")
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
                 damaged += 1
         if damaged:
             warnings.warn(f"{self.metrics}: {damaged} lines that cannot be read are left out", stacklevel=2)
