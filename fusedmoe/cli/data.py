@@ -7,6 +7,8 @@ seed, the step and the data-parallel rank. So a job that is stopped and resumed 
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +18,14 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import regular_bytes
 from fusedmoe.models.transformer import IGNORE
 
 # Folders of the standard library that hold other people's packages, or tests with made-up text.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+# Files as they are read, together, and as a tensor.
+_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,13 @@ class Corpus:
 
 def mix(*parts: int | str) -> int:
     """A 63-bit number that depends on all parts, for seeding a generator."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(_encoded("/".join(map(str, parts))), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def _encoded(text: str) -> bytes:
+    """Also of names of files that are in no encoding."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def is_held_out(path: str, fraction: float) -> bool:
@@ -64,13 +75,12 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
         held_out: the share of the files to hold out, between 0 and 1. The choice of a file depends on its relative
             path alone. At least one file is held out; of a single file, its end is.
     Raises:
-        ConfigError: nothing there to read, too little of it, or a fraction that leaves nothing on one side.
+        ConfigError: nothing there to read, too little of it, or more than memory has room for; a pattern that is none,
+            or a fraction that leaves nothing on one side.
     """
     if not 0 < held_out < 1:
         raise ConfigError(f"held-out fraction {held_out} must lie between 0 and 1")
     root = Path(sysconfig.get_path("stdlib")) if source is None else source
-    if not root.exists():
-        raise ConfigError(f"data: {root} does not exist")
     texts = {path: text for path, text in _read(root, pattern, library=source is None) if text and b"\0" not in text}
     if not texts:
         raise ConfigError(f"data: no text in {root} (files that match {pattern!r}); see --data and --pattern")
@@ -85,7 +95,7 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
         out.remove(max(out, key=lambda path: mix("held out", path)))
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(texts):
-        digest.update(f"{path}\0{path in out}\0{len(texts[path])}\0".encode())
+        digest.update(_encoded(f"{path}\0{path in out}\0{len(texts[path])}\0"))
         digest.update(texts[path])
     # A zero byte ends every file, so that the model can know where one stops.
     sides = [b"".join(texts[path] + b"\0" for path in sorted(texts) if (path in out) == side) for side in (False, True)]
@@ -94,18 +104,55 @@ def load_corpus(source: Path | None, pattern: str, held_out: float) -> Corpus:
 
 
 def _read(root: Path, pattern: str, library: bool) -> Iterator[tuple[str, bytes]]:
-    if root.is_file():
-        yield root.name, root.read_bytes()
-        return
-    for path in sorted(root.rglob("*.py" if library else pattern)):
-        relative = path.relative_to(root)
-        if library and not _NOT_LIBRARY.isdisjoint(relative.parts):
-            continue
-        if path.is_file():
-            try:
-                yield relative.as_posix(), path.read_bytes()
-            except PermissionError:  # as if it were not there: a folder of someone else's text
-                continue
+    """Names and contents of all files that have one. Pipes and devices are none; they would be waited for."""
+    sizes = {path: size for path in _matches(root, pattern, library) if (size := _size(path))}
+    needed, room = _COPIES * sum(sizes.values()), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > room:
+        raise ConfigError(
+            f"data: reading {root} takes {needed / 1e9:.0f} GB of memory, and this machine has {room / 1e9:.0f} GB; "
+            "choose fewer files with --data and --pattern"
+        )
+    for path, size in sizes.items():
+        try:
+            data = regular_bytes(path, size)
+        except (FileNotFoundError, PermissionError) as error:
+            if path == root:
+                raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
+            continue  # as if it were not there: a folder of someone else's text
+        except OSError as error:
+            raise ConfigError(f"data: {path} cannot be read: {error.strerror or error}") from error
+        yield path.name if path == root else path.relative_to(root).as_posix(), data
+
+
+def _matches(root: Path, pattern: str, library: bool) -> list[Path]:
+    try:
+        mode = root.stat().st_mode
+    except FileNotFoundError:
+        raise ConfigError(f"data: {root} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data: {root} cannot be read: {error}") from error
+    if stat.S_ISREG(mode):
+        return [root]
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(f"data: {root} is neither a folder nor a file")
+    try:
+        found = sorted(root.rglob("*.py" if library else pattern))
+    except (IndexError, NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"--pattern {pattern!r} is none for files below {root} ({error}); give one such as '*.md'"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"data: {root} cannot be read: {error}") from error
+    return [path for path in found if not library or _NOT_LIBRARY.isdisjoint(path.relative_to(root).parts)]
+
+
+def _size(path: Path) -> int:
+    """The bytes of a file, 0 for what is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 @dataclass(frozen=True)

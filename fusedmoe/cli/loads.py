@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from fusedmoe.cli.settings import add_parser, file_to_write, picture_to_write
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import read_text
 from fusedmoe.placement.load_trace import LoadTrace, make_loads
 from fusedmoe.placement.placement import Nodes
 from fusedmoe.placement.placement_policies import Policy, expert_parallelism, hecate, replication, shadowing, swaps
@@ -125,12 +127,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _trace(arguments: argparse.Namespace) -> LoadTrace:
     if arguments.trace is not None:
         try:
-            text = arguments.trace.expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"--trace {arguments.trace} cannot be read ({error}); --save writes such a file"
-            ) from error
-        return LoadTrace.from_json(text)
+            return LoadTrace.from_json(read_text(Path(os.path.expanduser(arguments.trace))))
+        except ConfigError as error:
+            raise ConfigError(f"--trace {arguments.trace}: {error}; --save writes such a file") from error
     return make_loads(
         arguments.iterations,
         arguments.layers,

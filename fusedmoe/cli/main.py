@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from io import TextIOWrapper
 
 from fusedmoe.cli import doctor, loads, plan_command, profile, simulate_command, trace, train
 from fusedmoe.errors import ConfigError, RankError
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launcher ends the others. What only another rank has found is said by that rank.
     """
     rank = int(os.environ.get("RANK", 0))
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be in no encoding
     try:
         parsed = _parse(arguments, quiet=rank > 0)
         return int(parsed.run(parsed))
@@ -49,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(_RANK_0_SPEAKS_S)
         print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
+        return 1
     except RankError as error:
         print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.load_trace import LoadTrace
+from fusedmoe.files import read_text, write_text
+from fusedmoe.placement.load_trace import LOADS_END, LoadTrace
 
 #: Steps between two gatherings. Ranks keep so many steps' counts, and a job that is killed loses as many.
 EVERY = 50
@@ -71,27 +73,24 @@ class RunDir:
         layout = {"ranks": launch.ranks, **vars(sizes)}
         chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps}
         config = {"settings": settings.to_json(), "layout": layout, "chosen": chosen, **facts}
-        _write(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+        write_text(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drops the metrics of steps that will be done again, and of the end that is still to come."""
         if not self.metrics.exists():
             return
-        kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-            if not line.endswith("}\n"):  # cut short when its writer was killed
-                continue
-            record = json.loads(line)
-            if "loss" in record and record["step"] <= step:
-                kept.append(line)
-        _write(self.metrics, "".join(kept))
-
-
-def _write(path: Path, text: str) -> None:
-    """So that a reader sees the old file or the new one, never a part."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+        kept, damaged = [], 0
+        lines = read_text(self.metrics, errors="replace").split("\n")
+        for line in lines[:-1]:  # the last one is empty, or cut short: its writer was killed
+            try:
+                record = json.loads(line)
+                if record.get("loss") is not None and record["step"] <= step:
+                    kept.append(line + "\n")
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+                damaged += 1
+        if damaged:
+            warnings.warn(f"{self.metrics}: {damaged} lines that cannot be read are left out", stacklevel=2)
+        write_text(self.metrics, "".join(kept))
 
 
 class LoadLog:
@@ -133,9 +132,9 @@ class LoadLog:
             self._begun = True
             earlier = self._earlier
             if earlier is None or earlier.tokens_ILWE.shape[1:] != tokens_ILWE.shape[1:]:
-                self._path.write_text(LoadTrace(tokens_ILWE, self._source).to_json(), encoding="utf-8")
+                write_text(self._path, LoadTrace(tokens_ILWE, self._source).to_json())
                 return
-            self._path.write_text(earlier.to_json(), encoding="utf-8")
+            write_text(self._path, earlier.to_json())
         if self._path.stat().st_size < MOST_BYTES:
             LoadTrace(tokens_ILWE).append_to(self._path)
 
@@ -145,8 +144,12 @@ def _read(path: Path, steps: int) -> LoadTrace | None:
     if not steps or not path.exists():
         return None
     try:
-        trace = LoadTrace.from_json(path.read_text(encoding="utf-8"))
-    except ConfigError:  # cut short when its writer was killed
+        text = read_text(path)
+        if not text.endswith(LOADS_END):  # its writer was killed: all but the last lines are there
+            text = text[: text.rfind("]]]") + 3] + LOADS_END
+        trace = LoadTrace.from_json(text)
+    except ConfigError as error:
+        warnings.warn(f"{path} begins anew: {error}", stacklevel=2)
         return None
     if len(trace) < steps and path.stat().st_size < MOST_BYTES:
         return None

@@ -8,14 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import reprlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import parse_json, read_text
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.layers.gates import GATES
 from fusedmoe.layers.orders import ORDERS
@@ -41,6 +45,9 @@ _CHOICES = (
     ("schedule", SCHEDULES),
     ("placement", PLACEMENTS),
 )
+
+# A year; PyTorch counts it in nanoseconds, which have an end.
+_MOST_S = 3.2e7
 
 # More choices than this are listed in the help instead of beside the flag.
 _SHORT = 3
@@ -118,8 +125,8 @@ class Settings:
         for name, known in _CHOICES:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"timeout_s = {self.timeout_s} must be positive")
+        if not 0 < self.timeout_s <= _MOST_S:
+            raise ConfigError(f"timeout_s = {self.timeout_s} must be positive, and {_MOST_S:g} at most")
 
     @property
     def peak_lr(self) -> float:
@@ -148,12 +155,20 @@ class Settings:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Settings:
-        """Raises `ConfigError` for settings of another version, with the names that are not known."""
+    def from_json(cls, data: Any) -> Settings:
+        """Raises `ConfigError` for settings of another version, with the names that are not known, and for values that
+        are of another kind, or no numbers."""
+        if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+            raise ConfigError("it holds no settings")
         unknown = [name for name in data if name not in {f.name for f in fields(cls)}]
         unknown += [f"model.{name}" for name in data["model"] if name not in {f.name for f in fields(ModelConfig)}]
         if unknown:
             raise ConfigError(f"settings not known to this version: {', '.join(unknown)}")
+        for kind, values in ((cls, data | {"model": ModelConfig()}), (ModelConfig, data["model"])):
+            hints = get_type_hints(kind)
+            for name, value in values.items():
+                if not _fits(value, hints[name]):
+                    raise ConfigError(f"{name} = {reprlib.repr(value)} cannot be")
         return cls(**{**data, "model": ModelConfig(**data["model"])})
 
 
@@ -162,7 +177,21 @@ def read_settings(run_dir: Path) -> Settings:
     path = run_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{run_dir} is no run folder: it has no config.json. Give --resume the folder of a run.")
-    return Settings.from_json(json.loads(path.read_text(encoding="utf-8"))["settings"])
+    data = parse_json(read_text(path), str(path))
+    try:
+        return Settings.from_json(data.get("settings") if isinstance(data, dict) else None)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value out of JSON is of the kinds that an annotation names."""
+    kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {get_origin(hint) or hint}
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, int | float):
+        return abs(value) < 2**63 and (float in kinds or type(value) in kinds)
+    return isinstance(value, tuple(kinds))
 
 
 def capacity(text: str) -> float | None:
@@ -354,7 +383,7 @@ def _option(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--gate-option {text!r}: write NAME=VALUE")
     try:
         return name.replace("-", "_"), json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return name.replace("-", "_"), value
 
 
@@ -366,7 +395,7 @@ def describe(model: ModelConfig) -> str:
 
 def file_to_write(text: str) -> Path:
     """A path in a folder that is there."""
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}; make it first")
     return path
@@ -387,9 +416,6 @@ def read_costs(path: Path) -> CostModel:
         ConfigError: no such file, or none of these.
     """
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--costs {path} cannot be read ({error}); fusedmoe profile --json FILE writes such a file"
-        ) from error
-    return CostModel.from_json(text)
+        return CostModel.from_json(read_text(Path(os.path.expanduser(path))))
+    except ConfigError as error:
+        raise ConfigError(f"--costs {path}: {error}; fusedmoe profile --json FILE writes such a file") from error

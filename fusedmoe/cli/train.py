@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -20,6 +21,7 @@ from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_pla
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.files import read_text, write_text
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import Display, make_display
 from fusedmoe.schedule.cost import CostModel
@@ -27,6 +29,7 @@ from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.copies import replicas
+from fusedmoe.training.storage import saved_at
 
 SUMMARY = "train a mixture-of-experts language model"
 
@@ -162,7 +165,7 @@ class TrainingJob:
             with make_display(topology.rank, settings.steps, done) as display:
                 done, stopped = self._train(trainer, corpus, display, done, last)
         except RankError as error:
-            if not self.folder.checkpoint.exists():
+            if saved_at(self.folder.checkpoint) is None:
                 raise
             raise RankError(f"{error}\nThe last checkpoint stands: --resume {self.folder.path}") from error
         if stopped or done < settings.steps:
@@ -180,16 +183,19 @@ class TrainingJob:
     def _follow(self, trainer: Trainer) -> None:
         """Has the trainer follow its policy's plan, by what this machine takes; a resumed job by what it took."""
         found = self.folder.costs
-        text = found.read_text(encoding="utf-8") if self.topology.rank == 0 and found.exists() else None
+        text = read_text(found) if self.topology.rank == 0 and found.exists() else None
         text = all_gather_object(self.topology.world, text, "reading the run folder")[0]
         if text is None:
             costs = cached_profile(self.topology, self.device, dtype=compute_dtype(self.settings))[0].costs
         else:
-            costs = CostModel.from_json(text)
+            try:
+                costs = CostModel.from_json(text)
+            except ConfigError as error:
+                raise ConfigError(f"{found}: {error}; remove it, and this machine is measured again") from error
         plan, _ = trainer.set_plan(costs)
         if self.topology.rank == 0:
-            self.folder.costs.write_text(costs.to_json() + "\n", encoding="utf-8")
-            self.folder.plan.write_text(str(plan), encoding="utf-8")
+            write_text(self.folder.costs, costs.to_json() + "\n")
+            write_text(self.folder.plan, str(plan))
 
     def _train(self, trainer: Trainer, corpus: Corpus, display: Display, done: int, last: int) -> tuple[int, bool]:
         """Steps `done` to `last`; returns how many are done, all of them saved, and whether some rank was to stop."""
@@ -221,7 +227,7 @@ class TrainingJob:
     def _corpus(self) -> Corpus:
         """The text, the same on every rank."""
         settings = self.settings
-        source = None if settings.data is None else Path(settings.data).expanduser()
+        source = None if settings.data is None else Path(os.path.expanduser(settings.data))
         corpus = load_corpus(source, settings.pattern, settings.held_out)
         prints = all_gather_object(self.topology.world, corpus.fingerprint, "comparing the text")
         for rank, fingerprint in enumerate(prints):
@@ -241,9 +247,11 @@ class TrainingJob:
 
     def _load(self, trainer: Trainer, corpus: Corpus) -> int:
         """Loads the checkpoint and returns how many steps it has seen."""
-        if not self.folder.checkpoint.exists():
+        if saved_at(self.folder.checkpoint) is None:
             raise ConfigError(f"{self.folder.path} has no checkpoint: the job ended before its first; start it anew")
         extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
+        if type(extra.get("step")) is not int or "text" not in extra:
+            raise ConfigError(f"{self.folder.checkpoint} is of something else than fusedmoe train")
         if extra["text"] != corpus.fingerprint and self.topology.rank == 0:
             print(f"Note: the text in {corpus.source} is not what the checkpoint was trained on.")
         if trainer.sharded_experts is not None and "placement" in extra:

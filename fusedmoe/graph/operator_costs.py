@@ -22,8 +22,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedmoe.comm.topology import Topology
+from fusedmoe.files import read_kept
 from fusedmoe.graph.instructions import bytes_of, computes, concrete
-from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, read, write
+from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, write
 
 #: The smallest collective that is measured; each further one is twice as large.
 FIRST_BYTES = 1024
@@ -79,7 +80,7 @@ class MeasuredCosts:
 
     def save(self) -> None:
         if self.path is not None:
-            write(self.path, json.dumps(self.known, indent=0, sort_keys=True) + "\n", "what operators take")
+            write(self.path, json.dumps(self.known), "what operators take")
 
     def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         key = operator_key(target, args, kwargs)
@@ -207,10 +208,5 @@ def measure_points(group: Any, device: torch.device, sizes: list[int]) -> list[f
 
 def load_numbers(path: Path) -> dict[str, float]:
     """What `MeasuredCosts.save` has written; nothing where it cannot be read."""
-    try:
-        found: Any = json.loads(read(path) or "{}")
-    except json.JSONDecodeError:
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {key: float(value) for key, value in found.items() if isinstance(value, (int, float)) and value >= 0}
+    found: dict[str, float] = json.loads(read_kept(path) or "{}")
+    return found

@@ -23,6 +23,7 @@ from torch import fx
 from fusedmoe.comm.failure import Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
+from fusedmoe.files import read_kept
 from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
 from fusedmoe.graph.micro_batches import InstructionRange, Pipelined, chosen_ranges, rewrite
 from fusedmoe.graph.operator_costs import (
@@ -37,7 +38,7 @@ from fusedmoe.graph.operator_costs import (
     start_s,
 )
 from fusedmoe.graph.weight_gradients import gaps_of, ordered, place, reorder, skeleton
-from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, read, write
+from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, write
 from fusedmoe.runtime.progress import WorkBar
 
 _OPERATION = "planning a captured graph"
@@ -232,8 +233,8 @@ def planned(
     kept = []
 
     def decide() -> str:
-        text = read(path) if path is not None else None
-        if text is not None and _valid(text):
+        text = read_kept(path) if path is not None else None
+        if text is not None:
             kept.append(True)
             return text
         with WorkBar(f"planning the {phase} pass") as bar:
@@ -351,14 +352,6 @@ def _points(graph_ranks: GraphRanks, all_to_alls: list[fx.Node], device: torch.d
             found = measure_points(handle, device, missing)
         known |= dict(zip(map(str, missing), found, strict=True))
         if graph_ranks.leader:
-            write(path, json.dumps(known, indent=0) + "\n", "what all-to-alls take")
+            write(path, json.dumps(known), "what all-to-alls take")
     chosen = sorted((int(size), seconds) for size, seconds in known.items())
     return Points(tuple(size for size, _ in chosen), tuple(seconds for _, seconds in chosen)) if chosen else _NONE
-
-
-def _valid(text: str) -> bool:
-    try:
-        plan = json.loads(text)
-    except json.JSONDecodeError:
-        return False
-    return isinstance(plan, dict) and plan.keys() == {"beside", "collectives", "ranges"}

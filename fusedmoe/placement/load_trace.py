@@ -11,16 +11,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import parse_json
 
 _FORMAT = "fusedmoe-loads"
 _VERSION = 1
-_END = "\n]}\n"
+#: How a file of loads ends.
+LOADS_END = "\n]}\n"
 
 # Of an expert's distance from its mean that goes in an iteration: what it forgets in about 50.
 _PULL = 0.02
@@ -40,7 +41,7 @@ class LoadTrace:
 
     def __post_init__(self) -> None:
         tokens = np.asarray(self.tokens_ILWE)
-        if tokens.ndim != 4 or 0 in tokens.shape or tokens.dtype.kind not in "iu" or (tokens < 0).any():
+        if tokens.ndim != 4 or 0 in tokens.shape or tokens.dtype.kind not in "iu" or not _are_counts(tokens):
             raise ConfigError(
                 f"load trace: {tokens.dtype} numbers of shape {tokens.shape} are not counts by iteration, layer, rank "
                 "and expert"
@@ -72,7 +73,7 @@ class LoadTrace:
     def to_json(self) -> str:
         """JSON with a line for each iteration; `from_json` gives the same trace back."""
         head = json.dumps({"format": _FORMAT, "version": _VERSION, "source": self.source})
-        return f'{head[:-1]}, "tokens": [\n{self._lines()}{_END}'
+        return f'{head[:-1]}, "tokens": [\n{self._lines()}{LOADS_END}'
 
     def append_to(self, path: Path) -> None:
         """Adds these iterations to a file of `to_json`, of the same layers, ranks and experts, without reading it.
@@ -80,14 +81,14 @@ class LoadTrace:
         Raises:
             ConfigError: the file does not end as one of `to_json` does.
         """
-        end = _END.encode()
+        end = LOADS_END.encode()
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - len(end)))
             if file.read() != end:
                 raise ConfigError(f"load trace: {path} was not written by to_json, or was cut; begin a new one")
             file.seek(size - len(end))
-            file.write(f",\n{self._lines()}{_END}".encode())
+            file.write(f",\n{self._lines()}{LOADS_END}".encode())
 
     def _lines(self) -> str:
         return ",\n".join(json.dumps(one, separators=(",", ":")) for one in self.tokens_ILWE.tolist())
@@ -95,10 +96,7 @@ class LoadTrace:
     @classmethod
     def from_json(cls, text: str) -> LoadTrace:
         """The trace written by `to_json`. Raises `ConfigError` for anything else."""
-        try:
-            data: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"load trace: not JSON ({error})") from error
+        data = parse_json(text, "load trace")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ConfigError(f'load trace: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION})')
         try:
@@ -107,6 +105,11 @@ class LoadTrace:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"load trace: a field is missing, or lists differ in length: {error}") from error
+
+
+def _are_counts(tokens: NDArray[np.generic]) -> bool:
+    """None below zero, and so few that their sum has room."""
+    return bool(tokens.min() >= 0 and tokens.sum(dtype=np.float64) < 2**62)
 
 
 def make_loads(

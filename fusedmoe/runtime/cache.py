@@ -1,8 +1,8 @@
 """Files that jobs keep for the next ones, in `$FUSEDMOE_CACHE` or else in ~/.cache/fusedmoe: profiles and plans.
 
 A profile is one file for each machine, layout of ranks and versions, so that it is measured once. Rank 0 reads and
-writes; all ranks have what it read. A file that cannot be read is measured again and replaced; one that cannot be
-written is a warning. Numbers of captured graphs lie there, too (`fusedmoe.graph`).
+writes; all ranks have what it read. A file that is damaged is a warning, measured again and replaced; so is one that
+cannot be written, which is all. Numbers of captured graphs lie there, too (`fusedmoe.graph`).
 
 A plan of a whole model is one file for each policy, costs and version, so that it is searched once. Rank 0 reads and
 writes here, too; all ranks search for themselves what it did not find: the same numbers give the same plan. A file
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import socket
@@ -33,6 +32,7 @@ from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import read_kept, read_text, write_kept
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.plan import Plan
@@ -65,24 +65,10 @@ def own_version() -> str:
         return ""
 
 
-def read(path: Path) -> str | None:
-    """A file's text; None where there is none that can be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
 def write(path: Path, text: str, what: str) -> None:
-    """Writes all of a file or nothing: a reader never sees a part. One that cannot be written is a warning.
-
-    `what`: for the warning, "what was measured".
-    """
-    part = path.with_name(f"{path.name}.{os.getpid()}")
+    """`write_kept`, but a file that cannot be written is a warning. `what`: for it, "what was measured"."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        write_kept(path, text)
     except OSError as error:
         warnings.warn(
             f"{what} could not be kept ({error}); the next job has to do it again. Set {CACHE} to a folder that can be "
@@ -109,7 +95,7 @@ def cached_profile(
     """
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
-    text = read(path) if topology.rank == 0 and not again else None
+    text = read_kept(path) if topology.rank == 0 and not again else None
     found = _valid_profile(all_gather_object(topology.world, text, "reading the profile")[0], topology, device)
     if found is None:
         with WorkBar("measuring this machine") as bar:
@@ -117,7 +103,7 @@ def cached_profile(
             machine = describe(facts)
             found = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
         if topology.rank == 0:
-            write(path, found.to_json() + "\n", "what was measured")
+            write(path, found.to_json(), "what was measured")
     return found, path
 
 
@@ -170,11 +156,8 @@ def _valid_profile(text: str | None, topology: Topology, device: torch.device) -
         found = Profile.from_json(text)
     except ConfigError:
         return None
-    lines = found.costs.lines
-    numbers = [number for line in lines.values() for number in (line.alpha_s, line.beta_s)]
-    sound = all(isinstance(number, float) and 0 <= number < math.inf for number in numbers)
-    same = lines.keys() == set(line_names(topology)) and found.costs.tiled == (device.type == "cpu")
-    return found if sound and same else None
+    same = found.costs.lines.keys() == set(line_names(topology)) and found.costs.tiled == (device.type == "cpu")
+    return found if same else None
 
 
 def _processor() -> str:
@@ -191,11 +174,18 @@ def _networks() -> Sequence[str]:
     cards = []
     for card in sorted(Path("/sys/class/net").glob("*")):
         if (card / "device").exists():  # a real one; the names of virtual ones are often random
-            cards.append(f"{card.name} {(read(card / 'speed') or '?').strip()} Mb/s")
+            cards.append(f"{card.name} {_speed(card / 'speed')} Mb/s")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        cards.append(f"{port.parent.parent.name}/{port.name} {(read(port / 'rate') or '?').strip()}")
+        cards.append(f"{port.parent.parent.name}/{port.name} {_speed(port / 'rate')}")
     told = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
     return [*cards, *(f"{name}={os.environ[name]}" for name in told if name in os.environ)]
+
+
+def _speed(path: Path) -> str:
+    try:
+        return read_text(path).strip()
+    except ConfigError:  # a card that is off
+        return "?"
 
 
 def cached_plans(
@@ -221,7 +211,7 @@ def cached_plans(
     """
     paths = {name: plan_path(name, costs, limit, samples) for name in policies}
     first = topology.rank == 0
-    texts = {name: read(path) if first and not again else None for name, path in paths.items()}
+    texts = {name: read_kept(path) if first and not again else None for name, path in paths.items()}
     texts = all_gather_object(topology.world, texts, "reading plans")[0]
     found = {name: _valid_plan(texts[name], costs) for name in paths}
     plans = {name: plan for name, plan in found.items() if plan is not None}
@@ -261,7 +251,7 @@ def _source() -> str:
 
 def _plan_text(policy: str, plan: Plan, costs: StepCosts) -> str:
     head = {"format": _FORMAT, "version": _VERSION, "policy": policy, "step_s": makespan(plan, costs)}
-    return json.dumps({**head, "fingerprint": plan.fingerprint, "plan": str(plan).splitlines()}, indent=2) + "\n"
+    return json.dumps({**head, "fingerprint": plan.fingerprint, "plan": str(plan).splitlines()})
 
 
 def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
@@ -273,6 +263,6 @@ def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
             return None
         plan = Plan.parse("\n".join(data["plan"]))
         sound = plan.fingerprint == data["fingerprint"] and makespan(plan, costs) == data["step_s"]
-    except (json.JSONDecodeError, KeyError, TypeError, ConfigError):
+    except (KeyError, TypeError, ConfigError):
         return None
     return plan if sound else None

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import parse_json
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import LINKS, Task
 
@@ -112,7 +113,7 @@ class FusedCosts:
         for link, seconds in self.signal_s.items():
             if link not in LINKS.values():
                 raise ConfigError(f"fused costs: {link!r} is no link; signals are on intra and inter")
-            if not (isinstance(seconds, (int, float)) and 0 <= seconds < math.inf):
+            if not _is_time(seconds):
                 raise ConfigError(f"fused costs: a signal on {link} cannot take {seconds!r} s")
 
 
@@ -159,21 +160,30 @@ class CostModel:
     @classmethod
     def from_json(cls, source: str) -> CostModel:
         """The model written by `to_json`. Raises `ConfigError` for anything else."""
-        try:
-            data: Any = json.loads(source)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"cost model: not JSON ({error})") from error
+        data: Any = parse_json(source, "cost model")
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ConfigError(f'cost model: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION})')
         try:
             lines = {name: Line(**line) for name, line in data["lines"].items()}
             fused = FusedCosts(**data["fused"]) if "fused" in data else None
+            for name, line in lines.items():
+                if not (_is_time(line.alpha_s) and _is_time(line.beta_s)):
+                    raise ConfigError(f"cost model: {name!r} cannot take {line.alpha_s!r} and {line.beta_s!r} s")
+                if line.r2 is not None and not _is_time(abs(line.r2)):
+                    raise ConfigError(f"cost model: r2 = {line.r2!r} of {name!r} cannot be")
+            if not isinstance(data["machine"], str):
+                raise ConfigError(f"cost model: a machine is told in words, not {data['machine']!r}")
             return cls(lines, data["contention"], data["machine"], fused, data.get("tiled") is True)
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"cost model: a field is missing or not known: {error}") from error
 
 
+def _is_time(value: Any) -> bool:
+    """Whether it is a number of seconds, of which sums and products have room."""
+    return isinstance(value, (int, float)) and 0 <= value <= 1e9
+
+
 def check_contention(value: float) -> None:
-    """Raises `ConfigError` unless 0 < value ≤ 1."""
-    if not (isinstance(value, (int, float)) and 0 < value <= 1):
+    """Raises `ConfigError` unless 0 < value ≤ 1, and not so little that no sum of times has room for it."""
+    if not (isinstance(value, (int, float)) and 1e-9 <= value <= 1):
         raise ConfigError(f"contention is a share of the speed, more than 0 and at most 1, not {value!r}")

@@ -53,7 +53,8 @@ _LETTERS = {"forward": "f", "backward": "b", None: ""}
 _PHASES = {letter: phase for phase, letter in _LETTERS.items()}
 
 _WORD = re.compile(
-    r"(?:(?P<phase>[fb]?)(?P<layer>\d*)(?P<dot>\.))?(?P<kind>[A-Za-z]+)(?P<chunk>\d*)(?:\((?P<size>\d+)\))?", re.ASCII
+    r"(?:(?P<phase>[fb]?)(?P<layer>\d{0,9})(?P<dot>\.))?(?P<kind>[A-Za-z]+)(?P<chunk>\d{0,9})(?:\((?P<size>\d{1,18})\))?",
+    re.ASCII,
 )
 
 _PLACE = (0, "forward")  # the layer and phase of a word without a prefix
@@ -106,7 +107,7 @@ def _read(source: str) -> tuple[Orders, dict[Task, tuple[Task, ...]]]:
             raise ConfigError(f"plan, line {number}: {head!r} has to stand ahead of the orders")
         if head == "phase" and len(words) == 1 and words[0] in PHASES:
             phase = words[0]
-        elif head == "layer" and len(words) == 1 and words[0].isdecimal():
+        elif head == "layer" and len(words) == 1 and re.fullmatch(r"[0-9]{1,9}", words[0]):
             layer = int(words[0])
         elif head in RESOURCES and colon:
             if head in orders:

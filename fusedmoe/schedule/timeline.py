@@ -20,13 +20,13 @@ Example, two chunks in a pipeline (times in seconds):
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import parse_json
 from fusedmoe.schedule.task import FUSED
 
 #: What a span may be doing: the kinds of tasks.
@@ -206,11 +206,7 @@ class Timeline:
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """The timeline written by `to_json`. Raises `ConfigError` for anything else."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"timeline: not JSON ({error})") from error
-        return cls.from_dict(data)
+        return cls.from_dict(parse_json(text, "timeline"))
 
     @classmethod
     def from_dict(cls, data: Any) -> Timeline:
@@ -357,7 +353,8 @@ def _is_count(value: object) -> bool:
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A number, and one of which sums have room."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
 
 
 def _are_further(also: object, resource: str) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
-from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, write_folder
+from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, unknown_class, write_folder
 
 _MODEL, _EXTRA, _ABOUT = "model.", "extra", "fusedmoe"
 
@@ -50,10 +52,11 @@ def save_checkpoint(
         model: its parameters and persistent buffers are saved. Wrappers (DistributedDataParallel, FSDP2, torch.compile,
             activation checkpointing) leave no trace in the checkpoint.
         optimizer: any whose state is tensors shaped like the parameters, and plain values (AdamW, SGD, …).
-        extra: whatever else the run needs: step, scheduler, generators; anything that `torch.save` stores. Rank 0's is
-            kept: gather into it what differs between ranks.
+        extra: whatever else the run needs: step, scheduler, generators; anything that `torch.load` reads with
+            `weights_only=True`. Rank 0's is kept: gather into it what differs between ranks.
     Raises:
-        ConfigError: `path` is something else than a checkpoint, or the state cannot be split over other ranks.
+        ConfigError: `path` is something else than a checkpoint, the state cannot be split over other ranks, or holds
+            values that could not be loaded without running code; another job is saving to `path`.
         RankError: saving failed on some rank; the message names it and says why.
     """
     path, operation = Path(path), f"saving checkpoint {path}"
@@ -64,6 +67,9 @@ def save_checkpoint(
         entries.update(state.entries())
         if topology.rank == 0:
             entries.update({_EXTRA: extra or {}, _ABOUT: state.about()})
+        for key, value in entries.items():
+            if not isinstance(value, Tensor):
+                _check_plain(key, value, operation)
 
     on_all_ranks(topology.world, operation, collect)
     write_folder(path, entries, _place, topology, operation)
@@ -80,13 +86,14 @@ def load_checkpoint(
     nothing is loaded. One of the format before checksums loads, too, with a warning. Dtypes may differ; numbers are
     converted.
 
-    Like any PyTorch checkpoint it may run code when it is read: load none from a source you do not trust.
+    Nothing runs that the checkpoint says: what is no tensor is read with `weights_only=True`.
 
     Args:
         optimizer: None leaves the optimizer's part of the checkpoint unread.
     Raises:
-        ConfigError: there is no checkpoint at `path`, it is damaged, or it is of another model or optimizer; the
-            message names the first tensors that differ.
+        ConfigError: there is no checkpoint at `path`, it is damaged, holds objects of classes that are not in
+            `torch.serialization.add_safe_globals`, or is of another model or optimizer; the message names the first
+            tensors that differ.
         RankError: loading failed on some ranks only; the message names the first and says why.
     """
     path, operation = Path(path), f"loading checkpoint {path}"
@@ -220,6 +227,20 @@ class _ModelState:
             self._optimizer.install(targets, small[GROUPS])
 
 
+def _check_plain(key: str, value: Any, operation: str) -> None:
+    """Raises `ConfigError` for a value that a load would refuse."""
+    data = BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    try:
+        torch.load(data, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise ConfigError(
+            f"{operation}: {key} holds {unknown_class(error)}, and reading more than tensors and plain values would "
+            "run code. Keep its state_dict() there, or name the class with torch.serialization.add_safe_globals."
+        ) from error
+
+
 def _refuse(path: Path, difference: str | None) -> None:
     if difference is not None:
         raise ConfigError(f"checkpoint {path} was not loaded: {difference}")
@@ -229,6 +250,17 @@ def _unknown(small: dict[str, Any], folder: Folder) -> str | None:
     """Why the checkpoint is none that `save_checkpoint` left behind, None if it is one."""
     if _ABOUT not in small:
         return "save_checkpoint did not write it. Read it with torch.distributed.checkpoint."
+    about, groups = small[_ABOUT], small.get(GROUPS, [])
+    if not (
+        isinstance(small.get(_EXTRA), dict)
+        and isinstance(about, dict)
+        and isinstance(about.get("format"), int)
+        and isinstance(about.get("optimizer", ()), dict | None)
+        and isinstance((about["optimizer"] or {"settings": []}).get("settings"), list)
+        and isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    ):
+        return f"it is damaged: what it says of itself is not what save_checkpoint writes. {CURE}"
     if folder.checksums is None and small[_ABOUT]["format"] > 1:
         return f"it is damaged: {NAME} is missing. {CURE}"
     return None

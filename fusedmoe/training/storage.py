@@ -8,14 +8,16 @@ instructions for it, BLAKE2 0.9, CRC-32 4.2), and nothing that differs has the s
 
 from __future__ import annotations
 
-import dataclasses
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from io import BufferedReader, BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -25,11 +27,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import regular_bytes
+from fusedmoe.training.checkpoint_index import parse_index
 
 #: Of what is written. Format 1 had no checksums.
 FORMAT = 2
@@ -39,6 +43,8 @@ NAME, INDEX = ".checksums", ".metadata"
 CURE = "Copy it again, or load another."
 
 _CHUNK_BYTES = 2**20
+# Of an index or of checksums: those of a million items are a tenth of it.
+_MOST_BYTES = 2**31
 
 
 class Item(NamedTuple):
@@ -58,21 +64,28 @@ class Checksums:
 
     def __init__(self, path: Path, folder: Path) -> None:
         self._path, self._folder = path, folder
-        head, _, body = (folder / NAME).read_bytes().partition(b"\n")
+        try:
+            head, _, body = regular_bytes(folder / NAME, _MOST_BYTES).partition(b"\n")
+        except OSError as error:
+            raise ConfigError(f"the checkpoint {path} is damaged: {NAME} cannot be read: {error}. {CURE}") from error
         if head != _head(body):
             raise ConfigError(f"the checkpoint {path} is damaged: {NAME} is not as it was saved. {CURE}")
-        held: dict[str, Any] = json.loads(body)
-        if held["format"] > FORMAT:
+        try:
+            held: dict[str, Any] = json.loads(body)
+            later = held["format"] > FORMAT
+            self._index: str = held["index"]
+            self._digests = {
+                Item(file, offset, length): digest
+                for file, items in held["items"].items()
+                for offset, length, digest in items
+            }
+        except Exception as error:  # it was not save_checkpoint that wrote it
+            raise ConfigError(f"the checkpoint {path} is damaged: {NAME} cannot be read ({error}). {CURE}") from error
+        if later:
             raise ConfigError(
                 f"the checkpoint {path} is of format {held['format']}, and this version of fusedmoe reads formats up "
                 f"to {FORMAT}. Load it with the version that saved it, or a later one."
             )
-        self._index: str = held["index"]
-        self._digests = {
-            Item(file, offset, length): digest
-            for file, items in held["items"].items()
-            for offset, length, digest in items
-        }
 
     def check_index(self, digest: str) -> None:
         """Raises `ConfigError` if the index, of this digest, is not as it was saved."""
@@ -100,8 +113,9 @@ def check_without(path: Path, folder: Path, items: Iterable[Item]) -> None:
                     if record.CRC:  # torch.serialization.set_crc32_options(False) leaves 0
                         archive.read(record)
             data.seek(0)
-            with suppress(UnpicklingError):  # of more than tensors: whole all the same
-                torch.load(data, map_location="cpu", weights_only=True)
+            torch.load(data, map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            raise refused(path, error) from error
         except Exception as error:  # whatever a parser makes of damage
             raise _damaged(path, item) from error
 
@@ -128,10 +142,23 @@ def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedR
                 yield item, file
 
 
+def refused(path: Path, error: Exception) -> ConfigError:
+    """For a value that would run code when it is read."""
+    return ConfigError(
+        f"the checkpoint {path} was not loaded: it holds {unknown_class(error)}, and reading more than tensors and "
+        "plain values may run code. If you trust it, name the class with torch.serialization.add_safe_globals."
+    )
+
+
+def unknown_class(error: Exception) -> str:
+    """The class, or function, over which `torch.load` with `weights_only=True` stumbled."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return "something of no known class" if found is None else f"something of {found[1]}"
+
+
 def index_digest(folder: Path) -> str:
     """The digest of the index, which is another one after each save."""
-    with (folder / INDEX).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(regular_bytes(folder / INDEX, _MOST_BYTES)).hexdigest()
 
 
 def write_checksums(folder: Path, of_ranks: Iterable[dict[Item, str]]) -> None:
@@ -180,6 +207,7 @@ def write_folder(
             of one of them only.
         place: where a key's value stands in the nested dictionary that PyTorch's tools make of the folder.
     """
+    path = Path(os.path.realpath(path))  # what a link stands for is replaced, not the link
     partial = _beside(path, "partial")
     writer = FileSystemWriter(partial)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -202,14 +230,15 @@ def write_folder(
 
     def finish(of_ranks: list[tuple[Any, dict[Item, str]]]) -> None:
         places = {key: place(key) for key in metadata.state_dict_metadata}
-        writer.finish(dataclasses.replace(metadata, planner_data=places), [results for results, _ in of_ranks])
+        writer.finish(replace(metadata, planner_data=places), [results for results, _ in of_ranks])
         write_checksums(partial, [found for _, found in of_ranks])
         _install(partial, path)
 
-    on_all_ranks(topology.world, operation, lambda: _make_room(path, partial) if first else None)
-    plans = on_all_ranks(topology.world, operation, plan)
-    of_ranks = on_all_ranks(topology.world, operation, lambda: write(plans))
-    on_all_ranks(topology.world, operation, lambda: finish(of_ranks) if first else None)
+    with ExitStack() as own:
+        on_all_ranks(topology.world, operation, lambda: own.enter_context(_room(path, partial)) if first else None)
+        plans = on_all_ranks(topology.world, operation, plan)
+        of_ranks = on_all_ranks(topology.world, operation, lambda: write(plans))
+        on_all_ranks(topology.world, operation, lambda: finish(of_ranks) if first else None)
 
 
 class Folder:
@@ -223,27 +252,26 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._folder = path, path
-        if not _is_checkpoint(path):
-            self._folder = _beside(path, "previous")  # a save was interrupted between its two renames
-            if path.exists() or not _is_checkpoint(self._folder):
-                raise ConfigError(
-                    f"there is no checkpoint at {path}; give the path of a save, one that all ranks can see"
-                )
-        self._index = index_digest(self._folder)
-        self.checksums: Checksums | None = None
-        if (self._folder / NAME).exists():
-            self.checksums = Checksums(path, self._folder)
-            self.checksums.check_index(self._index)  # before it is unpickled
-        self._reader = FileSystemReader(self._folder)
+        folder = saved_at(path)
+        if folder is None:
+            raise ConfigError(f"there is no checkpoint at {path}; give the path of a save, one that all ranks can see")
+        self._path, self._folder = path, folder
         try:
-            self.metadata = self._reader.read_metadata()
-            self._check_sizes()
-            self._reader.set_up_storage_reader(self.metadata, True)
-        except ConfigError:
-            raise
+            index = regular_bytes(folder / INDEX, _MOST_BYTES)
+        except OSError as error:
+            raise ConfigError(f"the checkpoint {path} is damaged: {INDEX} cannot be read: {error}. {CURE}") from error
+        self._index = hashlib.sha256(index).hexdigest()
+        self.checksums: Checksums | None = None
+        if (folder / NAME).is_file():
+            self.checksums = Checksums(path, folder)
+            self.checksums.check_index(self._index)
+        try:
+            self.metadata = parse_index(index)
         except Exception as error:  # whatever unpickling makes of damage
-            raise ConfigError(f"the checkpoint {path} is damaged: its index cannot be read ({error})") from error
+            raise ConfigError(f"the checkpoint {path} is damaged: {INDEX} cannot be read ({error}). {CURE}") from error
+        self._check_sizes()
+        self._reader = FileSystemReader(folder)
+        self._reader.set_up_storage_reader(self.metadata, True)
 
     def check(self, targets: dict[str, Any]) -> None:
         """Raises `ConfigError` if a part of the files that `read` would read is damaged."""
@@ -257,12 +285,17 @@ class Folder:
     def read(self, targets: dict[str, Any]) -> None:
         """Reads the entries whose keys are in `targets`: tensors and DTensors in place, others into the dictionary.
 
+        Values come before tensors: of a checkpoint with one that is refused, no tensor is read.
+
         Raises:
-            ConfigError: another checkpoint has come to `path` since this one was opened.
+            ConfigError: another checkpoint has come to `path` since this one was opened, or a value would run code.
         """
         plan, planner = self._plan(targets)
+        plan = replace(plan, items=sorted(plan.items, key=lambda item: item.type is not LoadItemType.BYTE_IO))
         try:
             self._reader.read_data(plan, planner).wait()
+        except UnpicklingError as error:
+            raise refused(self._path, error) from error
         finally:
             if not _is_checkpoint(self._folder) or index_digest(self._folder) != self._index:
                 raise ConfigError(
@@ -271,7 +304,7 @@ class Folder:
                 )
 
     def _plan(self, targets: dict[str, Any]) -> tuple[LoadPlan, DefaultLoadPlanner]:
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(targets, self.metadata, True)
         plan = planner.create_local_plan()
         return planner.finish_plan(self._reader.prepare_local_plan(plan)), planner
@@ -282,9 +315,16 @@ class Folder:
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in sorted(ends.items()):
             file = self._folder / name
-            size = file.stat().st_size if file.exists() else 0
+            size = file.stat().st_size if file.is_file() else 0
             if size < end:
                 raise ConfigError(f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {CURE}")
+
+
+class _Planner(DefaultLoadPlanner):
+    """Of what is no tensor, reads plain values alone: PyTorch's would run whatever they say."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def _item(info: Any) -> Item:
@@ -299,30 +339,76 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / INDEX).is_file()
 
 
-def _make_room(path: Path, partial: Path) -> None:
+def saved_at(path: Path) -> Path | None:
+    """The folder of the checkpoint that was saved to `path`, None without one."""
+    if _is_checkpoint(path):
+        return path
+    previous = _beside(Path(os.path.realpath(path)), "previous")  # a save was interrupted between its two renames
+    return None if path.exists() or not _is_checkpoint(previous) else previous
+
+
+@contextmanager
+def _room(path: Path, partial: Path) -> Iterator[None]:
+    """An empty folder `partial` that is this job's alone, and gone at the end unless it has become another one."""
     if path.exists() and not _is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} exists and is not a checkpoint; it will not be replaced. Save to another path.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if partial.exists():
-        shutil.rmtree(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        with suppress(OSError):
+            partial.rmdir()
+        raise
+
+    def is_own() -> bool:
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(folder), partial.lstat())
+        return False
+
+    try:
+        locked = True
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the system drops when the process ends
+        except BlockingIOError:
+            locked = False
+        except OSError:  # a file system without locks
+            pass
+        if not locked or not is_own():
+            raise ConfigError(f"another job is saving to {path}. Save to another path, or when it is done.")
+        try:
+            for left in partial.iterdir():
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            yield
+        finally:
+            if is_own():
+                shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        os.close(folder)
 
 
 def _install(partial: Path, path: Path) -> None:
     """Puts the finished folder in its place. At every moment either `path` or the folder beside it is whole."""
     previous = _beside(path, "previous")
-    _sync(partial)
-    if path.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        path.rename(previous)
-    partial.rename(path)
-    _sync(path.parent)
+    with _synced(partial), _synced(path.parent):
+        if path.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            path.rename(previous)
+        try:
+            partial.rename(path)
+        except BaseException:
+            with suppress(OSError):
+                previous.rename(path)
+            raise
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    """Until the names of what is in it are on the disk."""
+@contextmanager
+def _synced(folder: Path) -> Iterator[None]:
+    """The names of what is in a folder are on the disk at the start and, as the block leaves them, at the end."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        os.fsync(descriptor)
+        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,35 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         load_corpus(tmp_path, "*", 0.1)
     with pytest.raises(ConfigError, match="between 0 and 1"):
         load_corpus(None, "*", 1.0)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"{path} is neither a folder nor a file"):
+            load_corpus(path, "*", 0.1)
+    for name in ("x" * 300, "a\0b"):
+        with pytest.raises(ConfigError, match=f"data: .*{name[-1]} "):
+            load_corpus(tmp_path / name, "*", 0.1)
+    (tmp_path / "text").write_text("some text")
+    for pattern in ("/etc/*", "", "a**b", "[\0"):
+        with pytest.raises(ConfigError, match="--pattern|no text in"):
+            load_corpus(tmp_path, pattern, 0.1)
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**43)
+    for source in (tmp_path, tmp_path / "huge"):
+        with pytest.raises(ConfigError, match=f"reading {source} takes 26388 GB of memory, and this machine has"):
+            load_corpus(source, "*", 0.1)
     with pytest.raises(ConfigError, match="less than one sequence"):
         Batches(torch.zeros(10, dtype=torch.uint8), 2, 10, mask=None)
+
+
+def test_names_in_no_encoding_are_names(tmp_path: Path) -> None:
+    for name in ("\udcff.txt", "ä.txt", "a.txt"):
+        (tmp_path / name).write_text("some text")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "pipe.txt").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "pipe.txt")
+    corpus = load_corpus(tmp_path, "*", 0.3)
+    assert corpus.train_files + corpus.held_out_files == 3
+    assert corpus.fingerprint == load_corpus(tmp_path, "*.txt", 0.3).fingerprint
 
 
 def test_causal_targets_are_the_next_bytes() -> None:

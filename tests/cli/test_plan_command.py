@@ -227,9 +227,12 @@ def test_one_rank_has_nothing_to_send(cluster: Cluster, tmp_path: Path) -> None:
     ("flags", "says"),
     [
         (["--ranks", "8"], "what 8 ranks take cannot be measured on 1: start as many under torchrun, or give --costs"),
-        (["--costs", "nowhere.json", "--ranks", "8"], "--costs nowhere.json cannot be read"),
+        (
+            ["--costs", "nowhere.json", "--ranks", "8"],
+            "--costs nowhere.json: nowhere.json cannot be read: No such",
+        ),
         (["--costs", "text.json"], "--costs needs --ranks"),
-        (["--costs", "text.json", "--ranks", "8"], "cost model: not JSON"),
+        (["--costs", "text.json", "--ranks", "8"], "--costs text.json: cost model: not JSON"),
         (["--costs", "lines.json", "--ranks", "8"], "nothing is known of 'all-gather/esp'; measure it"),
         (["--testbed", "A", "--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--testbed", "A", "--schedule", "off"], "--schedule off is no plan"),

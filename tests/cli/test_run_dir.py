@@ -54,12 +54,34 @@ def test_a_resumed_job_goes_on(tmp_path: Path) -> None:
 def test_a_file_that_cannot_go_on_begins_anew(tmp_path: Path, before: str) -> None:
     if before != "nothing":
         log(tmp_path, range(3 if before == "too little" else 5), experts=7 if before == "other experts" else 3)
-    if before == "cut":
+    if before == "cut":  # in the middle of step 5, whose checkpoint is there
         path = tmp_path / "loads.json"
         path.write_text(path.read_text()[:-9])
     log(tmp_path, range(5, 9), done=5)
     trace = read(tmp_path)
     assert np.array_equal(trace.tokens_ILWE[:, :, 0], counts(range(5, 9))) and trace.source == "a job, from step 6"
+
+
+@pytest.mark.parametrize("left", [1, 4, 9, 30])
+def test_a_file_whose_writer_was_killed_goes_on(tmp_path: Path, left: int) -> None:
+    """Up to the last checkpoint it is whole."""
+    log(tmp_path, range(7))
+    path = tmp_path / "loads.json"
+    path.write_text(path.read_text()[:-left])
+    log(tmp_path, range(5, 9), done=5)
+    assert np.array_equal(read(tmp_path).tokens_ILWE[:, :, 0], counts(range(9)))
+
+
+def test_metrics_that_are_damaged_are_left_out_with_a_word(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path)
+    for step in range(1, 5):
+        folder.note({"step": step, "loss": 1.0})
+    whole = folder.metrics.read_bytes().splitlines(keepends=True)
+    folder.metrics.write_bytes(whole[0] + b"\xff\x00{\n[1]\n" + b"[" * 100_000 + b"\n" + b"".join(whole[1:]) + b'{"st')
+    with pytest.warns(UserWarning, match=f"{folder.metrics}: 3 lines that cannot be read"):
+        folder.forget_after(3)
+    assert folder.metrics.read_bytes() == b"".join(whole[:3])
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_file_stops_growing(tmp_path: Path) -> None:

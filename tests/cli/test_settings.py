@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes
 from fusedmoe.cli.main import main, make_parser
-from fusedmoe.cli.settings import GROUPS, Settings, changes_of
+from fusedmoe.cli.settings import GROUPS, Settings, changes_of, read_settings
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.gates import GATES
 from fusedmoe.models.config import MODELS, ModelConfig, named_model
@@ -36,7 +37,27 @@ def test_settings_of_another_version_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"steps": 0}, {"lr": -1.0}, {"dtype": "fp8"}, {"timeout_s": 0.0}, {"clip": float("nan")}]
+    ("name", "value"),
+    [
+        *(("steps", value) for value in ("7", 1e300, True, None, 10**30, [7], {})),
+        *(("lr", value) for value in ("1", False, float("nan"), float("inf"), 10**400)),
+        *(("data", 7), ("model.layers", 2.0), ("model.gate_options", []), ("model", 3), ("recompute", 1)),
+    ],
+)
+def test_a_run_folder_with_values_of_another_kind(tmp_path: Path, name: str, value: Any) -> None:
+    data = Settings().to_json()
+    holder = data["model"] if name.startswith("model.") else data
+    holder[name.removeprefix("model.")] = value
+    (tmp_path / "config.json").write_text(json.dumps({"settings": data}))
+    with pytest.raises(ConfigError) as error:
+        read_settings(tmp_path)
+    assert str(tmp_path / "config.json") in str(error.value)
+    assert name == "model" or name.removeprefix("model.") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"steps": 0}, {"lr": -1.0}, {"dtype": "fp8"}, {"timeout_s": 0.0}, {"timeout_s": 1e300}, {"clip": float("nan")}],
 )
 def test_values_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -62,4 +62,4 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "--steps", "0"]) == 2
     assert "--steps 0 must be at least 1" in capsys.readouterr().err
     assert main(["trace", "--costs", "nowhere"]) == 2
-    assert "--costs nowhere cannot be read" in capsys.readouterr().err
+    assert "--costs nowhere: nowhere cannot be read: No such file" in capsys.readouterr().err

@@ -95,6 +95,7 @@ def test_a_resumed_job_goes_on_to_the_same_losses(
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"--resume {parts}")
     with (parts / "metrics.jsonl").open("a") as file:  # as if it had been killed later, in the middle of a line
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "lo')
+    (parts / "checkpoint").rename(parts / ".checkpoint.previous")  # and while the next checkpoint took its place
     assert main(["train", "--resume", str(parts)]) == 0
     assert losses(parts) == losses(whole)
     assert main(["train", "--resume", str(parts)]) == 0  # of a finished job: the held-out loss again

@@ -77,4 +77,5 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert load_numbers(path) == {}
     for text in ("{", "[1]", '{"a": "b", "c": -1.0}'):
         path.write_text(text)
-        assert load_numbers(path) == {}
+        with pytest.warns(UserWarning, match=f"{path} .*It is ignored"):
+            assert load_numbers(path) == {}

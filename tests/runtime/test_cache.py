@@ -16,6 +16,7 @@ import torch
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import write_kept
 from fusedmoe.runtime import cache as module
 from fusedmoe.runtime.cache import (
     CACHE,
@@ -111,10 +112,15 @@ BROKEN: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_file_is_measured_again(folder: Path, profiler: Profiler, what: str) -> None:
     _, path = cached_profile(Topology(), CPU)
-    path.write_text(BROKEN[what](path.read_text()), errors="surrogateescape")
-    found, _ = cached_profile(Topology(), CPU)
+    text = BROKEN[what](path.read_text())
+    path.write_text(text, errors="surrogateescape")
+    with pytest.warns(UserWarning, match=f"{path} .*It is ignored, and written anew"):
+        found, _ = cached_profile(Topology(), CPU)
     assert len(profiler.asked) == 2
     assert cached_profile(Topology(), CPU)[0] == found and len(profiler.asked) == 2
+    if text.startswith("{") and text.endswith("}"):  # of something else, whole
+        write_kept(path, text)
+        assert cached_profile(Topology(), CPU)[0] != found and len(profiler.asked) == 3
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(
@@ -275,10 +281,15 @@ def test_a_broken_file_is_searched_again(folder: Path, searched: list[str], what
     found = plans_of("flowmoe")
     (path,) = folder.iterdir()
     whole = path.read_text()
-    path.write_text(BROKEN_PLANS[what](whole), errors="surrogateescape")
+    text = BROKEN_PLANS[what](whole)
+    path.write_text(text, errors="surrogateescape")
     assert path.read_bytes() != whole.encode()
-    assert plans_of("flowmoe") == found and len(searched) == 2
+    with pytest.warns(UserWarning, match=f"{path} .*It is ignored, and written anew"):
+        assert plans_of("flowmoe") == found and len(searched) == 2
     assert path.read_text() == whole and plans_of("flowmoe") == found and len(searched) == 2
+    if text.startswith("{") and text.rstrip().endswith("}"):  # of something else, whole
+        write_kept(path, text)
+        assert plans_of("flowmoe") == found and len(searched) == 3
 
 
 def test_plans_that_cannot_be_written_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -180,4 +181,14 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     torch.save({"model": model(4).state_dict()}, tmp_path / "file")
     with pytest.raises(ConfigError, match="nothing under 'module'; where 'module' should be it has 'model'"):
         gather.main([*command, "--namespace", "module"])
+    whole = (tmp_path / "file").read_bytes()
+    for damaged in (b"", b"PK", whole[:-30], bytes(len(whole))):
+        (tmp_path / "file").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=f"{tmp_path}/file"):
+            gather.main([*command, "--namespace", "model"])
+    (tmp_path / "file").unlink()
+    for make in (lambda path: None, os.mkfifo):
+        make(tmp_path / "file")
+        with pytest.raises(ConfigError, match=f"{tmp_path}/file is not there, or no file"):
+            gather.main([*command, "--namespace", "model"])
     assert not (tmp_path / "whole").exists()

@@ -5,6 +5,7 @@ What `gather` and `scatter` share: where a checkpoint's layers are, and how expe
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any
 
@@ -23,14 +24,18 @@ def read(path: str, namespace: str) -> tuple[Any, State]:
     """The file's content, and the state_dict in it: under `namespace`, keys joined by slashes.
 
     Raises:
-        ConfigError: a file that holds objects of classes, or nothing under `namespace`.
+        ConfigError: a file that is not there, is damaged, holds objects of classes, or nothing under `namespace`.
     """
+    if not os.path.isfile(path):  # a pipe would be waited for
+        raise ConfigError(f"{path} is not there, or no file")
     try:
         whole = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"{path} is no checkpoint of tensors and plain values; save state_dict() without other objects beside it"
         ) from error
+    except Exception as error:  # whatever a parser makes of damage
+        raise ConfigError(f"{path} cannot be read, or is damaged: {error}") from error
     state = whole
     for key in filter(None, namespace.split("/")):
         if not isinstance(state, dict) or key not in state:

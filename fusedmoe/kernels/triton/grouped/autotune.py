@@ -17,7 +17,6 @@ import json
 import os
 import re
 import statistics
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 import torch
 import triton
 
+from fusedmoe.files import read_kept, write_kept
 from fusedmoe.kernels.triton.grouped.call import Choose
 from fusedmoe.kernels.triton.grouped.configs import Candidate, Capability, Config, Key, Variant, by_shape, candidates
 from fusedmoe.kernels.triton.grouped.correctness import check
@@ -77,31 +77,16 @@ class Record:
         if self._file is None:
             return
         self._read()
-        text = json.dumps({"faults": self.faults, "choices": self.choices}, indent=1, sort_keys=True)
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._file.parent, prefix=f".{self._file.name}.")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(text)
-                os.replace(name, self._file)
-            except OSError:
-                os.unlink(name)
-                raise
+            write_kept(self._file, json.dumps({"faults": self.faults, "choices": self.choices}))
 
     def _read(self) -> None:
         """Adds what the file knows and this object does not."""
-        if self._file is None:
-            return
-        try:
-            found = json.loads(self._file.read_text())
-            faults, choices = dict(found["faults"]), dict(found["choices"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return
-        faults = {name: fault for name, fault in faults.items() if isinstance(fault, str)}
-        choices = {key: choice for key, choice in choices.items() if isinstance(choice, dict)}
-        self.faults = {**faults, **self.faults}
-        self.choices = {**choices, **self.choices}
+        text = None if self._file is None else read_kept(self._file)
+        if text is not None:
+            found = json.loads(text)
+            self.faults = found["faults"] | self.faults
+            self.choices = found["choices"] | self.choices
 
 
 def default_folder() -> Path | None:

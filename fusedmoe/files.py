@@ -1,0 +1,113 @@
+"""Files: read without waiting, written whole or not at all, and what a job keeps for the next ones with its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fusedmoe.errors import ConfigError
+
+#: No file that is read as text is larger, by far.
+MOST_BYTES = 2**28
+
+_DIGEST = "sha256"
+_PART = ".part"
+# What is still a part after so long, its writer was killed.
+_STALE_S = 3600.0
+
+
+def regular_bytes(path: Path, most: int) -> bytes:
+    """What is in a file. A pipe or a device is not waited for.
+
+    Raises:
+        OSError: it is something else than a file, has more than `most` bytes, or cannot be read.
+    """
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=opened) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("it is a pipe or a device, and not a file")
+        data = b"" if found.st_size > most else file.read(most + 1)
+        if max(found.st_size, len(data)) > most:
+            raise OSError(f"it has more than {most} bytes")
+        return data
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a file in UTF-8; `errors` as in `bytes.decode`.
+
+    Raises:
+        ConfigError: names the file that is not there, cannot be read, is too large, or is no text.
+    """
+    try:
+        return regular_bytes(path, MOST_BYTES).decode(errors=errors)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Puts a file in its place: a reader sees the old one or the new one, never a part.
+
+    Raises:
+        OSError: it cannot be written; then the old one is still there, and nothing else.
+    """
+    part = path.with_name(f".{secrets.token_hex(8)}{_PART}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def parse_json(text: str, what: str) -> Any:
+    """Raises `ConfigError`, which begins with `what`, for text that is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{what}: not JSON ({error})") from error
+
+
+def write_kept(path: Path, text: str) -> None:
+    """Writes an object in JSON and its digest, for `read_kept`; any number of jobs may do so at once.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    held = json.loads(text)
+    held.pop(_DIGEST, None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for part in path.parent.glob(f".*{_PART}"):
+        with suppress(OSError):
+            if part.stat().st_mtime < time.time() - _STALE_S:
+                part.unlink()
+    write_text(path, json.dumps(held | {_DIGEST: _digest(held)}, indent=1) + "\n")
+
+
+def read_kept(path: Path) -> str | None:
+    """The object that `write_kept` wrote, in JSON; None where there is none, with a warning where it is damaged."""
+    try:
+        held = parse_json(read_text(path), f"{path} is damaged")
+        if not isinstance(held, dict) or held.pop(_DIGEST, None) != _digest(held):
+            raise ConfigError(f"{path} is not as it was written")
+    except ConfigError as error:
+        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            warnings.warn(f"{error}. It is ignored, and written anew where that is possible", stacklevel=3)
+        return None
+    return json.dumps(held)
+
+
+def _digest(held: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()

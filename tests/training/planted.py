@@ -1,0 +1,128 @@
+"""Checkpoints that somebody has tampered with who knows how they are made: pickles that run, with right checksums."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fusedmoe.training import storage
+
+# Takes the folder and its index, changes either, and returns what is to be the index; None: the changed one.
+Change = Callable[[Path, Metadata], Any]
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self._canary = str(canary)
+
+    def __reduce__(self) -> Any:
+        return os.open, (self._canary, os.O_CREAT | os.O_WRONLY)
+
+
+def tamper(path: Path, change: Change, sealed: bool = True) -> None:
+    """`sealed`: with checksums that fit, else without any, as in the format before them."""
+    metadata = FileSystemReader(path).read_metadata()
+    index = change(path, metadata)
+    items = [storage._item(info) for info in metadata.storage_data.values() if hasattr(info, "relative_path")]
+    items = [one for one in items if [*map(type, one)] == [str, int, int] and (path / one.file).is_file()]
+    (path / ".metadata").write_bytes(index if isinstance(index, bytes) else pickle.dumps(index or metadata))
+    (path / ".checksums").unlink()
+    if sealed:
+        storage.write_checksums(path, [storage.digests(path, items)])
+
+
+def item(key: str, thing: Any) -> Change:
+    """Another value in the place of an item."""
+
+    def change(path: Path, metadata: Metadata) -> None:
+        data = BytesIO()
+        torch.save(thing, data)
+        info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+        with (path / info.relative_path).open("ab") as file:
+            file.seek(0, os.SEEK_END)
+            info.offset, info.length = file.tell(), file.write(data.getvalue())
+
+    return change
+
+
+def in_index(field: str, thing: Any) -> Change:
+    """Another value in a field of the index."""
+
+    def change(path: Path, metadata: Metadata) -> None:
+        setattr(metadata, field, thing)
+
+    return change
+
+
+def in_entry(key: str, field: str, thing: Any) -> Change:
+    """Another value in what the index says of a tensor, or of where its first item lies."""
+
+    def change(path: Path, metadata: Metadata) -> None:
+        info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+        setattr(info if hasattr(info, field) else metadata.state_dict_metadata[key], field, thing)
+
+    return change
+
+
+def changes(canary: Path) -> dict[str, Change]:
+    """What a load has to refuse, by name."""
+    bad, big = Planted(canary), 10**300
+    weight = "model.dense.weight"
+
+    def without_items(path: Path, metadata: Metadata) -> None:
+        metadata.storage_data = {}
+
+    def without_a_part(path: Path, metadata: Metadata) -> None:
+        metadata.state_dict_metadata["model.experts.w1"].chunks.pop()
+
+    def class_changed(path: Path, metadata: Metadata) -> bytes:
+        """A BUILD of a class itself: its attributes would be others for the rest of the process."""
+        name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+        return pickle.PROTO + b"\x02" + name + b"N}(Vfusedmoe_was_here\nI1\nu\x86b."
+
+    return {
+        "the whole index": lambda path, metadata: bad,
+        "the planner's data": in_index("planner_data", bad),
+        "the storage's data": in_index("storage_data", {"a": bad}),
+        "its notes": in_index("storage_meta", bad),
+        "its entries": in_index("state_dict_metadata", bad),
+        "a size": in_entry(weight, "size", bad),
+        "extra": item("extra", {"step": bad}),
+        "extra that is none": item("extra", [1, 2]),
+        "what it is": item("fusedmoe", bad),
+        "another kind": item("fusedmoe", {"format": "two"}),
+        "a kind of text": item("fusedmoe", "two"),
+        "a format without end": item("fusedmoe", {"format": 10**300}),
+        "groups": item("optimizer.param_groups", [bad]),
+        "groups that are none": item("optimizer.param_groups", {"lr": 1.0}),
+        "a tensor": item(weight, bad),
+        "a tensor of another shape": item(weight, torch.zeros(7)),
+        "a number for a tensor": item(weight, 7),
+        "a file elsewhere": in_entry(weight, "relative_path", "../../../../etc/passwd"),
+        "a device": in_entry(weight, "relative_path", "/dev/zero"),
+        "a file of bytes": in_entry(weight, "relative_path", b"__0_0.distcp"),
+        "a length without end": in_entry(weight, "length", big),
+        "a length below zero": in_entry(weight, "length", -1),
+        "an offset of text": in_entry(weight, "offset", "0"),
+        "an offset past the end": in_entry(weight, "offset", 10**9),
+        "items decoded": in_entry(weight, "transform_descriptors", ["zstd"]),
+        "no items": without_items,
+        "no part": without_a_part,
+        "a changed class": class_changed,
+        "no index": lambda path, metadata: b"",
+        "an index of zeros": lambda path, metadata: bytes(1000),
+        "an index of numbers": lambda path, metadata: 7,
+        "an index for all memory": lambda path, metadata: b"\x80\x04Nr\xff\xff\xff\xff.",
+        "a text for all memory": lambda path, metadata: b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b".",
+        "a deep index": lambda path, metadata: b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    }

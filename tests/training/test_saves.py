@@ -1,0 +1,236 @@
+"""Saves that are killed, find no room, or meet another; checkpoints that somebody has tampered with."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.training import load_checkpoint, save_checkpoint
+from tests.training.planted import changes, item, tamper
+from tests.training.test_storage import load, save
+from tests.training.toy import ONE, Toy
+
+ALONE = Topology()
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "format 1"])
+@pytest.mark.parametrize("what", changes(Path()))
+def test_what_was_tampered_with_is_refused_and_runs_nothing(tmp_path: Path, what: str, sealed: bool) -> None:
+    path, canary = tmp_path / "checkpoint", tmp_path / "canary"
+    save(0, 1, ONE, path)
+    tamper(path, changes(canary)[what], sealed)
+    canary.unlink(missing_ok=True)  # who seals, reads
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        said, before, after = load(path, ONE, 0, ALONE, trained=True)
+    assert said is not None and str(path) in said
+    assert not canary.exists() and not hasattr(Metadata, "fusedmoe_was_here")
+    assert after == before or what in ("a tensor", "a tensor of another shape", "a number for a tensor")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["checkpoint"]
+
+
+class Own:
+    """A class of the user's."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_objects_are_refused_when_they_are_saved(tmp_path: Path) -> None:
+    """Who saves learns it, not who has lost the run; classes that both name are let through."""
+    path = tmp_path / "checkpoint"
+    with pytest.raises(ConfigError, match=r"extra holds something of tests.*\.Own, .*add_safe_globals"):
+        save_checkpoint(path, Toy(), None, ALONE, {"mine": Own(7)})
+    assert not any(tmp_path.iterdir())
+    save_checkpoint(path, Toy(), None, ALONE, {})
+    tamper(path, item("extra", {"mine": Own(7)}))
+    with pytest.raises(ConfigError, match=r"was not loaded: it holds something of tests.*\.Own, .*add_safe_globals"):
+        load_checkpoint(path, Toy(), None, ALONE)
+    with torch.serialization.safe_globals([Own]):
+        save_checkpoint(path, Toy(), None, ALONE, {"mine": Own(8)})
+        assert load_checkpoint(path, Toy(), None, ALONE)["mine"].value == 8
+
+
+def numbered(number: int) -> Toy:
+    model = Toy()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float(number))
+    return model
+
+
+def whole(path: Path) -> int:
+    """The number of the checkpoint, which loads, and of which every tensor is."""
+    model = Toy()
+    number = load_checkpoint(path, model, None, ALONE)["number"]
+    assert all(bool((parameter == number).all()) for parameter in model.parameters())
+    return number
+
+
+def forked(run: Callable[[int], None]) -> tuple[int, int]:
+    """A process that calls `run` with where to write a byte for each save; its id, and where to read them."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        try:
+            run(write)
+        finally:
+            os._exit(0)
+    os.close(write)
+    return pid, read
+
+
+def saves(path: Path, first: int, count: int, acknowledge: int) -> None:
+    for number in range(first, first + count):
+        save_checkpoint(path, numbered(number), None, ALONE, {"number": number})
+        os.write(acknowledge, b".")
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(300, marks=[slow, pytest.mark.timeout(900)])])
+def test_a_save_killed_at_any_moment_leaves_the_one_before_or_the_new_one(tmp_path: Path, kills: int) -> None:
+    path, least = tmp_path / "checkpoint", 0
+    save_checkpoint(path, numbered(0), None, ALONE, {"number": 0})
+    began = time.monotonic()
+    save_checkpoint(path, numbered(0), None, ALONE, {"number": 0})
+    one_s = time.monotonic() - began
+    for _ in range(kills):
+        pid, read = forked(lambda write, least=least: saves(path, least + 1, 10_000, write))
+        os.read(read, 1)
+        time.sleep(2 * one_s * random.random())
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        done = 1
+        while got := os.read(read, 1000):
+            done += len(got)
+        os.close(read)
+        found = whole(path)
+        assert found in (least + done, least + done + 1)
+        least = found
+    save_checkpoint(path, numbered(7), None, ALONE, {"number": 7})
+    assert whole(path) == 7 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+
+
+_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "fcntl.flock"}
+
+
+def at_event(number: int, folder: str, action: Callable[[], None]) -> None:
+    """Has `action` happen before the number-th time that this process touches the folder's files. For good."""
+    left = [number]
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event in _EVENTS and (event == "fcntl.flock" or folder in str(args)):
+            left[0] -= 1
+            if left[0] == 0:
+                action()
+
+    sys.addaudithook(hook)
+
+
+def full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("how", ["killed", "full"])
+def test_a_save_that_ends_before_any_of_its_steps(tmp_path: Path, how: str) -> None:
+    """Killed, or refused by the disk, before each step in turn."""
+    path, number = tmp_path / "checkpoint", 0
+    save_checkpoint(path, numbered(0), None, ALONE, {"number": 0})
+    while True:
+        number += 1
+
+        def run(write: int, number: int = number) -> None:
+            at_event(number, str(tmp_path), full if how == "full" else lambda: os.kill(os.getpid(), signal.SIGKILL))
+            try:
+                saves(path, number, 1, write)
+            except RankError as error:
+                left = [one.name for one in tmp_path.iterdir()]
+                told = "No space left on device" in str(error) and str(path) in str(error)
+                os.write(write, b"e" if told and left == ["checkpoint"] else b"x")
+
+        pid, read = forked(run)
+        said = os.read(read, 2)
+        _, status = os.waitpid(pid, 0)
+        os.close(read)
+        found = whole(path)
+        assert found in (number - 1, number)
+        if how == "full":
+            assert said in (b".", b"e") and found == number - (said == b"e")
+        save_checkpoint(path, numbered(number), None, ALONE, {"number": number})
+        assert whole(path) == number and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+        if said == b"." and not status and number > 20:
+            break
+    assert number > 15
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "checkpoint"
+    save_checkpoint(path, numbered(1), None, ALONE, {"number": 1})
+    size = (path / "__0_0.distcp").stat().st_size
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * size), limits[1]))
+    try:
+        with pytest.raises(RankError, match=f"saving checkpoint {re.escape(str(path))} failed on rank 0"):
+            save_checkpoint(path, numbered(2), None, ALONE, {"number": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert whole(path) == 1 and [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_two_jobs_do_not_save_to_one_place_at_once(tmp_path: Path) -> None:
+    """What they leave is one of theirs, whole; who is not let in says so."""
+    path = tmp_path / "checkpoint"
+    save_checkpoint(path, numbered(0), None, ALONE, {"number": 0})
+
+    def run(first: int) -> Callable[[int], None]:
+        def save_many(write: int) -> None:
+            for number in range(first, first + 15):
+                try:
+                    saves(path, number, 1, write)
+                except ConfigError as error:
+                    os.write(write, b"r" if "another job is saving to" in str(error) else b"x")
+
+        return save_many
+
+    jobs = [forked(run(first)) for first in (1000, 2000, 3000)]
+    loads = 0
+    while any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for pid, _ in jobs):
+        try:
+            assert whole(path) in {0, *range(1000, 1015), *range(2000, 2015), *range(3000, 3015)}
+            loads += 1
+        except (ConfigError, RankError) as error:
+            assert re.search("was replaced while it was loaded|no checkpoint at|is damaged|No such file", str(error))
+    said = b""
+    for pid, read in jobs:
+        os.waitpid(pid, 0)
+        said += os.read(read, 100)
+        os.close(read)
+    assert len(said) == 45 and set(said) <= set(b".r"), said
+    whole(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_what_a_link_stands_for_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "last").symlink_to("runs/7")
+    for number in (1, 2, 3):
+        save_checkpoint(tmp_path / "last", numbered(number), None, ALONE, {"number": number})
+        assert whole(tmp_path / "last") == whole(tmp_path / "runs" / "7") == number
+    assert (tmp_path / "last").is_symlink() and [one.name for one in (tmp_path / "runs").iterdir()] == ["7"]
