@@ -72,14 +72,15 @@ def _broken(group: Group, operation: str, reason: str) -> RankError:
     me, board = group.job.rank, group.board
     others = tuple(rank for rank in group.ranks if rank != me)
     deadline, dead = time.monotonic() + _EXIT_S, board.gone(others)
-    while (verdict := board.read()) is None and not dead and time.monotonic() < deadline:
+    while (said := board.read()) is None and not dead and time.monotonic() < deadline:
         time.sleep(0.02)
         dead = board.gone(others)
+    verdict: object = said
     if verdict is None and dead:
         verdict = board.post(dead[0], operation, "its process ended (an error, killed, or out of memory); see its log")
     elif verdict is None:
         lost = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error"
-        verdict = board.post(me, operation, f"{lost} ({reason})")
+        verdict = board.blame(me, operation, f"{lost} ({reason})")
     return RankError(f"rank {me}: {operation} over the {group} ended because {verdict}")
 
 
@@ -96,7 +97,7 @@ def _late(group: Group, operation: str) -> RankError:
         "of a group must call the same collectives in the same order; if one is slow, give Topology a larger timeout_s."
     )
     culprits = [*absent, *elsewhere, me]
-    return RankError(f"rank {me}: {here} ended because {board.post(culprits[0], operation, message)}")
+    return RankError(f"rank {me}: {here} ended because {board.blame(culprits[0], operation, message)}")
 
 
 def all_to_all_rows(
