@@ -113,6 +113,22 @@ class Board:
         """`post` of this rank's own failure."""
         return self.post(self._rank, operation, message)
 
+    def refuse(self, operation: str, message: str, heard_by: int) -> None:
+        """Notes why this rank takes no part in what `heard_by` ranks do together, and hear of from that.
+
+        Where these are all of the job's it is over once they have raised it. Else it is a verdict for the rest.
+        """
+        own = Verdict(self._rank, operation, message)
+        key = f"refusal/{self._rank}"
+        self._ask(lambda store: (store.set(key, json.dumps(asdict(own))), store.get(key)))  # it is there from now on
+        if heard_by < dist.get_world_size():
+            self.post_own(operation, message)
+
+    def refusal(self, rank: int) -> Verdict:
+        """The last that a rank noted."""
+        noted = self._ask(partial(_values, keys=[f"refusal/{rank}"]))
+        return Verdict(**json.loads(noted[0])) if noted else Verdict(rank, "something", "see its log")
+
     def read(self, wait_s: float = 0.0) -> Verdict | None:
         """The standing verdict, or None; looks again until `wait_s` seconds have passed."""
         deadline = time.monotonic() + wait_s

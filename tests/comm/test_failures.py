@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce
-from fusedmoe.comm.failure import Board
+from fusedmoe.comm.failure import LOOK_S, Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.uncaught import tell_others_of_uncaught
+from fusedmoe.errors import RankError
 from fusedmoe.layers.expert_networks import Custom
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
@@ -210,6 +212,56 @@ def test_topologies(cluster: Cluster) -> None:
         match = rf"rank {rank} has ep=., .* rank {other} has ep=.*Pass the same on every rank"
         assert re.search(match, outcome.error[1]), outcome.error
     check(cluster, 3, "making the topology ended because .* did not come within 1 s", missing_at_the_start)
+
+
+def goes_on(rank: int, world: int, culprit: int, ep: int, esp: int) -> None:
+    """Batches that one rank refuses, and that every rank catches, change nothing about those that follow."""
+    topology = Topology.from_sizes(ep, esp, esp)
+    expert = linear if esp == 1 else lambda dim, shard, shards: linear(dim)
+    layer = make(topology, expert)
+    good = torch.ones(5, M)
+    for batch, text in ((good[:, 1:], r"shape \[5, 7\]"), (good * math.nan, "NaN"), (good[:, 2:], r"shape \[5, 6\]")):
+        others = "" if rank == culprit else f"ended because rank {culprit} failed in the check of the layer's input: "
+        with pytest.raises(RankError, match=f"^rank {rank}: {others}.*{text}"):
+            layer(batch if rank == culprit else good)
+        assert layer(good).shape == good.shape
+    if rank == culprit:
+        time.sleep(3 * LOOK_S)  # the others look at the board
+    for later in (layer, make(Topology.from_sizes(ep, esp, esp), expert)):
+        assert later(good).isfinite().all()
+    assert topology.world.board.read() is None
+
+
+@pytest.mark.parametrize(("world", "ep", "esp"), [(2, 2, 1), (2, 1, 2), (4, 2, 2)])
+def test_what_all_have_raised_is_over(cluster: Cluster, world: int, ep: int, esp: int) -> None:
+    cluster.run(world, goes_on, random.randrange(world), ep, esp)
+
+
+def without_an_exchange(rank: int, world: int, culprit: int) -> None:
+    layer = make(Topology.from_sizes(mp=2))
+    for width, text in ((7, r"shape \[5, 7\]"), (M, f"equal tokens .* on rank {culprit}"), (6, r"shape \[5, 6\]")):
+        batch = torch.ones(6 if width == M else 5, width) if rank == culprit else torch.ones(5, M)
+        others = "" if rank == culprit or width == M else f"ended because rank {culprit} failed in the check of .*: "
+        with pytest.raises(RankError, match=f"^rank {rank}: {others}.*{text}"):
+            layer(batch)
+        assert layer(torch.ones(5, M)).isfinite().all()
+    assert layer.topology.world.board.read() is None
+
+
+def test_what_all_have_raised_where_nothing_is_exchanged(cluster: Cluster) -> None:
+    cluster.run(2, without_an_exchange, random.randrange(2))
+
+
+def refused_by_one_replica(rank: int, world: int, culprit: int) -> None:
+    """The other replica hears of it where it waits for gradients."""
+    topology = Topology.from_sizes(2)
+    layer = make(topology)
+    layer(torch.full((5, M), math.nan if rank == culprit else 1.0))
+    all_reduce(topology.dp, torch.ones(1))
+
+
+def test_what_some_have_not_heard_is_told_to_them(cluster: Cluster) -> None:
+    check(cluster, 2, "rank 2 failed in the check of .*: 40 of 40 router logits are NaN", refused_by_one_replica)
 
 
 def lost_store(*_: object) -> None:
