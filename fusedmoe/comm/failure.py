@@ -120,7 +120,12 @@ class Board:
         """
         own = Verdict(self._rank, operation, message)
         key = f"refusal/{self._rank}"
-        self._ask(lambda store: (store.set(key, json.dumps(asdict(own))), store.get(key)))  # it is there from now on
+
+        def note(store: dist.Store) -> None:
+            store.set(key, json.dumps(asdict(own)))
+            store.get(key)  # an answer: it is there from now on
+
+        self._ask(note)
         if heard_by < dist.get_world_size():
             self.post_own(operation, message)
 

@@ -156,14 +156,14 @@ class InputChecks:
         found = all_gather_rows(mp, own_12, [1] * mp.size, "exchange of counts").tolist()
         if found == [own] * mp.size and refusal is None:
             return x_SM, None
-        culprit = next((rank for rank, other in zip(mp.ranks, found, strict=True) if other == [-1, 0]), None)
-        if culprit is None:
+        culprits = [rank for rank, other in zip(mp.ranks, found, strict=True) if other == [-1, 0]]
+        if not culprits:
             held = (f"{n} of {8 * size} bits on rank {rank}" for rank, (n, size) in zip(mp.ranks, found, strict=True))
             refusal = f"mp_input={mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
+            if ends_here:
+                mp.board.refuse(CHECK, refusal, mp.size)
         if ends_here:
-            if culprit is None:
-                mp.board.refuse(CHECK, str(refusal), mp.size)
-            raise RankError(f"rank {topology.rank}: {refusal or f'ended because {mp.board.refusal(culprit)}'}")
+            raise RankError(f"rank {topology.rank}: {refusal or f'ended because {mp.board.refusal(culprits[0])}'}")
         return x_SM[:0], refusal
 
     def refuse(self, refusal: str | None) -> None:
