@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -43,6 +43,22 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed in {self.operation}: {self.message}"
+
+
+class Note(NamedTuple):
+    """What a rank waits for; two looks at a rank that goes on waiting find two marks."""
+
+    what: str
+    mark: int
+
+
+# How long a rank may wait without renewing its note: a few looks.
+RENEWED_S = 1.0
+
+
+def stopped(earlier: dict[int, Note], now: dict[int, Note]) -> list[int]:
+    """Who has not renewed a note: that process, or its host, has stopped while it was waiting."""
+    return [rank for rank, note in now.items() if note.what and earlier.get(rank) == note]
 
 
 class Board:
@@ -152,18 +168,20 @@ class Board:
         return [rank for rank, host, pid in known if host == here and not _runs(pid)]
 
     def waits(self, what: str, ranks: Sequence[int] = ()) -> None:
-        """Notes what this rank waits for, with which ranks; "" when it goes on."""
-        self._ask(lambda store: store.set(f"waits/{self._rank}", json.dumps([what, list(ranks)])))
+        """Notes what this rank waits for, with which ranks; at each look again, so that all see it live; "" at last."""
+        note = json.dumps([what, list(ranks), time.monotonic_ns()])  # the last makes each another one
+        self._ask(lambda store: store.set(f"waits/{self._rank}", note))
 
-    def waiting(self, ranks: Iterable[int]) -> dict[int, str]:
+    def waiting(self, ranks: Iterable[int]) -> dict[int, Note]:
         """What `ranks`, this one aside, wait for, and what those wait for that they wait for; "" for none."""
-        found: dict[int, str] = {}
+        found: dict[int, Note] = {}
         queue = list(ranks)
         while queue:
             rank = queue.pop(0)
             if rank not in found and rank != self._rank:
-                note = self._ask(partial(_values, keys=[f"waits/{rank}"]))
-                found[rank], others = json.loads(note[0]) if note else ("", [])
+                noted = self._ask(partial(_values, keys=[f"waits/{rank}"]))
+                what, others, mark = json.loads(noted[0]) if noted else ("", [], 0)
+                found[rank] = Note(what, mark)
                 queue += others
         return found
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.comm.collectives import all_gather_rows, all_reduce
+from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce
 from fusedmoe.comm.failure import LOOK_S, Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.uncaught import tell_others_of_uncaught
@@ -186,6 +186,30 @@ def test_ranks_that_wait_for_each_other(cluster: Cluster) -> None:
         match = rf"rank {rank}: (gathering|adding) .* not all ranks came within 1 s: rank \d waits for"
         assert re.search(match, outcome.error[1]), outcome.error
     assert time.monotonic() - start < SOON_S  # what they began does not keep them either
+
+
+def stops_while_it_waits(rank: int, world: int, culprit: int) -> None:
+    """The others wait for it in what it waited for itself, or in something else."""
+    topology = Topology.from_sizes(2, timeout_s=2.0)
+    pids = all_gather_object(topology.world, os.getpid())
+    board, last = topology.world.board, (culprit + 1) % world
+    if rank == last:
+        while not board.waiting([culprit])[culprit].what:
+            time.sleep(0.01)
+        os.kill(pids[culprit], signal.SIGSTOP)
+    try:
+        if rank == culprit ^ 1:
+            all_reduce(topology.ep, torch.ones(1), operation="adding pairs")
+        all_reduce(topology.world, torch.ones(1), operation="adding")
+    finally:
+        if rank == last:
+            os.kill(pids[culprit], signal.SIGCONT)
+
+
+def test_a_rank_that_stops_while_it_waits(cluster: Cluster) -> None:
+    culprit = random.randrange(4)
+    text = rf"not all ranks came within 2 s: .*rank {culprit} was stopped while it waited for adding over the world"
+    check(cluster, culprit, text, stops_while_it_waits)
 
 
 def different_sizes(rank: int, world: int, culprit: int) -> None:
