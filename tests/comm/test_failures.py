@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
+from fusedmoe.comm import collectives
 from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce
-from fusedmoe.comm.failure import LOOK_S, Board
+from fusedmoe.comm.failure import LOOK_S, RENEWED_S, Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.uncaught import tell_others_of_uncaught
 from fusedmoe.errors import RankError
@@ -188,6 +189,12 @@ def test_ranks_that_wait_for_each_other(cluster: Cluster) -> None:
     assert time.monotonic() - start < SOON_S  # what they began does not keep them either
 
 
+def add_on(topology: Topology) -> None:
+    """A single sum may not need a rank any more that has sent its share."""
+    while True:
+        all_reduce(topology.world, torch.ones(1), operation="adding")
+
+
 def stops_while_it_waits(rank: int, world: int, culprit: int) -> None:
     """The others wait for it in what it waited for itself, or in something else."""
     topology = Topology.from_sizes(2, timeout_s=2.0)
@@ -200,7 +207,7 @@ def stops_while_it_waits(rank: int, world: int, culprit: int) -> None:
     try:
         if rank == culprit ^ 1:
             all_reduce(topology.ep, torch.ones(1), operation="adding pairs")
-        all_reduce(topology.world, torch.ones(1), operation="adding")
+        add_on(topology)
     finally:
         if rank == last:
             os.kill(pids[culprit], signal.SIGCONT)
@@ -210,6 +217,24 @@ def test_a_rank_that_stops_while_it_waits(cluster: Cluster) -> None:
     culprit = random.randrange(4)
     text = rf"not all ranks came within 2 s: .*rank {culprit} was stopped while it waited for adding over the world"
     check(cluster, culprit, text, stops_while_it_waits)
+
+
+def killed_on_another_host(rank: int, world: int, culprit: int) -> None:
+    """Nobody there can be asked for processes; who waits on has been heard of since."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"host {rank}")
+        patch.setattr(collectives, "_EXIT_S", 2 * RENEWED_S)
+        topology = Topology.from_sizes(4)
+        pids = all_gather_object(topology.world, os.getpid())
+        if rank == (culprit + 1) % world:
+            while not topology.world.board.waiting([culprit])[culprit].what:
+                time.sleep(0.01)
+            os.kill(pids[culprit], signal.SIGKILL)
+        add_on(topology)
+
+
+def test_a_rank_that_ends_on_another_host_while_it_waits(cluster: Cluster) -> None:
+    check(cluster, random.randrange(4), "failed in adding: its connection to rank . broke", killed_on_another_host)
 
 
 def different_sizes(rank: int, world: int, culprit: int) -> None:
