@@ -37,7 +37,9 @@ def made_and_dropped(rank: int, world: int) -> None:
         assert sums(topology, rank) == right
         if number % 4 == 0:
             kept.append(topology)
-    assert held() == before
+    after = held()
+    # Fewer, where Gloo has only now closed what an earlier run left.
+    assert all(after[what] <= before[what] for what in before), (after, before)
     assert before["groups"] == 1 + 5  # the job's own; world, ep, esp, mp and dp
 
 
