@@ -11,6 +11,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import TextIOWrapper
 
 from fusedmoe.cli import doctor, loads, plan_command, profile, simulate_command, trace, train
+from fusedmoe.comm.uncaught import tell_others
 from fusedmoe.errors import ConfigError, RankError
 
 # How long other ranks wait for rank 0 to say what is wrong, and for the launcher to end them.
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except RankError as error:
         print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
+        tell_others(error)
         return 1
 
 

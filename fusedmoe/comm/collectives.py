@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.comm.failure import LOOK_S
+from fusedmoe.comm.failure import LOOK_S, RENEWED_S, Note, stopped
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import ConfigError, RankError
 
@@ -43,7 +43,8 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
         # passes. Its own watchdog bounds the operation, by the process group's time-out.
         work.wait()
         return
-    board, deadline, noted = group.board, time.monotonic() + group.job.timeout_s, False
+    board, deadline = group.board, time.monotonic() + group.job.timeout_s
+    noted, earlier = False, None
     while True:
         try:
             work.wait(timedelta(seconds=LOOK_S))
@@ -58,11 +59,12 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
         verdict = board.read()
         if verdict is not None:
             raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
-        if not noted:
-            board.waits(f"{operation} over the {group}", group.ranks)
-            noted = True
-        if time.monotonic() > deadline:
-            raise _late(group, operation)
+        board.waits(f"{operation} over the {group}", group.ranks)
+        noted, now = True, time.monotonic()
+        if earlier is None and now > deadline - RENEWED_S:
+            earlier, deadline = board.waiting(group.ranks), max(deadline, now + RENEWED_S)
+        elif earlier is not None and now > deadline:
+            raise _late(group, operation, earlier)
     if noted:
         board.waits("")
 
@@ -71,32 +73,43 @@ def _broken(group: Group, operation: str, reason: str) -> RankError:
     """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
     me, board = group.job.rank, group.board
     others = tuple(rank for rank in group.ranks if rank != me)
+    here, earlier = f"{operation} over the {group}", None
     deadline, dead = time.monotonic() + _EXIT_S, board.gone(others)
-    while (verdict := board.read()) is None and not dead and time.monotonic() < deadline:
+    while (said := board.read()) is None and not dead and time.monotonic() < deadline:
+        board.waits(here, group.ranks)
+        earlier = earlier or board.waiting(others)
         time.sleep(0.02)
         dead = board.gone(others)
+    verdict: object = said
     if verdict is None and dead:
         verdict = board.post(dead[0], operation, "its process ended (an error, killed, or out of memory); see its log")
     elif verdict is None:
-        lost = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error"
-        verdict = board.post(me, operation, f"{lost} ({reason})")
+        silent = stopped(earlier or {}, board.waiting(others))  # on other hosts: those on this one have been asked
+        lost = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error ({reason})"
+        gone = f"its connection to rank {me} broke, and it waits no more: it ended, or its host; see its log ({reason})"
+        verdict = board.blame(silent[0], operation, gone) if silent else board.blame(me, operation, lost)
     return RankError(f"rank {me}: {operation} over the {group} ended because {verdict}")
 
 
-def _late(group: Group, operation: str) -> RankError:
-    """The error for a wait that lasted too long, with what the others do instead of answering."""
+def _late(group: Group, operation: str, earlier: dict[int, Note]) -> RankError:
+    """The error for a wait that lasted too long, with what the others do instead of answering.
+
+    `earlier`: what they waited for when the time was nearly up.
+    """
     me, here, board = group.job.rank, f"{operation} over the {group}", group.board
-    others = board.waiting(group.ranks)
-    absent = [rank for rank, what in others.items() if not what]
-    elsewhere = {rank: what for rank, what in others.items() if what not in ("", here)}
+    now = board.waiting(group.ranks)
+    silent = stopped(earlier, now)
+    absent = [rank for rank, note in now.items() if not note.what]
+    elsewhere = {rank: note.what for rank, note in now.items() if rank not in silent and note.what not in ("", here)}
     places = [f"rank {rank} is not there" for rank in absent]
+    places += [f"rank {rank} was stopped while it waited for {now[rank].what}" for rank in silent]
     places += [f"rank {rank} waits for {what}" for rank, what in elsewhere.items()]
     message = (
         f"not all ranks came within {group.job.timeout_s:.0f} s: {'; '.join(places) or 'no data arrived'}. Every rank "
         "of a group must call the same collectives in the same order; if one is slow, give Topology a larger timeout_s."
     )
-    culprits = [*absent, *elsewhere, me]
-    return RankError(f"rank {me}: {here} ended because {board.post(culprits[0], operation, message)}")
+    culprits = [*absent, *silent, *elsewhere, me]
+    return RankError(f"rank {me}: {here} ended because {board.blame(culprits[0], operation, message)}")
 
 
 def all_to_all_rows(

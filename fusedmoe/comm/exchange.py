@@ -102,7 +102,7 @@ class Exchange(Part):
         if problem := _wrong(counts_E, dtype, ep.size):
             ep.refuse(CHECK, problem)
         if refusal is not None:
-            ep.board.post(me, CHECK, refusal)
+            ep.board.refuse(CHECK, refusal, ep.size * esp.size)
         # Two more columns are metadata of each rank: how many rows it sends; its number, whether it refuses, dtype.
         note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
         more = [counts_E.sum().expand(ep.size, 1), counts_E.new_full((ep.size, 1), note)]
@@ -115,12 +115,13 @@ class Exchange(Part):
         if refusal is not None:
             raise RankError(f"rank {me}: {refusal}")
         if culprits:
-            raise RankError(f"rank {me}: ended because {ep.board.read(wait_s=2.0) or f'ranks {culprits} refused'}")
+            raise RankError(f"rank {me}: ended because {ep.board.refusal(culprits[0])}")
         dtypes = {note // len(_DTYPES) // 2: _DTYPES[note % len(_DTYPES)] for note in notes}
         if len(set(dtypes.values())) > 1:
             found = ", ".join(f"{dtype} on rank {rank}" for rank, dtype in dtypes.items())
-            verdict = ep.board.post(me, CHECK, f"rows of different dtypes cannot travel together: {found}")
-            raise RankError(f"rank {me}: ended because {verdict}")
+            text = f"rows of different dtypes cannot travel together: {found}"
+            ep.board.refuse(CHECK, text, ep.size * esp.size)
+            raise RankError(f"rank {me}: {CHECK}: {text}")
         self._device = counts_E.device
         self.send_PE, self.come_QPE = ours_PE[:, :-2].cpu().numpy(), all_QPE[..., :-2][..., :held]
         self.most_rows = int(all_QPE[..., -2].max())

@@ -18,15 +18,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+from uuid import uuid4
 
 import torch.distributed as dist
 
+from fusedmoe.comm.store_line import PATIENCE_S, line_to
 from fusedmoe.errors import RankError
 
 T = TypeVar("T")
 
-_PREFIX = "fusedmoe"
+_CURE = "The process was stopped, has ended or cannot be reached: let it go on, or start the job again; see its log"
 # Between two looks at the board. Short enough that a failure is known at once, long enough to cost nothing.
 LOOK_S = 0.25
 
@@ -43,15 +45,32 @@ class Verdict:
         return f"rank {self.rank} failed in {self.operation}: {self.message}"
 
 
+class Note(NamedTuple):
+    """What a rank waits for; two looks at a rank that goes on waiting find two marks."""
+
+    what: str
+    mark: int
+
+
+# How long a rank may wait without renewing its note: a few looks.
+RENEWED_S = 1.0
+
+
+def stopped(earlier: dict[int, Note], now: dict[int, Note]) -> list[int]:
+    """Who has not renewed a note: that process, or its host, has stopped while it was waiting."""
+    return [rank for rank, note in now.items() if note.what and earlier.get(rank) == note]
+
+
 class Board:
     """The failure board of a job, kept in the store that `torch.distributed` was initialised with."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store = dist.PrefixStore(_PREFIX, store)
+        self._line = line_to(store)
+        self._store = store  # its host may be this process
+        self._prefix = ""
         self._rank = rank
         # Asked for when the ranks meet: the store may be gone when it is needed.
         self._processes: dict[int, tuple[str, int]] = {}
-        self._lost = False
 
     def meet(
         self,
@@ -69,52 +88,76 @@ class Board:
         Raises:
             RankError: some rank failed, or did not come in time.
         """
-        try:
-            brought = [json.loads(entry) for entry in self._meet(ranks, facts, timeout_s, operation, cure)]
-        except dist.DistError as error:
-            reason = f"the job's store does not answer ({error}); see the log of the rank or agent that hosts it"
-            raise RankError(f"rank {self._rank}: {operation}: {reason}") from error
-        self._processes |= {rank: (host, pid) for rank, (host, pid, _) in zip(ranks, brought, strict=True)}
-        return [own for _, _, own in brought]
-
-    def _meet(self, ranks: Sequence[int], facts: object, timeout_s: float, operation: str, cure: str) -> list[bytes]:
         place = hashlib.sha1(repr(tuple(ranks)).encode()).hexdigest()
-        number = self._store.add(f"meetings/{place}/{self._rank}", 1)  # some may have been with others more often
-        key_of = {rank: f"meeting/{place}/{number}/{rank}" for rank in ranks}
-        keys = list(key_of.values())
-        self._store.set(key_of[self._rank], json.dumps([socket.gethostname(), os.getpid(), facts]))
+        own = json.dumps([socket.gethostname(), os.getpid(), facts])
+
+        def come(store: dist.Store) -> dict[int, str]:
+            number = store.add(f"meetings/{place}/{self._rank}", 1)  # some may have been with others more often
+            keys = {rank: f"meeting/{place}/{number}/{rank}" for rank in ranks}
+            store.set(keys[self._rank], own)
+            return keys
+
         deadline, pause = time.monotonic() + timeout_s, 0.005
-        while not self._store.check(keys):  # its own wait would warn at each time-out
+        keys = self._ask(come, timeout_s) or {}
+        everyone = partial(_values, keys=list(keys.values()))
+        while (there := self._ask(everyone) if keys else None) is None:
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
-            verdict = self.read()
-            if verdict is None and time.monotonic() > deadline:
-                missing = [rank for rank in ranks if not self._store.check([key_of[rank]])]
+            said: Verdict | str | None = self.read()
+            if said is None and (self._line.broke or time.monotonic() > deadline):
+                missing = [rank for rank, key in keys.items() if not self._ask(partial(_values, keys=[key]))]
                 text = f"did not come within {timeout_s:.0f} s; see its log, or {cure}"
-                verdict = self.post((missing or [self._rank])[0], operation, text)
-            if verdict is not None:
-                raise RankError(f"rank {self._rank}: {operation} ended because {verdict}")
-        entries: list[bytes] = self._store.multi_get(keys)
-        return entries
+                said = self.blame((missing or [self._rank])[0], operation, text)
+            if said is not None:
+                raise RankError(f"rank {self._rank}: {operation} ended because {said}")
+        brought = [json.loads(entry) for entry in there]
+        self._processes |= {rank: (host, pid) for rank, (host, pid, _) in zip(ranks, brought, strict=True)}
+        return [facts for _, _, facts in brought]
 
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""
         own = Verdict(rank, operation, message)
-        standing = self._ask(lambda: self._store.compare_set("verdict", "", json.dumps(asdict(own))))
+        standing = self._ask(lambda store: store.compare_set("verdict", "", json.dumps(asdict(own))))
         return own if standing is None else Verdict(**json.loads(standing))
+
+    def blame(self, rank: int, operation: str, message: str) -> str:
+        """`post` of another rank, which did not come. It names who hosts the store where that does not answer."""
+        said = self.post(rank, operation, message)
+        return f"{_host()}: {self._line.trouble}. {_CURE}" if self._line.trouble else str(said)
 
     def post_own(self, operation: str, message: str) -> Verdict:
         """`post` of this rank's own failure."""
         return self.post(self._rank, operation, message)
 
+    def refuse(self, operation: str, message: str, heard_by: int) -> None:
+        """Notes why this rank takes no part in what `heard_by` ranks do together, and hear of from that.
+
+        Where these are all of the job's it is over once they have raised it. Else it is a verdict for the rest.
+        """
+        own = Verdict(self._rank, operation, message)
+        key = f"refusal/{self._rank}"
+
+        def note(store: dist.Store) -> None:
+            store.set(key, json.dumps(asdict(own)))
+            store.get(key)  # an answer: it is there from now on
+
+        self._ask(note)
+        if heard_by < dist.get_world_size():
+            self.post_own(operation, message)
+
+    def refusal(self, rank: int) -> Verdict:
+        """The last that a rank noted."""
+        noted = self._ask(partial(_values, keys=[f"refusal/{rank}"]))
+        return Verdict(**json.loads(noted[0])) if noted else Verdict(rank, "something", "see its log")
+
     def read(self, wait_s: float = 0.0) -> Verdict | None:
         """The standing verdict, or None; looks again until `wait_s` seconds have passed."""
         deadline = time.monotonic() + wait_s
         while True:
-            if self._ask(lambda: self._store.check(["verdict"])):
-                standing = self._ask(lambda: self._store.get("verdict"))
-                return None if standing is None else Verdict(**json.loads(standing))
-            if self._lost or time.monotonic() >= deadline:
+            standing = self._ask(partial(_values, keys=["verdict"]))
+            if standing is not None:
+                return Verdict(**json.loads(standing[0]))
+            if self._line.trouble or time.monotonic() >= deadline:
                 return None
             time.sleep(0.02)
 
@@ -125,33 +168,47 @@ class Board:
         return [rank for rank, host, pid in known if host == here and not _runs(pid)]
 
     def waits(self, what: str, ranks: Sequence[int] = ()) -> None:
-        """Notes what this rank waits for, with which ranks; "" when it goes on."""
-        self._ask(lambda: self._store.set(f"waits/{self._rank}", json.dumps([what, list(ranks)])))
+        """Notes what this rank waits for, with which ranks; at each look again, so that all see it live; "" at last."""
+        note = json.dumps([what, list(ranks), time.monotonic_ns()])  # the last makes each another one
+        self._ask(lambda store: store.set(f"waits/{self._rank}", note))
 
-    def waiting(self, ranks: Iterable[int]) -> dict[int, str]:
+    def waiting(self, ranks: Iterable[int]) -> dict[int, Note]:
         """What `ranks`, this one aside, wait for, and what those wait for that they wait for; "" for none."""
-        found: dict[int, str] = {}
+        found: dict[int, Note] = {}
         queue = list(ranks)
         while queue:
             rank = queue.pop(0)
             if rank not in found and rank != self._rank:
-                note = self._ask(partial(self._get, f"waits/{rank}"))
-                found[rank], others = json.loads(note) if note else ("", [])
+                noted = self._ask(partial(_values, keys=[f"waits/{rank}"]))
+                what, others, mark = json.loads(noted[0]) if noted else ("", [], 0)
+                found[rank] = Note(what, mark)
                 queue += others
         return found
 
-    def _get(self, key: str) -> str:
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def _ask(self, question: Callable[[dist.Store], T], patience_s: float = PATIENCE_S) -> T | None:
+        """What the store answers; None if it does not in time."""
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
-        """The store's answer; None if it went with the rank that hosted it, which is asked no more: that is noisy."""
-        if self._lost:
-            return None
-        try:
-            return question()
-        except dist.DistError:
-            self._lost = True
-            return None
+        def in_own_place(line: dist.Store) -> T:
+            if not self._prefix:  # all ranks get that of the first; what the line leads to may serve other jobs, too
+                name = self._store.compare_set("fusedmoe", "", uuid4().hex)
+                self._prefix = name.decode()
+            return question(dist.PrefixStore(self._prefix, line))
+
+        return self._line.ask(in_own_place, patience_s)
+
+
+def _values(store: dist.Store, keys: list[str]) -> list[bytes] | None:
+    """What the store has under all of these keys; None, at once, where one of them is missing."""
+    if not store.check(keys):  # its own wait would warn at each time-out
+        return None
+    values: list[bytes] = store.multi_get(keys)
+    return values
+
+
+def _host() -> str:
+    """Who hosts the job's store, and that this failed."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return f"{'torchrun on the host of rank 0' if agent else 'rank 0'} failed in hosting the job's store"
 
 
 def _runs(pid: int) -> bool:

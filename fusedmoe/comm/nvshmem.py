@@ -412,14 +412,15 @@ class Nvshmem:
         if time.monotonic() > deadline:
             patience = f"{group.job.timeout_s:.0f} s"
             cure = "see the logs of the other ranks, or give Topology a larger timeout_s"
-            raise self._error(operation, f"it did not end within {patience}; {cure}")
+            raise self._error(operation, f"it did not end within {patience}; {cure}", late=True)
 
-    def _error(self, operation: str, message: str, rank: int | None = None) -> RankError:
-        """The error of this rank, or of another, which all are told."""
+    def _error(self, operation: str, message: str, rank: int | None = None, late: bool = False) -> RankError:
+        """The error of this rank, or of another, which all are told. `late`: of one that waited too long."""
         group = self.group
         if group.handle is None:
             return RankError(f"rank {group.job.rank}: {operation}: {message}")
-        verdict = group.board.post(group.job.rank if rank is None else rank, operation, message)
+        tell = group.board.blame if late else group.board.post
+        verdict = tell(group.job.rank if rank is None else rank, operation, message)
         return RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
 
 

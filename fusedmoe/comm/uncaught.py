@@ -1,7 +1,15 @@
-"""An exception that nobody catches is told to the other ranks at once, however long its process takes to end."""
+"""An exception that nobody catches is told to the other ranks at once, and its process ends soon.
+
+Before a process ends it destroys its process groups, and Gloo then waits for what a rank that will never come owes it:
+for a minute or half an hour, while a launcher waits for the process. After an exception that nobody caught there is
+nothing to wait for.
+"""
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +20,7 @@ from fusedmoe.comm.failure import Board
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _LONGEST = 500
+_END_S = 5.0
 
 
 class _TellOthers:
@@ -19,13 +28,23 @@ class _TellOthers:
 
     def __init__(self, before: _Hook) -> None:
         self._before = before
+        self._failed = False
         self.boards: WeakSet[Board] = WeakSet()
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         self._before(kind, error, traceback)  # first: the store may be slow to answer
+        self.tell(error)
+
+    def tell(self, error: BaseException) -> None:
+        self._failed = True
         for board in list(self.boards):
             with suppress(Exception):
-                board.post_own("the program", f"{kind.__name__}: {error}"[:_LONGEST])
+                board.post_own("the program", f"{type(error).__name__}: {error}"[:_LONGEST])
+
+    def end(self) -> None:
+        """Leaves what follows, the destructors, a few seconds. Native code then ends it with 1: no Python may run."""
+        if self._failed:
+            faulthandler.dump_traceback_later(_END_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
 
 def tell_others_of_uncaught(board: Board) -> None:
@@ -36,4 +55,11 @@ def tell_others_of_uncaught(board: Board) -> None:
     """
     if not isinstance(sys.excepthook, _TellOthers):
         sys.excepthook = _TellOthers(sys.excepthook)
+        atexit.register(sys.excepthook.end)  # before most others, and so it runs after them
     sys.excepthook.boards.add(board)
+
+
+def tell_others(error: BaseException) -> None:
+    """The same for an exception that was caught, but with which the process ends."""
+    if isinstance(sys.excepthook, _TellOthers):
+        sys.excepthook.tell(error)

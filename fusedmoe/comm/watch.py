@@ -120,7 +120,8 @@ class Watch:
         board = group.job.board
         if board is None:
             return RankError(f"rank {me}: {where}; the peer never came within {group.job.timeout_s:.0f} s")
-        if (verdict := board.read()) is None:
+        verdict: object = board.read()
+        if verdict is None:
             others = tuple(rank for rank in group.ranks if rank != me)
             if dead := board.gone(others):
                 text = "its process ended (an error, killed, or out of memory); see its log"
@@ -130,7 +131,7 @@ class Watch:
                     f"it did not come within {group.job.timeout_s:.0f} s. Every rank of a group must call the same "
                     "operations in the same order; if one is slow, give Topology a larger timeout_s"
                 )
-                verdict = board.post(peer, where, text)
+                verdict = board.blame(peer, where, text)
         return RankError(f"rank {me}: {where}; it ended because {verdict}")
 
 

@@ -140,20 +140,31 @@ class InputChecks:
             self._watch = NonFiniteMonitor()
             self.refuse(f"{bad} {_BAD_LOGITS} in forwards before this one. {_BAD_LOGITS_CURE}")
 
-    def agree_on_tokens(self, x_SM: Tensor, refusal: str | None, mp_input: str) -> None:
-        """MP ranks that pass in the same tokens, or summands of them, have as many of them, in one dtype."""
+    def agree_on_tokens(self, x_SM: Tensor, refusal: str | None, mp_input: str) -> tuple[Tensor, str | None]:
+        """Tokens [S, M] that MP ranks pass in, or summands of them: each has as many, in one dtype.
+
+        Returns:
+            the same tokens, or none where a rank refuses them, and what is wrong with them here. All ranks hear of that
+            in the exchange that follows; where none does it is raised.
+        """
         topology, mp = self._topology, self._topology.mp
+        ends_here = topology.ep.size == topology.esp.size == 1
+        if refusal is not None and ends_here:
+            mp.board.refuse(CHECK, refusal, mp.size)
         own = [-1, 0] if refusal is not None else [len(x_SM), x_SM.dtype.itemsize]
-        if refusal is not None:
-            topology.fail(CHECK, refusal)
         own_12 = torch.tensor([own], device=device_of(mp))
         found = all_gather_rows(mp, own_12, [1] * mp.size, "exchange of counts").tolist()
-        if refusal is None and [-1, 0] in found:
-            raise RankError(f"rank {topology.rank}: ended because {mp.board.read(wait_s=2.0)}")
-        if refusal is None and any(other != own for other in found):
+        if found == [own] * mp.size and refusal is None:
+            return x_SM, None
+        culprits = [rank for rank, other in zip(mp.ranks, found, strict=True) if other == [-1, 0]]
+        if not culprits:
             held = (f"{n} of {8 * size} bits on rank {rank}" for rank, (n, size) in zip(mp.ranks, found, strict=True))
             refusal = f"mp_input={mp_input!r} needs equal tokens on the {mp}, not {', '.join(held)}"
-        self.refuse(refusal)
+            if ends_here:
+                mp.board.refuse(CHECK, refusal, mp.size)
+        if ends_here:
+            raise RankError(f"rank {topology.rank}: {refusal or f'ended because {mp.board.refusal(culprits[0])}'}")
+        return x_SM[:0], refusal
 
     def refuse(self, refusal: str | None) -> None:
         """Raises it, if there is any, and tells the other ranks."""

@@ -190,7 +190,7 @@ class MoELayer(nn.Module):
             x = enter(self.hooks, x)
         x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
         if self.mp_tokens.joint:
-            self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
+            x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
         counts = self.mp_tokens.counts(len(x_SM))
         y_SM = self._route(self.mp_tokens.take(x_SM, counts, recorder), refusal)
         return leave(self.hooks, self.mp_tokens.join(y_SM, counts, recorder).view(x.shape))

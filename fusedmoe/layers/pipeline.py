@@ -141,7 +141,7 @@ class PipelinedBlocks(nn.Module):
         of rank 0: each micro-batch has some of every rank's, so that all have work at all times."""
         peers, mp, layer = self.topology.ep.size, self.topology.mp, self._layers()[0]
         if layer.mp_tokens.joint:
-            layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)
+            layer.checks.refuse(layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)[1])
         if self.along == "positions":
             return x, Cut(peers, 1, in_order=True)
         if layer.mp_tokens.joint and len(x) % mp.size == 0:

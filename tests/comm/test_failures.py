@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import math
 import os
 import random
 import re
@@ -19,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.comm.collectives import all_gather_rows, all_reduce
-from fusedmoe.comm.failure import Board
+from fusedmoe.comm import collectives
+from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce
+from fusedmoe.comm.failure import LOOK_S, RENEWED_S, Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.uncaught import tell_others_of_uncaught
+from fusedmoe.errors import RankError
 from fusedmoe.layers.expert_networks import Custom
 from fusedmoe.layers.moe import MoELayer
 from tests.cluster import Cluster
@@ -185,6 +189,54 @@ def test_ranks_that_wait_for_each_other(cluster: Cluster) -> None:
     assert time.monotonic() - start < SOON_S  # what they began does not keep them either
 
 
+def add_on(topology: Topology) -> None:
+    """A single sum may not need a rank any more that has sent its share."""
+    while True:
+        all_reduce(topology.world, torch.ones(1), operation="adding")
+
+
+def stops_while_it_waits(rank: int, world: int, culprit: int) -> None:
+    """The others wait for it in what it waited for itself, or in something else."""
+    topology = Topology.from_sizes(2, timeout_s=2.0)
+    pids = all_gather_object(topology.world, os.getpid())
+    board, last = topology.world.board, (culprit + 1) % world
+    if rank == last:
+        while not board.waiting([culprit])[culprit].what:
+            time.sleep(0.01)
+        os.kill(pids[culprit], signal.SIGSTOP)
+    try:
+        if rank == culprit ^ 1:
+            all_reduce(topology.ep, torch.ones(1), operation="adding pairs")
+        add_on(topology)
+    finally:
+        if rank == last:
+            os.kill(pids[culprit], signal.SIGCONT)
+
+
+def test_a_rank_that_stops_while_it_waits(cluster: Cluster) -> None:
+    culprit = random.randrange(4)
+    text = rf"not all ranks came within 2 s: .*rank {culprit} was stopped while it waited for adding over the world"
+    check(cluster, culprit, text, stops_while_it_waits)
+
+
+def killed_on_another_host(rank: int, world: int, culprit: int) -> None:
+    """Nobody there can be asked for processes; who waits on has been heard of since."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"host {rank}")
+        patch.setattr(collectives, "_EXIT_S", 2 * RENEWED_S)
+        topology = Topology.from_sizes(4)
+        pids = all_gather_object(topology.world, os.getpid())
+        if rank == (culprit + 1) % world:
+            while not topology.world.board.waiting([culprit])[culprit].what:
+                time.sleep(0.01)
+            os.kill(pids[culprit], signal.SIGKILL)
+        add_on(topology)
+
+
+def test_a_rank_that_ends_on_another_host_while_it_waits(cluster: Cluster) -> None:
+    check(cluster, random.randrange(4), "failed in adding: its connection to rank . broke", killed_on_another_host)
+
+
 def different_sizes(rank: int, world: int, culprit: int) -> None:
     Topology.from_sizes(ep=4 if rank == culprit else 2)
 
@@ -212,11 +264,62 @@ def test_topologies(cluster: Cluster) -> None:
     check(cluster, 3, "making the topology ended because .* did not come within 1 s", missing_at_the_start)
 
 
+def goes_on(rank: int, world: int, culprit: int, ep: int, esp: int) -> None:
+    """Batches that one rank refuses, and that every rank catches, change nothing about those that follow."""
+    topology = Topology.from_sizes(ep, esp, esp)
+    expert = linear if esp == 1 else lambda dim, shard, shards: linear(dim)
+    layer = make(topology, expert)
+    good = torch.ones(5, M)
+    for batch, text in ((good[:, 1:], r"shape \[5, 7\]"), (good * math.nan, "NaN"), (good[:, 2:], r"shape \[5, 6\]")):
+        others = "" if rank == culprit else f"ended because rank {culprit} failed in the check of the layer's input: "
+        with pytest.raises(RankError, match=f"^rank {rank}: {others}.*{text}"):
+            layer(batch if rank == culprit else good)
+        assert layer(good).shape == good.shape
+    if rank == culprit:
+        time.sleep(3 * LOOK_S)  # the others look at the board
+    for later in (layer, make(Topology.from_sizes(ep, esp, esp), expert)):
+        assert later(good).isfinite().all()
+    assert topology.world.board.read() is None
+
+
+@pytest.mark.parametrize(("world", "ep", "esp"), [(2, 2, 1), (2, 1, 2), (4, 2, 2)])
+def test_what_all_have_raised_is_over(cluster: Cluster, world: int, ep: int, esp: int) -> None:
+    cluster.run(world, goes_on, random.randrange(world), ep, esp)
+
+
+def without_an_exchange(rank: int, world: int, culprit: int) -> None:
+    layer = make(Topology.from_sizes(mp=2))
+    for width, text in ((7, r"shape \[5, 7\]"), (M, f"equal tokens .* on rank {culprit}"), (6, r"shape \[5, 6\]")):
+        batch = torch.ones(6 if width == M else 5, width) if rank == culprit else torch.ones(5, M)
+        others = "" if rank == culprit or width == M else f"ended because rank {culprit} failed in the check of .*: "
+        with pytest.raises(RankError, match=f"^rank {rank}: {others}.*{text}"):
+            layer(batch)
+        assert layer(torch.ones(5, M)).isfinite().all()
+    assert layer.topology.world.board.read() is None
+
+
+def test_what_all_have_raised_where_nothing_is_exchanged(cluster: Cluster) -> None:
+    cluster.run(2, without_an_exchange, random.randrange(2))
+
+
+def refused_by_one_replica(rank: int, world: int, culprit: int) -> None:
+    """The other replica hears of it where it waits for gradients."""
+    topology = Topology.from_sizes(2)
+    layer = make(topology)
+    layer(torch.full((5, M), math.nan if rank == culprit else 1.0))
+    all_reduce(topology.dp, torch.ones(1))
+
+
+def test_what_some_have_not_heard_is_told_to_them(cluster: Cluster) -> None:
+    check(cluster, 2, "rank 2 failed in the check of .*: 40 of 40 router logits are NaN", refused_by_one_replica)
+
+
 def lost_store(*_: object) -> None:
     raise torch.distributed.DistError("the store went down")
 
 
 def test_what_nobody_catches_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atexit, "register", lambda _: None)
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: seen.append(error))
     boards = [Board(torch.distributed.HashStore(), rank) for rank in (3, 4)]
@@ -240,37 +343,31 @@ from fusedmoe.comm.topology import Topology
 from tests.comm.test_failures import make, train
 rank, culprit, way, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
-layer = make(Topology.from_sizes(3), experts=6)
+layer = make(Topology.from_sizes(3, timeout_s=4.0 if way == "stopped" else 300.0), experts=6)
 train(layer, 3)
 print("trained", flush=True)
-if rank == culprit and way == "killed":
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+if rank == culprit and way in ("killed", "stopped"):
+    number = signal.SIGKILL if way == "killed" else signal.SIGSTOP
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+    train(layer)
 if rank == culprit and way == "stays":  # the interpreter waits for this thread
     threading.Thread(target=threading.Event().wait, args=(45,)).start()
-if rank == culprit and way != "killed":
+if rank == culprit:
     raise ValueError("outside of any guard")
 train(layer)
 """
 
 
-def last_words(process: subprocess.Popen[str], ends: bool) -> str:
-    """What a rank writes until it ends, or until its error: Gloo keeps it while a peer that lives owes it data."""
-    if ends:
-        return process.communicate(timeout=60)[1]
-    assert process.stderr is not None
-    text = ""
-    while "RankError: rank" not in text and (line := process.stderr.readline()):
-        text += line
-    return text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "culprit, way",
-    [(1, "stays"), (0, "stays"), (1, "raises"), (0, "raises"), (0, "killed")],
+    [(1, "stays"), (0, "stays"), (1, "raises"), (0, "raises"), (0, "killed"), (0, "stopped"), (1, "stopped")],
 )
 def test_processes_that_end(culprit: int, way: str) -> None:
-    """Processes of their own, as a launcher starts them; rank 0 hosts the store, so that it goes down with it."""
+    """Processes of their own, as a launcher starts them; rank 0 hosts the store, which goes down, or stops, with it.
+
+    They end although Gloo would have them wait for a rank that lives and owes them data.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -285,8 +382,9 @@ def test_processes_that_end(culprit: int, way: str) -> None:
         for process in ranks:
             assert process.stdout is not None and process.stdout.readline() == "trained\n"
         start = time.monotonic()
+        lives = way in ("stays", "stopped")
         errors = [
-            "" if way == "stays" and rank == culprit else last_words(process, way != "stays")
+            "" if lives and rank == culprit else process.communicate(timeout=60)[1]
             for rank, process in enumerate(ranks)
         ]
         assert time.monotonic() - start < SOON_S
@@ -296,12 +394,13 @@ def test_processes_that_end(culprit: int, way: str) -> None:
             process.wait()
     for rank, text in enumerate(errors):
         if rank != culprit:
-            assert ranks[rank].returncode == 1 or way == "stays"
+            assert ranks[rank].returncode == 1
             last = text.strip().splitlines()[-1]
             assert f"RankError: rank {rank}: " in last and f"rank {culprit} failed in" in last, text
             gone = "its process ended (an error, killed, or out of memory); see its log" in last
             told = "failed in the program: ValueError: outside of any guard" in last
-            good = {"stays": told, "raises": told or gone, "killed": gone}
+            missed = "no answer for" in last if culprit == 0 else "not all ranks came within 4 s" in last
+            good = {"stays": told, "raises": told or gone, "killed": gone, "stopped": missed}
             assert good[way], text
     # PyTorch names what it shares by process.
     left = [name for name in os.listdir("/dev/shm") if any(f"_{process.pid}_" in name for process in ranks)]
