@@ -18,13 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedmoe.comm.failure import LOOK_S
-from fusedmoe.comm.group import Group
+from fusedmoe.comm.group import Group, lost
 from fusedmoe.errors import ConfigError, RankError
 
 T = TypeVar("T")
-
-# A process that ends by an error closes its connections a while before it is gone.
-_EXIT_S = 10.0
 
 # PyTorch 2.13 renamed it and warns at the old name.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,7 +51,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
                     work.wait()  # it may have ended well between the time-out and this look
                     break
                 except RuntimeError as error:
-                    raise _broken(group, operation, str(error)) from error
+                    raise lost(group.job, group.ranks, operation, f"the {group}", str(error)) from error
         verdict = board.read()
         if verdict is not None:
             raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
@@ -65,22 +62,6 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
             raise _late(group, operation)
     if noted:
         board.waits("")
-
-
-def _broken(group: Group, operation: str, reason: str) -> RankError:
-    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
-    me, board = group.job.rank, group.board
-    others = tuple(rank for rank in group.ranks if rank != me)
-    deadline, dead = time.monotonic() + _EXIT_S, board.gone(others)
-    while (verdict := board.read()) is None and not dead and time.monotonic() < deadline:
-        time.sleep(0.02)
-        dead = board.gone(others)
-    if verdict is None and dead:
-        verdict = board.post(dead[0], operation, "its process ended (an error, killed, or out of memory); see its log")
-    elif verdict is None:
-        lost = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error"
-        verdict = board.post(me, operation, f"{lost} ({reason})")
-    return RankError(f"rank {me}: {operation} over the {group} ended because {verdict}")
 
 
 def _late(group: Group, operation: str) -> RankError:

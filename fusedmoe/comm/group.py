@@ -13,6 +13,7 @@ holds which experts.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,6 +114,9 @@ class Group:
     def __str__(self) -> str:
         return f"{self.axis} group {list(self.ranks)}"
 
+
+# A process that ends by an error closes its connections a while before it is gone.
+_EXIT_S = 10.0
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
@@ -229,19 +233,39 @@ def _name(purpose: str, ranks: tuple[int, ...]) -> str:
 def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     """A new process group of these ranks, in this order. Collective over them, under the same name."""
     c10d: Any = dist.distributed_c10d
-    with _unbound():
-        handle, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(job.rank),
-            list(ranks),
-            dist.Backend(dist.get_backend()),
-            c10d._get_default_store(),
-            name,
-            timeout=_patience(job),
-        )
+    try:
+        with _unbound():
+            handle, _ = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(job.rank),
+                list(ranks),
+                dist.Backend(dist.get_backend()),
+                c10d._get_default_store(),
+                name,
+                timeout=_patience(job),
+            )
+    except RuntimeError as error:
+        raise lost(job, ranks, "making a process group", f"ranks {list(ranks)}", str(error)) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
+
+
+def lost(job: Job, ranks: Sequence[int], operation: str, where: str, reason: str) -> RankError:
+    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
+    board = job.board
+    assert board is not None
+    others = tuple(rank for rank in ranks if rank != job.rank)
+    deadline, dead = time.monotonic() + _EXIT_S, board.gone(others)
+    while (verdict := board.read()) is None and not dead and time.monotonic() < deadline:
+        time.sleep(0.02)
+        dead = board.gone(others)
+    if verdict is None and dead:
+        verdict = board.post(dead[0], operation, "its process ended (an error, killed, or out of memory); see its log")
+    elif verdict is None:
+        text = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error ({reason})"
+        verdict = board.post(job.rank, operation, text)
+    return RankError(f"rank {job.rank}: {operation} over {where} ended because {verdict}")
 
 
 def _patience(job: Job) -> timedelta:
