@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,23 @@ def main() -> int:
     seconds = time.monotonic() - began
     record = summary(results, seed, seconds) | {"idle": busy < 0.5, "teams": given.teams}
     show(record, results)
+    damaged = 0
+    if find_spec("tests.chaos.files") is not None and not given.only_faults:
+        record["files"], damaged = damage_files(seed, len(results))
     if given.json is not None:
         given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return int(bool(record["failures"]))
+    return int(bool(record["failures"]) or bool(damaged))
+
+
+def damage_files(seed: int, count: int) -> tuple[Any, int]:
+    """The campaign of damaged files, which needs no ranks: what it found, and its exit code."""
+    with new_folder() as folder:
+        found = Path(folder, "files.json")
+        command = [sys.executable, "-m", "tests.chaos.files", "--seed", str(seed), "--count", str(count)]
+        done = subprocess.run([*command, "--json", str(found)], cwd=ROOT, stdout=subprocess.DEVNULL)
+        record = json.loads(found.read_text()) if found.exists() else {}
+    print(f"damaged files: {record.get('outcomes', 'no result')}")
+    return record, done.returncode
 
 
 def run(campaign: Campaign, count: int, seconds: float, teams: int = 2) -> list[Result]:
@@ -97,14 +112,19 @@ def run(campaign: Campaign, count: int, seconds: float, teams: int = 2) -> list[
         except BaseException as error:  # told below
             errors.append(error)
 
-    _with_teams(teams, work, lambda: (len(results), seconds))
+    began = time.monotonic()
+
+    def total() -> int:
+        rate = len(results) / max(1.0, time.monotonic() - began)
+        return max(len(results), min(count, round(rate * seconds)))
+
+    _with_teams(teams, work, lambda: (len(results), total()))
     if errors:
         raise errors[0]
     return sorted(results, key=lambda result: result.case.index)
 
 
-def _with_teams(count: int, work: Callable[[Team], None], done: Callable[[], tuple[int, float]]) -> None:
-    began = time.monotonic()
+def _with_teams(count: int, work: Callable[[Team], None], done: Callable[[], tuple[int, int]]) -> None:
     with new_folder() as folder, WorkBar("faults") as bar:
         before, os.environ[CACHE] = os.environ.get(CACHE), folder
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -115,9 +135,7 @@ def _with_teams(count: int, work: Callable[[Team], None], done: Callable[[], tup
                 thread.start()
             while any(thread.is_alive() for thread in threads):
                 time.sleep(0.05)
-                finished, seconds = done()
-                rate = finished / max(1e-9, time.monotonic() - began)
-                bar.show(finished, max(finished, round(rate * seconds)) if seconds < 10**6 else 0)
+                bar.show(*done())
         finally:
             for team in teams:
                 team.__exit__(None, None, None)
@@ -129,7 +147,7 @@ def _with_teams(count: int, work: Callable[[Team], None], done: Callable[[], tup
 
 def _again(campaign: Campaign, number: int) -> int:
     found: list[Result] = []
-    _with_teams(1, lambda team: found.append(team.run(campaign.draw(number, team))), lambda: (0, 10**6))
+    _with_teams(1, lambda team: found.append(team.run(campaign.draw(number, team))), lambda: (len(found), 1))
     (result,) = found
     print(f"{result.case}\n\n{result.outcome}\n{result.text}\n")
     print("\n".join(result.more))

@@ -376,8 +376,10 @@ class _Run:
                 if not (self._frozen(rank) and self.fired_at is not None):
                     found.append((HANG, f"rank {rank}: {self.hung[rank]}"))
             elif rank in self.dead and rank not in self.answers:
-                if rank != culprit or not (case.fault.ends or case.attack.fault == "memory limit"):
-                    code = self._workers[rank].process.exitcode
+                code = self._workers[rank].process.exitcode
+                # Gloo ends a process that is sent more than it expects.
+                aborted = case.attack.fault == "order" and code == -signal.SIGABRT
+                if not aborted and (rank != culprit or not (case.fault.ends or case.attack.fault == "memory limit")):
                     found.append(
                         (BARE, f"rank {rank} died with exit code {code}\n{self._workers[rank].words()[-2000:]}")
                     )
@@ -423,7 +425,8 @@ class _Run:
         kind, text, _ = error
         fault = self.case.attack.fault
         if rank == self.case.attack.culprit:  # it says itself what is wrong with it
-            own = kind in ("RankError", "ConfigError") and fault in OF_INPUT
+            blocks = "degrees" in LAYOUTS[self.case.spec.layout].shape  # whose dense parts are the user's
+            own = fault in OF_INPUT and (blocks or kind in ("RankError", "ConfigError"))
             if own or WORDS in text or fault in ("memory limit", "signals, unhandled"):
                 return True
         if kind not in ("RankError", "ConfigError") or not re.search(r"\brank \d", text) or not _OPERATION.search(text):
