@@ -59,8 +59,6 @@ def test_a_job_that_faults_interrupt(cluster: Cluster, tmp_path: Path, steps: in
     assert codes == [0, 0], (seed, ended)
     assert losses(parts) == losses(whole), (seed, ended)
     assert {fault for fault, _ in ended} >= set(FAULTS), (seed, ended)
-        ended
-    )
     more = ["--resume", str(parts), "--steps", str(steps + 5)]
     assert cluster.run(4, train_with_fault, more, "", 0, 0, timeout_s=300.0) == [0] * 4
 
