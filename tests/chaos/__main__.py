@@ -138,7 +138,7 @@ def _with_teams(count: int, work: Callable[[Team], None], done: Callable[[], tup
                 bar.show(*done())
         finally:
             for team in teams:
-                team.__exit__(None, None, None)
+                team.close()
             if before is None:
                 del os.environ[CACHE]
             else:

@@ -18,17 +18,17 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from tests.chaos.faults import AT_PLACES, FAULTS, OF_INPUT, WORDS, Fault
 from tests.chaos.jobs import LAYOUTS, Spec, WrongNumber, expected, probe_of_checkpoint, steps_of
-from tests.chaos.ranks import ANSWER, CLEAN, END, FIRED, PORT, Answer, Attack, Order, hear, serve, tell
+from tests.chaos.ranks import ANSWER, END, FIRED, PORT, Answer, Attack, Order, hear, serve, tell
 from tests.cluster import start
 
 RIGHT, CLEAN_ERROR = "right", "clean"
@@ -213,10 +213,7 @@ class Team:
         self._workers: list[_Worker] = []
         self._made = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         for worker in self._workers:
             worker.end()
 
@@ -277,11 +274,11 @@ class _Run:
         for worker in self._workers.values():
             worker.words()
         self._start()
-        self._gather(self._take_answer, self._has_answered)
+        self._gather(self._has_answered)
         self._tell_the_end()
         self._end_hung()
         self._until = time.monotonic() + case.spec.timeout_s + GRACE_S
-        self._gather(self._take_clean, lambda rank: rank in self.left)
+        self._gather(lambda rank: rank in self.left)
         for rank, worker in self._workers.items():
             # What it keeps must not be held against the next case.
             if rank in self.dead or rank in self.hung or self.left.get(rank, True):
@@ -306,7 +303,7 @@ class _Run:
     def _frozen(self, rank: int) -> bool:
         return self.case.attack.fault == "stop" and rank == self.case.attack.culprit
 
-    def _gather(self, take: Any, done: Any) -> None:
+    def _gather(self, done: Callable[[int], bool]) -> None:
         """Hears the ranks until each of them is done, dead, or too late."""
         while time.monotonic() < self._until:
             open_ = {
@@ -331,20 +328,13 @@ class _Run:
                     self._until = min(self._until, thing + late_s + self.case.spec.timeout_s + GRACE_S)
                     if self.case.fault.harmless or self.case.attack.fault in ("memory limit", *OF_INPUT):
                         self._until = thing + RUN_S  # it has more to do than to end
+                elif kind == ANSWER:
+                    self.answers[rank] = thing
                 else:
-                    take(rank, kind, thing)
+                    self.left[rank] = thing
             paused = self.case.attack.fault == "pause" and self.fired_at is not None
             if paused and time.monotonic() > self.fired_at + _PAUSE_S:  # type: ignore[operator]
                 os.kill(self._workers[self.case.attack.culprit].process.pid, signal.SIGCONT)
-
-    def _take_answer(self, rank: int, kind: str, thing: Any) -> None:
-        assert kind in (ANSWER, CLEAN)
-        if kind == ANSWER:
-            self.answers[rank] = thing
-        else:
-            self.left[rank] = thing
-
-    _take_clean = _take_answer
 
     def _tell_the_end(self) -> None:
         for rank, answer in self.answers.items():

@@ -56,9 +56,9 @@ def test_a_job_that_faults_interrupt(cluster: Cluster, tmp_path: Path, steps: in
         where = ["--resume", str(parts)]
         if codes == [0, 0]:
             break
-    assert codes == [0, 0], (seed, ended)
     assert losses(parts) == losses(whole), (seed, ended)
-    assert {fault for fault, _ in ended} >= set(FAULTS), (seed, ended)
+    assert [fault for fault, codes in ended if codes != [0, 0]] == ["kill", "disk full"], (seed, ended)
+    assert [fault for fault, codes in ended if codes == [0, 0]] == ["pause"], (seed, ended)
     more = ["--resume", str(parts), "--steps", str(steps + 5)]
     assert cluster.run(4, train_with_fault, more, "", 0, 0, timeout_s=300.0) == [0] * 4
 
