@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint nvshmem aot bench bench-gpu bench-cluster bench-report clean
+.PHONY: help env train test lint chaos nvshmem aot bench bench-gpu bench-cluster bench-report clean
 
 VENV := .venv
 ARGS ?=
@@ -42,6 +42,7 @@ help:
 	@echo '                make train ARGS="--steps 20 --run-dir runs/try"    make train ARGS=--help'
 	@echo '  make test     the tests, without the slow ones    make test ARGS="-k gates"    ARGS="-m slow"'
 	@echo '  make lint     ruff, mypy, the floors of the design (import-linter), and its other rules (tests/house.py)'
+	@echo '  make chaos    faults from a seed in jobs of 2 and 4 ranks, and what became of them    make chaos ARGS=--help'
 	@echo '  make nvshmem  the optional NVSHMEM transport: its package, and a library from csrc/nvshmem (no GPU needed)'
 	@echo '  make aot      all that is launched, compiled and checked for GPUs that need not be there    make aot TRITON=3.6.0'
 	@echo '  make bench    the benchmarks'
@@ -97,6 +98,10 @@ lint: $(READY)
 	$(PY) -m tests.house || bad=1; \
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' || bad=1; \
 	exit $$bad
+
+# An hour of it is a record for bench/results/chaos.json; a machine that does nothing else gives times that mean something.
+chaos: $(READY)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m tests.chaos $(ARGS)
 
 # Into .venv, and beside the module that loads it; it says what is missing.
 nvshmem: $(READY)

@@ -83,7 +83,7 @@ class Cluster:
         from torch.distributed import TCPStore
 
         while len(self._workers) < world:
-            self._workers.append(self._start())
+            self._workers.append(start(_serve))
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._runs += 1
@@ -114,19 +114,6 @@ class Cluster:
                 self._end(process, pipe)
         return outcomes
 
-    def _start(self) -> tuple[Any, Connection]:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(list(_IMPORTED))
-        ours, theirs = context.Pipe()
-        # The server of copies, which the first rank starts, keeps the environment of that moment for all.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OMP_NUM_THREADS", "1")
-            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-        theirs.close()
-        return process, ours
-
     def close(self) -> None:
         for process, pipe in list(self._workers):
             self._end(process, pipe)
@@ -136,6 +123,24 @@ class Cluster:
         process.kill()
         process.join(10)
         self._workers.remove((process, pipe))
+
+
+def start(serve: Callable[[Connection], None], *more: str) -> tuple[Any, Connection]:
+    """A copy of the process that has torch imported, which runs `serve` with one end of a pipe; and the other end.
+
+    `more`: modules to import there besides, where no copy has been started before.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*_IMPORTED, *more])
+    ours, theirs = context.Pipe()
+    # The server of copies, which the first rank starts, keeps the environment of that moment for all.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        process = context.Process(target=serve, args=(theirs,), daemon=True)
+        process.start()
+    theirs.close()
+    return process, ours
 
 
 def _serve(pipe: Connection) -> None:

@@ -18,13 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedmoe.comm.failure import LOOK_S, RENEWED_S, Note, stopped
-from fusedmoe.comm.group import Group
+from fusedmoe.comm.group import Group, lost
 from fusedmoe.errors import ConfigError, RankError
 
 T = TypeVar("T")
-
-# A process that ends by an error closes its connections a while before it is gone.
-_EXIT_S = 10.0
 
 # PyTorch 2.13 renamed it and warns at the old name.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +52,7 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
                     work.wait()  # it may have ended well between the time-out and this look
                     break
                 except RuntimeError as error:
-                    raise _broken(group, operation, str(error)) from error
+                    raise lost(group.job, group.ranks, operation, f"the {group}", str(error)) from error
         verdict = board.read()
         if verdict is not None:
             raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
@@ -67,28 +64,6 @@ def wait(work: dist.Work | None, group: Group, operation: str) -> None:
             raise _late(group, operation, earlier)
     if noted:
         board.waits("")
-
-
-def _broken(group: Group, operation: str, reason: str) -> RankError:
-    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
-    me, board = group.job.rank, group.board
-    others = tuple(rank for rank in group.ranks if rank != me)
-    here, earlier = f"{operation} over the {group}", None
-    deadline, dead = time.monotonic() + _EXIT_S, board.gone(others)
-    while (said := board.read()) is None and not dead and time.monotonic() < deadline:
-        board.waits(here, group.ranks)
-        earlier = earlier or board.waiting(others)
-        time.sleep(0.02)
-        dead = board.gone(others)
-    verdict: object = said
-    if verdict is None and dead:
-        verdict = board.post(dead[0], operation, "its process ended (an error, killed, or out of memory); see its log")
-    elif verdict is None:
-        silent = stopped(earlier or {}, board.waiting(others))  # on other hosts: those on this one have been asked
-        lost = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error ({reason})"
-        gone = f"its connection to rank {me} broke, and it waits no more: it ended, or its host; see its log ({reason})"
-        verdict = board.blame(silent[0], operation, gone) if silent else board.blame(me, operation, lost)
-    return RankError(f"rank {me}: {operation} over the {group} ended because {verdict}")
 
 
 def _late(group: Group, operation: str, earlier: dict[int, Note]) -> RankError:

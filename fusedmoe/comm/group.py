@@ -13,6 +13,7 @@ holds which experts.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
-from fusedmoe.comm.failure import Board
+from fusedmoe.comm.failure import Board, stopped
 from fusedmoe.errors import ConfigError, RankError
 
 
@@ -113,6 +114,9 @@ class Group:
     def __str__(self) -> str:
         return f"{self.axis} group {list(self.ranks)}"
 
+
+# A process that ends by an error closes its connections a while before it is gone.
+_EXIT_S = 10.0
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
@@ -229,19 +233,45 @@ def _name(purpose: str, ranks: tuple[int, ...]) -> str:
 def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     """A new process group of these ranks, in this order. Collective over them, under the same name."""
     c10d: Any = dist.distributed_c10d
-    with _unbound():
-        handle, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(job.rank),
-            list(ranks),
-            dist.Backend(dist.get_backend()),
-            c10d._get_default_store(),
-            name,
-            timeout=_patience(job),
-        )
+    try:
+        with _unbound():
+            handle, _ = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(job.rank),
+                list(ranks),
+                dist.Backend(dist.get_backend()),
+                c10d._get_default_store(),
+                name,
+                timeout=_patience(job),
+            )
+    except RuntimeError as error:
+        raise lost(job, ranks, "making a process group", f"ranks {list(ranks)}", str(error)) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
+
+
+def lost(job: Job, ranks: Sequence[int], operation: str, where: str, reason: str) -> RankError:
+    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
+    me, board = job.rank, job.board
+    assert board is not None
+    others = tuple(rank for rank in ranks if rank != me)
+    here, earlier = f"{operation} over {where}", None
+    deadline, dead = time.monotonic() + _EXIT_S, board.gone(others)
+    while (said := board.read()) is None and not dead and time.monotonic() < deadline:
+        board.waits(here, ranks)
+        earlier = earlier or board.waiting(others)
+        time.sleep(0.02)
+        dead = board.gone(others)
+    verdict: object = said
+    if verdict is None and dead:
+        verdict = board.post(dead[0], operation, "its process ended (an error, killed, or out of memory); see its log")
+    elif verdict is None:
+        silent = stopped(earlier or {}, board.waiting(others))  # on other hosts: those on this one have been asked
+        mine = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error ({reason})"
+        gone = f"its connection to rank {me} broke, and it waits no more: it ended, or its host; see its log ({reason})"
+        verdict = board.blame(silent[0], operation, gone) if silent else board.blame(me, operation, mine)
+    return RankError(f"rank {me}: {here} ended because {verdict}")
 
 
 def _patience(job: Job) -> timedelta:

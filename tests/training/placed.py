@@ -51,6 +51,7 @@ class Model(nn.Module):
                 topology=topology,
                 placement=placement,
                 mp_input="split",
+                dispatch=options.get("dispatch", "direct"),
                 schedule=options.get("schedule", "off"),
                 dtype=torch.float64,
             )

@@ -1,0 +1,482 @@
+"""Cases drawn from a seed, run on ranks that live on, and judged.
+
+What becomes of a case:
+- right: every rank has the numbers of a world of one;
+- clean: every living rank ends, by `timeout_s` + 10 s after the fault, with an error that names a rank, an operation
+  and a cure, or with right numbers if it no longer needed the others;
+- anything else is a failure, named by the worst that was seen.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.chaos.faults import AT_PLACES, FAULTS, OF_INPUT, WORDS, Fault
+from tests.chaos.jobs import LAYOUTS, Spec, WrongNumber, expected, probe_of_checkpoint, steps_of
+from tests.chaos.ranks import ANSWER, END, FIRED, PORT, Answer, Attack, Order, hear, serve, tell
+from tests.cluster import start
+
+RIGHT, CLEAN_ERROR = "right", "clean"
+HANG, WRONG, LEFTOVER, BARE, LOST = "hang", "wrong number", "leftover", "bare error", "lost checkpoint"
+#: Failures, the worst first.
+FAILURES = (WRONG, LOST, HANG, BARE, LEFTOVER)
+
+# After the fault, beyond the topology's time-out; and for a run that no fault interrupts, in all.
+GRACE_S, RUN_S = 10.0, 60.0
+_PAUSE_S = 0.4
+HOST = "the store's host"
+
+_PLAIN = {
+    name: layout for name, layout in LAYOUTS.items() if not layout.shape and not layout.wraps and not layout.moves
+}
+#: (kind, layout): how often it is drawn.
+SCENES: dict[tuple[str, str], float] = {
+    **{("train", name): 0.4 if layout.moves else 1.0 for name, layout in LAYOUTS.items()},
+    **{("checkpoint", name): 0.3 for name in [*_PLAIN, "ddp 2", "blocks 2", "fssdp 2"]},
+    **{("plan", name): 0.2 for name in [*_PLAIN, "2dh 4"]},
+    **{("profile", name): 0.2 for name in _PLAIN},
+    ("one-sided", "ep 2"): 1.0,
+}
+
+_OPERATION = re.compile(
+    r"ended because|over the|failed in|failed on|exchange|MoELayer|topology|pipeline|closing|job's store"
+)
+_CURE = re.compile(
+    r"see (its|their|the) logs?|pass the same|give |choose|lower |build |must |make |convert|use |check|"
+    r"open a new|save it|load |same configuration",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault, put into one job. `hosted`: rank 0 hosts the store that ranks meet in, not a launcher."""
+
+    index: int
+    spec: Spec
+    attack: Attack
+    hosted: bool
+
+    @property
+    def fault(self) -> Fault:
+        return FAULTS.get(self.attack.fault, Fault(id))
+
+    @property
+    def place(self) -> str:
+        """Under which it is counted."""
+        struck = self.attack.fault in ("kill", "exit", "terminate", "stop", "pause", "late")
+        return HOST if self.hosted and self.attack.culprit == 0 and struck else self.attack.place
+
+    def __str__(self) -> str:
+        attack = self.attack
+        where = f"at call {attack.number} of {attack.place}" if attack.fault in AT_PLACES else "in the input"
+        guard = ", guarded" if self.spec.guarded else ""
+        store = "rank 0" if self.hosted else "the launcher"
+        return (
+            f"{attack.fault} on rank {attack.culprit} {where}; {self.spec.kind} on {self.spec.layout}{guard}, "
+            f"store at {store}"
+        )
+
+
+@dataclass
+class Result:
+    """How a case ended. `named`: who ended with an error was told the rank at fault; None where nobody was.
+
+    `seconds`: from the fault to the last error of another rank; None without.   `fired`: the fault came at all.
+    """
+
+    case: Case
+    outcome: str
+    text: str = ""
+    named: bool | None = None
+    same: bool | None = None
+    seconds: float | None = None
+    fired: bool = True
+    more: list[str] = field(default_factory=list)
+
+
+class Campaign:
+    """Draws cases from a seed. `ranks`: how many a job may have; `faults`: names of those to draw; by default all."""
+
+    def __init__(
+        self,
+        seed: int,
+        ranks: tuple[int, ...] = (2, 4),
+        faults: tuple[str, ...] = (),
+        scenes: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self.seed = seed
+        self._scenes = {
+            scene: share
+            for scene, share in SCENES.items()
+            if LAYOUTS[scene[1]].world in ranks and (not scenes or scene in scenes)
+        }
+        self._faults = {name: fault for name, fault in FAULTS.items() if not faults or name in faults}
+        self._calls: dict[tuple[str, str], list[Counter[str]]] = {}
+        self._lock = threading.Lock()
+
+    def draw(self, index: int, team: Team) -> Case:
+        """The case of a number; the same for the same seed. The first of a kind and layout has its calls counted."""
+        rng = random.Random(f"{self.seed}/{index}")
+        name = rng.choices(list(self._faults), [fault.share for fault in self._faults.values()])[0]
+        scenes = {scene: share for scene, share in self._scenes.items() if name in AT_PLACES or scene[0] == "train"}
+        kind, layout = rng.choices(list(scenes), list(scenes.values()))[0]
+        world = LAYOUTS[layout].world
+        culprit = rng.randrange(world)
+        if name == "seed":
+            culprit = rng.randrange(1, world)  # rank 0's copies are the right ones
+        most = 40 if name == "skew" else 9
+        counts = tuple(tuple(rng.randint(1, most) for _ in range(steps_of(kind, layout))) for _ in range(world))
+        if name == "empty":
+            counts = tuple(tuple(count * rng.randrange(2) for count in of) for of in counts)
+        if name == "skew":
+            few = rng.randrange(world)
+            counts = tuple(of if rank == few else tuple(rng.randrange(2) for _ in of) for rank, of in enumerate(counts))
+        spec = Spec(
+            kind,
+            layout,
+            rng.randrange(2**31),
+            counts,
+            skew=name == "skew",
+            guarded=rng.random() < 0.5,
+            meets=name.split(",")[0] in ("nan", "shape", "dtype"),
+            catches=name.endswith("caught"),
+        )
+        hosted, seed, at = rng.random() < 0.4, rng.randrange(2**31), rng.random()
+        attack = Attack(name, "input", culprit, seed=seed, stays=rng.random() < 0.4)
+        if name in AT_PLACES:
+            with self._lock:
+                if (kind, layout) not in self._calls:
+                    self._calls[kind, layout] = team.count(replace(spec, timeout_s=RUN_S))
+            calls = self._calls[kind, layout][culprit]
+            place = rng.choice(sorted(place for place in calls if calls[place]))
+            attack = replace(attack, place=place, number=1 + int(at * calls[place]))
+        return Case(index, spec, attack, hosted)
+
+
+class Gone(Exception):
+    """A rank's process has ended."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: Any
+    pipe: Connection
+    log: Path
+    seen: int = 0
+
+    def tell(self, thing: Any) -> None:
+        try:
+            tell(self.pipe, thing)
+        except OSError as error:
+            raise Gone from error
+
+    def hear(self) -> Any:
+        try:
+            return hear(self.pipe)
+        except (EOFError, OSError) as error:
+            raise Gone from error
+
+    def words(self) -> str:
+        """What it has written since the last time."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        new, self.seen = text[self.seen :], len(text)
+        return new
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join(10)
+
+
+class Team:
+    """Ranks that do one case after another. Those that a fault has ended, or that keep something, are replaced."""
+
+    def __init__(self, folder: Path, port: int, first_run: int = 0) -> None:
+        self._folder, self._port, self._run = folder, port, first_run
+        folder.mkdir()
+        self._workers: list[_Worker] = []
+        self._made = 0
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    def count(self, spec: Spec) -> list[Counter[str]]:
+        """How often each rank comes to each place, in a run without a fault, whose numbers must be right."""
+        found = _Run(self, Case(-1, self._at_home(spec), Attack("", "", -1), hosted=False), counts=True)
+        result = found.judge()
+        if result.outcome != RIGHT:
+            raise AssertionError(f"without a fault {spec.kind} on {spec.layout} ends {result.outcome}: {result.text}")
+        return [answer.calls or Counter() for answer in found.answers.values()]
+
+    def run(self, case: Case) -> Result:
+        return _Run(self, replace(case, spec=self._at_home(case.spec))).judge()
+
+    def _at_home(self, spec: Spec) -> Spec:
+        return replace(spec, folder=str(self._folder / "job"))
+
+    def workers(self, count: int) -> list[_Worker]:
+        while len(self._workers) < count:
+            log = self._folder / f"rank-{self._made}.log"
+            self._made += 1
+            with _STARTING:
+                process, pipe = start(serve, "tests.chaos.ranks")
+            worker = _Worker(process, pipe, log)
+            worker.tell(str(log))
+            self._workers.append(worker)
+        return self._workers[:count]
+
+    def replace(self, worker: _Worker) -> None:
+        worker.end()
+        self._workers.remove(worker)
+
+    def next_run(self) -> tuple[int, int]:
+        """Its number, and the port of the launcher's store."""
+        self._run += 1
+        return self._run, self._port
+
+
+_STARTING = threading.Lock()
+# A world of one draws its parameters from the process' generator.
+_ALONE = threading.Lock()
+
+
+class _Run:
+    """One run of one case."""
+
+    def __init__(self, team: Team, case: Case, counts: bool = False) -> None:
+        self.team, self.case, self.counts = team, case, counts
+        self.answers: dict[int, Answer] = {}
+        self.dead: set[int] = set()
+        self.left: dict[int, dict[str, int]] = {}
+        self.hung: dict[int, str] = {}
+        self.fired_at: float | None = None
+        folder = Path(case.spec.folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self._workers = dict(enumerate(team.workers(LAYOUTS[case.spec.layout].world)))
+        for worker in self._workers.values():
+            worker.words()
+        self._start()
+        self._gather(self._has_answered)
+        self._tell_the_end()
+        self._end_hung()
+        self._until = time.monotonic() + case.spec.timeout_s + GRACE_S
+        self._gather(lambda rank: rank in self.left)
+        for rank, worker in self._workers.items():
+            # What it keeps must not be held against the next case.
+            if rank in self.dead or rank in self.hung or self.left.get(rank, True):
+                if rank not in {*self.dead, *self.hung, *self.left}:
+                    self.hung[rank] = f"does not end\n{self._stacks(worker)}"
+                team.replace(worker)
+
+    def _start(self) -> None:
+        run, port = self.team.next_run()
+        self._until = time.monotonic() + RUN_S
+        if self.case.hosted:
+            self._workers[0].tell(PORT)
+            port = self._workers[0].hear()[1]
+        attack = None if self.counts else self.case.attack
+        for rank, worker in self._workers.items():
+            worker.tell(Order(rank, self.case.spec, attack, run, port, self.counts))
+
+    def _has_answered(self, rank: int) -> bool:
+        # Who has been stopped for good gives no answer.
+        return rank in self.answers or (self.fired_at is not None and self._frozen(rank))
+
+    def _frozen(self, rank: int) -> bool:
+        return self.case.attack.fault == "stop" and rank == self.case.attack.culprit
+
+    def _gather(self, done: Callable[[int], bool]) -> None:
+        """Hears the ranks until each of them is done, dead, or too late."""
+        while time.monotonic() < self._until:
+            open_ = {
+                worker.pipe: rank
+                for rank, worker in self._workers.items()
+                if rank not in self.dead and rank not in self.hung and not done(rank)
+            }
+            if not open_:
+                return
+            pause = 0.05 if self.case.attack.fault == "pause" else max(0.0, self._until - time.monotonic())
+            for pipe in wait(list(open_), pause):
+                rank = open_[pipe]  # type: ignore[index]
+                try:
+                    kind, thing = self._workers[rank].hear()
+                except Gone:
+                    self.dead.add(rank)
+                    self._workers[rank].process.join(10)  # the others look for it
+                    continue
+                if kind == FIRED:
+                    self.fired_at = thing
+                    late_s = self.case.spec.timeout_s + 2.0 if self.case.attack.fault == "late" else 0.5
+                    self._until = min(self._until, thing + late_s + self.case.spec.timeout_s + GRACE_S)
+                    if self.case.fault.harmless or self.case.attack.fault in ("memory limit", *OF_INPUT):
+                        self._until = thing + RUN_S  # it has more to do than to end
+                elif kind == ANSWER:
+                    self.answers[rank] = thing
+                else:
+                    self.left[rank] = thing
+            paused = self.case.attack.fault == "pause" and self.fired_at is not None
+            if paused and time.monotonic() > self.fired_at + _PAUSE_S:  # type: ignore[operator]
+                os.kill(self._workers[self.case.attack.culprit].process.pid, signal.SIGCONT)
+
+    def _tell_the_end(self) -> None:
+        for rank, answer in self.answers.items():
+            if answer.error is None and rank not in self.dead:
+                try:
+                    self._workers[rank].tell(END)
+                except Gone:
+                    self.dead.add(rank)
+
+    def _end_hung(self) -> None:
+        for rank, worker in self._workers.items():
+            if rank not in self.answers and rank not in self.dead:
+                self.hung[rank] = "" if self._frozen(rank) and self.fired_at else self._stacks(worker)
+                worker.process.kill()
+
+    def _stacks(self, worker: _Worker) -> str:
+        if worker.process.is_alive():
+            worker.words()
+            os.kill(worker.process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        return worker.words()[-4000:]
+
+    def judge(self) -> Result:
+        case, culprit = self.case, self.case.attack.culprit
+        found: list[tuple[str, str]] = []
+        errors, others = 0, []
+        for rank in self._workers:
+            if rank in self.hung:
+                if not (self._frozen(rank) and self.fired_at is not None):
+                    found.append((HANG, f"rank {rank}: {self.hung[rank]}"))
+            elif rank in self.dead and rank not in self.answers:
+                code = self._workers[rank].process.exitcode
+                # Gloo ends a process that is sent more than it expects.
+                aborted = case.attack.fault == "order" and code == -signal.SIGABRT
+                if not aborted and (rank != culprit or not (case.fault.ends or case.attack.fault == "memory limit")):
+                    found.append(
+                        (BARE, f"rank {rank} died with exit code {code}\n{self._workers[rank].words()[-2000:]}")
+                    )
+            else:
+                error = self.answers[rank].error
+                if error is None:
+                    continue
+                errors += 1
+                if rank != culprit:
+                    others.append(rank)
+                if error[0] == WrongNumber.__name__:
+                    found.append((WRONG, f"rank {rank}: {error[2]}"))
+                elif not self._is_clean(rank, error):
+                    found.append((BARE, f"rank {rank}: {error[2]}"))
+        found += self._wrong()
+        found += self._lost(errors > 0 or bool(self.dead))
+        for rank, more in self.left.items():
+            if more:
+                found.append((LEFTOVER, f"rank {rank} keeps {more}"))
+        found += self._files()
+        if case.fault.harmless and errors and case.index >= 0:
+            texts = "\n".join(
+                f"rank {rank}: {answer.error[2]}" for rank, answer in self.answers.items() if answer.error
+            )
+            found.append((BARE, f"the fault is none, but ranks end with errors\n{texts}"))
+        seconds = named = same = None
+        if others and case.index >= 0:
+            causes = [_cause(self.answers[rank].error[1]) for rank in others]  # type: ignore[index]
+            named = all(re.search(rf"\branks? \[?{culprit}\b", cause) for cause in causes)
+            same = len(set(causes)) == 1
+            if self.fired_at is not None:
+                seconds = max(self.answers[rank].at_s for rank in others) - self.fired_at
+                if seconds > case.spec.timeout_s + GRACE_S:
+                    found.append((HANG, f"the last error came {seconds:.1f} s after the fault"))
+        found.sort(key=lambda pair: FAILURES.index(pair[0]))
+        outcome = found[0][0] if found else (CLEAN_ERROR if errors else RIGHT)
+        more = [f"rank {rank}: {a.error[1]}" for rank, a in sorted(self.answers.items()) if a.error is not None]
+        text = "\n".join(text for _, text in found)
+        result = Result(case, outcome, text, named, same, seconds, self.fired_at is not None, more)
+        return result
+
+    def _is_clean(self, rank: int, error: tuple[str, str, str]) -> bool:
+        kind, text, _ = error
+        fault = self.case.attack.fault
+        if rank == self.case.attack.culprit:  # it says itself what is wrong with it
+            blocks = "degrees" in LAYOUTS[self.case.spec.layout].shape  # whose dense parts are the user's
+            own = fault in OF_INPUT and (blocks or kind in ("RankError", "ConfigError"))
+            if own or WORDS in text or fault in ("memory limit", "signals, unhandled"):
+                return True
+        if kind not in ("RankError", "ConfigError") or not re.search(r"\brank \d", text) or not _OPERATION.search(text):
+            return False
+        # The rank at fault has said itself what is wrong with it.
+        told = re.search(r"failed (in|on) .*: \w*(Error|Interrupt|Exit|bad_alloc)", text, re.DOTALL)
+        return bool(_CURE.search(text) or told or WORDS in text)
+
+    def _wrong(self) -> list[tuple[str, str]]:
+        given = {rank: answer.value for rank, answer in self.answers.items() if answer.error is None}
+        if not given:
+            return []
+        with _ALONE:
+            wanted = expected(self.case.spec)
+        found = []
+        for rank, value in given.items():
+            for name, numbers in (value or {}).items():
+                try:
+                    torch.testing.assert_close(numbers, wanted[rank][name], rtol=1e-9, atol=1e-11)
+                except AssertionError as error:
+                    found.append((WRONG, f"rank {rank}, {name}: {error}"))
+        return found
+
+    def _lost(self, failed: bool) -> list[tuple[str, str]]:
+        """What is wrong with the checkpoint that a job has left which did not come to its end."""
+        spec = self.case.spec
+        if spec.kind != "checkpoint" or not failed:
+            return []
+        saved = max((answer.saved for answer in self.answers.values()), default=0)
+        folder = Path(spec.folder, "checkpoint")
+        if not saved and not list(folder.parent.glob("*checkpoint*")):
+            return []
+        with _ALONE:
+            probes = expected(spec)[0]["probes"]
+            try:
+                probe = probe_of_checkpoint(spec)
+            except Exception as error:
+                # Before the first save is through there may be nothing yet.
+                return [(LOST, f"saved after step {saved}, but {type(error).__name__}: {error}")] if saved else []
+        first = max(1, saved)
+        for steps in range(first, min(first + 2, spec.steps)):
+            if torch.allclose(probe, probes[steps - 1], rtol=1e-9, atol=1e-11):
+                return []
+        return [(LOST, f"saved after step {saved}, but the checkpoint is of none of the steps that it may be of")]
+
+    def _files(self) -> list[tuple[str, str]]:
+        """Files that nobody will look for again. Who is killed cannot take its own away."""
+        if self.dead or self.hung:
+            return []
+        folder = Path(self.case.spec.folder)
+        names = [str(path.relative_to(folder)) for path in folder.iterdir() if path.name != "checkpoint"]
+        pids = [worker.process.pid for worker in self._workers.values()]
+        shared = [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in pids)]
+        return [(LEFTOVER, f"files: {names + shared}")] if names + shared else []
+
+
+def _cause(text: str) -> str:
+    """Of an error, what is the same on all ranks."""
+    return text.split(" because ", 1)[-1].split("\n")[0]
+
+
+def new_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="fusedmoe-chaos-", ignore_cleanup_errors=True)

@@ -1,0 +1,383 @@
+"""What the ranks of a campaign do: small jobs whose results are known from a world of one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.cli.job import StopRequest
+from fusedmoe.comm.collectives import all_gather_object, all_reduce
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.schedule import Schedule
+from fusedmoe.placement.price import PlacementCosts
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.training import (
+    ShardedExperts,
+    broadcast_parameters,
+    clip_grad_norm,
+    distributed_data_parallel,
+    load_checkpoint,
+    plan_step,
+    save_checkpoint,
+    sync_gradients,
+)
+from fusedmoe.training.gradient_buckets import GradientBuckets
+from tests.training.placed import DIM, EXPERTS, Model, optimizer_of
+
+CPU = torch.device("cpu")
+# Links so slow that plans have chunks and buckets.
+SLOW = CostModel({**{name: Line(0.0, 1e-6) for name in LINES}, "gemm": Line(0.0, 1e-6)}, 0.9)
+PLANS = ("fsmoe", "tutel_improved")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job stands on its ranks.
+
+    Attributes:
+        sizes: ep, esp, mp.   shape: of the model, for `placed.Model`.
+        wraps: the model is in DistributedDataParallel.   moves: its experts do (`ShardedExperts`); "heap": by puts.
+    """
+
+    world: int
+    sizes: tuple[int, int, int]
+    shape: dict[str, Any] = field(default_factory=dict)
+    wraps: bool = False
+    moves: str = ""
+
+    @property
+    def mp(self) -> int:
+        return self.sizes[2]
+
+
+_CHUNKS = {"schedule": Schedule("fsmoe", degrees=(2, 3))}
+_BLOCKS = {"degrees": (2, 2)}
+
+LAYOUTS: dict[str, Layout] = {
+    "ep 2": Layout(2, (2, 1, 1)),
+    "esp 2": Layout(2, (1, 2, 1)),
+    "mp 2": Layout(2, (2, 1, 2)),
+    "chunks 2": Layout(2, (2, 1, 1), _CHUNKS),
+    "blocks 2": Layout(2, (2, 1, 1), _BLOCKS),
+    "ddp 2": Layout(2, (2, 1, 1), wraps=True),
+    "fssdp 2": Layout(2, (2, 1, 1), moves="collectives"),
+    "fssdp heap 2": Layout(2, (2, 1, 1), moves="heap"),
+    "ep 4": Layout(4, (4, 1, 1)),
+    "ep esp 4": Layout(4, (2, 2, 1)),
+    "ep esp mp 4": Layout(4, (2, 2, 2)),
+    "copies 4": Layout(4, (2, 1, 1)),
+    "2dh 4": Layout(4, (4, 1, 1), {"dispatch": "2dh"}),
+    "chunks 4": Layout(4, (2, 2, 1), _CHUNKS),
+    "blocks 4": Layout(4, (2, 2, 1), _BLOCKS),
+    "ddp 4": Layout(4, (2, 1, 1), wraps=True),
+    "fssdp 4": Layout(4, (4, 1, 1), moves="collectives"),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A job, the same on every rank.
+
+    Attributes:
+        kind: a name of `KINDS`.   layout: of `LAYOUTS`.
+        seed: of the tokens.   counts: of each rank, how many in each step.   skew: all tokens want the same experts.
+        steps, folder: how many, and where checkpoints go.
+        timeout_s: of the topology.   guarded: the user's code is inside `Topology.guard`.
+        meets: before the second step some rank's input is refused.   catches: by a user who goes on then.
+    """
+
+    kind: str
+    layout: str
+    seed: int
+    counts: tuple[tuple[int, ...], ...]
+    skew: bool = False
+    folder: str = ""
+    timeout_s: float = 2.5
+    guarded: bool = False
+    meets: bool = False
+    catches: bool = False
+
+    @property
+    def steps(self) -> int:
+        return len(self.counts[0])
+
+    def tokens(self, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 1000 * step + rank)
+        x_SM = torch.randn(self.counts[rank][step], DIM, generator=generator, dtype=torch.float64)
+        return 0.01 * x_SM + 3.0 if self.skew else x_SM + torch.sin(torch.arange(DIM) + step / 4)
+
+    def probe(self) -> Tensor:
+        return self.tokens(0, 0)[:0].new_tensor([[(3 * i + j) % 5 - 2.0 for j in range(DIM)] for i in range(7)])
+
+
+def needs_puts(spec: Spec) -> bool:
+    """Whether kernels put bytes into other ranks' memory."""
+    return spec.kind == "one-sided" or LAYOUTS[spec.layout].moves == "heap"
+
+
+def steps_of(kind: str, layout: str) -> int:
+    """Experts change owners after five steps."""
+    return 7 if LAYOUTS[layout].moves else {"profile": 1, "one-sided": 3, "checkpoint": 3}.get(kind, 2)
+
+
+class Rank:
+    """A job on one rank. `meddle`: what is wrong with the input of this rank, a name of `INPUTS`, "" for nothing."""
+
+    def __init__(self, rank: int, spec: Spec, meddle: str = "", rng: random.Random | None = None) -> None:
+        self.rank, self.spec, self.meddle = rank, spec, meddle
+        self.rng = rng or random.Random(0)
+        self.layout = LAYOUTS[spec.layout]
+        self.saved = 0
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.buckets: GradientBuckets | None = None
+        self.experts: ShardedExperts | None = None
+
+    def run(self) -> dict[str, Any]:
+        """What came of it, to be compared with `expected`."""
+        with StopRequest() if self.meddle == "signals" else nullcontext():
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
+        ep, esp, mp = self.layout.sizes
+        per_node = 2 if self.layout.world == 4 else None
+        self.topology = Topology.from_sizes(ep, esp, mp, ranks_per_node=per_node, timeout_s=self.spec.timeout_s)
+        guard = self.topology.guard("the job") if self.spec.guarded else nullcontext()
+        with guard, ExitStack() as self.stack:
+            found = KINDS[self.spec.kind](self)
+            # Nobody ends while others still need it.
+            all_reduce(self.topology.world, torch.zeros(1), operation="the end of the job")
+            return found
+
+    def build(self) -> None:
+        layout = self.layout
+        self.model = Model(self.topology, "fssdp" if layout.moves else "ep", **layout.shape)
+        if self.meddle == "seed":
+            torch.manual_seed(self.rng.randrange(1000))
+            self._other_copies()
+        self.optimizer = optimizer_of(self.model)
+        self.whole: torch.nn.Module = self.model
+        if layout.wraps:
+            self.whole = distributed_data_parallel(self.model, self.topology)
+        else:
+            broadcast_parameters(self.model, self.topology)
+        if layout.moves:
+            from fusedmoe.comm.heaps import open_heap
+
+            options: dict[str, Any] = {"overlap": 4, "memory": 2, "costs": PlacementCosts(1.0, 8, 100, 200, 1e9, 1e9)}
+            if layout.moves == "heap":
+                options["heap"] = self.stack.enter_context(open_heap(self.topology.ep, CPU))
+            self.experts = ShardedExperts(self.model, self.optimizer, self.topology, **options)
+            self.stack.callback(self.experts.close)
+
+    def _other_copies(self) -> None:
+        """Replicated parameters that differ from rank 0's until they are made equal."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if ".experts." not in name:
+                    parameter.add_(torch.randn_like(parameter))
+
+    def step(self, step: int) -> None:
+        """One step; the numbers of a step that was refused and caught are not kept."""
+        topology, last = self.topology, self.spec.steps - 1
+        self.optimizer.zero_grad()
+        x_SM = self.spec.tokens(self.rank, step)
+        if step == min(1, last):
+            self._meddle(x_SM)
+        y_SM = self.whole(x_SM)
+        loss = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in self.model.layers)
+        if self.buckets is not None:
+            self.buckets.open()
+        loss.backward()
+        if not self.layout.wraps:
+            sync_gradients(self.model, topology, buckets=self.buckets)
+        self.norms.append(clip_grad_norm(self.model, topology, 1.0))
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+
+    def _meddle(self, x_SM: Tensor) -> None:
+        """Before the step's own forward there may be another one, in which this rank's input is wrong."""
+        if self.meddle == "order":
+            self._out_of_order(x_SM)
+        elif self.meddle in INPUTS or self.spec.meets:
+            first = self.model._pipeline[0] if self.model._pipeline else self.model.layers[0]
+            wrong_SM = INPUTS[self.meddle](self.rng, x_SM) if self.meddle in INPUTS else x_SM
+            if self.meddle == "nan" and first is not self.model.layers[0]:
+                wrong_SM = torch.where(wrong_SM.isfinite(), wrong_SM, torch.nan)  # tanh makes infinity a number
+            try:
+                first(wrong_SM)
+            except Exception:
+                if not self.spec.catches:
+                    raise
+            else:
+                if self.meddle:  # others may have no experts in common with that rank
+                    raise WrongNumber("wrong input was not refused")
+
+    def _out_of_order(self, x_SM: Tensor) -> None:
+        way = self.rng.randrange(3)
+        if way == 0:
+            all_reduce(self.topology.world, torch.ones(self.rng.randint(1, 5)), operation="a sum of one rank's own")
+        elif way == 1:
+            self.whole(x_SM)
+        else:
+            sync_gradients(self.model, self.topology)
+
+    def train(self) -> dict[str, Any]:
+        self.build()
+        return self._steps()
+
+    def _steps(self) -> dict[str, Any]:
+        for step in range(self.spec.steps):
+            self.step(step)
+        return self._found()
+
+    def _found(self) -> dict[str, Any]:
+        return {"losses": self.losses, "norms": self.norms, "probe": self._probe()}
+
+    def _probe(self) -> Tensor:
+        with torch.no_grad():
+            return self.model(self.spec.probe())
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Two saves, the second over the first; the last step is done again from it, by a model of its own."""
+        self.build()
+        path = Path(self.spec.folder, "checkpoint")
+        last = self.spec.steps - 1
+        for step in range(last):
+            self.step(step)
+            if step >= last - 2:
+                extra = {"step": step, "placement": self.experts and self.experts.state_dict()}
+                save_checkpoint(path, self.model, self.optimizer, self.topology, extra)
+                self.saved = step + 1
+        self.step(last)
+        before, loss, norm = self._probe(), self.losses.pop(), self.norms.pop()
+        self.stack.close()
+        torch.manual_seed(11)
+        self.build()
+        extra = load_checkpoint(path, self.model, self.optimizer, self.topology)
+        assert extra["step"] == last - 1, extra
+        if self.experts is not None:
+            self.experts.load_state_dict(extra["placement"])
+        self.step(last)
+        after = self._probe()
+        if not torch.equal(before, after) or self.losses[-1] != loss or self.norms[-1] != norm:
+            raise WrongNumber(f"a step from the checkpoint gives {self.losses[-1]}, without it {loss}")
+        return self._found()
+
+    def profile(self) -> dict[str, Any]:
+        found, _ = cached_profile(self.topology, CPU, dtype=torch.float64, budget_s=0.2, again=True)
+        every = all_gather_object(self.topology.world, found.costs.to_json())
+        if len(set(every)) > 1:
+            raise WrongNumber(f"ranks measure differently: {every}")
+        return {}
+
+    def plan(self) -> dict[str, Any]:
+        self.build()
+        ep, esp, _ = self.layout.sizes
+        policy = PLANS[self.spec.seed % len(PLANS)]
+        workload = Workload(1, 16, DIM, 6, EXPERTS, k=2, ep=ep, esp=esp)
+        _, self.buckets = plan_step(self.model, self.topology, policy, SLOW, workload, limit=4)
+        return self._steps()
+
+    def one_sided(self) -> dict[str, Any]:
+        """All-to-alls by puts; rank r sends d to rank p in step s bytes that follow from all three."""
+        from fusedmoe.comm.heaps import open_heap
+        from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll
+
+        heap = self.stack.enter_context(open_heap(self.topology.ep, CPU))
+        exchange, ranks = OneSidedAllToAll(heap, rows=2), range(self.layout.world)
+        for step in range(self.spec.steps):
+            messages = {(a, b): self._message(a, b, step) for a in ranks for b in ranks}
+            send = [messages[self.rank, other] for other in ranks]
+            come = [messages[other, self.rank] for other in ranks]
+            most = max(map(len, messages.values()))
+            got = exchange.exchange(torch.cat(send), list(map(len, send)), list(map(len, come)), most, "an exchange")
+            if not torch.equal(got, torch.cat(come)):
+                raise WrongNumber(f"an exchange by puts brought other bytes in step {step}")
+        return {}
+
+    def _message(self, source: int, target: int, step: int) -> Tensor:
+        count = 997 * self.spec.counts[source][step] * (target + 1)
+        generator = torch.Generator().manual_seed(self.spec.seed + 100 * source + 10 * target + step)
+        return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+
+
+class WrongNumber(AssertionError):
+    """The job's own comparison fails."""
+
+
+KINDS: dict[str, Callable[[Rank], dict[str, Any]]] = {
+    "train": Rank.train,
+    "checkpoint": Rank.checkpoint,
+    "profile": Rank.profile,
+    "plan": Rank.plan,
+    "one-sided": Rank.one_sided,
+}
+
+
+def _not_finite(rng: random.Random, x_SM: Tensor) -> Tensor:
+    x_SM = x_SM.clone() if len(x_SM) else x_SM.new_zeros(3, DIM)
+    x_SM[rng.randrange(len(x_SM)), rng.randrange(DIM)] = rng.choice([float("nan"), float("inf"), -float("inf")])
+    return x_SM
+
+
+def _other_shape(rng: random.Random, x_SM: Tensor) -> Tensor:
+    wider = x_SM.new_zeros(len(x_SM), DIM + rng.choice([-1, 1, DIM]))
+    return rng.choice([wider, x_SM.new_zeros(()), x_SM.new_zeros(DIM - 1)])
+
+
+def _other_dtype(rng: random.Random, x_SM: Tensor) -> Tensor:
+    return x_SM.to(rng.choice([torch.float32, torch.bfloat16, torch.int64, torch.complex128]))
+
+
+#: What makes a rank's input wrong; "order": it calls something that the others do not.
+INPUTS: dict[str, Callable[[random.Random, Tensor], Tensor]] = {
+    "nan": _not_finite,
+    "shape": _other_shape,
+    "dtype": _other_dtype,
+    "order": lambda rng, x_SM: x_SM,
+}
+
+
+def expected(spec: Spec) -> list[dict[str, Any]]:
+    """What each rank should find, from one process that has the whole model and everybody's tokens."""
+    layout = LAYOUTS[spec.layout]
+    if spec.kind in ("profile", "one-sided"):
+        return [{} for _ in range(layout.world)]
+    model = Model(Topology(), "ep")
+    optimizer = optimizer_of(model)
+    losses: list[list[Tensor]] = [[] for _ in range(layout.world)]
+    norms: list[Tensor] = []
+    probes = []
+    for step in range(spec.steps):
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for rank, found in enumerate(losses):
+            y_SM = model(spec.tokens(rank, step))
+            aux = sum((layer.aux_loss for layer in model.layers), torch.zeros(()))
+            loss = y_SM.square().sum() / 50 + aux / layout.mp
+            found.append(loss.detach())
+            total = total + loss / (layout.world // layout.mp)
+        total.backward()
+        norms.append(clip_grad_norm(model, Topology(), 1.0))
+        optimizer.step()
+        with torch.no_grad():
+            probes.append(model(spec.probe()))
+    return [{"losses": of, "norms": norms, "probe": probes[-1], "probes": probes} for of in losses]
+
+
+def probe_of_checkpoint(spec: Spec) -> Tensor:
+    """Of the checkpoint that a job has left, in a world of one."""
+    model = Model(Topology(), "ep")
+    load_checkpoint(Path(spec.folder, "checkpoint"), model, optimizer_of(model), Topology())
+    with torch.no_grad():
+        return model(spec.probe())

@@ -1,0 +1,223 @@
+"""Processes that do jobs as ranks, one after another, with a fault on one of them, and are looked through after it."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import re
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedmoe.kernels import backend
+from tests.chaos.faults import FAULTS, OF_INPUT, PLACES, Watcher
+from tests.chaos.jobs import LAYOUTS, Rank, Spec, needs_puts
+from tests.lifetime import end_with
+
+FIRED, ANSWER, CLEAN, PORT, END = "fired", "answer", "clean", "port", "end"
+
+
+def tell(pipe: Connection, thing: Any) -> None:
+    """Without `multiprocessing`'s pickles, which leave tensors in shared memory."""
+    pipe.send_bytes(pickle.dumps(thing))
+
+
+def hear(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What is done to one rank: a fault at the n-th call in a place; of the input, where there is no place.
+
+    `stays`: after an error its process lives on, as in a notebook; else it ends, as a program does.
+    """
+
+    fault: str
+    place: str
+    culprit: int
+    number: int = 1
+    seed: int = 0
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a rank is asked to do. `attack`: None to count the calls of each place."""
+
+    rank: int
+    spec: Spec
+    attack: Attack | None
+    run: int
+    port: int
+    counts: bool = False
+
+
+@dataclass
+class Answer:
+    """What came of it on a rank: a value, or the type, text and traceback of an error; and when."""
+
+    value: Any = None
+    error: tuple[str, str, str] | None = None
+    at_s: float = 0.0
+    saved: int = 0
+    calls: Counter[str] | None = None
+
+
+def serve(pipe: Connection) -> None:
+    """The life of such a process. Errors of native code, and tracebacks on demand, go to the file it is told first."""
+    from tests import copied
+
+    end_with(copied.PID)
+    torch.set_num_threads(1)
+    log = os.open(hear(pipe), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # The first one leaves a pipe for the signals of libuv, once and for all.
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    idle: Counter[str] | None = None
+    gc.freeze()  # what was imported stays: collections have only the jobs' objects to look at
+    while True:
+        try:
+            order = hear(pipe)
+        except (EOFError, KeyboardInterrupt):
+            return
+        if order == PORT:  # this rank hosts the store of the next job
+            host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            tell(pipe, (PORT, host.port))
+            continue
+        patience_s, answer = order.spec.timeout_s, _work(pipe, order)
+        ended_well = answer.error is None
+        tell(pipe, (ANSWER, answer))
+        ends = not ended_well and order.attack is not None and order.rank == order.attack.culprit
+        if ends and not order.attack.stays:
+            os._exit(1)
+        del order, answer
+        if ended_well:
+            hear(pipe)  # all are through: a program that ends well does not end before the others
+        host = None
+        _end_job()
+        if idle is None and ended_well:
+            idle = held()
+        tell(pipe, (CLEAN, _left(idle, patience_s) if idle is not None else {}))
+
+
+def _work(pipe: Connection, order: Order) -> Answer:
+    spec, attack = order.spec, order.attack
+    mine = attack is not None and attack.culprit == order.rank
+    answer = Answer()
+    torch.manual_seed(order.rank)
+    if needs_puts(spec):
+        _interpret_puts()
+    try:
+        world = LAYOUTS[spec.layout].world
+        server = dist.TCPStore("127.0.0.1", order.port, is_master=False, timeout=timedelta(seconds=30))
+        store = dist.PrefixStore(f"run {order.run}", server)
+        dist.init_process_group("gloo", store=store, rank=order.rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.barrier()
+        if order.counts:
+            rank, watcher = Rank(order.rank, spec), Watcher(PLACES)
+            answer.calls = watcher.calls
+            with watcher():
+                answer.value = rank.run()
+        elif mine and attack is not None and attack.fault in OF_INPUT:
+            tell(pipe, (FIRED, time.monotonic()))
+            rank = Rank(order.rank, spec, attack.fault.split(",")[0], random.Random(attack.seed))
+            answer.value = rank.run()
+        elif mine and attack is not None:
+            fault = FAULTS[attack.fault]
+            rank = Rank(order.rank, spec, attack.fault)
+
+            def act() -> None:
+                tell(pipe, (FIRED, time.monotonic()))
+                fault.act()
+
+            with Watcher({attack.place: PLACES[attack.place]}, (attack.place, attack.number), act)():
+                answer.value = rank.run()
+        else:
+            rank = Rank(order.rank, spec)
+            answer.value = rank.run()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        answer.at_s = time.monotonic()
+        answer.error = (type(error).__name__, str(error), traceback.format_exc())
+        sys.excepthook(type(error), error, error.__traceback__)  # as at a program's end
+        traceback.clear_frames(error.__traceback__)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if "rank" in locals():
+        answer.saved = rank.saved
+    return answer
+
+
+def _end_job() -> None:
+    """What the end of a process does."""
+    # After an error in a backward pass PyTorch keeps what was still to do, and so the graph, until the next one.
+    torch.ones((), requires_grad=True).backward()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def held() -> Counter[str]:
+    """What this process holds: threads and open files by kind, children, shared memory."""
+    found: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        found[f"thread {_read(task / 'comm')}"] += 1
+        found["child"] += len(_read(task / "children").split())
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(file)
+        except OSError:  # the listing's own
+            continue
+        found[f"descriptor {re.sub(r'[0-9]+', 'N', target)}"] += 1
+    found["mapping"] = _read(Path("/proc/self/maps")).count("memfd:")
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _left(idle: Counter[str], patience_s: float) -> dict[str, int]:
+    """What is held beyond what an idle rank holds. What native threads wait for may last as long as the backend's."""
+    deadline, pause = time.monotonic() + patience_s + 5.0, 0.005
+    while (more := held() - idle) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+        gc.collect()
+    return dict(more)
+
+
+def _interpret_puts() -> None:
+    """Triton's interpreter for the kernels that put and wait; everything else stays as on any CPU."""
+    name = "fusedmoe.comm.one_sided_all_to_all"
+    if name in sys.modules:
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    for module in [module for module in sys.modules if module.split(".")[0] == "triton" and "._C" not in module]:
+        del sys.modules[module]  # it was imported to compile
+    backend.INTERPRET = True
+    import_module(name)
+    backend.INTERPRET = False

@@ -1,0 +1,35 @@
+"""The campaign, a tiny one and a short one; `make chaos` is the long one."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.__main__ import ROOT, run
+from tests.chaos.campaign import FAILURES, Campaign
+
+SCENES = (("train", "ep 2"), ("train", "esp 2"), ("train", "chunks 2"))
+FAULTS = ("kill", "exit", "raise", "no memory", "interrupt", "nan", "empty", "skew", "seed")
+
+
+def test_a_dozen_faults() -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    results = run(Campaign(seed, faults=FAULTS, scenes=SCENES), 12, 100.0, teams=1)
+    bad = [f"{r.outcome}: seed {seed}, {r.case}\n{r.text}" for r in results if r.outcome in FAILURES]
+    assert not bad, "\n".join(bad)
+    assert sum(result.fired for result in results) > 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_five_minutes(tmp_path: Path) -> None:
+    found = tmp_path / "chaos.json"
+    command = [sys.executable, "-m", "tests.chaos", "--minutes", "5", "--json", str(found)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-2000:]
+    assert json.loads(found.read_text())["cases"] > 100
