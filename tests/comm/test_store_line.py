@@ -84,7 +84,7 @@ def lines() -> int:
 
 def test_one_line_that_ends_with_its_store() -> None:
     gc.collect()
-    assert soon(lambda: lines() == 0), "other tests leave none"
+    assert soon(lambda: lines() == 0), "what other tests left has ended"
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     before = sockets()
     stores = [dist.PrefixStore("a job", host), dist.PrefixStore("another", dist.PrefixStore("within", host))]
