@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
-from fusedmoe.comm import collectives
+from fusedmoe.comm import group as groups
 from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce
 from fusedmoe.comm.failure import LOOK_S, RENEWED_S, Board
 from fusedmoe.comm.topology import Topology
@@ -223,7 +223,7 @@ def killed_on_another_host(rank: int, world: int, culprit: int) -> None:
     """Nobody there can be asked for processes; who waits on has been heard of since."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host {rank}")
-        patch.setattr(collectives, "_EXIT_S", 2 * RENEWED_S)
+        patch.setattr(groups, "_EXIT_S", 2 * RENEWED_S)
         topology = Topology.from_sizes(4)
         pids = all_gather_object(topology.world, os.getpid())
         if rank == (culprit + 1) % world:
