@@ -245,18 +245,23 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
                 timeout=_patience(job),
             )
     except RuntimeError as error:
-        raise lost(job, ranks, "making a process group", f"ranks {list(ranks)}", str(error)) from error
+        # Where the time was up, whoever is gone has been so for long.
+        where = f"ranks {list(ranks)}"
+        raise lost(job, ranks, "making a process group", where, str(error), exit_s=1.0) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
 
 
-def lost(job: Job, ranks: Sequence[int], operation: str, where: str, reason: str) -> RankError:
-    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
+def lost(job: Job, ranks: Sequence[int], operation: str, where: str, reason: str, exit_s: float = _EXIT_S) -> RankError:
+    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not.
+
+    `exit_s`: how long a peer may take to be gone.
+    """
     board = job.board
     assert board is not None
     others = tuple(rank for rank in ranks if rank != job.rank)
-    deadline, dead = time.monotonic() + _EXIT_S, board.gone(others)
+    deadline, dead = time.monotonic() + exit_s, board.gone(others)
     while (verdict := board.read()) is None and not dead and time.monotonic() < deadline:
         time.sleep(0.02)
         dead = board.gone(others)
