@@ -245,19 +245,26 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
                 timeout=_patience(job),
             )
     except RuntimeError as error:
-        raise lost(job, ranks, "making a process group", f"ranks {list(ranks)}", str(error)) from error
+        # Where the time was up, whoever is gone has been so for long.
+        where = f"ranks {list(ranks)}"
+        raise lost(job, ranks, "making a process group", where, str(error), exit_s=1.0) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
 
 
-def lost(job: Job, ranks: Sequence[int], operation: str, where: str, reason: str) -> RankError:
-    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not."""
+def lost(
+    job: Job, ranks: Sequence[int], operation: str, where: str, reason: str, exit_s: float | None = None
+) -> RankError:
+    """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not.
+
+    `exit_s`: how long a peer may take to be gone; None: as an error makes it take.
+    """
     me, board = job.rank, job.board
     assert board is not None
     others = tuple(rank for rank in ranks if rank != me)
     here, earlier = f"{operation} over {where}", None
-    deadline, dead = time.monotonic() + _EXIT_S, board.gone(others)
+    deadline, dead = time.monotonic() + (_EXIT_S if exit_s is None else exit_s), board.gone(others)
     while (said := board.read()) is None and not dead and time.monotonic() < deadline:
         board.waits(here, ranks)
         earlier = earlier or board.waiting(others)

@@ -131,6 +131,7 @@ def _with_teams(count: int, work: Callable[[Team], None], done: Callable[[], tup
         teams = [Team(Path(folder, f"team-{number}"), store.port, number * 10**6) for number in range(count)]
         threads = [threading.Thread(target=work, args=(team,), daemon=True) for team in teams]
         try:
+            teams[0].workers(1)  # from this thread: the server of copies ends with the thread that starts it
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusedmoe.comm import collectives
-from fusedmoe.comm.group import Group
+from fusedmoe.comm.group import Group, Job
 from fusedmoe.errors import RankError
 
 
@@ -49,19 +49,18 @@ class Board:
         return "rank 1 is gone"
 
 
-def group(board: Board, monkeypatch: pytest.MonkeyPatch) -> Group:
-    monkeypatch.setattr(Group, "board", property(lambda self: board))
-    return Group("ep", (0, 1))
+def group(board: Board) -> Group:
+    return Group("ep", (0, 1), job=Job(board=board))  # type: ignore[arg-type]
 
 
-def test_what_ended_well_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ended_well_is_no_failure() -> None:
     board = Board()
-    collectives.wait(Late(None), group(board, monkeypatch), "all-reduce")  # type: ignore[arg-type]
+    collectives.wait(Late(None), group(board), "all-reduce")  # type: ignore[arg-type]
     assert not board.posted
 
 
-def test_what_broke_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_broke_is_one() -> None:
     board = Board()
     with pytest.raises(RankError, match="all-reduce over the ep group"):
-        collectives.wait(Late("Connection closed by peer"), group(board, monkeypatch), "all-reduce")  # type: ignore[arg-type]
+        collectives.wait(Late("Connection closed by peer"), group(board), "all-reduce")  # type: ignore[arg-type]
     assert board.posted
