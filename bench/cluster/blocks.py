@@ -22,6 +22,7 @@ from bench.cluster.turns import in_turns, row, same_results, setting_json, sprea
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.passes import one_queue
@@ -29,7 +30,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, ablation, fsmoe, pipemoe, sequential
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, StepSplit, idle_slot_plan, micro_schedule
-from fusedmoe.schedule.step_costs import StepCosts, bound_s
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.training.step_plan import BucketTuner
 
 #: Buckets of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
