@@ -34,12 +34,13 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.step_costs import StepCosts, bound_s
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
 
 _LAYERS, _SEQ_LEN, _K = 2, 256, 2
