@@ -22,11 +22,15 @@ from torch.distributed.fsdp import fully_shard as _fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.group import lost
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
 from fusedmoe.training.copies import MpLoss, active, broadcast, divisor, local_part, reduce_gradients, replicas
 from fusedmoe.training.gradient_buckets import GradientBuckets
+
+# How long a rank may take to be gone after its connection broke, on top of the time that has passed.
+_EXIT_S = 6.0
 
 
 def sync_gradients(
@@ -155,11 +159,12 @@ class DataParallel(DistributedDataParallel):
         # It writes the names of the root module's own parameters with a dot in front.
         hidden += [f".{name}" for name in hidden if "." not in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, hidden)
-        super().__init__(model, process_group=topology.world.handle, **options)
+        self._topology, self._split = topology, split
+        with _told(topology, "comparing the copies of a model"):
+            super().__init__(model, process_group=topology.world.handle, **options)
         if options.get("init_sync", True):
             for replica in split:
                 broadcast(replica.parameter, replica.group)
-        self._topology, self._split = topology, split
         self._synced_backward = -1
         own = weakref.ref(self)
         for replica in copies:
@@ -169,8 +174,23 @@ class DataParallel(DistributedDataParallel):
                 scale = replica.group.size / divisor(replica, topology, mp_loss)
                 replica.parameter.register_hook(lambda gradient, scale=scale: _arrived(own(), gradient, scale))
 
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Where the ranks agree on buckets and bring buffers; the model itself comes after it."""
+        with _told(self._topology, "agreeing on gradient buckets"):
+            return super()._pre_forward(*inputs, **kwargs)
+
     def _finish_backward(self) -> None:
         reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
+
+
+@contextmanager
+def _told(topology: Topology, operation: str) -> Iterator[None]:
+    """Raises a `RankError` for a connection of PyTorch's wrapper that breaks, or a rank that does not come."""
+    try:
+        yield
+    except RuntimeError as error:
+        group = topology.world
+        raise lost(group.job, group.ranks, operation, f"the {group}", str(error), exit_s=_EXIT_S) from error
 
 
 def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Tensor | None:

@@ -29,6 +29,7 @@ from fusedmoe.comm.uncaught import tell_others_of_uncaught
 from fusedmoe.errors import RankError
 from fusedmoe.layers.expert_networks import Custom
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.training.data_parallel import distributed_data_parallel
 from tests.cluster import Cluster
 
 M = 8
@@ -71,6 +72,22 @@ def train(layer: MoELayer, steps: int = 100_000) -> None:
         y = layer(torch.randn(5, M, requires_grad=True))
         y.sum().backward()
         all_reduce(layer.topology.world, torch.ones(3))
+
+
+def in_wrapper(rank: int, world: int, culprit: int, calls: int) -> None:
+    """Killed before the wrapper compares copies, or before it makes its buckets anew in its second forward pass."""
+    layer = make(topology := Topology.from_sizes(4))
+    for call in range(3):
+        if rank == culprit and call == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not call:
+            wrapped = distributed_data_parallel(layer, topology)
+        wrapped(torch.randn(5, M)).sum().backward()
+
+
+@pytest.mark.parametrize(("calls", "match"), [(0, "comparing the copies"), (1, "agreeing on gradient buckets")])
+def test_a_rank_that_ends_before_the_wrapper_of_pytorch(cluster: Cluster, calls: int, match: str) -> None:
+    check(cluster, random.randrange(4), match, in_wrapper, calls)
 
 
 class Fails(torch.autograd.Function):
