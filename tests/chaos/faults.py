@@ -103,9 +103,10 @@ class Watcher:
         if self._acted:
             sys.setprofile(None)
             return
-        inside: dict[str, FrameType] = self._local.__dict__.setdefault("inside", {})
+        # By the frame's number: the frame itself would keep all that is in it.
+        inside: dict[str, int] = self._local.__dict__.setdefault("inside", {})
         if event == "return":
-            for name in [name for name, root in inside.items() if root is frame]:
+            for name in [name for name, root in inside.items() if root == id(frame)]:
                 del inside[name]
         if event != "call":
             return
@@ -116,7 +117,7 @@ class Watcher:
         for name in begins:
             backward = self._places[name].backward
             if name not in inside and backward in (None, torch._C._current_graph_task_id() >= 0):
-                inside[name] = frame
+                inside[name] = id(frame)
         if counts:
             for name in inside:
                 self.calls[name] += 1
