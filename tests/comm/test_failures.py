@@ -85,7 +85,11 @@ def in_wrapper(rank: int, world: int, culprit: int, calls: int) -> None:
         wrapped(torch.randn(5, M)).sum().backward()
 
 
-@pytest.mark.parametrize(("calls", "match"), [(0, "comparing the copies"), (1, "agreeing on gradient buckets")])
+@pytest.mark.parametrize(
+    ("calls", "match"),
+    # Whichever rank asks first names the operation for all: one may have been past the buckets.
+    [(0, "comparing the copies"), (1, "agreeing on gradient buckets|exchange of counts")],
+)
 def test_a_rank_that_ends_before_the_wrapper_of_pytorch(cluster: Cluster, calls: int, match: str) -> None:
     check(cluster, random.randrange(4), match, in_wrapper, calls)
 
