@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import fully_shard as _fully_shard
@@ -185,10 +186,15 @@ class DataParallel(DistributedDataParallel):
 
 @contextmanager
 def _told(topology: Topology, operation: str) -> Iterator[None]:
-    """Raises a `RankError` for a connection of PyTorch's wrapper that breaks, or a rank that does not come."""
+    """Raises a `RankError` for a connection of PyTorch's wrapper that breaks, or a rank that does not come.
+
+    What the wrapper says of the model or its use, such as of unused parameters, stays as it is.
+    """
     try:
         yield
     except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
         group = topology.world
         raise lost(group.job, group.ranks, operation, f"the {group}", str(error), exit_s=_EXIT_S) from error
 

@@ -236,3 +236,20 @@ def test_wrappers_leave_no_trace_in_checkpoints(cluster: Cluster, tmp_path: Path
     load_checkpoint(tmp_path / "c", wrapped, torch.optim.AdamW(wrapped.parameters()), alone)
     for ours, theirs in zip(wrapped.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def _misused(rank: int, world: int) -> None:
+    topology = Topology.from_sizes(2)
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "left": nn.Linear(3, 2)})
+    model.forward = lambda x: model["used"](x)
+    wrapped = distributed_data_parallel(model, topology)
+    wrapped(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="finished reduction") as seen:
+        wrapped(torch.ones(2, 3))
+    assert type(seen.value) is RuntimeError
+    assert topology.world.board.read() is None, "no rank is at fault"
+
+
+def test_what_pytorch_says_of_a_model_stays(cluster: Cluster) -> None:
+    """A parameter that is not used is no connection that broke."""
+    cluster.run(2, _misused)
