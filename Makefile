@@ -91,7 +91,7 @@ test: $(READY)
 
 # All three report, also when an earlier one has found something.
 lint: $(READY)
-	@export $(RUN_ENV); bad=0; \
+	@$(if $(RUN_ENV),export $(RUN_ENV);) bad=0; \
 	$(PY) -m ruff check . || bad=1; \
 	$(PY) -m ruff format --check --quiet . || bad=1; \
 	$(PY) -m mypy || bad=1; \

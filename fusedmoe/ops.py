@@ -1,9 +1,10 @@
 """The layer's operations as functions, for models that bring their own modules.
 
 `gate` and `gate_from_logits` route tokens by a `GateRule`, `order` sorts routing decisions, `permute` and `unpermute`
-move rows by them and `take_pairs` router weights, `experts` computes, `Exchange` with `dispatch`, `combine`,
-`all_gather` and `reduce_scatter` crosses ranks, and `through_experts` is the whole way between permute and unpermute.
-`gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve model-parallel parts.
+move rows by them and `take_pairs` router weights, `experts` computes (`grouped_linear` for networks that it does not
+know), `Exchange` with `dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses ranks, and `through_experts` is
+the whole way between permute and unpermute. `gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve
+model-parallel parts.
 
 What does not fit (shapes, dtypes, devices, numbers of experts that do not exist) is refused before anything is computed
 or sent: ConfigError, or RankError where other ranks wait.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from fusedmoe.autograd.experts import experts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
+from fusedmoe.autograd.grouped_linear import grouped_linear
 from fusedmoe.autograd.moves import all_gather, combine, dispatch, received_layout, reduce_scatter, through_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
@@ -34,6 +36,7 @@ __all__ = [
     "gate",
     "gate_from_logits",
     "gather_rows",
+    "grouped_linear",
     "join_rows",
     "make_all_to_all",
     "order",

@@ -38,6 +38,18 @@ def test_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     assert last < 0.9 * first
 
 
+def test_hugging_face(capsys: pytest.CaptureFixture[str]) -> None:
+    last = load("hugging_face.py")["main"](steps=8)  # type: ignore[operator]
+    first = float(capsys.readouterr().out.split("loss")[1].split()[0])
+    assert last < 0.9 * first
+
+
+@pytest.mark.slow
+def test_hugging_face_over_ranks() -> None:
+    losses = [float(text.split()[0]) for text in run_on_ranks("hugging_face.py", 2).split("loss")[1:]]
+    assert losses[-1] < 0.7 * losses[0]
+
+
 @pytest.mark.slow
 def test_captured() -> None:
     # A process of its own: compiled code looks for its module by name.

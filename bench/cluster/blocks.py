@@ -31,7 +31,7 @@ from fusedmoe.schedule.policies import POLICIES, ablation, fsmoe, pipemoe, seque
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, StepSplit, idle_slot_plan, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.training.step_plan import BucketTuner
+from fusedmoe.training.bucket_search import BucketSearch
 
 #: Buckets of a gradient that nothing tuned: small beside a layer's, as FlowMoE's 1 MB is beside those of its models.
 UNTUNED_BYTES = 32 * 1024
@@ -128,12 +128,12 @@ def _buckets_json(
     def plan_of(size: int) -> Plan:
         return micro_schedule(costs, split._replace(bucket_bytes=size)).plan()
 
-    tuner = BucketTuner(largest, _SAMPLES, _STEPS, drift=None)
-    clock = Clock(topology)
-    while not tuner.settled:
-        run = partial(step.run, plan_of(tuner.bucket_bytes))
-        tuner.note(max(all_gather_object(topology.world, clock.seconds(run))))
-    chosen = tuner.bucket_bytes
+    search, clock = BucketSearch(largest, _SAMPLES), Clock(topology)
+    while (size := search.next()) is not None:
+        run = partial(step.run, plan_of(size))
+        taken_s = [max(all_gather_object(topology.world, clock.seconds(run))) for _ in range(_STEPS)]
+        search.tried.append((size, statistics.median(taken_s)))
+    chosen = min(search.tried, key=lambda one: one[1])[0]
     topology.agree({"bucket_bytes": chosen}, "the size of gradient buckets")
     sizes = sorted({chosen, *_sizes(largest)})
     plans = {size: plan_of(size) for size in sizes}
@@ -148,7 +148,7 @@ def _buckets_json(
     regret = own["median_s"] / best["median_s"] - 1.0
     return {
         "degrees": (split.forward, split.backward),
-        "tried": tuner.tried,
+        "tried": search.tried,
         "chosen": chosen,
         "best": best["bytes"],
         "regret": regret,

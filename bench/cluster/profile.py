@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,16 +23,19 @@ from fusedmoe.comm.collectives import (
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.execute import execute
-from fusedmoe.runtime.profiler import contention_of, line_through
+from fusedmoe.runtime.profiler import contention_of
 from fusedmoe.runtime.profiler import profile as measure
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.cost import CostModel, line_through
+from fusedmoe.schedule.observed import Observed
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.refit import observe, refit
 from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
-from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
-from fusedmoe.schedule.task import WEIGHT_GRADIENTS
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.task import LINKS
+from fusedmoe.schedule.timeline import PHASES, Timeline
+from fusedmoe.schedule.workload import Workload
 
 # For the library's profiler. Of blocks all that counts is measured again, among the policies.
 _BUDGET_S, _BUDGET_OF_BLOCKS_S = 20.0, 6.0
@@ -44,10 +45,6 @@ _DEGREES = (1, LIMIT)
 # In how many buckets a layer's gradient goes where all-reduces are measured; smaller ones are faster than their line by
 # what the link's token bucket lets through unhindered.
 _BUCKETS = (1, 2, 4)
-# What computes in a layer by its name in what is measured; backward also input and weight gradients by themselves.
-_PARTS = ("attention forward", "attention backward", "expert forward", "expert backward")
-_APART = {source: (f"{source} backward, input only", f"{kind} backward") for source, kind in WEIGHT_GRADIENTS.items()}
-
 # Chunks that travel inside a node and between nodes, alone and at the same time.
 _INTER, _INTRA = "inter: D0 D1 D2 D3", "intra: AG0 RS0 AG1 RS1 AG2 RS2 AG3 RS3"
 _LINKS = {
@@ -57,18 +54,17 @@ _LINKS = {
 }
 
 Points = Sequence[tuple[float, float]]
-# A kind and phase, and its share of a layer.
-Sample = tuple[str, float]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, the same on every rank. `points`: (size, seconds) by name."""
+    """What was measured, the same on every rank. `points`: (size, seconds) by name. `seen`: of what computes."""
 
     model: CostModel
     stack: StepCosts
     seconds: float
     points: Mapping[str, Points]
+    seen: Observed
 
     def to_json(self) -> dict[str, Any]:
         layer = self.stack.layers[0]
@@ -81,6 +77,7 @@ class Profile:
             "micro": None if layer.micro is None else asdict(layer.micro),
             "gradient_bytes": layer.gradient_bytes,
             "points": self.points,
+            "observed": self.seen.as_dict(),
         }
 
 
@@ -96,10 +93,9 @@ class Profiler:
         self._setting, self._topology, self._step = setting, topology, step
         budget_s = _BUDGET_OF_BLOCKS_S if setting.blocks else _BUDGET_S
         self._found = measure(topology, torch.device("cpu"), budget_s=budget_s, machine=setting.name)
-        alike = dict.fromkeys((*_PARTS, *itertools.chain(*_APART.values())), Line(0.0, 1e-3))
-        layers = (_layer_costs(setting, step, self._found.costs, alike),) * setting.layers
-        self._probes = _probes(StepCosts(layers))
-        self._computing: list[dict[Sample, float]] = []
+        self._before = _stack(setting, step, self._found.costs)
+        self._probes = _probes(self._before)
+        self._steps: list[list[list[Timeline]]] = [[] for _ in self._probes]
         self._exchanging = Clock(topology)
         for degree in (1, 2, LIMIT):
             size = setting.row_bytes // degree
@@ -141,89 +137,50 @@ class Profiler:
     def round(self) -> None:
         """Measures everything once more: machines are not always equally fast."""
         self._exchanging.round()
-        taken: dict[Sample, list[float]] = {}
-        for degree, plan in self._probes:
+        for plan, steps in zip(self._probes, self._steps, strict=True):
             recorder = Recorder(self._topology.rank)
             self._exchanging.seconds(partial(self._step.run, plan, recorder))
-            later = {task.kind for task in plan.compute}
-            for span in recorder.timeline().on("compute"):
-                share = 1.0 if span.chunk is None else 1.0 / degree
-                name = f"{span.kind} {span.phase}"
-                if span.phase == "backward" and WEIGHT_GRADIENTS.get(span.kind) in later:
-                    name += ", input only"
-                taken.setdefault((name, share), []).append(span.duration_s)
-        self._computing.append({sample: statistics.mean(seconds) for sample, seconds in taken.items()})
+            steps.append(all_gather_object(self._topology.world, recorder.timeline()))
 
     def profile(self) -> Profile:
         """By the medians so far."""
         setting, found = self._setting, self._found
-        points = {**found.points, **self._exchanging.medians(), **self._computed()}
+        seen = Observed()
+        for plan, steps in zip(self._probes, self._steps, strict=True):
+            seen |= observe(plan, self._before, steps[1:])
+        # Of what travels its lines are better: links with buckets let small messages through.
+        seen = Observed({sample: s for sample, s in seen.seconds.items() if sample.kind not in LINKS})
+        points = {**found.points, **self._exchanging.medians()}
         lines = {**found.costs.lines, "all-to-all/ep": line_through(points["all-to-all"])}
         if setting.blocks:
             lines |= {name: line_through(points[name]) for name in lines if name in self._exchanging.names}
         if setting.emulated_flops is not None:
-            products = [(setting.expert_flop / 2 * share, seconds / 2) for share, seconds in points["expert forward"]]
-            lines["gemm"] = line_through(products)
+            products = seen.get("expert", "forward").items()
+            lines["gemm"] = line_through([(setting.expert_flop / 2 / count, s / 2) for count, s in products])
         contention = found.costs.contention
         if "both links" in points:
             contention = contention_of(*(points[links][0][1] for links in _LINKS))
         model = replace(found.costs, lines=lines, contention=contention)
-        computing = {name: _line(points[name]) for name, _ in self._computing[0]}
-        layer = _layer_costs(setting, self._step, model, computing)
-        stack = StepCosts((layer,) * setting.layers, model.line("all-reduce/dp"), model.contention)
-        return Profile(model, stack, found.seconds, points)
-
-    def _computed(self) -> dict[str, list[tuple[float, float]]]:
-        """(share of a layer, seconds) by what computes: medians, on the slowest rank. Collective."""
-        ranks = all_gather_object(self._topology.world, self._computing[1:])
-        found: dict[str, list[tuple[float, float]]] = {}
-        for name, share in self._computing[0]:
-            rounds = zip(*([one[name, share] for one in rank] for rank in ranks), strict=True)
-            found.setdefault(name, []).append((share, statistics.median(map(max, rounds))))
-        return found
+        stack = refit(_stack(setting, self._step, model), seen)
+        return Profile(model, stack, found.seconds, points, seen)
 
 
-def _line(points: Points) -> Line:
-    """Of what is never split one point is known, and enough."""
-    return line_through(points) if len(points) > 1 else Line(points[0][1], 0.0)
-
-
-def _probes(costs: StepCosts) -> list[tuple[int, Plan]]:
+def _probes(costs: StepCosts) -> list[Plan]:
     """Steps in so many chunks; of blocks also such whose weight gradients are tasks of their own."""
     if costs.can_split:
-        return [
-            (degree, micro_schedule(costs, StepSplit(degree, degree, weights=weights)).plan())
-            for degree in _DEGREES
-            for weights in (False, True)
-        ]
-    passes = {degree: [ChunkedPass(three_queues, degree)] * len(costs.layers) for degree in _DEGREES}
-    return [(degree, step_plan(costs, of, of)) for degree, of in passes.items()]
+        splits = [StepSplit(degree, degree, weights=weights) for degree in _DEGREES for weights in (False, True)]
+        return [micro_schedule(costs, split).plan() for split in splits]
+    passes = ([ChunkedPass(three_queues, degree)] * len(costs.layers) for degree in _DEGREES)
+    return [step_plan(costs, of, of) for of in passes]
 
 
-def _layer_costs(setting: Setting, step: Step, model: CostModel, computing: Mapping[str, Line]) -> LayerCosts:
-    def chunks(line: Line, volume: float) -> StageTime:
-        return StageTime(line.alpha_s, line.beta_s * volume)
-
-    sent, gathered = setting.row_bytes, setting.row_bytes * setting.esp
-    found: dict[str, dict[str, StageTime]] = {}
-    for phase in PHASES:
-        exchange = chunks(model.line("all-to-all/ep"), sent)
-        found[phase] = {"dispatch": exchange, "expert": chunks(computing[f"expert {phase}"], 1.0), "combine": exchange}
-        if setting.esp > 1:
-            found[phase]["all-gather"] = chunks(model.line("all-gather/esp"), gathered)
-            found[phase]["reduce-scatter"] = chunks(model.line("reduce-scatter/esp"), gathered)
-    dense = {phase: {"attention": chunks(computing[f"attention {phase}"], 1.0)} for phase in PHASES}
-    dense_s = {phase: {kind: of.seconds(1) for kind, of in dense[phase].items()} for phase in PHASES}
-    micro = None
-    if setting.blocks:
-        # As a share of all that is backward: what is left for the input is never less than nothing.
-        backward = {"expert": found["backward"]["expert"], **dense["backward"]}
-        apart = {source: [computing[name].seconds(1.0) for name in names] for source, names in _APART.items()}
-        shares = {source: weights_s / (input_s + weights_s) for source, (input_s, weights_s) in apart.items()}
-        longer_s = sum(apart["expert"]) - backward["expert"].seconds(1)
-        weights = {source: backward[source] * share for source, share in shares.items()}
-        micro = MicroBatches(dense, weights, apart_s=max(0.0, longer_s))
-    return LayerCosts(found, dense_s, step.gradient_bytes, micro)
+def _stack(setting: Setting, step: Step, model: CostModel) -> StepCosts:
+    """What a step costs by lines alone: a rank's rows go in equal shares to all experts."""
+    esp = setting.esp
+    layer = Workload(1, setting.S * esp, setting.M, setting.H, setting.E, k=1, ep=setting.ep, esp=esp)
+    costs = layer.step_costs(model, [step.gradient_bytes] * setting.layers, layer.volumes(), whole=setting.blocks)
+    alike = replace(costs.layers[0], regroup_s=0.0)  # rows lie so that no pass copies those of the other
+    return replace(costs, layers=(alike,) * setting.layers)
 
 
 class Clock:

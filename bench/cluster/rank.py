@@ -11,7 +11,7 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.cluster import balance, blocks, placed
+from bench.cluster import balance, blocks, gpipe, placed
 from bench.cluster import layer as layers
 from bench.cluster.profile import Clock, Profile, Profiler
 from bench.cluster.setting import LIMIT, SETTINGS, Setting
@@ -32,7 +32,9 @@ from fusedmoe.cli.job import StopRequest
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.measure import observe_layer
 from fusedmoe.models.config import ModelConfig
+from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel
@@ -41,19 +43,19 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import Workload
 
 _LAYERS, _SEQ_LEN, _K = 2, 256, 2
+# Of GPipe: of p stages, (p−1)/(m+p−1) of the time is fill and drain.
+_MICRO_BATCHES = (4, 8)
 
 _DRAWN = ("sequential", "pipemoe", "fsmoe", "joint")
 _WAIT_S = 60.0
 
 
-def make_trainer(setting: Setting, topology: Topology, policy: str, costs: CostModel) -> tuple[Trainer, Plan | None]:
-    """The trainer of the main job under a schedule, and the plan that it follows.
-
-    As many rows leave a rank as in the setting's layers. It computes in earnest, so only where ranks compute.
-    """
+def job_settings(setting: Setting, policy: str) -> Settings:
+    """Of the main job under a schedule. As many rows leave a rank as in the layers; it computes in earnest."""
     model = ModelConfig(
         layers=_LAYERS,
         model_dim=setting.M,
@@ -65,15 +67,23 @@ def make_trainer(setting: Setting, topology: Topology, policy: str, costs: CostM
         k=_K,
         capacity_factor=1.0,
     )
-    settings = Settings(model=model, schedule=policy, ep=2, esp=setting.esp, mp=setting.esp)
+    return Settings(model=model, schedule=policy, ep=2, esp=setting.esp, mp=setting.esp)
+
+
+def make_trainer(
+    setting: Setting, topology: Topology, policy: str, costs: CostModel
+) -> tuple[Trainer, tuple[Plan, StepCosts] | None]:
+    """The trainer of the main job under a schedule, and the plan that it follows with what its steps cost."""
+    settings = job_settings(setting, policy)
     trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**16), StopRequest())
-    return trainer, None if policy == "off" else trainer.set_plan(costs)[0]
+    return trainer, None if policy == "off" else trainer.set_plan(trainer.measured(costs))
 
 
 def main() -> None:
     name, rounds, seconds, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     signal.alarm(seconds)  # whatever happens, this process ends
     setting = setting_of(name, folder)
+    os.environ[CACHE] = str(folder / "cache")  # what the main job's steps take behind these links
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=_WAIT_S))
     try:
@@ -153,39 +163,53 @@ def _sweep_json(
 
 
 def _layer_json(setting: Setting, topology: Topology, profile: Profile, rounds: int) -> dict[str, Any]:
-    made = {policy: layers.make_layer(setting, topology, policy, profile.model) for policy in ("off", *LAYER_POLICIES)}
     x_SM = torch.randn(setting.S // 2, setting.M).requires_grad_()
     dy_SM = torch.randn(setting.S // 2, setting.M)
+    model, off = profile.model, layers.make_layer(setting, topology, "off", profile.model)
+    workload = off.experts.workload(setting.S, 4, setting.ep, setting.esp)
+    of_lines = workload.step_costs(model, [0], off.parts)
+    seen = observe_layer(topology, off.gate, off.order, off.experts, x_SM.detach(), of_lines)
+    model = replace(model, observed={workload.shapes: seen})
+    made = {policy: layers.make_layer(setting, topology, policy, model) for policy in LAYER_POLICIES} | {"off": off}
     runs = {policy: partial(layers.run, layer, x_SM, dy_SM) for policy, layer in made.items()}
     seconds = in_turns(topology, runs, rounds)
-    off = statistics.median(seconds["off"])
+    off_s = statistics.median(seconds["off"])
     found = {}
     for policy, of in seconds.items():
         median = statistics.median(of)
-        found[policy] = {**spread(of), "speed_up": off / median}
+        found[policy] = {**spread(of), "speed_up": off_s / median}
         plans = list(made[policy]._planner.made.items())
         if plans:
             workload, both = plans[-1]
             assert isinstance(workload, Workload)
-            costs = StepCosts((workload.layer_costs(profile.model),), contention=profile.model.contention)
+            costs = workload.step_costs(model, [0], off.parts)
             predicted_s = sum(makespan(plan, costs) for plan in (both.forward, both.backward))
+            # No attention is in it, but what surrounds the pipeline is.
+            predicted_s += sum(costs.layers[0].dense_s[phase].get("gate", 0.0) for phase in PHASES)
             degrees = [max(plan.degrees.values()) for plan in (both.forward, both.backward)]
             found[policy] |= {"predicted_s": predicted_s, "error": predicted_s / median - 1.0, "degrees": degrees}
     return found
 
 
 def _job_json(setting: Setting, topology: Topology, profile: Profile, rounds: int) -> dict[str, Any]:
-    """Without what the costs say nothing of, embeddings, head and optimizer, so nothing is predicted."""
+    """A step of the main job by each schedule, beside its prediction, and by GPipe with each rank a stage."""
     made = {policy: make_trainer(setting, topology, policy, profile.model) for policy in ("off", *LAYER_POLICIES)}
-    seconds = in_turns(topology, {policy: partial(trainer.step, 0) for policy, (trainer, _) in made.items()}, rounds)
+    runs: dict[str, Callable[[], Any]] = {policy: partial(trainer.step, 0) for policy, (trainer, _) in made.items()}
+    for count in _MICRO_BATCHES:
+        settings = job_settings(setting, "off")
+        step = gpipe.make_step(settings, topology, random_corpus(2**16), count)
+        runs[f"gpipe, {count} micro-batches"] = partial(step, 0)
+    seconds = in_turns(topology, runs, rounds)
     off = statistics.median(seconds["off"])
     found = {}
-    for policy, (_, plan) in made.items():
-        of = seconds[policy]
+    for policy, of in seconds.items():
         median = statistics.median(of)
         found[policy] = {**spread(of), "speed_up": off / median}
-        if plan is not None:
-            found[policy] |= {"degrees": degrees_of(plan), "plan": str(plan)}
+        planned = made[policy][1] if policy in made else None
+        if planned is not None:
+            predicted_s = makespan(*planned)
+            found[policy] |= {"degrees": degrees_of(planned[0]), "plan": str(planned[0])}
+            found[policy] |= {"predicted_s": predicted_s, "error": predicted_s / median - 1.0}
     return found
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.cluster.predicted import tables
+
 
 def show(results: dict[str, Any], console: Console) -> None:
     for name, found in results.items():
@@ -25,6 +27,8 @@ def show(results: dict[str, Any], console: Console) -> None:
             _show_blocks(name, found, console)
         else:
             _show_layers(name, found, console)
+        for table in tables(name, found):
+            console.print(table)
         for target, text, met in targets(name, found):
             console.print(f"{'met   ' if met else 'MISSED'}  {target}: {text}")
 

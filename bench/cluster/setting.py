@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,11 @@ EMULATED = Setting(
     "emulated", 2, 100, 400, 16, layers=3, S=1024, M=256, H=4096, E=4, emulated_flops=4e10, gradient_bytes=256 * 1024
 )
 
-#: The same with wider rows and narrower experts, so that attention computes half as much as these; and gradients that
-#: take a quarter of the all-to-alls' time.
+#: The same with four ranks a node. A rank's share of the link between the nodes stays; each gathers twice as much.
+EMULATED_8 = replace(EMULATED, name="emulated-8", ranks_per_node=4, inter_mbit=200, intra_mbit=1600)
+
+#: As the four ranks with wider rows and narrower experts, so that attention computes half as much as these; and
+#: gradients that take a quarter of the all-to-alls' time.
 BLOCKS = Setting(
     "blocks",
     2,
@@ -117,7 +120,7 @@ BLOCKS_COMPUTED = Setting(
 #: Two ranks a node, experts on all four. Of even loads, experts take about as long as attention.
 PLACED = Setting("placement", 2, 100, 400, 16, layers=4, S=1024, M=256, H=64, E=16, emulated_flops=1e9, placed=True)
 
-SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED, BLOCKS, BLOCKS_COMPUTED, PLACED)}
+SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED)}
 
 #: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.
 LIMIT = 8

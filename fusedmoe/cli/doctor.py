@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from fusedmoe.cli.settings import add_parser
 from fusedmoe.comm.heap import no_gpu, not_for_torch
 from fusedmoe.comm.heaps import BACKENDS
 from fusedmoe.kernels.libraries import nvshmem_packages
+from fusedmoe.threads import Helper
 
 SUMMARY = "say which transports work on this machine, and why others do not"
 
@@ -133,19 +132,11 @@ def examine() -> Findings:
 
 def bounded(probe: Callable[[], str], limit_s: float = PROBE_S) -> str:
     """The probe's reason; a probe that raises, or does not end, gives one as well."""
-    answer: SimpleQueue[str] = SimpleQueue()
-
-    def work() -> None:
-        try:
-            answer.put(probe())
-        except Exception as error:
-            answer.put(f"{type(error).__name__}: {error}")
-
-    Thread(target=work, name="fusedmoe doctor", daemon=True).start()
+    answer = Helper("fusedmoe doctor").begin(probe)
     try:
-        return answer.get(timeout=limit_s)
-    except Empty:
-        return f"the probe did not end within {limit_s:g} s"
+        return answer.result(limit_s)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}" if answer.done() else f"the probe did not end within {limit_s:g} s"
 
 
 def why_not_gloo() -> str:

@@ -14,41 +14,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.plans import expert_bytes, plans_of, policy_followed
+from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_job
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, picture_to_write, read_costs
-from fusedmoe.cli.trainer import compute_dtype, follows_plan, micro_batch_limit, policy_of, step_costs, why_not_split
-from fusedmoe.comm.topology import Topology
+from fusedmoe.cli.trainer import compute_dtype, follows_plan, kept_costs, why_not_split
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import Place
-from fusedmoe.models.block import make_experts
 from fusedmoe.placement.hecate import overlap_degree
-from fusedmoe.runtime.cache import cached_plans, cached_profile
-from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel, Costs
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.grid import TESTBEDS
+from fusedmoe.schedule.machines import MACHINES
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
 from fusedmoe.schedule.sparse_collectives import hidden_s, with_sparse
-from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
 from fusedmoe.schedule.timeline import PHASES, Timeline
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
-
-
-class Planned(NamedTuple):
-    """A plan of a step, and what a step costs by which it was made."""
-
-    plan: Plan
-    costs: StepCosts
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class Report:
             ConfigError: the policy splits what cannot be split, or costs lack what the layout needs.
         """
         refusal, followed = why_not_split(settings), follows_plan(settings, sizes.ep, sizes.esp)
-        policy = policy_of(settings) if followed else "sequential"
+        policy = policy_followed(settings, sizes)
         plans = plans_of(settings, launch, sizes, costs, again=again)
         plan, step = plans[policy]
         timeline = simulate(plan, step)
@@ -181,7 +173,7 @@ class Report:
 
     def print(self) -> None:
         """Tables of the passes and of the policies."""
-        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        console = _console()
         sizes, ranks = self.sizes, self.launch.ranks
         nodes = f"{ranks // sizes.ranks_per_node} × {sizes.ranks_per_node}"
         axes = f"ep {sizes.ep}, esp {sizes.esp}, mp {sizes.mp}, dp {ranks // sizes.mp}"
@@ -244,26 +236,6 @@ class Report:
         return table
 
 
-def plans_of(
-    settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
-) -> dict[str, Planned]:
-    """The plans of a step by every policy that training could follow, as it would make them (`Trainer.set_plan`): those
-    of whole models for layers that are split, the others for layers that are not."""
-    layered = step_costs(settings, launch, sizes, costs)
-    if not follows_plan(settings, sizes.ep, sizes.esp):
-        return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
-    whole = () if why_not_split(settings) is not None else WHOLE_POLICIES
-    found = {name: Planned(POLICIES[name].plan(layered), layered) for name in LAYER_POLICIES if name not in whole}
-    if whole:
-        split = step_costs(settings, launch, sizes, costs, whole=True)
-        made = cached_plans(whole, Topology(), split, samples=micro_batch_limit(settings, sizes.mp), again=again)
-        found |= {name: Planned(plan, split) for name, plan in made.items()}
-    for name, planned in found.items():
-        kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if name in whole else "step")
-        require_runnable(planned.plan, kinds, f"the plan by {name}")
-    return found
-
-
 def _named(seconds: dict[str, float]) -> dict[str, float]:
     """By resource in words."""
     return {RESOURCES[name]: found for name, found in seconds.items()}
@@ -310,13 +282,13 @@ class Copies:
         again = settings.rematerialise
         layers = len({task.layer for task in plan if task.layer is not None})
         hidden_L = hidden_s(timeline, layers, again=again)
-        expert_bytes, bytes_per_s = _expert_bytes(settings, sizes), model.line("all-to-all/ep").per_s
+        nbytes, bytes_per_s = expert_bytes(settings, sizes), model.line("all-to-all/ep").per_s
         assert settings.model.experts is not None
-        found = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), expert_bytes, bytes_per_s))
+        found = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), nbytes, bytes_per_s))
         overlap = found if settings.placement_overlap is None else settings.placement_overlap
-        seconds = overlap * expert_bytes / bytes_per_s
+        seconds = overlap * nbytes / bytes_per_s
         copied = simulate(*with_sparse(plan, costs, [seconds] * layers, again=again))
-        return cls(hidden_L, expert_bytes, overlap, seconds, copied)
+        return cls(hidden_L, nbytes, overlap, seconds, copied)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -335,12 +307,6 @@ class Copies:
             f"copies of experts: the links between nodes hide {1e3 * statistics.mean(self.hidden_s):.3g} ms a layer; "
             f"{self.overlap} experts of {self.expert_bytes / 2**20:.3g} MiB for each make the step longer {most}"
         )
-
-
-def _expert_bytes(settings: Settings, sizes: Sizes) -> int:
-    expert = make_experts(settings.model)
-    expert.setup(settings.model.model_dim, Place(shards=sizes.esp), device="meta")
-    return sum(p.numel() for p in expert.parameters()) * (8 if settings.dtype == "fp64" else 4)
 
 
 SUMMARY = "show which schedule a model gets, and why"
@@ -365,8 +331,16 @@ operations that send and receive rows while they compute are for layers by thems
 With --placement fssdp, how many experts may travel for each layer while the links between nodes have
 nothing else to do (Hecate's overlap degree); the picture then has their sparse collectives, SAG and SRS.
 
-Costs are measured under torchrun (or found, see fusedmoe profile --help), read from a file, or
-those of a published testbed; with the last two one process plans for any number of ranks.
+Costs are measured under torchrun (or found, see fusedmoe profile --help), read from a file,
+those of a published testbed, or a model of a machine; with the last three one process plans for
+any number of ranks. What the model's own steps take is among them once fusedmoe train or trace has
+measured that, and in the costs.json of a run.
+
+--machine NAME takes data sheets and published measurements, whose sources are printed, and says
+what collectives take on so many ranks of it by the model in fusedmoe/schedule/machines.py; ranks wait for
+the slowest of them. --scale does so for 8 to 4,096 ranks: what the schedule is worth there, what
+communication stays exposed and which chunks are chosen. Such numbers are for comparing machines
+and layouts; on a machine that is there, measure.
 """
 
 EXAMPLES = """\
@@ -381,6 +355,9 @@ examples:
     fusedmoe plan --model BERT-Large-MoE --testbed A --schedule flowmoe
   for how many copies of experts there is time:
     fusedmoe plan --model Mixtral-7B --layers 4 --testbed B --placement fssdp
+  a machine that is not there, and what becomes of it on up to 4,096 ranks:
+    fusedmoe plan --model Mixtral-7B --machine dgx-h100 --ranks 256
+    fusedmoe plan --model DeepSeek-V3 --machine gb200-nvl72 --scale --png scale.png
   this machine, measured now or before:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli plan --ranks-per-node 2
 """
@@ -396,17 +373,30 @@ _FLAGS = (
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `plan` to the commands of `fusedmoe`."""
     policies = "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items())
-    epilog = f"{EXAMPLES}\npolicies (--schedule; auto is joint):\n{policies}"
+    machines = "\n".join(f"  {name:15}{machine.words}" for name, machine in MACHINES.items())
+    head = "policies (--schedule; auto: here joint, in train the fastest as measured)"
+    epilog = f"{EXAMPLES}\n{head}:\n{policies}\n\nmachines:\n{machines}"
     parser = add_parser(commands, "plan", SUMMARY, DESCRIPTION, epilog, run)
     group = parser.add_argument_group("costs")
     source = group.add_mutually_exclusive_group()
     source.add_argument("--costs", type=Path, metavar="FILE", help="of fusedmoe profile --json, or one that it kept")
     source.add_argument("--testbed", choices=TESTBEDS, help="of the FSMoE paper: A, 6 nodes of 8; B, 8 nodes of 4")
+    source.add_argument("--machine", choices=MACHINES, metavar="NAME", help="of the list below, by a model of it")
+    group.add_argument(
+        "--spread",
+        type=float,
+        metavar="X",
+        help="how much ranks of the --machine differ: the standard deviation of what computes, over its mean; "
+        "fusedmoe trace measures it (default: the machine's)",
+    )
+    group.add_argument("--scale", action="store_true", help="8 to 4,096 ranks of the --machine")
     group.add_argument("--ranks", type=int, metavar="N", help="plan for so many ranks (default: the launcher's)")
     group.add_argument("--again", action="store_true", help="search for plans also where that was done before")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON, with the plan's text, instead of tables")
-    output.add_argument("--png", type=picture_to_write, metavar="FILE", help="the step as .png, .svg or .pdf")
+    output.add_argument(
+        "--png", type=picture_to_write, metavar="FILE", help="the step, or the scale, as .png, .svg or .pdf"
+    )
     add_flags(parser, _FLAGS, Settings(schedule="auto"))
 
 
@@ -416,6 +406,13 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(schedule="auto").changed(changes_of(arguments))
     if settings.schedule == "off":
         raise ConfigError("--schedule off is no plan: the layers work without one; choose auto or a policy")
+    if arguments.machine is None and (arguments.scale or arguments.spread is not None):
+        raise ConfigError("--scale and --spread are for a machine of the list: give --machine NAME")
+    machine = None if arguments.machine is None else MACHINES[arguments.machine]
+    if machine is not None and "dtype" not in changes_of(arguments):
+        settings = settings.changed({"dtype": machine.dtype})
+    if arguments.scale:
+        return _scale(arguments, running, settings)
     launch, settings = _planned_for(arguments, running, settings)
     sizes = choose_sizes(settings, launch)
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
@@ -425,10 +422,34 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.png is not None:
             draw(report.drawn, arguments.png, title=report.title)
         if arguments.json:
-            print(json.dumps(report.as_dict(), indent=2))
+            figures = {} if machine is None else {"figures": figures_dict(machine)}
+            print(json.dumps(report.as_dict() | figures, indent=2))
         else:
             report.print()
+            if machine is not None:
+                _console().print(figures_table(machine))
     return 0
+
+
+def _scale(arguments: argparse.Namespace, running: Launch, settings: Settings) -> int:
+    if arguments.ranks is not None:
+        raise ConfigError(f"--ranks {arguments.ranks}: --scale goes through numbers of ranks by itself")
+    if running.rank == 0:
+        name, spread = arguments.machine, arguments.spread
+        with WorkBar("planning") as bar:
+            machine, again = MACHINES[name], arguments.again
+            scale = Scale.simulated(settings, machine, name, spread=spread, again=again, show=bar.show)
+        if arguments.png is not None:
+            scale.draw(arguments.png)
+        if arguments.json:
+            print(json.dumps(scale.as_dict(), indent=2))
+        else:
+            scale.print(_console())
+    return 0
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def _planned_for(arguments: argparse.Namespace, running: Launch, settings: Settings) -> tuple[Launch, Settings]:
@@ -440,11 +461,17 @@ def _planned_for(arguments: argparse.Namespace, running: Launch, settings: Setti
         testbed = TESTBEDS[arguments.testbed]
         ranks = ranks or testbed.nodes * testbed.gpus
         settings = settings.changed({"ranks_per_node": settings.ranks_per_node or testbed.gpus})
+    elif arguments.machine is not None:
+        if ranks is None:
+            raise ConfigError("--machine needs --ranks N to plan for, or --scale")
+        settings = settings.changed(
+            {"ranks_per_node": settings.ranks_per_node or MACHINES[arguments.machine].node(ranks)}
+        )
     elif arguments.costs is None:
         if ranks not in (None, running.ranks):
             raise ConfigError(
                 f"what {ranks} ranks take cannot be measured on {running.ranks}: start as many under torchrun, or give "
-                "--costs FILE or --testbed A|B"
+                "--costs FILE, --testbed A|B or --machine NAME"
             )
         return running, settings
     elif ranks is None and running.ranks == 1:
@@ -454,6 +481,8 @@ def _planned_for(arguments: argparse.Namespace, running: Launch, settings: Setti
 
 
 def _costs(arguments: argparse.Namespace, running: Launch, settings: Settings, sizes: Sizes) -> CostModel:
+    if arguments.machine is not None:
+        return machine_job(MACHINES[arguments.machine], settings, arguments.ranks, arguments.spread)[1]
     if arguments.testbed is not None:
         return TESTBEDS[arguments.testbed].costs
     if arguments.costs is not None:
@@ -462,4 +491,5 @@ def _costs(arguments: argparse.Namespace, running: Launch, settings: Settings, s
     with process_group(running, device, settings.timeout_s):
         topology = make_topology(sizes, settings.timeout_s)
         with topology.guard("fusedmoe plan"):
-            return cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
+            costs = cached_profile(topology, device, dtype=compute_dtype(settings))[0].costs
+            return kept_costs(costs, settings, topology, device)

@@ -34,13 +34,16 @@ class RunDir:
         checkpoint: a folder.   metrics: a line a step.   loads: what gates chose, by step, layer, rank and expert.
         picture, trace: of the timeline of one step.
         costs, plan: what this machine takes, where a schedule was made by it (a resumed job keeps to it), and what was.
+        parts: the step of the timeline beside its prediction.
+        choice: which plan was measured to be the fastest, and what the others took; a resumed job keeps to it, too.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoint, self.metrics, self.loads = path / "checkpoint", path / "metrics.jsonl", path / "loads.json"
         self.picture, self.trace = path / "timeline.png", path / "trace.json"
-        self.costs, self.plan = path / "costs.json", path / "plan.txt"
+        self.costs, self.plan, self.choice = path / "costs.json", path / "plan.txt", path / "schedule.json"
+        self.parts = path / "parts.txt"
 
     def note(self, record: dict[str, Any]) -> None:
         """Adds a line to the metrics."""

@@ -35,7 +35,7 @@ DEVICES = ("auto", "cpu", "cuda")
 #: What `--placement` may be: experts that stay, or a policy of `ShardedExperts` that moves and copies them.
 PLACEMENTS = ("ep", "fssdp", *(policy for policy in PLACEMENT_POLICIES if policy not in ("ep", "hecate")))
 
-#: What `--schedule` may be: nothing in chunks, the best of all policies, or one of layers or of whole models.
+#: What `--schedule` may be: nothing in chunks, the fastest of all as measured, or one of layers or of whole models.
 SCHEDULES = ("off", "auto", *POLICIES)
 
 _CHOICES = (

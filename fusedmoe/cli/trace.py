@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.parts import table_of
 from fusedmoe.cli.settings import (
     Settings,
     add_flags,
@@ -26,8 +25,10 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw
+from fusedmoe.schedule.machines import spread_of
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.refit import Row, compare
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline, align, save_trace
@@ -39,12 +40,14 @@ Runs training steps of a model by a schedule, on random text, and shows the midd
 beside what was predicted: a picture with a group of rows for each rank, a trace for
 ui.perfetto.dev and chrome://tracing, and both times with their ratio.
 
-A step here is the forward and the backward pass until all gradients are reduced, without the
-optimizer. Predicted are matrix products and collectives, as measured by fusedmoe profile;
-norms, softmax, gates, the order of rows and the loss are only in what is measured. So on a
-small model the ratio is well above 1; where it is so on a large one, profile --again may help.
+Predicted is what the parts of the model's own steps take, which is measured first and kept. With
+--costs it is matrix products and collectives alone: a step then ends when its gradients are
+reduced, and norms, gates, the order of rows and the loss are only in what is measured.
 
---schedule off runs without a plan, beside the prediction for the policy sequential.
+Of what computes the slowest rank counts, of what travels the fastest: the others wait for the
+slowest there. "gate" is all that a pass takes beside its tasks: gate, order, norms, embedding.
+
+--schedule off runs without a plan, beside the prediction by costs for the policy sequential.
 """
 
 EXAMPLES = """\
@@ -101,53 +104,48 @@ def run(arguments: argparse.Namespace) -> int:
             trainer = Trainer(settings, topology, device, corpus, StopRequest())
             planned: tuple[Plan, StepCosts]
             if follows_plan(settings, sizes.ep, sizes.esp):
-                planned = trainer.set_plan(costs)
+                planned = trainer.set_plan(costs if given else trainer.measured(costs))
             else:
                 step = step_costs(settings, launch, sizes, costs)
                 planned = POLICIES["sequential"].plan(step), step
             own = _run(trainer, arguments.steps)
             ranks = all_gather_object(topology.world, own, "gathering timelines")
     if launch.rank == 0:
-        predicted = simulate(*planned)
-        by_step = [align(timelines) for timelines in zip(*ranks, strict=True)]
+        by_step = [list(timelines) for timelines in zip(*ranks, strict=True)]
+        if planned[1].optimizer_s is None:  # nothing is known of it
+            by_step = [[_without_optimizer(timeline) for timeline in timelines] for timelines in by_step]
         middle = sorted(by_step, key=_step_s)[len(by_step) // 2]
         title = f"{settings.model.name}, {launch.ranks} ranks, schedule {settings.schedule}"
-        both = [predicted, *middle]
+        both = [simulate(*planned), *align(middle)]
         draw(both[:MAX_TIMELINES], arguments.png, title=title)
         save_trace(both, arguments.json)
         print(describe(settings.model))
         print(f"{topology}, schedule {settings.schedule}")
-        _show(predicted, middle, [_step_s(timelines) for timelines in by_step])
+        _show(compare(*planned, middle), middle, [_step_s(timelines) for timelines in by_step])
         print(f"{arguments.png}, {arguments.json}")
     return 0
 
 
 def _run(trainer: Trainer, steps: int) -> list[Timeline]:
-    """This rank's timelines of the steps, up to the optimizer."""
-    found = []
-    for number in range(_WARM_UP + steps):
-        _, timeline = trainer.recorded_step(number)
-        spans = tuple(span for span in timeline.spans if span.kind != "optimizer")
-        found.append(Timeline(timeline.rank, spans, timeline.source, timeline.anchor_s))
-    return found[_WARM_UP:]
+    """This rank's timelines of the steps."""
+    return [trainer.recorded_step(number)[1] for number in range(_WARM_UP + steps)][_WARM_UP:]
+
+
+def _without_optimizer(timeline: Timeline) -> Timeline:
+    return replace(timeline, spans=tuple(span for span in timeline.spans if span.kind != "optimizer"))
 
 
 def _step_s(timelines: Sequence[Timeline]) -> float:
-    """From when the first rank begins to when the last one ends."""
-    return max(one.end_s for one in timelines) - min(one.start_s for one in timelines)
+    """On the slowest rank."""
+    return max(timeline.end_s for timeline in timelines)
 
 
-def _show(predicted: Timeline, measured: Sequence[Timeline], steps_s: Sequence[float]) -> None:
-    table = Table(title="seconds at work, ms", title_justify="left")
-    for column in ("", "predicted", "measured (mean of ranks)"):
-        table.add_column(column, justify="right" if column else "left")
-    totals = [timeline.totals_s() for timeline in measured]
-    expected = predicted.totals_s()
-    for kind in dict.fromkeys([*expected, *(kind for total in totals for kind in total)]):
-        mean_s = sum(total.get(kind, 0.0) for total in totals) / len(totals)
-        table.add_row(kind, f"{1e3 * expected[kind]:.2f}" if kind in expected else "–", f"{1e3 * mean_s:.2f}")
-    Console(highlight=False).print(table)
-    step_s = _step_s(measured)
+def _show(rows: Sequence[Row], measured: Sequence[Timeline], steps_s: Sequence[float]) -> None:
+    print(table_of(rows), end="")
+    predicted_s, step_s = rows[-1].predicted_s or 0.0, rows[-1].measured_s or 0.0
     several = f" (middle of {len(steps_s)}: {1e3 * min(steps_s):.1f} to {1e3 * max(steps_s):.1f})" * (len(steps_s) > 1)
-    print(f"predicted {1e3 * predicted.end_s:.1f} ms, measured {1e3 * step_s:.1f} ms{several}")
-    print(f"measured / predicted: {step_s / predicted.end_s:.2f}")
+    print(f"predicted {1e3 * predicted_s:.1f} ms, measured {1e3 * step_s:.1f} ms{several}")
+    print(f"measured / predicted: {step_s / predicted_s:.2f}")
+    if len(measured) > 1:
+        spread = spread_of(measured)
+        print(f"ranks differ by {spread:.1%} in what they compute (fusedmoe plan --machine NAME --spread {spread:.3f})")

@@ -15,17 +15,21 @@ import torch
 
 from fusedmoe.cli.data import Corpus, load_corpus
 from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_device, choose_sizes, make_topology, process_group
+from fusedmoe.cli.parts import table_of
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
 from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_plan
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.files import read_text, write_text
+from fusedmoe.files import read_text, write_kept, write_text
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import Display, make_display
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.refit import compare
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.copies import replicas
@@ -49,8 +53,10 @@ loads.json has what the gates chose, step by step, for `fusedmoe loads --trace`.
 step, to the ranks that would otherwise send them their tokens (Hecate); losses stay.
 
 --schedule auto hides what travels behind what is computed: tokens in chunks, gradients in
-buckets during the backward pass. What this machine takes is measured once and kept; the
-folder then also has costs.json and plan.txt, and a resumed job keeps to them.
+buckets during the backward pass. What this machine and the parts of this model take is measured
+once and kept; then the most promising plans run in turn in the first steps, and the fastest one is
+kept. The folder also has costs.json, plan.txt and schedule.json, to which a resumed job keeps, and
+parts.txt, the drawn step beside its prediction.
 
 Ctrl-C finishes the step, saves and ends; --resume goes on to the same losses.
 """
@@ -162,8 +168,8 @@ class TrainingJob:
         self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
         try:
-            with make_display(topology.rank, settings.steps, done) as display:
-                done, stopped = self._train(trainer, corpus, display, done, last)
+            with make_display(topology.rank, settings.steps, done) as self.display:
+                done, stopped = self._train(trainer, corpus, self.display, done, last)
         except RankError as error:
             if saved_at(self.folder.checkpoint) is None:
                 raise
@@ -182,17 +188,25 @@ class TrainingJob:
 
     def _follow(self, trainer: Trainer) -> None:
         """Has the trainer follow its policy's plan, by what this machine takes; a resumed job by what it took."""
-        found = self.folder.costs
-        text = read_text(found) if self.topology.rank == 0 and found.exists() else None
+        path = self.folder.costs
+        text = read_text(path) if self.topology.rank == 0 and path.exists() else None
         text = all_gather_object(self.topology.world, text, "reading the run folder")[0]
         if text is None:
-            costs = cached_profile(self.topology, self.device, dtype=compute_dtype(self.settings))[0].costs
+            found, _ = cached_profile(self.topology, self.device, dtype=compute_dtype(self.settings))
+            costs = trainer.measured(found.costs)
         else:
             try:
                 costs = CostModel.from_json(text)
             except ConfigError as error:
-                raise ConfigError(f"{found}: {error}; remove it, and this machine is measured again") from error
-        plan, _ = trainer.set_plan(costs)
+                raise ConfigError(f"{path}: {error}; remove it, and this machine is measured again") from error
+
+        def tell(line: str) -> None:
+            assert trainer.tuning is not None
+            write_text(self.folder.plan, str(trainer.tuning.plan))
+            write_kept(self.folder.choice, trainer.tuning.choice())
+            self.display.say(line)
+
+        plan, _ = trainer.set_plan(costs, self.folder.choice, tell)
         if self.topology.rank == 0:
             write_text(self.folder.costs, costs.to_json() + "\n")
             write_text(self.folder.plan, str(plan))
@@ -205,7 +219,7 @@ class TrainingJob:
         while done < last and not stop:
             if done == drawn:
                 report, timeline = trainer.recorded_step(done)
-                self._draw(timeline, done)
+                self._draw(timeline, done, trainer.planned)
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
@@ -244,6 +258,7 @@ class TrainingJob:
         if trainer.sharded_experts is not None:
             extra["placement"] = trainer.sharded_experts.state_dict()
         save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
+        trainer.interrupted()
 
     def _load(self, trainer: Trainer, corpus: Corpus) -> int:
         """Loads the checkpoint and returns how many steps it has seen."""
@@ -294,13 +309,15 @@ class TrainingJob:
         print(f"run folder: {self.folder.path}")
         print(f"steps {done + 1} to {settings.steps}" if done else f"{settings.steps} steps", flush=True)
 
-    def _draw(self, timeline: Timeline, step: int) -> None:
-        """Writes the timelines of all ranks: rank 0 does, the others go on."""
+    def _draw(self, timeline: Timeline, step: int, planned: tuple[Plan, StepCosts] | None) -> None:
+        """Writes the timelines of all ranks beside what was planned: rank 0 does, the others go on."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
         if self.topology.rank == 0:
             title = f"{self.settings.model.name}, step {step}, {self.topology.size} ranks"
             save_trace(timelines, self.folder.trace)
             draw(timelines[:MAX_TIMELINES], self.folder.picture, title=title)
+            if planned is not None:
+                write_text(self.folder.parts, table_of(compare(*planned, timelines)))
 
     def _stopped(self, done: int) -> JobEnd:
         return JobEnd(

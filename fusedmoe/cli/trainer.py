@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +22,41 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.pipeline import Along
+from fusedmoe.layers.pipeline import Along, PipelinedBlocks
 from fusedmoe.layers.stage import must_wait
 from fusedmoe.layers.wire_hooks import Hooks, WireCast
 from fusedmoe.models.block import block_workload, make_gate, make_order
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Loss, Transformer
+from fusedmoe.runtime.cache import cached_observed, kept_observed, machine_facts
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
+from fusedmoe.runtime.observing import observe_steps
+from fusedmoe.runtime.profiler import BUDGET_S
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.observed import Observed
+from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.sparse_collectives import hidden_s
+from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.workload import Workload
-from fusedmoe.training import ShardedExperts, clip_grad_norm, plan_step, sync_gradients
+from fusedmoe.training import PlanTuning, ShardedExperts, clip_grad_norm, sync_gradients
 from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
-from fusedmoe.training.step_plan import BucketTuning, blocks_costs
+from fusedmoe.training.plan_tuning import TUNED
+from fusedmoe.training.step_plan import PlannedStep
 
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _BETAS = (0.9, 0.95)
+# Settings that the time of a step depends on.
+_TIMED = ("model", "dispatch", "wire_dtype", "dtype", "recompute")
+# Chunks of the steps that are done to be measured, beside one.
+_DEGREES = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -87,33 +104,107 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, settings)
         self.sharded_experts = _shard_experts(self.model, self.optimizer, topology, settings)
         self._buckets: GradientBuckets | None = None
-        self._tuning: BucketTuning | None = None
+        self._followed: tuple[Plan, StepCosts] | None = None
+        self.tuning: PlanTuning | None = None
 
-    def set_plan(self, costs: CostModel) -> tuple[Plan, StepCosts]:
+    def set_plan(
+        self, costs: CostModel, resumed: Path | None = None, tell: Callable[[str], None] = print
+    ) -> tuple[Plan, StepCosts]:
         """From now on steps follow the plan that the settings' policy makes of these costs; collective.
 
-        Returns the plan, and what a step costs by its account.
+        Under "auto" and "flowmoe" that changes while steps are done, until the best is found.
+
+        Args:
+            resumed, tell: as for `PlanTuning`.
+        Returns:
+            The plan, and what a step costs by its account.
         """
         settings, topology = self._settings, self._topology
-        policy = policy_of(settings)
-        workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
-        if policy not in WHOLE_POLICIES or why_not_split(settings) is not None:
-            plan, self._buckets = plan_step(self.model, topology, policy, costs, workload)
-            kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "step")
-            step_costs = workload.step_costs(costs, self._buckets.layer_bytes, kinds)
-            if self.sharded_experts is not None:
-                layers = len(self._buckets.layer_bytes)
-                hidden_L = hidden_s(simulate(plan, step_costs), layers, again=settings.rematerialise)
-                self.sharded_experts.hide_in(statistics.mean(hidden_L))
-            return plan, step_costs
-        blocks = self.model.in_micro_batches(split_axis(settings, topology.mp.size))
-        samples = micro_batch_limit(settings, topology.mp.size)
-        plan, self._buckets = plan_step(self.model, topology, policy, costs, workload, blocks=blocks, samples=samples)
-        step_costs = blocks_costs(blocks, costs, workload, self._buckets)
-        if policy == "flowmoe" and any(step_costs.gradient_bytes):
-            self._tuning = BucketTuning(blocks, self._buckets, step_costs, plan)
-            plan = self._tuning.plan
-        return plan, step_costs
+        policy, blocks, workload = policy_of(settings), self._blocks, self._workload
+        more: dict[str, Any] = {}
+        if blocks is not None:
+            more = {"blocks": blocks, "samples": micro_batch_limit(settings, topology.mp.size)}
+        if settings.schedule in TUNED:
+            made = (self.model, topology, settings.schedule, costs, workload)
+            tuning = self.tuning = PlanTuning(*made, resumed=resumed, tell=tell, **more)
+            self._buckets, self._followed = tuning.buckets, (tuning.plan, tuning.costs)
+        else:
+            step = PlannedStep(self.model, topology, costs, workload, **more)
+            candidate = step.candidate(policy)
+            step.follow(candidate)
+            self._buckets, self._followed = step.buckets, (candidate.plan, step.costs)
+        planned = self.planned
+        assert planned is not None
+        if self.sharded_experts is not None:
+            hidden_L = hidden_s(simulate(*planned), len(planned[1].layers), again=settings.rematerialise)
+            self.sharded_experts.hide_in(statistics.mean(hidden_L))
+        return planned
+
+    @property
+    def planned(self) -> tuple[Plan, StepCosts] | None:
+        """The plan that steps follow now, and what a step costs by its account; None without."""
+        if self._followed is None:
+            return None
+        plan, costs = self._followed
+        plan = plan if self.tuning is None else self.tuning.plan
+        return plan if len(plan) else POLICIES["sequential"].plan(costs), costs  # what nothing in chunks amounts to
+
+    def measured(self, costs: CostModel, budget_s: float = BUDGET_S) -> CostModel:
+        """These costs with what the parts of this model's own steps take, all ranks at once, from disk or measured now;
+        collective.
+
+        A few steps are done in one chunk and in several, of blocks also with W tasks, and undone: model and optimizer
+        are afterwards as before. Nothing is measured where experts move from step to step.
+
+        Args:
+            budget_s: no step begins that would not end in so many seconds, after the first that counts.
+        """
+        settings = self._settings
+        if self.sharded_experts is not None:
+            return costs
+        facts = timing_facts(settings, self._topology, self._device)
+        seen = cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s))
+        return replace(costs, observed={**costs.observed, self._workload.shapes: seen})
+
+    def _observed(self, costs: CostModel, budget_s: float) -> Observed:
+        topology, blocks, workload = self._topology, self._blocks, self._workload
+        step = PlannedStep(self.model, topology, costs, workload, blocks=blocks)
+        self._buckets = step.buckets
+        plans = probes(step.costs, micro_batch_limit(self._settings, topology.mp.size))
+
+        def run(plan: Plan, number: int) -> Timeline:
+            step.follow(PlanCandidate("a probe", plan, blocks is not None, 0.0))
+            return self.recorded_step(number)[1]
+
+        with self._undone():
+            found = observe_steps(topology, plans, step.costs, run, budget_s)
+        return replace(found, rows=workload.rows)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Steps inside leave nothing behind."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        state = copy.deepcopy(self.optimizer.state_dict())
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(tensors, kept, strict=True):
+                    tensor.copy_(before)
+            self.optimizer.load_state_dict(state)
+
+    @cached_property
+    def _blocks(self) -> PipelinedBlocks | None:
+        """The model's blocks, where the settings' policy takes them in micro-batches."""
+        if not splits_layers(self._settings):
+            return None
+        return self.model.in_micro_batches(split_axis(self._settings, self._topology.mp.size))
+
+    @property
+    def _workload(self) -> Workload:
+        topology = self._topology
+        return step_workload(self._settings, topology.ep.size, topology.esp.size, topology.mp.size)
 
     def close(self) -> None:
         """Ends what moves experts."""
@@ -124,6 +215,11 @@ class Trainer:
         """One step (from 0); collective over all ranks."""
         return self._step(step, None)
 
+    def interrupted(self) -> None:
+        """To be told of what is no step; the next one then takes longer for it on some ranks."""
+        if self.tuning is not None:
+            self.tuning.skip()
+
     def recorded_step(self, step: int) -> tuple[StepReport, Timeline]:
         """One step, as `step` does it, with this rank's timeline of it."""
         recorder = Recorder(self._topology.rank, device=self._device)
@@ -132,6 +228,7 @@ class Trainer:
             return self._step(step, recorder), recorder.timeline()
         finally:
             self.model.record(None)
+            self.interrupted()
 
     def load_LE(self) -> Tensor | None:
         """[L, E]: how many of this rank's choices in the last step went to each expert; None without experts."""
@@ -182,14 +279,14 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.model.update_gates()
-        layers = list(self.model.moe_layers())
-        dropped, slots = sum(layer.dropped for layer in layers), sum(int(layer.load_E.sum()) for layer in layers)
-        nats, aux, lost, routed, stop = self._sum(
-            loss.nats, loss.aux, float(dropped), float(slots), float(self._stop.wanted)
-        )
+            layers = list(self.model.moe_layers())
+            dropped, slots = sum(layer.dropped for layer in layers), sum(int(layer.load_E.sum()) for layer in layers)
+            nats, aux, lost, routed, stop = self._sum(
+                loss.nats, loss.aux, float(dropped), float(slots), float(self._stop.wanted)
+            )
         seconds = time.perf_counter() - began
-        if self._tuning is not None and recorder is None:
-            self._tuning.note(seconds)
+        if self.tuning is not None and recorder is None:
+            self.tuning.note(seconds)
         return StepReport(
             loss=nats / topology.dp.size,
             aux_loss=aux / topology.dp.size,
@@ -216,6 +313,20 @@ class Trainer:
         """Sums over all ranks, in float64."""
         row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device).detach() for v in values])
         return all_reduce(self._topology.world, row, operation="sum of losses").tolist()
+
+
+def probes(costs: StepCosts, samples: int) -> list[Plan]:
+    """Plans that show what the parts of a step take: in one chunk and in several, one pass as the other; of layers that
+    can be split also with W tasks.
+
+    `samples`: that micro-batches are cut from.
+    """
+    if costs.can_split:
+        several = max((degree for degree in _DEGREES if samples % degree == 0), default=1)
+        splits = [StepSplit(degree, degree, weights=apart) for apart in (False, True) for degree in (1, several)]
+        return [micro_schedule(costs, split).plan() for split in dict.fromkeys(splits)]
+    passes = ([ChunkedPass(three_queues, degree)] * len(costs.layers) for degree in (1, max(_DEGREES)))
+    return [step_plan(costs, of, of) for of in passes]
 
 
 def _shard_experts(
@@ -246,6 +357,27 @@ def policy_of(settings: Settings) -> str:
     if policy not in LAYER_POLICIES and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
     return policy
+
+
+def splits_layers(settings: Settings) -> bool:
+    """Whether micro-batches go through all layers by the settings' schedule."""
+    return policy_of(settings) in WHOLE_POLICIES and why_not_split(settings) is None
+
+
+def timing_facts(settings: Settings, topology: Topology, device: torch.device) -> dict[str, Any]:
+    """All that the time of a step's parts depends on, in plain types, the same on every rank. Collective."""
+    facts = machine_facts(topology, device, compute_dtype(settings))
+    return facts | {name: settings.to_json()[name] for name in _TIMED} | {"blocks": splits_layers(settings)}
+
+
+def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device: torch.device) -> CostModel:
+    """These costs with what the steps of this model took when they were measured (`Trainer.measured`), if they were.
+    Collective over all ranks."""
+    if not follows_plan(settings, topology.ep.size, topology.esp.size) or settings.placement != "ep":
+        return costs
+    seen = kept_observed(topology, timing_facts(settings, topology, device))
+    workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
+    return costs if seen is None else replace(costs, observed={**costs.observed, workload.shapes: seen})
 
 
 def follows_plan(settings: Settings, ep: int, esp: int) -> bool:

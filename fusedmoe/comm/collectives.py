@@ -84,7 +84,22 @@ def _late(group: Group, operation: str, earlier: dict[int, Note]) -> RankError:
         "of a group must call the same collectives in the same order; if one is slow, give Topology a larger timeout_s."
     )
     culprits = [*absent, *silent, *elsewhere, me]
-    return RankError(f"rank {me}: {here} ended because {board.blame(culprits[0], operation, message)}")
+    said = board.explain() or board.blame(culprits[0], operation, message)
+    return RankError(f"rank {me}: {here} ended because {said}")
+
+
+def _alone(group: Group, operation: str) -> bool:
+    """Whether there is nobody to talk to.
+
+    Raises:
+        RankError: a verdict stands. What others have sent since is of what it has ended, and must not be taken for a
+            part of what follows.
+    """
+    if group.handle is None:
+        return True
+    if (verdict := group.board.standing) is not None:
+        raise RankError(f"rank {group.job.rank}: {operation} over the {group} ended because {verdict}")
+    return False
 
 
 def all_to_all_rows(
@@ -97,7 +112,7 @@ def all_to_all_rows(
     Returns:
         [sum(recv), ...], same dtype and trailing shape.
     """
-    if group.handle is None:
+    if _alone(group, operation):
         return rows
     rows = rows.contiguous()
     out = rows.new_empty((sum(recv), *rows.shape[1:]))
@@ -114,7 +129,7 @@ def all_to_all_rows(
 
 def all_gather_rows(group: Group, rows: Tensor, counts: Sequence[int], operation: str = "all-gather") -> Tensor:
     """Returns the rows of all ranks, [sum(counts), ...], in rank order; `counts[i]` rows come from the i-th rank."""
-    if group.handle is None:
+    if _alone(group, operation):
         return rows
     rows = rows.contiguous()
     if len(set(counts)) > 1 or group.downward is not None:
@@ -143,7 +158,7 @@ def reduce_scatter_rows(group: Group, rows: Tensor, counts: Sequence[int], opera
 
 def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "all-reduce") -> Tensor:
     """Reduces `tensor` over the group in place ("sum", "max" or "min") and returns it."""
-    if group.handle is None:
+    if _alone(group, operation):
         return tensor
     ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
     wait(dist.all_reduce(tensor, ops[op], group=group.handle, async_op=True), group, operation)

@@ -103,6 +103,8 @@ class Exchange(Part):
             ep.refuse(CHECK, problem)
         if refusal is not None:
             ep.board.refuse(CHECK, refusal, ep.size * esp.size)
+        elif ep.job.board is not None:
+            ep.job.board.go_on()
         # Two more columns are metadata of each rank: how many rows it sends; its number, whether it refuses, dtype.
         note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
         more = [counts_E.sum().expand(ep.size, 1), counts_E.new_full((ep.size, 1), note)]
@@ -113,15 +115,15 @@ class Exchange(Part):
         notes = sorted(all_QPE[..., -1].reshape(-1).tolist())
         culprits = [note // len(_DTYPES) // 2 for note in notes if note // len(_DTYPES) % 2]
         if refusal is not None:
-            raise RankError(f"rank {me}: {refusal}")
+            raise RankError(f"rank {me}: {refusal}", agreed=True)
         if culprits:
-            raise RankError(f"rank {me}: ended because {ep.board.refusal(culprits[0])}")
+            raise RankError(f"rank {me}: ended because {ep.board.refusal(culprits[0])}", agreed=True)
         dtypes = {note // len(_DTYPES) // 2: _DTYPES[note % len(_DTYPES)] for note in notes}
         if len(set(dtypes.values())) > 1:
             found = ", ".join(f"{dtype} on rank {rank}" for rank, dtype in dtypes.items())
             text = f"rows of different dtypes cannot travel together: {found}"
             ep.board.refuse(CHECK, text, ep.size * esp.size)
-            raise RankError(f"rank {me}: {CHECK}: {text}")
+            raise RankError(f"rank {me}: {CHECK}: {text}", agreed=True)
         self._device = counts_E.device
         self.send_PE, self.come_QPE = ours_PE[:, :-2].cpu().numpy(), all_QPE[..., :-2][..., :held]
         self.most_rows = int(all_QPE[..., -2].max())

@@ -69,6 +69,8 @@ class Board:
         self._store = store  # its host may be this process
         self._prefix = ""
         self._rank = rank
+        self.standing: Verdict | None = None  # as far as this rank knows; it stays
+        self._unheard = False
         # Asked for when the ranks meet: the store may be gone when it is needed.
         self._processes: dict[int, tuple[str, int]] = {}
 
@@ -118,7 +120,10 @@ class Board:
         """Writes a verdict unless one stands already; returns the one that stands."""
         own = Verdict(rank, operation, message)
         standing = self._ask(lambda store: store.compare_set("verdict", "", json.dumps(asdict(own))))
-        return own if standing is None else Verdict(**json.loads(standing))
+        if standing is None:
+            return own
+        self.standing = Verdict(**json.loads(standing))
+        return self.standing
 
     def blame(self, rank: int, operation: str, message: str) -> str:
         """`post` of another rank, which did not come. It names who hosts the store where that does not answer."""
@@ -132,18 +137,26 @@ class Board:
     def refuse(self, operation: str, message: str, heard_by: int) -> None:
         """Notes why this rank takes no part in what `heard_by` ranks do together, and hear of from that.
 
-        Where these are all of the job's it is over once they have raised it. Else it is a verdict for the rest.
+        It is over once they have raised it. Where these are not all of the job's, the rest finds it when it has waited
+        in vain (`explain`), until this rank has gone on.
         """
-        own = Verdict(self._rank, operation, message)
+        own = json.dumps(asdict(Verdict(self._rank, operation, message)))
         key = f"refusal/{self._rank}"
+        self._unheard = heard_by < dist.get_world_size()
 
         def note(store: dist.Store) -> None:
-            store.set(key, json.dumps(asdict(own)))
+            store.set(key, own)
+            if self._unheard:
+                store.set("unheard", own)
             store.get(key)  # an answer: it is there from now on
 
         self._ask(note)
-        if heard_by < dist.get_world_size():
-            self.post_own(operation, message)
+
+    def go_on(self) -> None:
+        """This rank takes part again."""
+        if self._unheard:
+            self._unheard = False
+            self._ask(lambda store: store.set("unheard", ""))
 
     def refusal(self, rank: int) -> Verdict:
         """The last that a rank noted."""
@@ -154,12 +167,22 @@ class Board:
         """The standing verdict, or None; looks again until `wait_s` seconds have passed."""
         deadline = time.monotonic() + wait_s
         while True:
-            standing = self._ask(partial(_values, keys=["verdict"]))
+            standing = None if self.standing else self._ask(partial(_values, keys=["verdict"]))
             if standing is not None:
-                return Verdict(**json.loads(standing[0]))
-            if self._line.trouble or time.monotonic() >= deadline:
-                return None
+                self.standing = Verdict(**json.loads(standing[0]))
+            if self.standing or self._line.trouble or time.monotonic() >= deadline:
+                return self.standing
             time.sleep(0.02)
+
+    def explain(self) -> Verdict | None:
+        """The standing verdict, for who cannot go on. A refusal that some have not heard of becomes it then."""
+        noted = None if self.read() else self._ask(partial(_values, keys=["unheard"]))
+        return self.post(**json.loads(noted[0])) if noted and noted[0] else self.standing
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the connection to the store broke: nobody's verdict will be read any more."""
+        return bool(self._line.broke)
 
     def gone(self, ranks: tuple[int, ...]) -> list[int]:
         """Those of `ranks` whose process on this host has ended (other hosts cannot be asked)."""

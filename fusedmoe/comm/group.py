@@ -12,12 +12,15 @@ holds which experts.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -25,6 +28,7 @@ import torch.distributed as dist
 
 from fusedmoe.comm.failure import Board, stopped
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.threads import LOOK_S, Helper
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,8 @@ class Group:
         return f"{self.axis} group {list(self.ranks)}"
 
 
-# A process that ends by an error closes its connections a while before it is gone.
-_EXIT_S = 10.0
+# A process that ends by an error closes its connections a while before it is gone; the store that it hosts comes last.
+_EXIT_S, _HOST_EXIT_S = 10.0, 1.0
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
@@ -233,24 +237,42 @@ def _name(purpose: str, ranks: tuple[int, ...]) -> str:
 def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     """A new process group of these ranks, in this order. Collective over them, under the same name."""
     c10d: Any = dist.distributed_c10d
+    operation, where, patience = "making a process group", f"ranks {list(ranks)}", _patience(job)
+    deadline, board = time.monotonic() + patience.total_seconds(), job.board
+    assert board is not None
+    make = partial(
+        c10d._new_process_group_helper,
+        len(ranks),
+        ranks.index(job.rank),
+        list(ranks),
+        dist.Backend(dist.get_backend()),
+        c10d._get_default_store(),
+        name,
+        timeout=patience,
+    )
     try:
         with _unbound():
-            handle, _ = c10d._new_process_group_helper(
-                len(ranks),
-                ranks.index(job.rank),
-                list(ranks),
-                dist.Backend(dist.get_backend()),
-                c10d._get_default_store(),
-                name,
-                timeout=_patience(job),
-            )
-    except RuntimeError as error:
+            # In a thread that is left behind: where the store's host is stopped, its client blocks for ever.
+            making = Helper("fusedmoe-group").begin(make)
+            while not (making.done() or time.monotonic() > deadline or board.read() or board.gone(ranks)):
+                with suppress(NoAnswer):
+                    making.exception(LOOK_S)
+            handle, _ = making.result(0.0)
+    except (RuntimeError, NoAnswer) as error:
+        if str(error) in _NO_ROOM:
+            text = f"{error}. Raise its limits of memory and of threads (ulimit -v, ulimit -u, the container's)"
+            said = board.post(job.rank, operation, text)
+            raise RankError(f"rank {job.rank}: {operation} over {where} ended because {said}") from error
         # Where the time was up, whoever is gone has been so for long.
-        where = f"ranks {list(ranks)}"
-        raise lost(job, ranks, "making a process group", where, str(error), exit_s=1.0) from error
+        reason = str(error) or f"not all ranks came within {patience.total_seconds():g} s"
+        raise lost(job, ranks, operation, where, reason, exit_s=1.0) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
+
+
+# What Gloo raises where the system has no thread for it.
+_NO_ROOM = {os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)}
 
 
 def lost(
@@ -263,13 +285,15 @@ def lost(
     me, board = job.rank, job.board
     assert board is not None
     others = tuple(rank for rank in ranks if rank != me)
-    here, earlier = f"{operation} over {where}", None
+    here, earlier, cut_off = f"{operation} over {where}", None, False
     deadline, dead = time.monotonic() + (_EXIT_S if exit_s is None else exit_s), board.gone(others)
-    while (said := board.read()) is None and not dead and time.monotonic() < deadline:
+    while (said := board.explain()) is None and not dead and time.monotonic() < deadline:
         board.waits(here, ranks)
         earlier = earlier or board.waiting(others)
         time.sleep(0.02)
         dead = board.gone(others)
+        if board.cut_off and not cut_off:  # nobody will say why any more
+            cut_off, deadline = True, min(deadline, time.monotonic() + _HOST_EXIT_S)
     verdict: object = said
     if verdict is None and dead:
         verdict = board.post(dead[0], operation, "its process ended (an error, killed, or out of memory); see its log")

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import queue
 import time
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +32,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.heap import no_gpu, not_for_torch
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.libraries import HOW_TO_INSTALL, nvshmem_home, nvshmem_packages
+from fusedmoe.threads import Helper
 
 T = TypeVar("T")
 
@@ -381,27 +381,19 @@ class Nvshmem:
 
         It runs in a thread of its own, which is left behind where the others do not come.
         """
-        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
-        def work() -> None:
-            try:
-                make_current(self.device)
-                answer.put((call(), None))
-            except BaseException as error:
-                answer.put((None, error))
+        def work() -> T:
+            make_current(self.device)
+            return call()
 
-        Thread(target=work, name=f"fusedmoe: {operation}", daemon=True).start()
+        done = Helper(f"fusedmoe: {operation}").begin(work)
         deadline = time.monotonic() + self.group.job.timeout_s
         while True:
-            with suppress(queue.Empty):
-                value, error = answer.get(timeout=LOOK_S)
+            with suppress(NoAnswer):
+                done.exception(LOOK_S)
                 break
             self._look(operation, deadline)
-        if isinstance(error, _Failed):
-            raise self._error(operation, str(error)) from error
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
+        return self._attempt(done.result, operation)
 
     def _look(self, operation: str, deadline: float) -> None:
         """Between two short waits: has a rank failed, is the time up?"""

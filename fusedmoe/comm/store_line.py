@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
-from queue import SimpleQueue
-from threading import Lock, Thread
-from typing import TypeVar
-from weakref import WeakKeyDictionary, finalize
+from functools import partial
+from threading import Lock
+from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from fusedmoe.threads import Helper
+
 T = TypeVar("T")
-_Calls = SimpleQueue[tuple[Callable[[dist.Store], object], Future[object]] | None]
 
 # A store answers in less than a millisecond; one whose host is short of time, in less than this.
 PATIENCE_S = 1.5
@@ -32,15 +33,11 @@ class StoreLine:
     """A connection to a store and a thread that asks it, one question at a time. Both end with the last reference."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._calls: _Calls = SimpleQueue()
+        self._asked, self._helper = _Asked(store), Helper("fusedmoe-store")
         self._lock = Lock()
         self._last: Future[object] | None = None
         self._since = 0.0
         self._broke = ""
-        # A daemon that nobody joins: it may be blocked when the process ends, or when the last reference goes. It takes
-        # the store out of the list, so that this can go.
-        Thread(target=_answer, args=(self._calls, [store]), name="fusedmoe-store", daemon=True).start()
-        finalize(self, self._calls.put, None).atexit = False
 
     @property
     def broke(self) -> str:
@@ -63,32 +60,40 @@ class StoreLine:
             if self._last is not None and not self._last.done():
                 start = self._since
                 self._last.result(max(0.0, start + patience_s - time.monotonic()))
-            last: Future[T] = Future()
+            last = self._helper.begin(partial(self._asked.answer, question))
             self._last, self._since = last, time.monotonic()  # type: ignore[assignment]
-            self._calls.put((question, last))  # type: ignore[arg-type]
-            return last.result(max(0.0, start + patience_s - time.monotonic()))
+            found = last.result(max(0.0, start + patience_s - time.monotonic()))
         except NoAnswer:
-            return None
-        except RuntimeError as error:  # of the store's client; its own class is younger than some PyTorch
-            self._broke, self._last = f"the connection to it broke: {error}", None  # an error holds on to who raised it
             return None
         finally:
             self._lock.release()
+        if isinstance(found, _Broken):
+            self._broke = found.text
+            return None
+        return found
 
 
-def _answer(calls: _Calls, store: list[dist.Store]) -> None:
-    own: dist.Store | None = None
-    while (call := calls.get()) is not None:
-        question, answer = call
+class _Broken(NamedTuple):
+    """In place of an answer: in words, since an error holds on to whoever asked, and so to the line."""
+
+    text: str
+
+
+class _Asked:
+    """What the thread asks: a connection of its own, made at the first question. It knows nothing of the line."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._given: dist.Store | None = store
+        self._own: dist.Store
+
+    def answer(self, question: Callable[[dist.Store], T]) -> T | _Broken:
         try:
-            if own is None:  # PyTorch 2.6 cannot have a second connection
-                base = store.pop()
-                own = dist.PrefixStore("fusedmoe", base.clone() if hasattr(base, "clone") else base)
-                del base
-            answer.set_result(question(own))
-        except BaseException as error:
-            answer.set_exception(error)
-        del call, question, answer  # they hold on to whoever asked, and so to the line
+            if self._given is not None:  # PyTorch 2.6 cannot have a second connection
+                base = self._given.clone() if hasattr(self._given, "clone") else self._given
+                self._own, self._given = dist.PrefixStore("fusedmoe", base), None
+            return question(self._own)
+        except RuntimeError as error:  # of the store's client; its own class is younger than some PyTorch
+            return _Broken(f"the connection to it broke: {error}")
 
 
 _LINES: WeakKeyDictionary[dist.Store, StoreLine] = WeakKeyDictionary()

@@ -339,7 +339,7 @@ class Topology:
 
     def stop(self, operation: str, error: BaseException) -> None:
         """Posts an exception of this rank, but for one that the rank at fault, or who noticed first, has posted."""
-        if not isinstance(error, RankError):
+        if not isinstance(error, (RankError, _StopRecomputationError)):  # with the latter checkpointing ends its work
             self.fail(operation, f"{type(error).__name__}: {error}")
 
     @contextmanager
@@ -347,8 +347,6 @@ class Topology:
         """Posts any exception that leaves the block: other ranks, wherever they wait, end with it by name."""
         try:
             yield
-        except _StopRecomputationError:
-            raise  # no failure: activation checkpointing ends a recomputation with it
         except BaseException as error:
             self.stop(operation, error)
             raise

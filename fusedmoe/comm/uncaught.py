@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,12 +40,17 @@ class _TellOthers:
         self._failed = True
         for board in list(self.boards):
             with suppress(Exception):
-                board.post_own("the program", f"{type(error).__name__}: {error}"[:_LONGEST])
+                board.explain() or board.post_own("the program", f"{type(error).__name__}: {error}"[:_LONGEST])
 
     def end(self) -> None:
         """Leaves what follows, the destructors, a few seconds. Native code then ends it with 1: no Python may run."""
-        if self._failed:
+        if not self._failed:
+            return
+        try:
             faulthandler.dump_traceback_later(_END_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+        except RuntimeError:  # there was no memory for a thread
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(_END_S))
 
 
 def tell_others_of_uncaught(board: Board) -> None:

@@ -19,6 +19,7 @@ from fusedmoe.comm.failure import LOOK_S
 from fusedmoe.comm.heap import Heap
 from fusedmoe.errors import RankError
 from fusedmoe.kernels.one_sided import RECORD, TIME_IS_UP, Bounds
+from fusedmoe.threads import Helper
 
 _VERDICT, _GONE = 2, 3
 
@@ -46,6 +47,7 @@ class Watch:
         self.stop, self.record = memory[:1], memory[1:]
         self.bounds = Bounds(self.stop, self.record, int(heap.group.job.timeout_s * 1e9))
         self._names: dict[int, tuple[str, Name]] = {}
+        self._looker: Helper | None = None
         heap.checks.append(partial(self.check, wait=True))
 
     def name(self, signals: Tensor, operation: str, name: Name) -> None:
@@ -65,13 +67,13 @@ class Watch:
             self.check()
             return
         done = threading.Event()
-        looker = threading.Thread(target=self._look, args=(done,), name="fusedmoe-watch", daemon=True)
-        looker.start()
+        self._looker = self._looker or Helper("fusedmoe-watch")
+        looking = self._looker.begin(partial(self._look, done))
         try:
             yield
         finally:
             done.set()
-            looker.join()
+            self._looker.result(looking)
         self.check()
 
     def check(self, wait: bool = False) -> None:
@@ -97,6 +99,15 @@ class Watch:
 
     def _look(self, done: threading.Event) -> None:
         """Polls the failure board while kernels run, and sets their stop flag. Ends when they have ended."""
+        reason = _GONE  # where this fails nobody looks any more
+        try:
+            reason = self._reason_to_stop(done)
+        finally:
+            if reason:
+                self.stop.fill_(reason)
+
+    def _reason_to_stop(self, done: threading.Event) -> int:
+        """Waits until kernels have ended, 0, or must not wait any longer."""
         group, deadline = self._group, time.monotonic() + self._group.job.timeout_s
         others = tuple(rank for rank in group.ranks if rank != group.job.rank)
         pause = 0.02  # most waits are short; nobody need be asked then
@@ -104,15 +115,12 @@ class Watch:
             pause = LOOK_S
             board = group.job.board
             if board is not None and board.read() is not None:
-                reason = _VERDICT
-            elif board is not None and board.gone(others):
-                reason = _GONE
-            elif time.monotonic() > deadline:
-                reason = TIME_IS_UP
-            else:
-                continue
-            self.stop.fill_(reason)
-            return
+                return _VERDICT
+            if board is not None and board.gone(others):
+                return _GONE
+            if time.monotonic() > deadline:
+                return TIME_IS_UP
+        return 0
 
     def _error(self, operation: str, peer: int, missed: str) -> RankError:
         group, me = self._group, self._group.job.rank
@@ -120,7 +128,7 @@ class Watch:
         board = group.job.board
         if board is None:
             return RankError(f"rank {me}: {where}; the peer never came within {group.job.timeout_s:.0f} s")
-        verdict: object = board.read()
+        verdict: object = board.explain()
         if verdict is None:
             others = tuple(rank for rank in group.ranks if rank != me)
             if dead := board.gone(others):

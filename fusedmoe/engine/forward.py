@@ -16,18 +16,29 @@ from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Cuts, Received, Sent, counts_of
 from fusedmoe.engine.run import Counts, ForwardPass, Run, present
 from fusedmoe.engine.state import BlockPass, Cut, Layer, Output, Piece, PieceChunk, Share, Stage, Unit, cuts_of
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 
 
 class BlocksForward(BlockPass, ForwardPass):
-    """One forward pass of a batch [B, …, M]. `keep`: a backward pass will follow."""
+    """One forward pass of a batch [B, …, M].
+
+    `keep`: a backward pass will follow.   `refusal`: why there is none, if so: the first exchange tells all ranks.
+    """
 
     def __init__(
-        self, run: Run, cut: Cut, stages: Sequence[Stage], x: Tensor, experts: Sequence[ChunkExperts], keep: bool
+        self,
+        run: Run,
+        cut: Cut,
+        stages: Sequence[Stage],
+        x: Tensor,
+        experts: Sequence[ChunkExperts],
+        keep: bool,
+        refusal: str | None,
     ) -> None:
         self._stages = stages
-        self.keep, self._x, self._lead = keep, x, x.shape[:-1]
+        self.keep, self._x, self._lead, self._refusal = keep, x, x.shape[:-1], refusal
         later = Counts(run.plans.backward)
         self._later = [keep and later.of(WEIGHT_GRADIENTS["attention"], n) > 0 for n in range(len(stages))]
         layers = []
@@ -63,9 +74,17 @@ class BlocksForward(BlockPass, ForwardPass):
         return z, aux
 
     def attention(self, task: Task) -> None:
+        try:
+            self._attention(task)
+        except ConfigError as error:
+            self._refusal = str(error)
+
+    def _attention(self, task: Task) -> None:
         number, layer = self.at(task)
         units = self.units(task)
         for place in units:
+            if self._refusal is not None:
+                return
             span = range(place, place + 1)
             before = present(self.layers[number - 1].z) if number else self._x
             # Of `.data`, which counts changes by itself: other parts of the same memory are still being written.
@@ -98,7 +117,7 @@ class BlocksForward(BlockPass, ForwardPass):
 
     def permute(self, task: Task) -> None:
         number, layer = self.at(task)
-        if self._stages[number].waits:
+        if self._stages[number].waits and self._refusal is None:
             self._place(number, range(len(layer.units)))
 
     def _place(self, number: int, units: range) -> None:
@@ -153,14 +172,21 @@ class BlocksForward(BlockPass, ForwardPass):
     def start(self, task: Task) -> None:
         number, layer = self.at(task)
         places = self.pieces(task)
-        pieces = [present(layer.pieces[p]) for p in places]
+        if (refusal := self._refusal) is None:
+            pieces = [present(layer.pieces[p]) for p in places]
+        else:  # this rank sends nothing but why
+            none_SK = torch.empty(0, 1, dtype=torch.long, device=self._x.device)
+            none = order(none_SK, self._stages[number].experts_in_all)
+            pieces = [Piece(none.exact(), self._x.new_empty(0), none.counts_E) for _ in places]
         if layer.held is not None:
             for piece in pieces:
                 self._to_places(number, piece)
         sent = Sent([piece.layout for piece in pieces], self.peers)
+        if refusal is not None:
+            self._stages[number].exchange(sent.counts, self._x, (), refusal)
         rows = sent.join([self._rows(layer, p, piece) for p, piece in zip(places, pieces, strict=True)])
         routings = [present(layer.units[at]).routing for at in sorted({layer.unit_of(p) for p in places})]
-        exchange = self._stages[number].exchange(sent.counts, rows, routings)
+        exchange = self._stages[number].exchange(sent.counts, rows, routings, None)
         received = Received(exchange, counts_of(exchange.come_QPE, len(pieces), layer.held, rows.device))
         weights = sent.join([self.use(piece.weight_N.detach()) for piece in pieces])
         chunk = PieceChunk(exchange, received.layout, rows, weights[:, None], sent=sent, received=received)

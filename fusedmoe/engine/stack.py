@@ -33,9 +33,10 @@ class _Through(torch.autograd.Function):
         stages: Sequence[Stage],
         experts: Sequence[ChunkExperts],
         keep: bool,
+        refusal: str | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        forward = BlocksForward(run, cut, stages, x, experts, keep)
+        forward = BlocksForward(run, cut, stages, x, experts, keep, refusal)
         z, aux = forward.run()
         ctx.given, ctx.layers = (run, cut), forward.layers if keep else None
         ctx.set_materialize_grads(False)
@@ -60,14 +61,17 @@ class _Through(torch.autograd.Function):
             own = layer.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):
                 grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
-        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, *grads
+        return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None, None, *grads
 
 
-def through_stack(x: Tensor, stages: Sequence[Stage], run: Run, cut: Cut) -> tuple[Tensor, list[Tensor]]:
+def through_stack(
+    x: Tensor, stages: Sequence[Stage], run: Run, cut: Cut, refusal: str | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """The batch through all layers by the plans of `run`, and each layer's auxiliary loss. Collective.
 
     Args:
         x: [B, …, M], B samples.
+        refusal: why this rank cannot take part, if so; x is then any without samples. All ranks end with that reason.
     Returns:
         [B, …, M], and a scalar for each layer; differentiable once.
     Saves for backward:
@@ -75,11 +79,12 @@ def through_stack(x: Tensor, stages: Sequence[Stage], run: Run, cut: Cut) -> tup
         pre-activation R·H (gated 2·R·H); where rows have other chunks in the two passes, the backward copies these
         once, one layer at a time.
     Raises:
-        RankError: see `fusedmoe.comm.collectives`.
+        RankError: this or another rank refused its input, or what a stage made of it, before anything of that was sent;
+            see also `fusedmoe.comm.collectives`.
     """
     experts = [stage.experts(x) for stage in stages]  # once: under autocast their parameters are cast here
     parameters: list[Tensor | None] = []
     for stage, of in zip(stages, experts, strict=True):
         parameters += [*stage.dense_parameters, *of.parameters]
-    z, *aux = _Through.apply(x, run, cut, stages, experts, torch.is_grad_enabled(), *parameters)
+    z, *aux = _Through.apply(x, run, cut, stages, experts, torch.is_grad_enabled(), refusal, *parameters)
     return z, aux

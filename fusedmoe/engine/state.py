@@ -147,6 +147,8 @@ class Stage(Protocol):
             share: which piece it is.   drawn: for the tokens that this rank routes.
             past: `own` of the pieces before of the same samples.
             later: takes the weight gradients that may be computed later; None: none may.
+        Raises:
+            ConfigError: what this rank made of the piece is none to go on with; the next exchange tells the others.
         """
         ...
 
@@ -175,7 +177,7 @@ class Stage(Protocol):
         """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""
         ...
 
-    def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice]) -> Exchange: ...
+    def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice], refusal: str | None) -> Exchange: ...
 
     def experts(self, like: Tensor) -> ChunkExperts: ...
 

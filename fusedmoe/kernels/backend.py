@@ -23,3 +23,8 @@ def uses_triton(tensor: Tensor) -> bool:
 def triton_serves(device: torch.device) -> bool:
     """True where tensors' operations on this device run as Triton kernels."""
     return device.type == "cuda" or INTERPRET
+
+
+def has_kernels(rows: Tensor) -> bool:
+    """Whether Triton serves: tensor cores know no float64, and without rows there is nothing to launch."""
+    return uses_triton(rows) and rows.dtype != torch.float64 and rows.shape[0] > 0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation, define_activation
-from fusedmoe.kernels.backend import uses_triton
+from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Gradients, Hidden, Weights
@@ -40,7 +40,7 @@ def experts_forward(
     Returns:
         y_SM like x_SM, and h_NH: [N, 2, H] or [N, H], to be kept for the backward.
     """
-    if _has_kernels(x_SM):
+    if has_kernels(x_SM):
         from fusedmoe.kernels.triton import experts
 
         return experts.experts_forward(x_SM, layout, weight_N, weights, activation)
@@ -61,9 +61,9 @@ def experts_backward(
 
     `into`: gradients of other rows, in at least float32, to whose parameters' part this one's is added in place.
     """
-    if not _has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
+    if not has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
         return plain_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation, into)
-    if _has_kernels(x_SM):
+    if has_kernels(x_SM):
         from fusedmoe.kernels.triton import experts
 
         own = experts.experts_backward(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
@@ -85,7 +85,7 @@ def experts_backward_rows(
 
     What waits for rows need not wait for products that only parameters need (Lancet §4).
     """
-    if _has_kernels(x_SM):
+    if has_kernels(x_SM):
         from fusedmoe.kernels.triton import experts
 
         return experts.experts_backward_rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
@@ -105,20 +105,15 @@ def experts_backward_weights(
 
     `into`: gradients of other rows, in at least float32, to which these are added in place.
     """
-    if not _has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
+    if not has_kernels(x_SM) and (into is None or into.w1.dtype == x_SM.dtype):
         return plain_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights, into)
-    if _has_kernels(x_SM):
+    if has_kernels(x_SM):
         from fusedmoe.kernels.triton import experts
 
         own = experts.experts_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
     else:
         own = plain_backward_weights(dy_SM, x_SM, left, layout, weight_N, weights)
     return own if into is None else own.added_to(into)
-
-
-def _has_kernels(x_SM: Tensor) -> bool:
-    """Whether Triton serves: tensor cores know no float64, and without tokens there is nothing to launch."""
-    return uses_triton(x_SM) and x_SM.dtype != torch.float64 and x_SM.shape[0] > 0
 
 
 def plain_forward(

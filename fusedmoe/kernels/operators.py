@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusedmoe.kernels import experts as _experts
 from fusedmoe.kernels import gather_sum, wire
+from fusedmoe.kernels import grouped_linear as _grouped_linear
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gate import GateRule
 from fusedmoe.kernels.layout import Layout, build_layout, row_bound
@@ -182,6 +183,57 @@ def _(
 ) -> tuple[Tensor, ...]:
     given = (x_SM, weight_N, w1, w2, b1, b2)
     return tuple(x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
+
+
+@_operator("grouped_linear")
+def grouped_linear(
+    rows_NK: Tensor,
+    weight: Tensor,
+    bias_EO: Tensor | None,
+    transposed: bool,
+    counts_E: Tensor,
+    offsets_E1: Tensor,
+    source_N: Tensor | None,
+    pair_N: Tensor,
+    row_SK: Tensor,
+) -> Tensor:
+    layout = Layout(counts_E, offsets_E1, source_N, pair_N, row_SK)
+    return _grouped_linear.grouped_product(rows_NK, weight, bias_EO, layout, transposed)
+
+
+@grouped_linear.register_fake
+def _(rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, transposed: bool, *layout: Any) -> Tensor:
+    return rows_NK.new_empty((rows_NK.shape[0], weight.shape[1 if transposed else 2]))
+
+
+@_operator("grouped_linear_backward")
+def grouped_linear_backward(
+    dout_NO: Tensor,
+    rows_NK: Tensor,
+    weight: Tensor,
+    biased: bool,
+    transposed: bool,
+    counts_E: Tensor,
+    offsets_E1: Tensor,
+    source_N: Tensor | None,
+    pair_N: Tensor,
+    row_SK: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rows, the weights and the bias; an empty tensor where there is none."""
+    layout = Layout(counts_E, offsets_E1, source_N, pair_N, row_SK)
+    drows_NK = _grouped_linear.grouped_product(dout_NO, weight, None, layout, not transposed)
+    left, right = (dout_NO, rows_NK) if transposed else (rows_NK, dout_NO)
+    dweight = _grouped_linear.grouped_dweight(left, right, layout)
+    if not biased:
+        return drows_NK, dweight, dout_NO.new_empty(0)
+    dbias_EO = _grouped_linear.grouped_dweight(dout_NO.new_ones((layout.rows, 1)), dout_NO, layout)
+    return drows_NK, dweight, dbias_EO[:, 0].contiguous()
+
+
+@grouped_linear_backward.register_fake
+def _(dout_NO: Tensor, rows_NK: Tensor, weight: Tensor, biased: bool, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = dout_NO.new_empty((weight.shape[0], dout_NO.shape[1]) if biased else 0)
+    return rows_NK.new_empty(rows_NK.shape), weight.new_empty(weight.shape), dbias
 
 
 @_operator("gate")

@@ -5,7 +5,7 @@ Router logits that are not finite are seen on the device and told on the host, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -90,28 +90,10 @@ class InputChecks:
     def tokens(self, x: Tensor, model_dim: int, experts: nn.Module) -> tuple[Tensor, str | None]:
         """[S, M] of [..., M], and what is wrong with x, if anything; then they are none."""
         like: Tensor | None = next(experts.parameters(), None)  # experts without parameters compute in any dtype
-        refusal = self._of_input(x, model_dim, x if like is None else like)
+        refusal = of_input("MoELayer got input", x, model_dim, like)
         if refusal is None:
             return x.reshape(-1, model_dim), None
-        if like is None:
-            like = x.float() if isinstance(x, Tensor) else torch.empty(0)
-        return torch.zeros(0, model_dim, dtype=like.dtype, device=like.device), refusal
-
-    def _of_input(self, x: object, model_dim: int, like: Tensor) -> str | None:
-        if not isinstance(x, Tensor):
-            return f"MoELayer got {type(x).__name__} as input; it takes a tensor [..., {model_dim}]"
-        if x.dim() < 1 or x.shape[-1] != model_dim:
-            return f"MoELayer got input of shape {list(x.shape)}; its last dimension must be model_dim = {model_dim}"
-        if x.device != like.device:
-            return f"MoELayer got input on {x.device} but its experts are on {like.device}; move one with .to()"
-        if not x.is_floating_point():
-            return f"MoELayer got input of {x.dtype}; it takes floating-point numbers"
-        if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
-            return (
-                f"MoELayer got input of {x.dtype} but its experts are {like.dtype}; convert one with .to(), or use "
-                "torch.autocast"
-            )
-        return None
+        return no_tokens(x, model_dim, like), refusal
 
     def of_routing(self, routing: Routing | SoftRouting, gate: Gate, x_SM: Tensor) -> str | None:
         """What is wrong with what a gate made of tokens, if anything: its parts, experts that do not exist, logits."""
@@ -171,6 +153,38 @@ class InputChecks:
         if refusal:
             self._topology.fail(CHECK, refusal)
             raise (ConfigError if self._topology.size == 1 else RankError)(f"rank {self._topology.rank}: {refusal}")
+
+
+def of_input(
+    got: str, x: object, model_dim: int, like: Tensor | None, least: int = 1, also: Collection[torch.dtype] = ()
+) -> str | None:
+    """What is wrong with x, [..., M], if anything.
+
+    Args:
+        got: how the text begins: "MoELayer got input".
+        like: a parameter of the experts; None: any dtype and device will do.
+        least: of dimensions.   also: dtypes beside that of `like`.
+    """
+    if not isinstance(x, Tensor):
+        return f"{got} that is {type(x).__name__}; it takes a tensor [..., {model_dim}]"
+    if x.dim() < least or x.shape[-1] != model_dim:
+        dims = f"; it takes at least {least} dimensions, and the last" if least > 1 else "; its last dimension"
+        return f"{got} of shape {list(x.shape)}{dims} must be model_dim = {model_dim}"
+    like = x if like is None else like
+    if x.device != like.device:
+        return f"{got} on {x.device} but its experts are on {like.device}; move one with .to()"
+    if not x.is_floating_point():
+        return f"{got} of {x.dtype}; it takes floating-point numbers"
+    if x.dtype not in (like.dtype, *also) and not torch.is_autocast_enabled(x.device.type):
+        return f"{got} of {x.dtype} but its experts are {like.dtype}; convert one with .to(), or use torch.autocast"
+    return None
+
+
+def no_tokens(x: object, model_dim: int, like: Tensor | None) -> Tensor:
+    """[0, M] that stand for a refused x, by a parameter of the experts."""
+    if like is None:
+        like = x.float() if isinstance(x, Tensor) else torch.empty(0)
+    return torch.zeros(0, model_dim, dtype=like.dtype, device=like.device)
 
 
 def check_routing(by: Gate, routing: Routing | SoftRouting, x_SM: Tensor) -> None:

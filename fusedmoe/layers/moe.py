@@ -35,6 +35,7 @@ from fusedmoe.layers.planner import Planner
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.layers.wire_hooks import enter, leave
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.task import Task
 
 Placements = Literal["ep", "fssdp"]
@@ -65,9 +66,10 @@ class MoELayer(nn.Module):
             and gradients of x and of replicated parameters are whole on each, `sync_gradients(…,
             mp_loss="replicated")`; with "split" they are summands.
         schedule: chunks that overlap what travels with what is computed; results do not depend on it. "off"; "auto",
-            the best that is known; the name of a policy; or a `Schedule`. What a choice of degrees needs to know of the
-            machine is measured in the first forward, and kept on disk (`fusedmoe.runtime.cache`): with "auto"
-            and names the first forward, in each dtype, is collective over all ranks, replicas included.
+            the best by prediction (in a training loop `fusedmoe.training.PlanTuning` measures); the name of a policy;
+            or a `Schedule`. What a choice of degrees needs to know of the machine is measured in the first forward, and
+            kept on disk (`fusedmoe.runtime.cache`): with "auto" and names the first forward, in each dtype, is
+            collective over all ranks, replicas included.
         placement: "ep": each rank has the same number of experts, in order, for good. "fssdp": experts are owned by any
             rank, any number of them, and copied to others as their load asks for, as `fusedmoe.training.ShardedExperts`
             has them; results are those of "ep".
@@ -152,7 +154,7 @@ class MoELayer(nn.Module):
             self.placed = DynamicExperts(experts, gate.experts, self.topology)
         self.recorder: Recorder | None = None
         named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
-        self._planner = Planner(self.topology, experts, named, gate.k)
+        self._planner = Planner(self.topology, experts, named, gate, self.order)
         self.parts = self._planner.kinds
         self.dispatcher = (
             dispatch if isinstance(dispatch, Dispatcher) else self._planner.dispatcher(dispatch, hooks, self.placed)
@@ -227,8 +229,10 @@ class MoELayer(nn.Module):
         self._keep_aux(routing.aux_loss)
         return y_SM
 
-    def set_plan(self, plans: Plans, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()) -> None:
-        """From now on the layer works by these plans, the same on every rank, whatever its schedule.
+    def set_plan(
+        self, plans: Plans | None, gradients: GradientReducer | None = None, beside: Sequence[Task] = ()
+    ) -> None:
+        """From now on the layer works by these plans, the same on every rank, whatever its schedule; None: by it again.
 
         Args:
             gradients: reduces the gradient buckets that the backward plan has, and those `beside` what follows it.
@@ -236,6 +240,17 @@ class MoELayer(nn.Module):
             ConfigError: plans with other tasks than this layer can run, or without some of its parts.
         """
         self._planner.assign(plans, gradients, beside)
+
+    def measured_costs(self, tokens: int) -> CostModel:
+        """What this machine takes, and the parts of this layer for so many tokens of each rank, for plans by cost;
+        measured now, or before (`fusedmoe.runtime.cache`). Collective over all ranks.
+
+        Raises:
+            ConfigError: experts that do not say how much they compute.
+        """
+        first = next(self.parameters())
+        with self.topology.guard("MoELayer.measured_costs"):
+            return self._planner.measured(first.new_empty(tokens, self.model_dim))
 
     def update_gate(self) -> None:
         """Tells the gate the load of all ranks since the last call; call it after each optimizer step. Collective.

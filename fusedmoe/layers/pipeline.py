@@ -16,6 +16,7 @@ from fusedmoe.engine.run import GradientReducer, Plans, Run
 from fusedmoe.engine.stack import through_stack
 from fusedmoe.engine.state import Cut
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.input_checks import no_tokens, of_input
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import require_degrees
 from fusedmoe.layers.stage import BlockStage
@@ -50,8 +51,11 @@ class PipelinedBlocks(nn.Module):
     Attributes:
         dense, experts: the blocks' parts.
         waits: of each block, whether all of a batch is routed before its first row is sent.
+        plans: that both passes run by; None: the blocks go one after the other, each layer by its own plans.
         recorder: measures the tasks while it is set.
     """
+
+    plans: Plans | None
 
     def __init__(
         self,
@@ -104,37 +108,75 @@ class PipelinedBlocks(nn.Module):
         rows = layer.order.rows_per_token(layer.gate, samples * length)
         return replace(found, batch=samples * topology.esp.size, seq_len=length, k=1, capacity_factor=rows)
 
-    def set_plan(self, plans: Plans, gradients: GradientReducer | None = None) -> None:
+    def set_plan(self, plans: Plans | None, gradients: GradientReducer | None = None) -> None:
         """From now on both passes run by these plans. Collective over all ranks.
 
         Args:
             plans: of all blocks' tasks: attention (with gate), dispatch, all-gather, expert, reduce-scatter, combine,
-                weight gradients, gradient all-reduces; each part of a layer in as many chunks as the plan has.
+                weight gradients, gradient all-reduces; each part of a layer in as many chunks as the plan has. None:
+                the blocks go one after the other, each layer by its own plans.
             gradients: reduces what the backward plan has of gradient all-reduces.
         Raises:
             ConfigError: plans that these blocks cannot follow.
             RankError: ranks with different plans.
         """
-        for phase in STAGES:
-            self._check(phase, plans, gradients)
-        found = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
+        found = dict.fromkeys(("forward plan", "backward plan"), "")
+        if plans is not None:
+            self.require_runnable(plans, gradients)
+            found = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
         self.topology.agree(found, "pipeline")
         self.plans, self._gradients = plans, gradients
 
+    def require_runnable(self, plans: Plans, gradients: GradientReducer | None = None) -> None:
+        """Raises `ConfigError` for plans that these blocks cannot follow (`set_plan`)."""
+        for phase in STAGES:
+            self._check(phase, plans, gradients)
+
     def forward(self, x: Tensor) -> Tensor:
-        """[B, …, M] -> [B, …, M]; collective. `experts[i].aux_loss` is then the auxiliary loss of block i."""
+        """[B, …, M] -> [B, …, M]; collective. `experts[i].aux_loss` is then the auxiliary loss of block i.
+
+        Raises:
+            ConfigError: in a world of one, input of a wrong shape, dtype or device, logits that are not finite, or a
+                dense part that gives anything but what `Parts` says.
+            RankError: the same in a larger world, on every rank alike, naming the rank at fault. Nothing of that has
+                been sent, and who catches it on all ranks can go on with the next batch, but for ranks of an MP group,
+                whose dense parts may wait for each other: there, and where a dense part raises, the job is over.
+        """
+        if self.plans is None:
+            for stage in self._stages:
+                x = stage.whole(x, self.recorder)
+            return x
         for stage in self._stages:
             stage.require_nothing_between_layers()
         with self.topology.guard("pipeline"):
-            least = 2 if self.along == "samples" else 3
-            if x.dim() < least or x.shape[-1] != self._layers()[0].model_dim:
-                want = f"[samples, {'positions, ' * (least - 2)}…, {self._layers()[0].model_dim}]"
-                raise ConfigError(f"pipeline got input of shape {list(x.shape)}; it takes {want}")
+            refusal = self._wrong(x)
+            if refusal is not None:
+                x = self._no_samples(x, refusal)
             batch, cut = self._cut(x)
-            z, aux = through_stack(batch, self._stages, self._run(x), cut)
+            z, aux = through_stack(batch, self._stages, self._run(x, self.plans), cut, refusal)
             for layer, loss in zip(self._layers(), aux, strict=True):
                 layer.aux_loss = layer.mp_tokens.aux(loss)
         return z.view(x.shape)
+
+    def _wrong(self, x: object) -> str | None:
+        """What is wrong with a batch, if anything. Its dtype may be that of anything that the first block learns."""
+        layer, dense = self._layers()[0], self._stages[0].dense_parameters
+        like: Tensor | None = next(layer.experts.parameters(), None)
+        least = 2 if self.along == "samples" else 3
+        return of_input("pipeline got input", x, layer.model_dim, like, least, {one.dtype for one in dense})
+
+    def _no_samples(self, x: object, refusal: str) -> Tensor:
+        """A batch that stands for a refused one, until all ranks have heard of that.
+
+        Raises:
+            ConfigError, RankError: there is no exchange by which they would, or others may not come to it: they may
+                wait in a dense part.
+        """
+        layer, topology = self._layers()[0], self.topology
+        if self._stages[0].communicates or topology.ep.size == topology.esp.size == 1:
+            layer.checks.refuse(refusal)
+        nothing = no_tokens(x, layer.model_dim, next(layer.experts.parameters(), None))
+        return nothing if self.along == "samples" else nothing[None]
 
     def _cut(self, x: Tensor) -> tuple[Tensor, Cut]:
         """A batch, and how it is cut. Of one that an MP group has in common, each rank routes some samples, first those
@@ -148,10 +190,10 @@ class PipelinedBlocks(nn.Module):
             return x.view(mp.size, len(x) // mp.size, *x.shape[1:]), Cut(peers, 1)
         return x, Cut(peers)
 
-    def _run(self, x: Tensor) -> Run:
+    def _run(self, x: Tensor, plans: Plans) -> Run:
         stop = partial(self.topology.stop, "pipeline")
         streams = self._streams.on(x.device)
-        return Run(self.plans, stop, recorder=self.recorder, streams=streams, gradients=self._gradients)
+        return Run(plans, stop, recorder=self.recorder, streams=streams, gradients=self._gradients)
 
     def _check(self, phase: str, plans: Plans, gradients: GradientReducer | None) -> None:
         plan = plans.forward if phase == "forward" else plans.backward
@@ -191,8 +233,9 @@ class PipelinedBlocks(nn.Module):
         return list(self.experts)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
-        degrees = [max(plan.degrees.values(), default=1) for plan in (self.plans.forward, self.plans.backward)]
-        return f"degrees={tuple(degrees)}, along={self.along!r}"
+        plans = () if self.plans is None else (self.plans.forward, self.plans.backward)
+        degrees = tuple(max(plan.degrees.values(), default=1) for plan in plans) or "off"
+        return f"degrees={degrees}, along={self.along!r}"
 
 
 def pipeline(

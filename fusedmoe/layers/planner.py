@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local
@@ -19,14 +20,19 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.dispatchers import KernelTransport, Moving, OneSided, choose_transport, has_heap
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, require_same_plans
+from fusedmoe.layers.gates.base import Gate
+from fusedmoe.layers.measure import observe_layer
+from fusedmoe.layers.orders import Order
+from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, measured_parts, require_same_plans
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
+from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.observed import Observed
 from fusedmoe.schedule.task import FUSED, Task
 from fusedmoe.schedule.workload import Workload
 
 
 class Planner:
-    """Finds the plans of one layer, whose tokens have `k` experts each.
+    """Finds the plans of one layer.
 
     Attributes:
         schedule: None: nothing goes in chunks, unless plans are assigned.
@@ -37,8 +43,11 @@ class Planner:
         ConfigError: the experts cannot say what they compute, and the schedule has degrees to choose.
     """
 
-    def __init__(self, topology: Topology, experts: Experts, schedule: Schedule | None, k: int) -> None:
-        self._topology, self._experts, self._k = topology, experts, k
+    def __init__(
+        self, topology: Topology, experts: Experts, schedule: Schedule | None, gate: Gate, order: Order
+    ) -> None:
+        self._topology, self._experts, self._gate, self._order, self._k = topology, experts, gate, order, gate.k
+        self._moves = False
         ep, esp = topology.ep.size, topology.esp.size
         if schedule is not None and schedule.degrees is None:
             if ep * esp == 1:
@@ -49,6 +58,7 @@ class Planner:
         self.schedule = schedule
         self.assigned: Assigned | None = None
         self.made: dict[Workload | None, Plans] = {}
+        self._costs: dict[tuple[torch.dtype, torch.device], CostModel] = {}
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,8 +69,11 @@ class Planner:
         """The kinds of tasks that plans by collectives have."""
         return runnable_kinds(Capabilities(self._topology.ep.size, self._topology.esp.size), "itself")
 
-    def assign(self, plans: Plans, gradients: GradientReducer | None, beside: Sequence[Task]) -> None:
+    def assign(self, plans: Plans | None, gradients: GradientReducer | None, beside: Sequence[Task]) -> None:
         """See `MoELayer.set_plan`."""
+        if plans is None:
+            self.assigned = None
+            return
         for phase, plan in (("forward", plans.forward), ("backward", plans.backward)):
             own = f"MoELayer.set_plan: the {phase} plan"
             require_runnable(plan, (*self.kinds, *(["gradient-all-reduce"] if gradients is not None else [])), own)
@@ -84,11 +97,39 @@ class Planner:
         topology, all_to_all = self._topology, make_all_to_all(algorithm, self._topology)
         if topology.ep.size * topology.esp.size == 1 and not hooks:
             return Local()
+        self._moves = placed is not None
         if placed is not None:
             return Moving(placed, topology, all_to_all, self.find, hooks)
         if self.schedule is not None and self.schedule.policy == FUSED_POLICY and not hooks:
             return OneSided(self.transport, topology, all_to_all, self.find)
         return Collectives(topology, all_to_all, self.find, hooks)
+
+    def measured(self, like: Tensor) -> CostModel:
+        """What this machine takes, and the parts of this layer for as many tokens as in `like`, [S, M]; the lines of
+        the machine alone where experts move. Collective over all ranks; kept for layers like this one.
+
+        Raises:
+            ConfigError: experts that do not say how much they compute.
+        """
+        topology, experts, gate, order = self._topology, self._experts, self._gate, self._order
+        costs = measured_costs(topology, like.device, like.dtype)
+        if self._moves:
+            return costs
+        # Ranks may have different numbers of tokens; all measure by those of the largest.
+        tokens = max(all_gather_object(topology.world, len(like), "measuring a layer"))
+        like = like.new_empty(max(1, _rounded(tokens)), like.shape[1])
+        rows = max(1, round(len(like) * order.rows_per_token(gate, len(like))))
+        workload = experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size)
+        kind = f"{type(experts).__module__}.{experts.describe()}"
+        sizes = [list(parameter.shape) for parameter in experts.parameters()]
+        what = {"shapes": workload.shapes, "experts": kind, "sizes": sizes, "gate": repr(gate), "order": repr(order)}
+
+        def observed() -> Observed:
+            step = workload.step_costs(costs, [0], self.kinds)
+            return observe_layer(topology, gate, order, experts, like, step)
+
+        seen = measured_parts(topology, like.device, like.dtype, {**what, "tokens": len(like)}, observed)
+        return replace(costs, observed={workload.shapes: seen})
 
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """How kernels send and receive by themselves; None where collectives do. The first call in a dtype and on a
@@ -133,7 +174,9 @@ class Planner:
         schedule, topology, costs = self.schedule, self._topology, None
         assert schedule is not None
         if schedule.degrees is None and schedule.costs is None:
-            costs = measured_costs(topology, x_SM.device, x_SM.dtype)
+            costs = self._costs.get((x_SM.dtype, x_SM.device))
+            if costs is None:
+                costs = self._costs[x_SM.dtype, x_SM.device] = self.measured(x_SM)
         plans = schedule.plans(kinds, workload, costs, any_degree=any_degree)
         require_same_plans(topology, plans)
         return plans

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,8 +14,9 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.observed import Observed
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES, any_order
 from fusedmoe.schedule.simulate import ROUNDING, makespan
@@ -137,6 +139,27 @@ def measured_costs(topology: Topology, device: torch.device, dtype: torch.dtype)
     key = (device.type, dtype)
     if key not in known:
         known[key] = cached_profile(topology, device, dtype=dtype)[0].costs
+    return known[key]
+
+
+# The same for what the parts of layers take, by all that it depends on.
+_parts: WeakKeyDictionary[Topology, dict[str, Observed]] = WeakKeyDictionary()
+
+
+def measured_parts(
+    topology: Topology,
+    device: torch.device,
+    dtype: torch.dtype,
+    what: dict[str, Any],
+    measure: Callable[[], Observed],
+) -> Observed:
+    """What the parts of a layer take, from this process, from disk, or measured now. Collective over all ranks.
+
+    `what`: all that tells the layer from others, in plain types.
+    """
+    known, key = _parts.setdefault(topology, {}), f"{device.type} {dtype} {sorted(what.items())}"
+    if key not in known:
+        known[key] = cached_observed(topology, {**machine_facts(topology, device, dtype), "layer": what}, measure)
     return known[key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED
@@ -52,6 +53,15 @@ def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
     for tensors in (owner._parameters, owner._buffers):
         if leaf in tensors:
             return tensors[leaf]
+    if parametrize.is_parametrized(owner, leaf):
+        inside = f"{path}.parametrizations.{leaf}".lstrip(".")
+        raise ConfigError(
+            f"{name} is parametrised (LoRA, weight norm), and how its parts are split is not known. Say so in the "
+            "module's shardings, after parametrising: "
+            f"shardings[{inside + '.original'!r}] = shardings.pop({own_name!r}), and an entry such as "
+            f"shardings['{inside}.0.A'] = {{'ep': 0}} for each parameter of the parametrisation "
+            "that has one part for each expert"
+        )
     raise ConfigError(f"{type(module).__name__}.shardings lists {own_name!r}; no parameter or buffer is named {name!r}")
 
 

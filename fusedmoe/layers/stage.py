@@ -25,11 +25,12 @@ from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates.base import Gate, Routing
 from fusedmoe.layers.gates.router import outside_autocast
-from fusedmoe.layers.input_checks import check_routing
+from fusedmoe.layers.input_checks import check_routing, of_input
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.mp_tokens import MpTokens
 from fusedmoe.layers.orders import Dropless, Order, Ordered
 from fusedmoe.layers.wire_hooks import enter, leave
+from fusedmoe.runtime.recorder import Recorder
 
 
 class BlockStage:
@@ -82,6 +83,17 @@ class BlockStage:
             if wrong:
                 raise ConfigError(f"pipeline: {text}, or MoELayer(schedule=…) in place of the pipeline")
 
+    def whole(self, x: Tensor, recorder: Recorder | None) -> Tensor:
+        """The block of a whole batch at once, [B, …, M] -> [B, …, M], its layer by the layer's own plans."""
+        self._layer.recorder = recorder
+        if self._recompute and torch.is_grad_enabled():
+            with set_checkpoint_early_stop(False):
+                y, u = checkpoint(self._dense.whole, x, use_reentrant=False)
+        else:
+            y, u = self._dense.whole(x)
+        z: Tensor = y + self._layer(u)
+        return z
+
     @property
     def dense_parameters(self) -> list[nn.Parameter]:
         return list(self._dense.parameters())
@@ -93,6 +105,27 @@ class BlockStage:
         return self._layer.gate.draw(x_SM)
 
     def dense(
+        self,
+        parameters: Sequence[Tensor],
+        x: Tensor,
+        share: Share,
+        drawn: tuple[Tensor, ...],
+        past: Sequence[tuple[Tensor, ...]],
+        later: DeferredGradients | None,
+    ) -> Dense:
+        try:
+            return self._compute(parameters, x, share, drawn, past, later)
+        except ConfigError as error:
+            if self.communicates:  # others may wait in its dense part, not for an exchange
+                self._layer.checks.refuse(str(error))
+            raise
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the dense part may: over the MP group."""
+        return self._layer.topology.mp.size > 1
+
+    def _compute(
         self,
         parameters: Sequence[Tensor],
         x: Tensor,
@@ -150,10 +183,13 @@ class BlockStage:
         layer.load.count(routing, layer.gate, layer.training)
         layer.load.kept_E = kept_E
 
-    def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice]) -> Exchange:
-        found = (self._layer.checks.of_logits(routing) for routing in routings if isinstance(routing, Routing))
-        refusal = next((text for text in found if text), None)
-        return self._collectives.exchange(counts, like.dtype, self._refusal or refusal, sizes=self._sizes)
+    def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice], refusal: str | None) -> Exchange:
+        checks, topology = self._layer.checks, self._layer.topology
+        found = (checks.of_logits(routing) for routing in routings if isinstance(routing, Routing))
+        refusal = refusal or self._refusal or next((text for text in found if text), None)
+        if topology.ep.size == topology.esp.size == 1:
+            checks.refuse(refusal)
+        return self._collectives.exchange(counts, like.dtype, refusal, sizes=self._sizes)
 
     @property
     def held(self) -> int | None:
@@ -190,15 +226,12 @@ class _DensePart(nn.Module):
         self.dense, self.gate, self.shared = dense, layer.gate, layer.shared
         self._hooks, self._tokens, self._ends = layer.hooks, layer.mp_tokens, ends
         self._row_dtype, self._in_positions = layer.experts.row_dtype, in_positions
+        self._of_experts = layer.experts.parameters  # which are not its own
 
     def forward(
         self, x: Tensor, share: Share, drawn: tuple[Tensor, ...], past: Sequence[tuple[Tensor, ...]]
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        own: tuple[Tensor, ...] = ()
-        if self._in_positions:
-            y, u, own = self._results(self.dense(x, past), x, ("y", "u", "own"))
-        else:
-            y, u = self._results(self.dense(x), x, ("y", "u"))
+        y, u, own = self._found(x, past)
         u = _unchanged(enter(self._hooks, u, share.number, share.of), x, "before_moe_start")
         u_SM = self._tokens.take(u.reshape(-1, x.shape[-1]), share.rows)
         with outside_autocast(u_SM.device.type):
@@ -212,6 +245,17 @@ class _DensePart(nn.Module):
             y, shared = y + shared, None
         return y, share.spread(u_SM).view(x.shape), shared, scores, own
 
+    def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """y and u of a whole batch."""
+        return self._found(x, ())[:2]
+
+    def _found(self, x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        if self._in_positions:
+            y, u, own = self._results(self.dense(x, past), x, ("y", "u", "own"))
+            return y, u, own
+        y, u = self._results(self.dense(x), x, ("y", "u"))
+        return y, u, ()
+
     def _results(self, found: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
         """What the dense part gave. A tensor by itself would come apart into samples."""
         dense, shape = type(self.dense).__name__, list(x.shape)
@@ -219,8 +263,13 @@ class _DensePart(nn.Module):
             got = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
             raise ConfigError(f"pipeline: the dense part {dense} gave {got}; it must give ({', '.join(names)})")
         for name, one in zip(("y", "u"), found, strict=False):
-            if one.shape != x.shape:
+            if isinstance(one, Tensor) and one.shape != x.shape:
                 raise ConfigError(f"pipeline: {name} of the dense part {dense} is {list(one.shape)}, not {shape} as x")
+            if isinstance(one, Tensor) and one.device != x.device:
+                raise ConfigError(f"pipeline: {name} of the dense part {dense} is on {one.device}, x on {x.device}")
+            like: Tensor | None = next(self._of_experts(), None) if name == "u" else None
+            if text := of_input(f"pipeline: the dense part {dense} gave {name}", one, x.shape[-1], like):
+                raise ConfigError(text)
         return tuple(found)
 
 

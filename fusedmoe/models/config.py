@@ -3,9 +3,11 @@
 FlowMoE, Table 2 (layers, batch, sequence, M, H, experts per GPU, k; capacity factor 1): GPT2-Tiny-MoE, BERT-Large-MoE,
 LLaMA2-MoE, DeepSeek-V2-S. FSMoE, section 6.4 (batch 1, k = 2, capacity factor 1.2): GPT2-XL-MoE and Mixtral-7B with the
 dimensions of GPT-2 XL and Mixtral 8x7B; the paper gives them one expert a node, `experts` says how many here. Heads,
-where a paper is silent, follow the family: 64 per head dim, 128 in the large ones. All of them read bytes here, so the
-vocabulary is 256, and DeepSeek-V2-S has plain multi-head attention in place of its latent one. The small one that is
-nobody's learns in minutes on any machine.
+where a paper is silent, follow the family: 64 per head dim, 128 in the large ones. Qwen3-30B-A3B and DeepSeek-V3 have
+the experts of their published configurations, none of them dropping a token. All of them read bytes here, so the
+vocabulary is 256; DeepSeek's have plain multi-head attention in place of their latent one, DeepSeek-V3 experts in its
+first three blocks too, and Qwen3's heads share the model dim. The small one that is nobody's learns in minutes on any
+machine.
 """
 
 from __future__ import annotations
@@ -141,6 +143,7 @@ _GPT2 = ModelConfig(norm="layer", positions="learned", bias=True, expert="ffn")
 _LLAMA = ModelConfig(norm="rms", positions="rope", bias=False, expert="swiglu")
 _FLOWMOE: dict[str, Any] = {"batch": 4, "experts": None, "capacity_factor": 1.0}
 _FSMOE: dict[str, Any] = {"batch": 1, "experts": 8, "capacity_factor": 1.2, "k": 2, "seq_len": 1024}
+_PUBLISHED: dict[str, Any] = {"batch": 1, "capacity_factor": None, "seq_len": 4096}
 
 
 def _sized(
@@ -171,6 +174,21 @@ MODELS: dict[str, ModelConfig] = {
         _sized(_LLAMA, "DeepSeek-V2-S", 4, 5120, 40, 1536, seq_len=256, k=8, experts_per_rank=2, **_FLOWMOE),
         _sized(_GPT2, "GPT2-XL-MoE", 48, 1600, 25, 6400, **_FSMOE),
         _sized(_LLAMA, "Mixtral-7B", 32, 4096, 32, 14336, kv_heads=8, **_FSMOE),
+        _sized(_LLAMA, "Qwen3-30B-A3B", 48, 2048, 32, 768, kv_heads=4, experts=128, k=8, **_PUBLISHED),
+        _sized(
+            _LLAMA,
+            "DeepSeek-V3",
+            61,
+            7168,
+            128,
+            2048,
+            experts=256,
+            k=8,
+            shared_hidden=2048,
+            gate="deepseek_v3",
+            gate_options={"groups": 8, "groups_kept": 4, "route_scale": 2.5},
+            **_PUBLISHED,
+        ),
     )
 }
 

@@ -147,9 +147,12 @@ class Transformer(nn.Module):
         """From now on, what the model does becomes spans of `recorder`; None ends it."""
         self.recorder = recorder
         modules: Iterable[nn.Module] = self.modules()
-        if self._micro is not None:  # whose tasks are spans, with all that they do
+        if self._micro is not None:
             self._micro.pipelined.recorder = recorder
-            modules = (module for block in self._micro.rest for module in block.modules())
+            if (
+                recorder is not None and self._micro.pipelined.plans is not None
+            ):  # its tasks are spans, with all in them
+                modules = (module for block in self._micro.rest for module in block.modules())
         for module in modules:
             if isinstance(module, (Attention, DenseFeedForward, MoELayer)):
                 module.recorder = recorder

@@ -1,23 +1,28 @@
 """Files that jobs keep for the next ones, in `$FUSEDMOE_CACHE` or else in ~/.cache/fusedmoe: profiles and plans.
 
-A profile is one file for each machine, layout of ranks and versions, so that it is measured once. Rank 0 reads and
+A profile is one file for each machine, layout of ranks and versions, so that it is measured once; what the parts of a
+model take is another one, for its shapes as well. Rank 0 reads and
 writes; all ranks have what it read. A file that is damaged is a warning, measured again and replaced; so is one that
 cannot be written, which is all. Numbers of captured graphs lie there, too (`fusedmoe.graph`).
 
 A plan of a whole model is one file for each policy, costs and version, so that it is searched once. Rank 0 reads and
 writes here, too; all ranks search for themselves what it did not find: the same numbers give the same plan. A file
 whose plan is not for these costs is searched again and replaced.
+
+What was measured to be the fastest while a job trained is a choice: one file for each machine and step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import socket
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,17 +37,19 @@ from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.files import read_kept, read_text, write_kept
+from fusedmoe.files import parse_json, read_kept, read_text, write_kept
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
+from fusedmoe.schedule.candidates import PlanCandidate
+from fusedmoe.schedule.observed import Observed
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import PlanSearch
+from fusedmoe.schedule.policies import PlanSearch, sequential
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 
 #: The environment variable that says where they lie.
 CACHE = "FUSEDMOE_CACHE"
-_FORMAT = "fusedmoe-plan"
+_FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
 
 
@@ -105,6 +112,36 @@ def cached_profile(
         if topology.rank == 0:
             write(path, found.to_json(), "what was measured")
     return found, path
+
+
+def cached_observed(topology: Topology, facts: dict[str, Any], measure: Callable[[], Observed]) -> Observed:
+    """What the parts of steps take; measured where it is not kept. Collective over all ranks.
+
+    Args:
+        facts: all that it depends on, in plain types, the same on every rank: those of the machine (`machine_facts`),
+            and the model's shapes.
+        measure: collective, too; gives the same on every rank.
+    """
+    found = kept_observed(topology, facts)
+    if found is None:
+        found = measure()
+        if topology.rank == 0:
+            write(_observed_path(facts), json.dumps(found.as_dict()), "what was measured")
+    return found
+
+
+def kept_observed(topology: Topology, facts: dict[str, Any]) -> Observed | None:
+    """The same, as far as it is kept: None where it is not, or the file is of something else."""
+    text = read_kept(_observed_path(facts)) if topology.rank == 0 else None
+    text = all_gather_object(topology.world, text, "reading what steps take")[0]
+    if text is not None:
+        with suppress(ConfigError):
+            return Observed.from_dict(parse_json(text, "what steps take"))
+    return None
+
+
+def _observed_path(facts: dict[str, Any]) -> Path:
+    return cache_dir() / f"steps-{fingerprint(facts)}.json"
 
 
 def machine_facts(topology: Topology, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -196,10 +233,11 @@ def cached_plans(
     limit: int = MAX_DEGREE,
     samples: int | None = None,
     again: bool = False,
+    show: Callable[[int, int], None] | None = None,
 ) -> dict[str, Plan]:
     """The plans of a step by these policies; searched where they are not kept. Collective over all ranks.
 
-    While they are searched, rank 0 shows a bar.
+    While they are searched, rank 0 shows a bar, or tells `show` how many parts are done, of how many.
 
     Args:
         policies: names of `fusedmoe.schedule.policies.WHOLE_POLICIES`.
@@ -217,7 +255,7 @@ def cached_plans(
     plans = {name: plan for name, plan in found.items() if plan is not None}
     if len(plans) < len(paths):
         with WorkBar("planning") as bar:
-            model = PlanSearch(costs, limit, samples, bar.show if first else lambda done, total: None)
+            model = PlanSearch(costs, limit, samples, (show or bar.show) if first else lambda done, total: None)
             plans = {name: plans.get(name) or model.plan(name) for name in paths}
     for name in paths:
         if first and found[name] is None:
@@ -266,3 +304,57 @@ def _valid_plan(text: str | None, costs: StepCosts) -> Plan | None:
     except (KeyError, TypeError, ConfigError):
         return None
     return plan if sound else None
+
+
+def choice_path(topology: Topology, device: torch.device, dtype: torch.dtype, facts: dict[str, Any]) -> Path:
+    """The file of what is the fastest plan of a step on this machine. Collective over all ranks.
+
+    `facts`: of the step, in plain types; rank 0's count.
+    """
+    machine = machine_facts(topology, device, dtype)
+    return cache_dir() / f"choice-{fingerprint({'machine': machine, 'source': _source(), **facts})}.json"
+
+
+def choice_text(line: str, seconds: float, candidates: Sequence[PlanCandidate], table: Sequence[Any]) -> str:
+    """What a choice's file holds, for `read_choice`: the chosen plan first, which takes so many seconds, then others to
+    check it against. `line` and `table` are for who reads the file."""
+    plans = [
+        {
+            "family": one.family,
+            "whole": one.whole,
+            "fingerprint": one.plan.fingerprint,
+            "plan": str(one.plan).splitlines(),
+        }
+        for one in candidates
+    ]
+    head = {"format": _CHOICE, "version": _VERSION, "line": line, "seconds": seconds}
+    return json.dumps({**head, "table": table, "plans": plans})
+
+
+def read_choice(topology: Topology, costs: StepCosts, path: Path) -> tuple[float, list[PlanCandidate]] | None:
+    """The seconds of a kept choice, and its plans; None where there is none. Collective over all ranks.
+
+    A damaged file is a warning, and so is one whose plans are not of these layers.
+    """
+    text = read_kept(path) if topology.rank == 0 else None
+    text = all_gather_object(topology.world, text, "reading what was measured")[0]
+    if text is None:
+        return None
+    try:
+        data = json.loads(text)
+        if (data["format"], data["version"]) != (_CHOICE, _VERSION) or not 0 < float(data["seconds"]) < math.inf:
+            raise ConfigError("it is of something else")
+        found = []
+        for one in data["plans"]:
+            plan = Plan.parse("\n".join(one["plan"]))
+            if plan.fingerprint != one["fingerprint"]:
+                raise ConfigError("a plan is not as it was written")
+            predicted_s = makespan(plan, costs) if len(plan) else makespan(sequential(costs), costs)
+            found.append(PlanCandidate(str(one["family"]), plan, bool(one["whole"]), predicted_s))
+        if not found:
+            raise ConfigError("it has no plan")
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        if topology.rank == 0:
+            warnings.warn(f"{path}: {error}. It is ignored, and plans are measured again", stacklevel=2)
+        return None
+    return float(data["seconds"]), found

@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import FUSED, PIPELINE, WEIGHT_GRADIENTS, Task, resources_of
 from fusedmoe.schedule.timeline import RESOURCES
+from fusedmoe.threads import LOOK_S, Helper
 
 Bodies = Mapping[str, Callable[[Task], None]]
 
@@ -49,6 +52,8 @@ def execute(
         bodies: for each kind in the plan, what does its tasks.
         stop: told of an exception in a body, so that other ranks learn of it, and with them the collectives that this
             rank is still waiting in. All waits are those of the bodies; nothing here waits longer than these.
+            After a `RankError` that the ranks have agreed on, what does not follow from its task is done still: the
+            same on all ranks, so that nobody waits for a part of another's.
         streams: one for each resource, on CUDA.
     Raises:
         ConfigError: a task of a kind without a body, or a fused operation: kernels run these, not a plan's tasks.
@@ -58,13 +63,18 @@ def execute(
     require_runnable(plan, [kind for kind in bodies if kind not in FUSED], "execute: the plan")
     run = _Run(plan, bodies, recorder)
     with torch.no_grad():
-        if streams is not None:
-            run.on_streams(streams)
-        elif _overlaps(plan):
+        if streams is None and _overlaps(plan):
             run.on_threads(stop)
-        else:
-            for task in plan.sequence:
-                run.body(task)
+            return
+        try:
+            if streams is not None:
+                run.on_streams(streams)
+            else:
+                for task in plan.sequence:
+                    run.body(task)
+        except BaseException as error:
+            stop(error)
+            raise
 
 
 def _overlaps(plan: Plan) -> bool:
@@ -101,50 +111,67 @@ class _Run:
         done = {task: threading.Event() for task in self._plan}
         waits = self.waits()
         errors: list[BaseException] = []
-        lock = threading.Lock()
+        agreed: list[BaseException] = []
+        skipped: set[Task] = set()
+        links: list[tuple[Helper, Future[None]]] = []
 
         def fail(error: BaseException) -> None:
-            with lock:
-                first = not errors
-                errors.append(error)
-            if first:
-                stop(error)
-            for event in done.values():
-                event.set()
+            errors.append(error)
+            try:
+                if errors[0] is error:
+                    stop(error)
+            finally:
+                for event in done.values():
+                    event.set()
 
         def work(resource: str) -> None:
+            ended = False
+            for task in self._plan.on(resource):
+                for earlier in waits[task]:
+                    while not done[earlier].wait(LOOK_S):
+                        for thread, works in links:
+                            thread.check(works)
+                if errors:
+                    return
+                ended = ended or not skipped.isdisjoint(waits[task])
+                try:
+                    if not ended:
+                        self.body(task)
+                except RankError as error:
+                    if not error.agreed:
+                        raise
+                    agreed.append(error)
+                    ended = True
+                if ended:
+                    skipped.add(task)
+                done[task].set()
+
+        def link(resource: str) -> None:
             try:
-                for task in self._plan.on(resource):
-                    for earlier in waits[task]:
-                        done[earlier].wait()
-                    if errors:
-                        return
-                    self.body(task)
-                    done[task].set()
+                with torch.no_grad():  # a thread starts with gradients on
+                    work(resource)
             except BaseException as error:
                 fail(error)
 
-        def link(resource: str) -> None:
-            with torch.no_grad():  # a thread starts with gradients on
-                work(resource)
-
-        links = [
-            threading.Thread(target=link, args=(resource,), name=f"fusedmoe {resource}", daemon=True)
-            for resource in RESOURCES[1:]
-            if self._plan.on(resource)
-        ]
-        for thread in links:
-            thread.start()
-        work(RESOURCES[0])
-        for thread in links:
-            thread.join()
-        if errors:
+        try:
+            for resource in RESOURCES[1:]:
+                if self._plan.on(resource):
+                    thread = Helper(f"fusedmoe {resource}")
+                    links.append((thread, thread.begin(partial(link, resource))))
+                    thread.end()
+            work(RESOURCES[0])
+        except BaseException as error:
+            fail(error)
+        for thread, works in links:
+            thread.result(works)
+        if errors or agreed:
             try:
-                raise errors[0]
+                raise (errors or agreed)[0]
             finally:
-                # Its traceback leads to this list: a circle would keep tensors and process groups until the collector
+                # Its traceback leads to these lists: a circle would keep tensors and process groups until the collector
                 # comes by.
                 errors.clear()
+                agreed.clear()
 
     def on_streams(self, streams: Mapping[str, torch.cuda.Stream]) -> None:
         caller = torch.cuda.current_stream()
@@ -194,13 +221,15 @@ def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
     """The kinds of tasks that plans may have.
 
     Dispatch and combine without peers are among them: hooks may act there. Fused operations do all of a layer that
-    follows its own schedule and whose experts are split over one axis; in a step's plan nothing runs them.
+    follows its own schedule and whose experts are split over one axis; in a step's plan nothing runs them. What
+    autograd runs beside a step's tasks is in its plan for what it takes.
     """
     parts = PIPELINE if here.esp > 1 else PIPELINE[::2]
     if follows == "step":
-        return ("attention", *parts, "gradient-all-reduce")
+        return ("attention", "gate", *parts, "gradient-all-reduce", "loss", "optimizer")
     if follows == "blocks":
-        return ("attention", "permute", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
+        kinds = ("attention", "permute", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
+        return (*kinds, "loss", "optimizer")
     one_axis = (here.ep > 1) != (here.esp > 1)
     served = triton_serves(here.device) and here.dtype != torch.float64
     if not (one_axis and here.grouped and here.direct and served and here.heap()):

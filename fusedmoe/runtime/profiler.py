@@ -32,7 +32,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.runtime.execute import Streams, execute
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import LEAST_BETA, CostModel, Line, fit
+from fusedmoe.schedule.cost import CostModel, Line, line_through
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, Task
@@ -160,24 +160,6 @@ def line_names(topology: Topology) -> tuple[str, ...]:
     return (*(name for name, size in sizes.items() if size > 1), "gemm", "copy")
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> Line:
-    """The line of least squares.
-
-    Where noise in the longest times makes it start or grow below zero, the one whose relative errors are least, among
-    those that do neither.
-    """
-    line = fit(points)
-    if line.alpha_s >= 0 and line.beta_s >= LEAST_BETA:
-        return line
-    from scipy.optimize import nnls
-
-    n, seconds = np.array(points).T
-    (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
-    alpha, beta = float(alpha), max(LEAST_BETA, float(beta / n.max()))
-    left, spread = seconds - (alpha + beta * n), seconds - seconds.mean()
-    return Line(alpha, beta, 1.0 - float(left @ left) / float(spread @ spread) if spread.any() else 1.0)
-
-
 def contention_of(inter_s: float, intra_s: float, together_s: float) -> float:
     """The share of their speed that two collectives go on at while both run, in (0, 1].
 
@@ -230,13 +212,13 @@ class _Profiler:
         points: dict[str, list[tuple[float, float]]] = {name: [] for name in self._works}
         for (name, size), seconds in zip(ladder, medians, strict=True):
             points[name].append((float(self._works[name].n(size)), float(seconds)))
-        task_s = self._task_s()
+        task_s = float(self._slowest([self._task_s()])[0])
         fitted = {name: line_through(of) for name, of in points.items()}
         lines = self._of_rank_0(
             {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
         )
         contention = self._contention(lines, points, total) if contends else 1.0
-        costs = CostModel(lines, contention, machine, tiled=self._device.type == "cpu")
+        costs = CostModel(lines, contention, machine, tiled=self._device.type == "cpu", task_s=task_s)
         seconds = self._elapsed_s()
         return Profile(costs, {name: tuple(of) for name, of in points.items()}, seconds)
 

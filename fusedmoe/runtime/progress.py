@@ -59,6 +59,9 @@ class Display:
     def step(self, done: int, loss: float, tokens_per_s: float) -> None:
         """Steps that are done now, the loss of the last one, and the speed."""
 
+    def say(self, line: str) -> None:
+        """Something that happened between two steps."""
+
 
 def make_display(rank: int, total: int, done: int) -> Display:
     """What fits: nothing on ranks other than 0, a bar on a terminal, else lines."""
@@ -86,7 +89,10 @@ class Lines(Display):
         if now >= self._next_s or done == self._total:
             self._next_s = now + _LINE_EVERY_S
             line = f"step {done}/{self._total}: loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s{left}"
-            print(line, flush=True)
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
 
 
 class TrainingBar(Display):
@@ -114,6 +120,9 @@ class TrainingBar(Display):
 
     def step(self, done: int, loss: float, tokens_per_s: float) -> None:
         self._progress.update(self._task, completed=done, loss=f"{loss:.3f}", speed=f"{tokens_per_s:,.0f}")
+
+    def say(self, line: str) -> None:
+        self._progress.console.print(line, markup=False, highlight=False)
 
 
 def _clock(seconds: float) -> str:

@@ -1,119 +1,53 @@
-"""The least that a training step can take, whatever the order of its tasks.
+"""The least that a training step can take, whatever the order of its tasks, and however it is split.
 
 A resource has to do all tasks of any set of its own, one after the other: it starts when the first of them can, and
 after the last one comes what hangs on it. So for every set of tasks
 
-    the earliest start in the set + the work of the set + the shortest time from an end in the set to the step's end
+    the shortest way to a start in the set + the work of the set + the shortest way from an end in the set
 
-is a bound, Carlier's for one machine ("The one-machine sequencing problem", 1982). Starts and ends are bounded the same
-way: what comes before a task, or after it, is a set on each of the resources. So the bound knows what waits for what,
-what each chunk costs to start, how pipelines fill and drain, and that gradients are reduced only when there are any.
+is a bound, Carlier's for one machine ("The one-machine sequencing problem", 1982). Ways go along one micro-batch. So
+the bound knows what waits for what, what each chunk costs to start, how pipelines fill and drain, and that gradients
+are reduced only when there are any.
+
+More chunks make ways shorter, and work longer. Each of these sums adds up over the layers' passes, and what a pass adds
+hangs on its own chunks alone. A step takes at least the largest of the sums, so it takes at least any mean of them; and
+a mean is least where each pass by itself has the chunks that are best for it. The weights of the mean that bound most
+are found by a linear programme.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusedmoe.schedule.events import followers_of, issue_order
-from fusedmoe.schedule.lancet import LONGEST, PARTS, best_ranges
 from fusedmoe.schedule.passes import MAX_DEGREE
-from fusedmoe.schedule.step import StepSplit
 from fusedmoe.schedule.step_costs import (
     LayerCosts,
+    StageTime,
     StepCosts,
     chunk_times,
     links_bound_s,
     pass_bound_s,
-    resource_bound_s,
     work_s,
 )
-from fusedmoe.schedule.task import Task, resources_of, standard_dependencies
-from fusedmoe.schedule.timeline import PHASES, RESOURCES
-
-_GRADIENT = "gradient-all-reduce"
-# With more tasks what comes before and after each is the longest way alone: what is known of pairs takes their square.
-_MOST_TASKS = 600
-_NEVER = -np.inf
-_BOTH = (False, True)
+from fusedmoe.schedule.task import PIPELINE
+from fusedmoe.schedule.timeline import PHASES
 
 
 def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
-    """Seconds that no plan of a step beats, with up to `limit` equal chunks, in any order of the tasks.
+    """Seconds that no plan of a step beats, in any order of its tasks, its gradients in whatever buckets.
 
-    The least of what bounds three families of plans: layers that follow each other, their pipelines in any chunks; and
-    where layers can be split (`LayerCosts.micro`), equally many micro-batches through all layers of a pass, and
-    Lancet's ranges of layers forward before a backward pass in one piece.
+    The lesser bound of two families of plans: layers that follow each other, their pipelines in up to `limit` equal
+    chunks; and where layers can be split (`LayerCosts.micro`), micro-batches through all of them, in which each layer's
+    dense part and its pipeline may have their own number of equal chunks in both passes, up to `limit`, with all weight
+    gradients by themselves, or none.
     """
     best = _by_layer_s(costs.by_layer(), limit)
-    if not costs.can_split:
-        return best
-    degrees = range(1, limit + 1)
-    # Passes in other numbers of micro-batches follow each other.
-    backward = {degree: min(_pass_s(costs, "backward", degree, weights) for weights in _BOTH) for degree in degrees}
-    best = min(best, _ranges_s(costs, limit) + backward[1])
-    best = min(best, min(_pass_s(costs, "forward", degree) for degree in degrees) + min(backward.values()))
-    for split in [StepSplit(degree, degree) for degree in degrees]:
-        if _work_s(costs, split) < best:
-            best = min(best, *(split_bound_s(costs, split._replace(weights=weights)) for weights in _BOTH))
+    if costs.can_split:
+        best = min(best, *(_split_s(costs, limit, weights) for weights in (False, True)))
     return best
-
-
-def split_bound_s(costs: StepCosts, split: StepSplit) -> float:
-    """Seconds that no order of a step that is split so beats, in whatever buckets gradients go."""
-    return max(_work_s(costs, split), _tasks_s(costs, split._replace(bucket_bytes=None).tasks(costs)))
-
-
-def _pass_s(costs: StepCosts, phase: str, degree: int, weights: bool = False) -> float:
-    """Of one pass, the forward one with the loss, the backward one with the optimizer."""
-    also = {"forward": "loss", "backward": "optimizer"}[phase]
-    tasks = StepSplit(degree, degree, None, weights).tasks(costs)
-    return _tasks_s(costs, [task for task in tasks if phase == task.phase or task.kind == also])
-
-
-def _ranges_s(costs: StepCosts, limit: int) -> float:
-    """Of a forward pass in ranges of layers that follow each other, each in its own number of micro-batches."""
-    layers, alone = costs.layers, replace(costs, loss_s=None)
-
-    @cache
-    def seconds_of(which: tuple[int, ...], degree: int) -> float:
-        return _pass_s(replace(alone, layers=tuple(by_id[one] for one in which)), "forward", degree)
-
-    by_id = {id(layer): layer for layer in layers}  # layers are often one object many times
-    parts = [k for k in PARTS if k <= limit]
-    found = best_ranges(
-        len(layers), lambda start, stop, k: seconds_of(tuple(map(id, layers[start:stop])), k), parts, LONGEST
-    )
-    return found[1] + (costs.loss_s or 0.0)
-
-
-def _work_s(costs: StepCosts, split: StepSplit) -> float:
-    """Of a split step, in no time to speak of: each resource's work, and of the gradients what is left of it when the
-    processor has come to their layer."""
-    there, back = split[:2]
-    before, total, known = costs.loss_s or 0.0, 0.0, {}
-    for layer in costs.layers:
-        if id(layer) not in known:  # layers are often one object many times
-            micro = layer.in_micro_batches()
-            dense_s = [layer.dense_total_s(*of) for of in (("forward", there), ("backward", back))]
-            experts_s = [
-                degree * layer.chunks[phase]["expert"].seconds(degree) if "expert" in layer.chunks[phase] else 0.0
-                for phase, degree in zip(PHASES, (there, back), strict=True)
-            ]
-            apart_s = sum(back * part.seconds(back) for part in micro.weights.values())
-            known[id(layer)] = dense_s[0] + experts_s[0], dense_s[1] + experts_s[1] - apart_s
-        before += known[id(layer)][0]
-    left = sum(layer.gradient_bytes for layer in costs.layers if _waits(layer))
-    for layer in reversed(costs.layers):
-        before += known[id(layer)][1]
-        if _waits(layer) and left:
-            total = max(total, before + costs.all_reduce.seconds(left))
-            left -= layer.gradient_bytes
-    return max(resource_bound_s(costs, (there, back)), total + (costs.optimizer_s or 0.0))
 
 
 def _waits(layer: LayerCosts) -> bool:
@@ -121,60 +55,147 @@ def _waits(layer: LayerCosts) -> bool:
     return any(kind in layer.dense_s["backward"] for kind in ("gate", "attention"))
 
 
-def _tasks_s(costs: StepCosts, tasks: Sequence[Task]) -> float:
-    """Seconds that no order of these tasks beats. Each layer's gradient is one of them, which may be cut anywhere."""
-    found = costs.durations(tasks)
-    seconds = np.array([found[task] for task in tasks])
-    gradients = [place for place, task in enumerate(tasks) if task.kind == _GRADIENT]
-    # One bucket at least has to start, and one with the last bytes not before these are there.
-    seconds[gradients[:-1]] -= costs.all_reduce.alpha_s
-    number = {task: place for place, task in enumerate(tasks)}
-    waits = standard_dependencies(tasks)
-    before = [[number[one] for one in waits[task]] for task in tasks]
-    followers = followers_of(before)
-    order = issue_order(before, followers)
-    on = np.array([RESOURCES.index(resources_of(task.kind)[0]) for task in tasks])
-    work = np.where(np.arange(len(RESOURCES))[:, None] == on, seconds, 0.0)
+class _Pass(NamedTuple):
+    """What a layer's pass adds to sums, [limit²] each, for all numbers of chunks of its dense part and its pipeline.
 
-    # At least so long from the end of one task to the start of another.
-    pairs = len(tasks) <= _MOST_TASKS
-    between = np.full((len(tasks), len(tasks)) if pairs else 0, _NEVER)
-    for place in order if pairs else ():
-        for one in before[place]:
-            way = between[:, one] + seconds[one]
-            way[one] = 0.0
-            np.maximum(between[:, place], way, out=between[:, place])
-    start, rest = np.zeros(len(tasks)), np.zeros(len(tasks))
-    last = max((task.chunk or 0 for task in tasks), default=0)
-    for place in order:
-        start[place] = max((start[one] + seconds[one] for one in before[place]), default=0.0)
-        if pairs and (tasks[place].chunk == last or tasks[place].kind == _GRADIENT):  # most comes before these
-            of = np.flatnonzero(between[:, place] > _NEVER)
-            start[place] = max(start[place], _set_s(start[of], work[:, of], between[of, place], costs.contention))
-    for place in reversed(order):
-        rest[place] = max((rest[one] + seconds[one] for one in followers[place]), default=0.0)
-        if pairs and tasks[place].chunk == 0:  # most comes after these
-            of = np.flatnonzero(between[place] > _NEVER)
-            rest[place] = max(rest[place], _set_s(between[place, of], work[:, of], rest[of], costs.contention))
-    return _set_s(start, work, rest, costs.contention)
-
-
-def _set_s(start: Any, work: Any, rest: Any, contention: float) -> float:
-    """Carlier's bound for tasks [n] with work [resources, n]: of sets of them, by the processor and by the links.
-
-    The sets are all tasks that start no earlier than one, and all that have no less behind them than one.
+    Seconds of one chunk: of the dense part, of dispatch, of combine, and of all it goes through (`way`). `together`: of
+    one chunk of the dense part and all chunks of the pipeline that have anything of it, which all come after it, or
+    all before it. Of all chunks: by resource, W tasks included; of the processor without these (`urgent`); and of the
+    dense part's W tasks.
     """
-    best = 0.0
-    for of in (work[0] > 0, work[0] == 0):
-        for first, second in ((start[of], rest[of]), (rest[of], start[of])):
-            down = np.argsort(-first)
-            if len(down):
-                compute, intra, inter = work[:, of][:, down].cumsum(1)
-                share = min(1.0, (1 - contention) / contention)
-                links = np.maximum(intra, inter) + share * np.minimum(intra, inter)
-                found = first[down] + np.maximum(compute, links) + np.minimum.accumulate(second[down])
-                best = max(best, float(found.max()))
-    return best
+
+    dense: Any
+    dispatch: Any
+    combine: Any
+    way: Any
+    together: Any
+    compute: Any
+    intra: Any
+    inter: Any
+    urgent: Any
+    dense_later: Any
+
+
+def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, share: float) -> _Pass:
+    """`weights`: weight gradients are W tasks."""
+    counts = np.arange(1.0, limit + 1)
+    micro, chunks, free = layer.in_micro_batches(), layer.chunks[phase], StageTime(0.0, 0.0)
+    later = micro.weights if weights and phase == "backward" else {}
+    dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
+    of = {kind: part.alpha_s + part.whole_s / rows_count for kind, part in chunks.items()}
+    dispatch, gathered, expert, reduced, combine = (of.get(kind, 0.0 * rows_count) for kind in PIPELINE)
+    expert_later = later.get("expert", free) if "expert" in chunks else free
+    if later and "expert" in chunks:
+        expert = expert + micro.apart_s / rows_count
+    urgent = expert - expert_later.alpha_s - expert_later.whole_s / rows_count
+    dense_later = later.get("attention", free) if "attention" in micro.dense[phase] else free
+    whole = sum(micro.dense[phase].values(), free)
+    dense = whole + dense_later * -1.0
+    one = dense.alpha_s + dense.whole_s / dense_count
+    all_dense = dense_count * one
+    of_one = np.ceil(rows_count / dense_count)
+    inter, intra = (of_one - 1) * (dispatch + combine), of_one * (gathered + reduced)
+    links = np.maximum(inter + share * intra, intra + share * inter)
+    through = np.maximum(gathered + of_one * urgent + reduced, links)
+    return _Pass(
+        one,
+        dispatch,
+        combine,
+        one + dispatch + gathered + urgent + reduced + combine,
+        one + dispatch + through + combine,
+        dense_count * whole.alpha_s + whole.whole_s + rows_count * expert,
+        rows_count * (gathered + reduced),
+        rows_count * (dispatch + combine),
+        all_dense + rows_count * urgent,
+        dense_count * dense_later.alpha_s + dense_later.whole_s,
+    )
+
+
+def _split_s(costs: StepCosts, limit: int, weights: bool) -> float:
+    """Of micro-batches through all layers."""
+    layers, count = costs.layers, len(costs.layers)
+    share = min(1.0, (1 - costs.contention) / costs.contention)  # `links_bound_s`, which of the two is more
+    known: dict[tuple[int, str], _Pass] = {}  # layers are often one object many times
+    for layer in layers:
+        for phase in PHASES if (id(layer), PHASES[0]) not in known else ():
+            known[id(layer), phase] = _pass(layer, phase, limit, weights, share)
+    there, back = ([known[id(layer), phase] for layer in layers] for phase in PHASES)
+    passes = [*there, *reversed(back)]
+    way = [one.way for one in passes]
+    nothing = np.zeros(limit * limit)
+    loss, optimizer = costs.loss_s or 0.0, costs.optimizer_s or 0.0
+    # Of the loss what a micro-batch has of it; at the end the first layer's gradient.
+    own = costs.gradient_bytes[0] if _waits(layers[0]) else 0
+    along, end = loss / limit, (costs.all_reduce.seconds(own) if own else 0.0) + optimizer
+    gradients = sum(costs.gradient_bytes)
+    reduced = costs.all_reduce.seconds(gradients) if gradients else 0.0
+    # A way from the start may take at each layer the last of the chunks that wait for one of the dense part; backward,
+    # where this comes after, a way to the end the first of them.
+    there_way, back_way = way[:count], [one.together for one in reversed(back)]
+    sums: list[list[Any]] = [[*(one.together for one in there), *way[count:]], [*there_way, *back_way]]
+    sums.append([one.compute for one in passes])
+    fixed = [along + end, along + end, loss + optimizer]
+    for first, stop in ((0, 2 * count), (0, count), (count, 2 * count)):
+        last = stop - 1
+
+        def with_ways(inside: Sequence[Any], first: int = first, stop: int = stop) -> list[Any]:
+            """What is in the set, and the ways to it and from it."""
+            return [*way[:first], *inside, *way[stop:]]
+
+        sums.append(with_ways([one.urgent for one in passes[first:stop]]))
+        fixed.append((loss if stop - first > count else along) + end)
+        for inter, intra in ((1.0, share), (share, 1.0)):
+            inside = [inter * one.inter + intra * one.intra for one in passes[first:stop]]
+            if first == 0:
+                inside[0] = inside[0] + passes[0].dense + (0.0 if inter else passes[0].dispatch)
+            if stop > count:
+                sums.append(with_ways(inside))  # with all gradients: nothing need follow them
+                fixed.append(along + inter * reduced + optimizer)
+                inside[-1] = inside[-1] + passes[last].dense
+            if not inter:
+                inside[-1] = inside[-1] + passes[last].combine
+            sums.append(with_ways(inside))
+            fixed.append(along + end)
+    # From each layer's backward pass on, what is left of the gradients.
+    for number in range(count):
+        left = sum(costs.gradient_bytes[: number + 1])
+        if _waits(layers[number]) and left:
+            until, rest_s = 2 * count - number, costs.all_reduce.seconds(left) + optimizer
+            before = [one.urgent for one in passes[:until]]
+            before[-1] = before[-1] + passes[until - 1].dense_later
+            sums.append([*before, *[nothing] * number])
+            fixed.append(loss + rest_s)
+            sums.append(
+                [*there_way, *back_way[: until - count], *(one.inter + share * one.intra for one in passes[until:])]
+            )
+            fixed.append(along + rest_s)
+    return _least_of_largest(np.array(sums), np.array(fixed))
+
+
+def _least_of_largest(sums: Any, fixed: Any) -> float:
+    """At most the largest of fixed[k] + Σ_p sums[k, p, c(p)], however c is chosen.
+
+    Args:
+        sums: [sums, passes, choices].   fixed: [sums].
+    """
+    from scipy.optimize import linprog
+
+    count, passes, choices = sums.shape
+    scale = float((fixed + sums.min(2).sum(1)).max()) or 1.0
+    # Weights, and of each pass the least of its mean: as large as can be, and no larger than any choice's.
+    rows = np.concatenate([-sums.transpose(1, 2, 0).reshape(-1, count), np.repeat(np.eye(passes), choices, 0)], 1)
+    found = linprog(
+        -np.concatenate([fixed, np.ones(passes)]) / scale,
+        rows / scale,
+        np.zeros(len(rows)),
+        np.concatenate([np.ones(count), np.zeros(passes)])[None],
+        [1.0],
+        [(0, None)] * (count + passes),
+    )
+    weights = [*np.eye(count)]  # each sum by itself bounds as well
+    if found.x is not None:
+        weights.append(np.maximum(found.x[:count], 0.0) / np.maximum(found.x[:count], 0.0).sum())
+    return max(float(of @ fixed + np.tensordot(of, sums, 1).min(1).sum()) for of in weights)
 
 
 def _by_layer_s(costs: StepCosts, limit: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import parse_json
+from fusedmoe.schedule.observed import Observed
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import LINKS, Task
 
@@ -92,6 +93,24 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
     return Line(alpha, beta, 1.0 - float(left @ left) / spread if spread else 1.0)
 
 
+def line_through(points: Sequence[tuple[float, float]]) -> Line:
+    """The line of least squares.
+
+    Where noise in the longest times makes it start or grow below zero, the one whose relative errors are least, among
+    those that do neither.
+    """
+    line = fit(points)
+    if line.alpha_s >= 0 and line.beta_s >= LEAST_BETA:
+        return line
+    from scipy.optimize import nnls
+
+    n, seconds = np.array(points).T
+    (alpha, beta), _ = nnls(np.stack([1 / seconds, n / n.max() / seconds], 1), np.ones(len(n)))
+    alpha, beta = float(alpha), max(LEAST_BETA, float(beta / n.max()))
+    left, spread = seconds - (alpha + beta * n), seconds - seconds.mean()
+    return Line(alpha, beta, 1.0 - float(left @ left) / float(spread @ spread) if spread.any() else 1.0)
+
+
 @dataclass(frozen=True)
 class FusedCosts:
     """What fused operations take beside what the lines say of bytes and FLOP (`workload.one_sided_s`).
@@ -125,7 +144,9 @@ class CostModel:
     share of its own speed. `machine` says what was measured, for whoever reads it. `fused`: None for a machine without
     fused operations, or where nothing is known of them: then no layer chooses them by cost. `tiled`: experts' gradients
     are computed tile by tile, in the cache, as on a CPU. Activations that wait for W tasks are
-    then written and read for these alone; where it is not so, both ways of computing them do it.
+    then written and read for these alone; where it is not so, both ways of computing them do it. `task_s`: what the
+    executor takes for a task, whatever it does. `observed`: what the parts of layers took where they ran, by
+    `Workload.shapes`; it goes before the lines.
 
     Raises `ConfigError` for an unknown line and a contention outside (0, 1].
     """
@@ -135,6 +156,8 @@ class CostModel:
     machine: str = ""
     fused: FusedCosts | None = None
     tiled: bool = False
+    task_s: float = 0.0
+    observed: Mapping[str, Observed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.lines) - set(LINES))
@@ -155,7 +178,9 @@ class CostModel:
         head = {"format": _FORMAT, "version": _VERSION, "machine": self.machine, "contention": self.contention}
         fused = {} if self.fused is None else {"fused": asdict(self.fused)}
         tiled = {"tiled": True} if self.tiled else {}
-        return json.dumps({**head, "lines": lines, **fused, **tiled}, allow_nan=False, indent=2)
+        seen = {shapes: found.as_dict() for shapes, found in self.observed.items()}
+        more = {**fused, **tiled, "task_s": self.task_s, **({"observed": seen} if seen else {})}
+        return json.dumps({**head, "lines": lines, **more}, allow_nan=False, indent=2)
 
     @classmethod
     def from_json(cls, source: str) -> CostModel:
@@ -173,7 +198,10 @@ class CostModel:
                     raise ConfigError(f"cost model: r2 = {line.r2!r} of {name!r} cannot be")
             if not isinstance(data["machine"], str):
                 raise ConfigError(f"cost model: a machine is told in words, not {data['machine']!r}")
-            return cls(lines, data["contention"], data["machine"], fused, data.get("tiled") is True)
+            seen = {shapes: Observed.from_dict(of) for shapes, of in data.get("observed", {}).items()}
+            if not _is_time(task_s := data.get("task_s", 0.0)):
+                raise ConfigError(f"cost model: a task cannot take {task_s!r} s")
+            return cls(lines, data["contention"], data["machine"], fused, data.get("tiled") is True, task_s, seen)
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"cost model: a field is missing or not known: {error}") from error
 

@@ -61,7 +61,8 @@ ASSUMPTIONS = (
     "lancet, flowmoe and joint split attention too, into micro-batches that go on from layer to layer, and lancet and "
     "joint run weight gradients (half of the experts' backward pass, and attention's projections) by themselves; in "
     "{sample} cases of each testbed, drawn once; the bound in these too. The ablation is over Tutel as well.",
-    "The bound: no plan with up to 16 equal chunks or micro-batches takes less, whatever the order of its tasks.",
+    "The bound: no plan with up to 16 equal chunks or micro-batches of each part of each layer takes less, whatever "
+    "the order of its tasks.",
     "f = * (no drop) has the volume of f = 1. Degrees go up to 16; differing degrees are counted up to 8.",
     "ideal: links do not disturb each other. calibrated: a link goes on at {contention} of its speed while the other "
     "works too; this number is chosen to meet the paper's FSMoE, the other figures follow.",

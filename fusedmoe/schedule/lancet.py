@@ -18,7 +18,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.list_schedule import fill_idle_slots, list_plan
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.step import gradient_buckets, loss_tasks, optimizer_tasks, pass_tasks
+from fusedmoe.schedule.step import Degrees, gradient_buckets, loss_tasks, optimizer_tasks, pass_tasks
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
 from fusedmoe.schedule.task import LINKS, WEIGHT_GRADIENTS, Task, standard_dependencies
 from fusedmoe.schedule.timeline import RESOURCES
@@ -153,8 +153,8 @@ def lancet_plan(costs: StepCosts, parts: Sequence[int] = PARTS, *, weights: bool
         for resource in RESOURCES:
             orders[resource] += plan.on(resource)
     orders["compute"] += loss_tasks(costs)
-    layers = reversed(range(len(costs.layers)))
-    backward = [task for layer in layers for task in pass_tasks(costs, layer, "backward", 1, weights=weights)]
+    layers, whole = reversed(range(len(costs.layers))), Degrees(1, 1)
+    backward = [task for layer in layers for task in pass_tasks(costs, layer, "backward", whole, weights=weights)]
     for resource, tasks in _backward_orders(backward, costs.durations(backward)).items():
         orders[resource] += tasks
     orders["compute"] += optimizer_tasks(costs)
@@ -180,7 +180,7 @@ def forward_ranges(costs: StepCosts, parts: Sequence[int] = PARTS) -> tuple[Spli
 
 def forward_plan(costs: StepCosts, layers: Iterable[int], degree: int) -> Plan:
     """The forward pass of some layers that follow each other, in micro-batches, by list scheduling."""
-    tasks = [task for layer in layers for task in pass_tasks(costs, layer, "forward", degree)]
+    tasks = [task for layer in layers for task in pass_tasks(costs, layer, "forward", Degrees(degree, degree))]
     return list_plan(tasks, costs.durations(tasks))
 
 

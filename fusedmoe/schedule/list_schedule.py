@@ -46,10 +46,16 @@ class ListSchedule:
     """What `list_plan` finds, before it is a plan: how long it takes is known at a fraction of the cost.
 
     Tasks go by number here: places in a list are quicker than keys.
+
+    `hopeless_s`: a first schedule that takes so long is not improved.
     """
 
     def __init__(
-        self, tasks: Iterable[Task], seconds: Mapping[Task, float], resources: Mapping[str, str] = LINKS
+        self,
+        tasks: Iterable[Task],
+        seconds: Mapping[Task, float],
+        resources: Mapping[str, str] = LINKS,
+        hopeless_s: float = math.inf,
     ) -> None:
         self._tasks = list(tasks)
         self._seconds = [seconds[task] for task in self._tasks]
@@ -63,7 +69,7 @@ class ListSchedule:
             self._before[other].append(one)
         self._followers = followers_of(self._before)
         self._order = issue_order(self._before, self._followers)
-        self._starts, self._end_s = self._improved()
+        self._starts, self._end_s = self._improved(hopeless_s)
 
     def makespan_s(self, contention: float = 1.0) -> float:
         """The `makespan` of the plan, with links that disturb each other so much."""
@@ -94,10 +100,10 @@ class ListSchedule:
             orders[self._on[place]].append(place)
         return orders
 
-    def _improved(self) -> tuple[list[float], float]:
+    def _improved(self, hopeless_s: float) -> tuple[list[float], float]:
         """Starts and the end of the best schedule that is found."""
         starts, end = self._schedule(self._urgency())
-        for _ in range(_ROUNDS):
+        for _ in range(_ROUNDS if end < hopeless_s else 0):
             ends = [start + took for start, took in zip(starts, self._seconds, strict=True)]
             late, _ = self._schedule([-end_s for end_s in ends], True)
             # `late` counts from the end: what ends last there starts first here.

@@ -8,8 +8,8 @@ which run at the same time, in how many chunks, and in where the gradients are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -53,6 +53,9 @@ LINA_BYTES = 30 * 10**6
 _DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
 # Buckets of the largest gradient of a layer, and what FlowMoE's are where nothing tunes them.
 _BUCKETS, _UNTUNED_BYTES = (1, 2, 4, 8, 16), 2**20
+
+# Layers at each end of a stack that may have degrees of their own; rounds over them, and what one more has to gain.
+_ENDS, _ROUNDS, _WORTH = 3, 4, 5e-4
 
 _ORDERS = (three_queues, alternating, one_queue)
 
@@ -189,7 +192,7 @@ class PlanSearch:
         # Splits that FlowMoE tries, those that `joint` adds in two rounds, the ablation's, and policies.
         degrees, buckets = len(self._degrees), len(_BUCKETS)
         self._total = (degrees + buckets) + degrees + 2 * (2 * degrees * buckets + degrees) + (degrees + 1)
-        self._total += len(LAYER_POLICIES) + 2
+        self._total += len(LAYER_POLICIES) + 2 + _ROUNDS
         self._done = 0
 
     def plan(self, name: str) -> Plan:
@@ -213,12 +216,19 @@ class PlanSearch:
         return plan
 
     @cached_property
+    def families(self) -> dict[str, Plan]:
+        """The plans that `joint` takes the best of, by where they come from; its own split is "joint"."""
+        found = {name: self.plan(name) for name in LAYER_POLICIES if name != "joint"}
+        found["any_order"] = any_order(self._costs, self._limit)
+        if self._costs.can_split:
+            found |= {"flowmoe": self.flowmoe, "lancet": self.lancet, "joint": self._jointly_split()}
+        return found
+
+    @cached_property
     def joint(self) -> Plan:
-        split = [self._jointly_split()] if self._costs.can_split else []
-        plans = [self.plan(name) for name in LAYER_POLICIES if name != "joint"]
-        plans.append(any_order(self._costs, self._limit))
-        if split:
-            plans += [*self.ablation.values(), self.lancet, *split]
+        plans = list(self.families.values())
+        if self._costs.can_split:
+            plans += self.ablation.values()
         self._done = self._total
         self._step()
         return best_of(plans, self._costs)
@@ -258,7 +268,50 @@ class PlanSearch:
                 for backward, size, alone in product(self._degrees, sizes, weights)
             )
             search.try_all(search.best._replace(forward=degree) for degree in self._degrees)
+        search.try_all([self._split_by_layer(search.best)])
         return search.plan()
+
+    def _split_by_layer(self, best: StepSplit) -> StepSplit:
+        """From a split on, the degrees of each layer's dense part and pipeline changed for as long as that is better.
+
+        Of many layers those at the ends are searched for with no others between them, of which the inner ones then have
+        the degrees of their neighbour.
+        """
+        count = len(self._costs.layers)
+        ends = [*range(count)] if count <= 2 * _ENDS else [*range(_ENDS), *range(count - _ENDS, count)]
+        few = replace(self._costs, layers=tuple(self._costs.layers[layer] for layer in ends))
+        search = SplitSearch(few, in_micro_batches, lambda: None)
+        search.try_all([best.with_degrees(best.degrees(len(ends)))])
+        for _ in range(_ROUNDS):
+            begun_s = search.best_s
+            search.try_all(search.best._replace(bucket_bytes=search.bucket_bytes(count)) for count in _BUCKETS)
+            for phase in reversed(PHASES):
+                for layers in [range(len(ends)), *([one] for one in range(len(ends)))]:
+                    search.try_all(self._changed(search.best, phase, layers))
+            self._step()
+            if search.best_s > begun_s * (1 - _WORTH):
+                break
+        places = [min(layer, _ENDS - 1) if layer < count - _ENDS else layer - count for layer in range(count)]
+        found = search.best.degrees(len(ends))
+        return search.best.with_degrees({phase: tuple(of[place] for place in places) for phase, of in found.items()})
+
+    def _changed(self, split: StepSplit, phase: str, layers: Sequence[int]) -> Iterator[StepSplit]:
+        """A split whose degrees of some layers are those next to theirs, twice or half as many, or the other part's."""
+        degrees, last = split.degrees(0), len(self._degrees) - 1
+
+        def near(degree: int, other: int) -> tuple[int, ...]:
+            place = self._degrees.index(degree)
+            beside = self._degrees[max(0, place - 1)], self._degrees[min(last, place + 1)]
+            return (*beside, *(one if one in self._degrees else degree for one in (2 * degree, degree // 2, other)))
+
+        for which in range(5):
+            for parts in (("dense", "rows"), ("rows",), ("dense",)):
+                changed = list(degrees[phase])
+                for layer in layers:
+                    of = changed[layer]
+                    there = {"dense": near(*of)[which], "rows": near(of.rows, of.dense)[which]}
+                    changed[layer] = of._replace(**{part: there[part] for part in parts})
+                yield split.with_degrees({**degrees, phase: tuple(changed)})
 
     def _step(self) -> None:
         self._done += 1

@@ -1,17 +1,19 @@
 """The tasks of a training step: layers forward, then backward, with the gradient all-reduces between them.
 
-In orders by resource (`step_plan`), one after the other in micro-batches (`step_tasks`), and of one layer's pass by
-itself, by number of chunks or as a plan of more has it.
+In orders by resource (`step_plan`), one after the other in micro-batches (`StepSplit.tasks`), and of one layer's pass
+by itself, by number of chunks or as a plan of more has it.
 
 In micro-batches attention is split as well, and chunks go on from layer to layer (FlowMoE): chunk i of a layer waits
-for chunk i of the layer before and for no other. The backward pass may be split, too, into gradients of inputs and W
-tasks for those of weights (Lancet): what waits for a pass waits for the gradients of its input only.
+for chunk i of the layer before and for no other. Each part of each layer may be in chunks of its own. The backward pass
+may be split, too, into gradients of inputs and W tasks for those of weights (Lancet): what waits for a pass waits for
+the gradients of its input only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -30,6 +32,9 @@ THREE_QUEUES = ("fsmoe", "fused", "joint")
 ALIGNMENT = 256
 
 _GRADIENT = "gradient-all-reduce"
+
+# A list schedule that takes so many times the best split's seconds is not made the best by improving it.
+_HOPELESS = 1.05
 
 
 class ChunkedPass(NamedTuple):
@@ -95,31 +100,14 @@ def idle_slot_plan(
     return fill_idle_slots(orders, costs.seconds(bare), buckets, costs.all_reduce)
 
 
-def step_tasks(
-    costs: StepCosts, forward: int, backward: int, bucket_bytes: int | None = None, *, weights: bool = False
-) -> Iterator[Task]:
-    """All tasks of a step whose layers go in so many micro-batches, in an order in which they could run.
+class Degrees(NamedTuple):
+    """Micro-batches of one layer's pass: of its dense part, and of its pipeline."""
 
-    Args:
-        bucket_bytes: of a gradient all-reduce; None: a bucket for each layer.
-        weights: weight gradients are W tasks.
-    Raises:
-        ConfigError: layers that cannot be split (`LayerCosts.micro`).
-    """
-    layers = range(len(costs.layers))
-    for layer in layers:
-        yield from pass_tasks(costs, layer, "forward", forward)
-    yield from loss_tasks(costs, forward)
-    buckets: dict[int, list[Task]] = {}
-    for bucket in gradient_buckets(costs.gradient_bytes, bucket_bytes):
-        buckets.setdefault(bucket.layer or 0, []).append(bucket)
-    for layer in reversed(layers):
-        yield from pass_tasks(costs, layer, "backward", backward, weights=weights)
-        yield from buckets.get(layer, ())
-    yield from optimizer_tasks(costs)
+    dense: int
+    rows: int
 
 
-def pass_tasks(costs: StepCosts, layer: int, phase: str, degree: int, *, weights: bool = False) -> Iterator[Task]:
+def pass_tasks(costs: StepCosts, layer: int, phase: str, degrees: Degrees, *, weights: bool = False) -> Iterator[Task]:
     """All parts of one layer's pass in so many micro-batches, in the order in which rows go through them.
 
     `weights`: behind each task comes the W task that is cut off from it (`task.WEIGHT_GRADIENTS`).
@@ -130,16 +118,15 @@ def pass_tasks(costs: StepCosts, layer: int, phase: str, degree: int, *, weights
             yield Task(kind, None, layer, phase)
         elif kind in chunks or kind in micro.dense[phase]:
             apart = weight_gradient(kind) if weights else None
-            for chunk in range(degree):
+            for chunk in range(degrees.rows if kind in chunks else degrees.dense):
                 yield Task(kind, chunk, layer, phase)
                 if apart is not None:
                     yield Task(apart, chunk, layer, phase)
 
 
-def loss_tasks(costs: StepCosts, degree: int | None = None) -> list[Task]:
-    """The loss, of all of a batch or of so many micro-batches; none where the step has none."""
-    chunks = [None] if degree is None else range(degree)
-    return [] if costs.loss_s is None else [Task("loss", chunk, None, None) for chunk in chunks]
+def loss_tasks(costs: StepCosts) -> list[Task]:
+    """The loss of all of a batch, which autograd runs between the two plans; none where the step has none."""
+    return [] if costs.loss_s is None else [Task("loss", None, None, None)]
 
 
 def optimizer_tasks(costs: StepCosts) -> list[Task]:
@@ -246,42 +233,80 @@ def _is_chunk(task: Task, layer: int, phase: str) -> bool:
 class StepSplit(NamedTuple):
     """How a step is split.
 
-    `forward`, `backward`: micro-batches of both passes. `bucket_bytes`: of a gradient all-reduce (S_p); None: a
-    bucket for each layer. `weights`: weight gradients are W tasks.
+    `forward`, `backward`: micro-batches of both passes, of all layers or of each. `bucket_bytes`: of a gradient
+    all-reduce (S_p); None: a bucket for each layer. `weights`: weight gradients are W tasks.
     """
 
-    forward: int
-    backward: int
+    forward: int | tuple[Degrees, ...]
+    backward: int | tuple[Degrees, ...]
     bucket_bytes: int | None = None
     weights: bool = False
 
     @classmethod
     def from_plan(cls, plan: Plan) -> StepSplit:
         """How a plan of `micro_schedule` is split. Its `bucket_bytes` are those of the largest bucket there is."""
-        degrees = plan.degrees.items()
-        forward, backward = (max(degree for (phase, _), degree in degrees if phase == one) for one in PHASES)
+        counts = Counter((task.kind, task.phase, task.layer) for task in plan.compute)
+        forward, backward = (
+            tuple(
+                Degrees(counts["attention", phase, layer], plan.degrees[phase, layer])
+                for layer in sorted(layer or 0 for there, layer in plan.degrees if there == phase)
+            )
+            for phase in PHASES
+        )
         bucket_bytes = max((task.size or 0 for task in plan.inter if task.kind == "gradient-all-reduce"), default=None)
         weights = any(task.kind in WEIGHT_GRADIENTS.values() for task in plan.compute)
-        return cls(forward, backward, bucket_bytes, weights)
+        return cls(_in_short(forward), _in_short(backward), bucket_bytes, weights)
+
+    def degrees(self, layers: int) -> dict[str, tuple[Degrees, ...]]:
+        """By phase, of each of so many layers."""
+        return {
+            phase: (Degrees(of, of),) * layers if isinstance(of, int) else of
+            for phase, of in zip(PHASES, (self.forward, self.backward), strict=True)
+        }
+
+    def with_degrees(self, degrees: Mapping[str, tuple[Degrees, ...]]) -> StepSplit:
+        """The same with these, by phase, of each layer."""
+        return self._replace(forward=degrees["forward"], backward=degrees["backward"])
 
     def bound_s(self, costs: StepCosts) -> float:
         """Seconds that no order of a step that is split so beats."""
         buckets = gradient_buckets(costs.gradient_bytes, self.bucket_bytes)
-        return resource_bound_s(costs, (self.forward, self.backward), [bucket.size or 0 for bucket in buckets])
+        return resource_bound_s(costs, self.degrees(len(costs.layers)), [bucket.size or 0 for bucket in buckets])
 
-    def tasks(self, costs: StepCosts) -> list[Task]:
-        """All tasks of a step that is split so. Raises `ConfigError` for layers that cannot be (`LayerCosts.micro`)."""
-        return list(step_tasks(costs, *self[:3], weights=self.weights))
+    def tasks(self, costs: StepCosts) -> Iterator[Task]:
+        """All tasks of a step that is split so, in an order in which they could run.
+
+        Raises `ConfigError` for layers that cannot be (`LayerCosts.micro`).
+        """
+        forward, backward = self.degrees(len(costs.layers)).values()
+        for layer, degrees in enumerate(forward):
+            yield from pass_tasks(costs, layer, "forward", degrees)
+        yield from loss_tasks(costs)
+        buckets: dict[int, list[Task]] = {}
+        for bucket in gradient_buckets(costs.gradient_bytes, self.bucket_bytes):
+            buckets.setdefault(bucket.layer or 0, []).append(bucket)
+        for layer, degrees in reversed(list(enumerate(backward))):
+            yield from pass_tasks(costs, layer, "backward", degrees, weights=self.weights)
+            yield from buckets.get(layer, ())
+        yield from optimizer_tasks(costs)
 
 
-def micro_schedule(costs: StepCosts, split: StepSplit) -> ListSchedule:
+def _in_short(degrees: tuple[Degrees, ...]) -> int | tuple[Degrees, ...]:
+    """One number where that is all there is to say."""
+    found = {one for of in degrees for one in of}
+    return found.pop() if len(found) == 1 else degrees
+
+
+def micro_schedule(costs: StepCosts, split: StepSplit, hopeless_s: float = math.inf) -> ListSchedule:
     """A step that is split so, every order by list scheduling: its plan, and its makespan at a fraction of the cost.
+
+    `hopeless_s`: see `ListSchedule`.
 
     Raises:
         ConfigError: layers that cannot be split (`LayerCosts.micro`).
     """
-    tasks = split.tasks(costs)
-    return ListSchedule(tasks, costs.durations(tasks))
+    tasks = list(split.tasks(costs))
+    return ListSchedule(tasks, costs.durations(tasks), hopeless_s=hopeless_s)
 
 
 def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
@@ -291,7 +316,7 @@ def exposed_plan(costs: StepCosts, split: StepSplit) -> Plan:
         ConfigError: layers that cannot be split.
     """
     late = ("gradient-all-reduce", "optimizer")
-    found = split.tasks(costs)
+    found = list(split.tasks(costs))
     tasks = [task for task in found if task.kind not in late]
     plan = list_plan(tasks, costs.durations(tasks))
     buckets, end = ([task for task in found if task.kind == kind] for kind in late)
@@ -304,8 +329,8 @@ Evaluation = tuple[float, Callable[[], Plan]]
 
 
 def in_micro_batches(costs: StepCosts, split: StepSplit, best_s: float) -> Evaluation:
-    """A split step by list scheduling. Where it is no better than the best, its seconds may be too few."""
-    schedule = micro_schedule(costs, split)
+    """A split step by list scheduling. Where it is no better than the best, its seconds may be wrong."""
+    schedule = micro_schedule(costs, split, best_s * _HOPELESS)
     seconds = schedule.makespan_s()  # contention makes nothing shorter
     return seconds if seconds >= best_s else schedule.makespan_s(costs.contention), schedule.plan
 
@@ -326,6 +351,10 @@ class SplitSearch:
         self._best_s = math.inf
         self.best: StepSplit
         self.plan: Callable[[], Plan]
+
+    @property
+    def best_s(self) -> float:
+        return self._best_s
 
     def copy(self) -> SplitSearch:
         """A search that starts from here, apart from this one."""

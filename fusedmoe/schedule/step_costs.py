@@ -125,7 +125,8 @@ class LayerCosts:
 class StepCosts:
     """What a training step of a stack of layers costs (`cost.Costs`).
 
-    `loss_s` and `optimizer_s`: None for a step without them.
+    `loss_s` and `optimizer_s`: None for a step without them. `task_s`: what the executor takes for a task, whatever it
+    does.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -133,6 +134,7 @@ class StepCosts:
     contention: float = 1.0
     loss_s: float | None = None
     optimizer_s: float | None = None
+    task_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_contention(self.contention)
@@ -156,19 +158,11 @@ class StepCosts:
         """The duration of each task of a whole plan. Raises `ConfigError` for a task of a part that is not in the
         costs."""
         carried = {task: len(bucket) for task, bucket in gradient_ranges(plan, self.gradient_bytes).items()}
-        found, degrees, longer = self.durations(plan.sequence, carried), plan.degrees, {}
-        for layer, of in enumerate(self.layers):
-            there, back = (degrees.get((phase, layer)) for phase in PHASES)
-            if of.regroup_s and there and back and there != back:
-                longer[layer] = of.regroup_s / back
-        for task in plan.compute if longer else ():
-            if task.kind == "expert" and task.phase == "backward" and task.layer in longer:
-                found[task] += longer[task.layer]
-        return found
+        return self.durations(plan.sequence, carried)
 
     def durations(self, tasks: Collection[Task], carried: Mapping[Task, int] | None = None) -> dict[Task, float]:
-        """The duration of each of some tasks that have all chunks of their stages among them, before anything is known
-        of the chunks of other passes.
+        """The duration of each of some tasks that have all chunks of their stages among them. Where both passes of a
+        layer are, and in other chunks, the experts' backward pass takes what a copy takes longer.
 
         `carried`: the bytes of each gradient-all-reduce; None: as they say themselves.
         """
@@ -185,6 +179,9 @@ class StepCosts:
             if where not in known:
                 without = (weight_gradient(kind), layer, phase) in counts
                 known[where] = self._task_s(task, counts[where], without)
+                there = counts.get((kind, layer, "forward"), counts[where])
+                if kind == "expert" and phase == "backward" and there != counts[where] and layer is not None:
+                    known[where] += self.layers[layer].regroup_s / counts[where]
             result[task] = known[where]
         return result
 
@@ -263,23 +260,23 @@ def gradient_ranges(plan: Plan, gradient_bytes: Sequence[int]) -> dict[Task, ran
 
 
 def resource_bound_s(
-    costs: StepCosts, degrees: tuple[int, int] | None = None, buckets: Iterable[int] | None = None
+    costs: StepCosts, degrees: Mapping[str, Sequence[tuple[int | None, int]]], buckets: Iterable[int] | None = None
 ) -> float:
     """Seconds that no order of a step beats: the busiest resource's tasks.
 
     Args:
-        degrees: micro-batches of both passes, which go through all of the layers; None: each part in one piece.
+        degrees: by phase, for each layer the chunks of its dense part (None: it is in one piece) and of its pipeline.
         buckets: bytes of each gradient all-reduce; None: one for all.
     """
-    there, back = degrees or (None, None)
     compute, inter, intra = (costs.loss_s or 0.0) + (costs.optimizer_s or 0.0), 0.0, 0.0
-    known: dict[tuple[int, str], dict[str, float]] = {}  # layers are often one object many times
-    for layer in costs.layers:
-        for phase, degree in zip(PHASES, (there, back), strict=True):
-            if (id(layer), phase) not in known:
-                work = known[id(layer), phase] = work_s(layer.chunks[phase], degree or 1)
-                work["compute"] += layer.dense_total_s(phase, degree)
-            work = known[id(layer), phase]
+    known: dict[tuple[int, str, int | None, int], dict[str, float]] = {}  # layers are often one object many times
+    for phase in PHASES:
+        for layer, (dense, rows) in zip(costs.layers, degrees[phase], strict=True):
+            where = (id(layer), phase, dense, rows)
+            if where not in known:
+                work = known[where] = work_s(layer.chunks[phase], rows)
+                work["compute"] += layer.dense_total_s(phase, dense)
+            work = known[where]
             compute, inter, intra = compute + work["compute"], inter + work["inter"], intra + work["intra"]
     reduced = [sum(costs.gradient_bytes)] if buckets is None else buckets
     inter += sum(costs.all_reduce.seconds(size) for size in reduced if size)

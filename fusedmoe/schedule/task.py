@@ -91,7 +91,8 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     * A chunk goes through the parts of its layer in the order above; a part in one piece waits for all
       chunks of the one before, and all chunks after it wait for it.
     * Layers follow each other, forward from 0, then the loss, then backward from the last. A layer starts when the
-      one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i.
+      one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i. Within a pass
+      one part may then be in other chunks than the next: a chunk waits for those that it has anything of.
     * Chunks of one layer's attention run in order, in both passes: chunk i waits for chunk i − 1, too.
     * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), and an
       attention-weight-gradient for the attention.
@@ -152,15 +153,22 @@ def _in_order(after: dict[Task, tuple[Task, ...]], stage: Iterable[Task]) -> Non
 
 
 def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Sequence[Task], within: bool) -> None:
-    """Makes `stage` wait for `before`: chunk by chunk where both are in the same chunks, else for all of it.
+    """Makes `stage` wait for `before`: chunk by chunk where both are in chunks, else for all of it.
 
-    Between two layers only micro-batches go on chunk by chunk: other chunks are put together at a layer's end.
+    Between two layers only micro-batches go on chunk by chunk: other chunks are put together at a layer's end. From one
+    pass to the other they do where they are as many.
     """
     together = {task.chunk: task for task in before}
     micro = within or any(of and of[0].kind in ("attention", "loss") for of in (before, stage))
-    if micro and None not in together and together.keys() == {task.chunk for task in stage}:
+    chunks, here, there = {task.chunk for task in stage}, len(stage), len(before)
+    all_chunks = chunks == {*range(here)} and together.keys() == {*range(there)}
+    if micro and None not in together and together.keys() == chunks:
         for task in stage:
             after[task] = (together[task.chunk],)
+    elif micro and all_chunks and before and before[0].phase == stage[0].phase:
+        for task in stage:  # chunk i of n is what stands between shares i/n and (i + 1)/n
+            chunk = task.chunk or 0
+            after[task] = tuple(together[one] for one in range(chunk * there // here, -(-(chunk + 1) * there // here)))
     else:
         everything = tuple(before)
         for task in stage:

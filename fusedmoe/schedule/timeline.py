@@ -316,6 +316,13 @@ def check_word(field: str, word: str | None) -> None:
         raise ConfigError(f"timeline: {field} {word!r} is not one of {', '.join(map(str, known))}")
 
 
+def idle_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
+    """How much of the time between two moments none of these spans is in."""
+    inside = [s._replace(start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in spans]
+    found = _union(sorted((s for s in inside if s.end_s > s.start_s), key=lambda s: s.start_s))
+    return max(0.0, end_s - start_s) - sum(end - start for start, end in found)
+
+
 def _moved(timeline: Timeline, add_s: float, subtract_s: float) -> Timeline:
     # Two steps, so that the span that defines the origin lands on exactly 0.0 and none before it.
     spans = tuple(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.refit import refit
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE
 from fusedmoe.schedule.timeline import PHASES
@@ -66,6 +67,13 @@ class Workload:
     def rows(self) -> float:
         """Rows that a rank's experts compute in one pass, with the other shards' (F9: k·f·B·L)."""
         return self.k * (1.0 if self.capacity_factor is None else self.capacity_factor) * self.tokens
+
+    @property
+    def shapes(self) -> str:
+        """What the layer is, however many tokens it is given: by which `CostModel.observed` knows it."""
+        esp = f" in {self.esp} shards" if self.esp > 1 else ""
+        of = f"{self.experts} experts {self.expert} {self.model_dim}×{self.hidden}{esp} over {self.ep}"
+        return f"{of}, {self.itemsize} bytes"
 
     def volumes(self) -> dict[str, float]:
         """What each part of the layer handles in one pass, in bytes, for "expert" in FLOP forward (F9).
@@ -152,7 +160,7 @@ class Workload:
         whole: bool = False,
         waits: bool = False,
     ) -> StepCosts:
-        """What a training step costs on a machine, of such layers one after the other.
+        """What a training step costs on a machine, of such layers one after the other; as they ran where that was seen.
 
         Args:
             gradient_bytes: of each layer's dense part, as far as it is reduced over data parallelism.
@@ -165,7 +173,10 @@ class Workload:
         layer = replace(layer, micro=replace(layer.micro, waits=waits) if whole else None)
         of_size = {size: replace(layer, gradient_bytes=size) for size in set(gradient_bytes)}
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
-        return StepCosts(tuple(of_size[size] for size in gradient_bytes), all_reduce, model.contention)
+        layers = tuple(of_size[size] for size in gradient_bytes)
+        found = StepCosts(layers, all_reduce, model.contention, task_s=model.task_s)
+        seen = model.observed.get(self.shapes)
+        return found if seen is None else refit(found, seen, 1.0 if seen.rows is None else seen.rows / self.rows)
 
 
 def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, float] | None:
@@ -189,7 +200,8 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     link = LINKS[first]
     if model.fused is None or link not in model.fused.signal_s:
         return None
-    layer, tile = workload.layer_costs(model), min(1.0, model.fused.tile_rows / workload.rows)
+    layer = workload.step_costs(model, [0], workload.volumes()).layers[0]
+    tile = min(1.0, model.fused.tile_rows / workload.rows)
     found = {}
     for phase in PHASES:
         parts = layer.chunks[phase]

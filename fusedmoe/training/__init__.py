@@ -9,10 +9,12 @@ from fusedmoe.training.data_parallel import (
     fully_shard,
     sync_gradients,
 )
+from fusedmoe.training.plan_tuning import PlanTuning
 from fusedmoe.training.sharded_experts import ShardedExperts
 from fusedmoe.training.step_plan import plan_step
 
 __all__ = [
+    "PlanTuning",
     "ShardedExperts",
     "broadcast_parameters",
     "clip_grad_norm",

@@ -181,7 +181,14 @@ class DataParallel(DistributedDataParallel):
             return super()._pre_forward(*inputs, **kwargs)
 
     def _finish_backward(self) -> None:
+        """What is the library's to reduce; and all ranks meet, once their part in what PyTorch reduces has begun.
+
+        PyTorch waits for it after this, on a CPU without a look at who has failed, and for as long as Gloo waits.
+        """
         reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
+        world = self._topology.world
+        if device_of(world).type == "cpu":
+            all_reduce(world, torch.zeros(1), operation="the end of a backward pass of PyTorch's wrapper")
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from weakref import ref
 
 import torch
@@ -18,6 +19,7 @@ from fusedmoe.layers.sharding import parameter_shardings
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import Task
+from fusedmoe.threads import Helper
 from fusedmoe.training.copies import MpLoss, Replica, divisor, local_part, replicas
 
 
@@ -83,10 +85,10 @@ class GradientBuckets:
         self._open = False
         self._recorder: Recorder | None = None
         self._place = 0, 0  # the item that the next bucket starts in, and the element
-        self._working: threading.Thread | None = None
+        self._helper: Helper | None = None
+        self._working: Future[None] | None = None
         self._streams = Streams()
         self._beside: torch.cuda.Stream | None = None
-        self._error: BaseException | None = None
 
     def open(self, recorder: Recorder | None = None) -> None:
         """Opens the buckets: call it before the backward pass that ends the step, the last where several add up.
@@ -124,8 +126,8 @@ class GradientBuckets:
             return
         streams = self._streams.on(device_of(self._topology.world))
         if streams is None:
-            self._working = threading.Thread(target=self._work, args=(tasks,), name="fusedmoe gradients", daemon=True)
-            self._working.start()
+            self._helper = self._helper or Helper("fusedmoe gradients")
+            self._working = self._helper.begin(partial(self._reduce_all, tasks))
             return
         self._beside = streams["inter"]
         self._beside.wait_stream(streams["compute"])
@@ -137,12 +139,9 @@ class GradientBuckets:
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
             self._beside = None
-        if self._working is not None:
-            self._working.join()
-            self._working = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._helper is not None and self._working is not None:
+            working, self._working = self._working, None
+            self._helper.result(working)
 
     def close(self) -> set[int]:
         """Ends the step: reduces the rest of a parameter that was begun; returns the ids of those that are done.
@@ -163,12 +162,6 @@ class GradientBuckets:
             return set()
         whole = torch.stack([one.whole for one in done if one.whole is not None]).tolist()
         return {id(one.replica.parameter) for one, all_have in zip(done, whole, strict=True) if all_have}
-
-    def _work(self, tasks: Sequence[Task]) -> None:
-        try:
-            self._reduce_all(tasks)
-        except BaseException as error:
-            self._error = error
 
     def _reduce_all(self, tasks: Sequence[Task]) -> None:
         for kind, chunk, layer, phase, size in tasks:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows, device_of, on_all_ranks
@@ -110,8 +112,8 @@ class ShardedExperts:
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
         ConfigError: no layers with dynamic experts, layers of different numbers of experts or with a ShardedExperts
-            already, or numbers that cannot be; in the first step, an optimizer whose state cannot move with single
-            experts.
+            already, numbers that cannot be, or an optimizer whose state cannot move with single experts; in the first
+            step, where it cannot be tried on a small parameter before.
         RankError: the ranks pass different arguments.
     """
 
@@ -141,6 +143,11 @@ class ShardedExperts:
             raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
         if any(one.hooked for one in self._layers):
             raise ConfigError("ShardedExperts: this model has one already; close() it before another is made")
+        if any(parametrize.is_parametrized(module) for one in self._layers for module in one.experts.modules()):
+            raise ConfigError(
+                "ShardedExperts: weights of experts are parametrised (LoRA, weight norm), and only parameters move: "
+                "make the model with placement='ep', or the parts parameters of your own experts, [experts, ...] each"
+            )
         if len({one.placement.experts for one in self._layers}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
@@ -159,6 +166,9 @@ class ShardedExperts:
         facts = {"policy": policy, "memory": memory, "overlap": overlap, "reshard": reshard, "calibrates": calibrates}
         facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
         topology.agree(facts, "ShardedExperts")
+        if self._moves:
+            try_on = partial(require_movable, self._layers, optimizer, tries=True)
+            on_all_ranks(topology.world, "looking at the optimizer", try_on)
         self._sparse = _sparse(topology, heap)
         for one, before, after in zip(self._layers, [None, *self._layers[:-1]], [*self._layers[1:], None], strict=True):
             one.hooked, one.rematerialises, one.neighbours = True, rematerialises, (before, after)
@@ -394,11 +404,22 @@ def move(layers: Sequence[DynamicExperts], shardings: Sequence[Placement], optim
     return sent
 
 
-def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer) -> None:
-    """Raises `ConfigError` as `move` would, before anything has to move."""
+def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, tries: bool = False) -> None:
+    """Raises `ConfigError` as `move` would, before anything has to move.
+
+    `tries`: also for what the optimizer keeps after a step, as far as another one of its kind can be made.
+    """
     for placed in layers:
         for name, parameter in placed.experts.named_parameters():
             _state(optimizer, name, parameter)
+    if tries:
+        # Three dimensions, as experts have; no two sizes alike, so that no other shape looks like it.
+        small = nn.Parameter(torch.zeros(2, 3, 5))
+        small.grad = torch.zeros_like(small)
+        with suppress(Exception), torch.enable_grad():
+            optimizer = type(optimizer)([small], **optimizer.defaults)
+            optimizer.step()
+        _state(optimizer, "parameter", small)
 
 
 def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:

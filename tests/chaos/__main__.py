@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.progress import WorkBar
-from tests.chaos.campaign import CLEAN_ERROR, FAILURES, RIGHT, Campaign, Result, Team, new_folder
+from tests.chaos.campaign import CLEAN_ERROR, FAILURES, OUTSIDE, RIGHT, Campaign, Result, Team, new_folder
 from tests.chaos.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +127,8 @@ def run(campaign: Campaign, count: int, seconds: float, teams: int = 2) -> list[
 def _with_teams(count: int, work: Callable[[Team], None], done: Callable[[], tuple[int, int]]) -> None:
     with new_folder() as folder, WorkBar("faults") as bar:
         before, os.environ[CACHE] = os.environ.get(CACHE), folder
+        # The thread of torch's store asks the name service about each new connection, and answers nobody meanwhile.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         teams = [Team(Path(folder, f"team-{number}"), store.port, number * 10**6) for number in range(count)]
         threads = [threading.Thread(target=work, args=(team,), daemon=True) for team in teams]
@@ -191,11 +193,17 @@ def summary(results: list[Result], seed: int, seconds: float) -> dict[str, Any]:
             for fault, of in sorted(times.items())
         },
         "failures": [
-            {"seed": seed, "only": r.case.index, "outcome": r.outcome, "case": str(r.case), "text": r.text[-6000:]}
+            {"seed": seed, "only": r.case.index, "outcome": r.outcome, "case": str(r.case)}
+            | {"text": _without_places(r.text[-6000:])}
             for r in results
             if r.outcome in FAILURES
         ],
     }
+
+
+def _without_places(text: str) -> str:
+    """A traceback whose paths are those of the repository and of Python, wherever these are."""
+    return text.replace(f"{ROOT}/", "").replace(sys.base_prefix, "python")
 
 
 def _commit() -> str:
@@ -212,7 +220,7 @@ def show(record: dict[str, Any], results: list[Result]) -> None:
     if not console.is_terminal:
         console = Console(width=150)
     table = Table(title=f"{record['cases']} faults of seed {record['seed']}, {record['cases_per_second']} a second")
-    for name in ("fault", RIGHT, CLEAN_ERROR, *FAILURES, "not reached", "named", "median s", "max s"):
+    for name in ("fault", RIGHT, CLEAN_ERROR, OUTSIDE, *FAILURES, "not reached", "named", "median s", "max s"):
         table.add_column(name, justify="left" if name == "fault" else "right")
     for fault in FAULTS:
         of = Counter(r.outcome if r.fired else "not reached" for r in results if r.case.attack.fault == fault)
@@ -220,7 +228,7 @@ def show(record: dict[str, Any], results: list[Result]) -> None:
             continue
         named, told = record["rank_at_fault_named"].get(fault, (0, 0))
         times = record["seconds_to_error"].get(fault, {"median": "", "max": ""})
-        cells = [of[name] or "" for name in (RIGHT, CLEAN_ERROR, *FAILURES, "not reached")]
+        cells = [of[name] or "" for name in (RIGHT, CLEAN_ERROR, OUTSIDE, *FAILURES, "not reached")]
         row = [fault, *cells, f"{named}/{told}" if told else "", times["median"], times["max"]]
         table.add_row(*map(str, row))
     console.print(table)

@@ -35,6 +35,12 @@ RIGHT, CLEAN_ERROR = "right", "clean"
 HANG, WRONG, LEFTOVER, BARE, LOST = "hang", "wrong number", "leftover", "bare error", "lost checkpoint"
 #: Failures, the worst first.
 FAILURES = (WRONG, LOST, HANG, BARE, LEFTOVER)
+#: Left over, but not by the package, and out of its reach: (fault, what) and why.
+OUTSIDE = "PyTorch's own"
+_NOT_OURS = {
+    ("memory limit", "descriptor anon_inode:[eventpoll]"): "where there is no memory for its thread, Gloo's loop keeps "
+    "its descriptor: its constructor throws, and its destructor, which would close it, does not run",
+}
 
 # After the fault, beyond the topology's time-out; and for a run that no fault interrupts, in all.
 GRACE_S, RUN_S = 10.0, 60.0
@@ -57,7 +63,7 @@ _OPERATION = re.compile(
     r"ended because|over the|failed in|failed on|exchange|MoELayer|topology|pipeline|closing|job's store"
 )
 _CURE = re.compile(
-    r"see (its|their|the) logs?|pass the same|give |choose|lower |build |must |make |convert|use |check|"
+    r"see (its|their|the) logs?|pass the same|give |choose|lower |raise |build |must |make |convert|use |check|"
     r"open a new|save it|load |same configuration",
     re.IGNORECASE,
 )
@@ -387,8 +393,9 @@ class _Run:
         found += self._wrong()
         found += self._lost(errors > 0 or bool(self.dead))
         for rank, more in self.left.items():
+            reasons = [_NOT_OURS.get((case.attack.fault, what), "") for what in more]
             if more:
-                found.append((LEFTOVER, f"rank {rank} keeps {more}"))
+                found.append((OUTSIDE if all(reasons) else LEFTOVER, f"rank {rank} keeps {more} {reasons}"))
         found += self._files()
         if case.fault.harmless and errors and case.index >= 0:
             texts = "\n".join(
@@ -404,7 +411,7 @@ class _Run:
                 seconds = max(self.answers[rank].at_s for rank in others) - self.fired_at
                 if seconds > case.spec.timeout_s + GRACE_S:
                     found.append((HANG, f"the last error came {seconds:.1f} s after the fault"))
-        found.sort(key=lambda pair: FAILURES.index(pair[0]))
+        found.sort(key=lambda pair: (*FAILURES, OUTSIDE).index(pair[0]))
         outcome = found[0][0] if found else (CLEAN_ERROR if errors else RIGHT)
         more = [f"rank {rank}: {a.error[1]}" for rank, a in sorted(self.answers.items()) if a.error is not None]
         text = "\n".join(text for _, text in found)
@@ -415,8 +422,7 @@ class _Run:
         kind, text, _ = error
         fault = self.case.attack.fault
         if rank == self.case.attack.culprit:  # it says itself what is wrong with it
-            blocks = "degrees" in LAYOUTS[self.case.spec.layout].shape  # whose dense parts are the user's
-            own = fault in OF_INPUT and (blocks or kind in ("RankError", "ConfigError"))
+            own = fault in OF_INPUT and kind in ("RankError", "ConfigError")
             if own or WORDS in text or fault in ("memory limit", "signals, unhandled"):
                 return True
         if kind not in ("RankError", "ConfigError") or not re.search(r"\brank \d", text) or not _OPERATION.search(text):

@@ -20,7 +20,7 @@ import pytest
 from fusedmoe.cli import train
 from fusedmoe.cli.main import main
 from fusedmoe.cli.trainer import Trainer
-from fusedmoe.training import save_checkpoint
+from fusedmoe.training import load_checkpoint, save_checkpoint
 from tests.chaos.jobs import Rank, Spec
 from tests.chaos.ranks import held
 
@@ -67,7 +67,7 @@ def train_with_fault(rank: int, world: int, arguments: list[str], fault: str, cu
 
 
 def live_long(rank: int, world: int, folder: str, rounds: int) -> list[tuple[Counter[str], int]]:
-    """Rounds of ten steps, a topology, a plan and now and then a checkpoint; what is held after some of them."""
+    """Rounds of ten steps, a topology, a plan, now and then a checkpoint, loaded again; what is held after some."""
     found = []
     rng = random.Random(rank)
     for number in range(rounds):
@@ -77,7 +77,9 @@ def live_long(rank: int, world: int, folder: str, rounds: int) -> list[tuple[Cou
         job = Rank(rank, spec)
         job.run()
         if number % 4 == 0:
-            save_checkpoint(Path(folder, "checkpoint"), job.model, job.optimizer, job.topology)
+            where = Path(folder, "checkpoint"), job.model, job.optimizer, job.topology
+            save_checkpoint(*where)
+            load_checkpoint(*where)
         job.topology.close()
         del job
         if number % max(1, rounds // 4) == rounds // 4 - 1:

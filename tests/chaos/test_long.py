@@ -66,7 +66,7 @@ def test_a_job_that_faults_interrupt(cluster: Cluster, tmp_path: Path, steps: in
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_nothing_piles_up(cluster: Cluster, tmp_path: Path) -> None:
-    """2,000 steps, 200 topologies, 100 plans, 50 checkpoints."""
+    """2,000 steps, 200 topologies, 100 plans, 50 checkpoints, each loaded again."""
     for found in cluster.run(2, live_long, str(tmp_path), 200, timeout_s=1500.0):
         (first, _), *_, (last, bytes_last) = found
         assert not last - first, (first, last)

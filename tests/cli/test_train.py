@@ -21,13 +21,15 @@ from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings, read_settings
 from fusedmoe.cli.train import TrainingJob, count_parameters
-from fusedmoe.cli.trainer import make_model, policy_of
+from fusedmoe.cli.trainer import Trainer, make_model, policy_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.placement.load_trace import LoadTrace
+from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.training import PlanTuning
 from tests.cluster import Cluster
 
 # The gate draws noise, so that going on has to restore its generator.
@@ -170,6 +172,8 @@ def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_
     assert "f0.D1" in plan and "b1.AR0" in plan  # chunks, and gradient buckets
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
     assert {"dispatch", "all-gather", "expert", "gradient-all-reduce"} <= kinds
+    parts_text = (whole / "parts.txt").read_text()
+    assert all(part in parts_text for part in ("predicted", "measured", "expert backward", "optimizer", "step"))
 
     cluster.run(4, train_by_costs, settings, parts, None, 2, COSTS)
     other = replace(COSTS, lines={name: Line(1.0, 1.0) for name in COSTS.lines})  # by which nothing is in chunks
@@ -195,6 +199,30 @@ def test_a_schedule_of_whole_models_changes_no_loss(
     assert "b0.A" in plan and "b1.AR0" in plan
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
     assert {"attention", "dispatch", "all-gather", "expert", "gradient-all-reduce", "loss", "optimizer"} <= kinds
+
+
+@pytest.mark.slow
+def test_a_schedule_that_is_measured_changes_no_loss_and_lasts_over_a_stop(
+    cluster: Cluster, tmp_path: Path, text: Path
+) -> None:
+    settings = Settings(model=ModelConfig(**MODEL), steps=60, data=str(text), eval_batches=2, checkpoint_every=0)
+    settings = settings.changed({"ranks_per_node": 1, "timeline_step": 5, "dtype": "fp64"})
+    off, whole, parts = (tmp_path / name for name in ("off", "whole", "parts"))
+    cluster.run(2, train, settings, off, None, None)
+    settings = settings.changed({"schedule": "auto"})
+    cluster.run(2, train_by_costs, settings, whole, None, None, COSTS)
+    for found, expected in zip(losses(whole), losses(off), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
+    choice = json.loads((whole / "schedule.json").read_text())
+    assert choice["line"].startswith("schedule: ") and len(choice["table"]) > 3
+    assert (whole / "plan.txt").read_text().splitlines() == choice["plans"][0]["plan"]
+    # Chosen before the stop: the plan is the same from then on, and so is every bit.
+    cluster.run(2, train_by_costs, settings, parts, None, 55, COSTS)
+    assert (parts / "schedule.json").exists()
+    cluster.run(2, train_by_costs, settings, None, parts, None, COSTS)
+    assert losses(parts) == losses(whole)
+    assert (parts / "plan.txt").read_text() == (whole / "plan.txt").read_text()
 
 
 def test_a_schedule_of_whole_models_needs_gates_that_split() -> None:
@@ -271,8 +299,18 @@ def train(rank: int, world: int, settings: Settings, run: Path | None, resume: P
 def train_by_costs(
     rank: int, world: int, settings: Settings, run: Path | None, resume: Path | None, stop: int | None, costs: CostModel
 ) -> str:
-    """As on a machine of which these costs are measured."""
-    with mock.patch("fusedmoe.cli.train.cached_profile", lambda *_, **__: (Profile(costs), Path())):
+    """As on a machine of which these costs are measured, nothing of the model's own steps, and on which steps take what
+    they should."""
+
+    def note(tuning: PlanTuning, seconds: float) -> None:
+        noted(tuning, tuning.now.predicted_s)
+
+    noted, folder = PlanTuning.note, run or resume
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, str(folder and folder / "cache"))
+        patch.setattr("fusedmoe.cli.train.cached_profile", lambda *_, **__: (Profile(costs), Path()))
+        patch.setattr(Trainer, "measured", lambda self, costs: costs)
+        patch.setattr(PlanTuning, "note", note)
         return train(rank, world, settings, run, resume, stop)
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,30 @@ def in_wrapper(rank: int, world: int, culprit: int, calls: int) -> None:
 )
 def test_a_rank_that_ends_before_the_wrapper_of_pytorch(cluster: Cluster, calls: int, match: str) -> None:
     check(cluster, random.randrange(4), match, in_wrapper, calls)
+
+
+def in_reducer(rank: int, world: int, culprit: int, way: str) -> None:
+    """In the backward pass of a model whose gradients PyTorch's wrapper alone reduces."""
+    topology = Topology.from_sizes(1, timeout_s=8.0)
+    wrapped = distributed_data_parallel(nn.Sequential(*(nn.Linear(M, M) for _ in range(4))), topology)
+
+    def strike(gradient: Tensor) -> None:
+        if way == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("this model cannot go back")
+
+    with topology.guard("the user's code"):
+        for call in range(3):
+            y = wrapped(torch.randn(5, M))
+            if rank == culprit and call == 1:
+                y.register_hook(strike)
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["killed", "raises"])
+def test_a_rank_that_ends_before_the_reducer_of_pytorch(cluster: Cluster, way: str) -> None:
+    said = {"killed": "its process ended", "raises": "ValueError: this model cannot go back"}
+    check(cluster, random.randrange(4), f"backward pass of .*{said[way]}", in_reducer, way)
 
 
 class Fails(torch.autograd.Function):
@@ -323,16 +348,41 @@ def test_what_all_have_raised_where_nothing_is_exchanged(cluster: Cluster) -> No
     cluster.run(2, without_an_exchange, random.randrange(2))
 
 
-def refused_by_one_replica(rank: int, world: int, culprit: int) -> None:
-    """The other replica hears of it where it waits for gradients."""
-    topology = Topology.from_sizes(2)
+def refused_by_one_replica(rank: int, world: int, culprit: int, timeout_s: float, away_s: float) -> None:
+    """The other replica hears of it where it waits for gradients: in vain, or until the first has ended."""
+    topology = Topology.from_sizes(2, timeout_s=timeout_s)
     layer = make(topology)
-    layer(torch.full((5, M), math.nan if rank == culprit else 1.0))
+    try:
+        layer(torch.full((5, M), math.nan if rank == culprit else 1.0))
+    except RankError:
+        time.sleep(away_s)
+        raise
     all_reduce(topology.dp, torch.ones(1))
 
 
-def test_what_some_have_not_heard_is_told_to_them(cluster: Cluster) -> None:
-    check(cluster, 2, "rank 2 failed in the check of .*: 40 of 40 router logits are NaN", refused_by_one_replica)
+@pytest.mark.parametrize(("timeout_s", "away_s"), [(300.0, 0.0), (1.0, 3.0)])
+def test_what_some_have_not_heard_is_told_to_them(cluster: Cluster, timeout_s: float, away_s: float) -> None:
+    text = "rank 2 failed in the check of .*: 40 of 40 router logits are NaN"
+    check(cluster, 2, text, refused_by_one_replica, timeout_s, away_s)
+
+
+def skips_on_all(rank: int, world: int, culprit: int) -> None:
+    """A batch that one replica refuses; all agree to go on without it, as slowly as they like."""
+    topology = Topology.from_sizes(2)
+    layer = make(topology)
+    for bad in (True, False, True, False):
+        refused = torch.zeros(1)
+        try:
+            layer(torch.full((5, M), math.nan if bad and rank == culprit else 1.0))
+        except RankError:
+            refused += 1
+            time.sleep(2 * LOOK_S)  # the others look at the board
+        assert all_reduce(topology.world, refused) == 2 * bad
+    assert topology.world.board.explain() is None
+
+
+def test_a_refusal_of_one_replica_that_all_skip_is_over(cluster: Cluster) -> None:
+    cluster.run(4, skips_on_all, random.randrange(4))
 
 
 def lost_store(*_: object) -> None:
@@ -355,6 +405,54 @@ def test_what_nobody_catches_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     del board, boards
     hook(ValueError, error, None)
     assert seen == [error, error]
+
+
+class Clock:
+    """In place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Lonely:
+    """A board whose store went when `until_s` had come; no process has ended."""
+
+    def __init__(self, clock: Clock, until_s: float) -> None:
+        self._clock, self._until_s = clock, until_s
+
+    @property
+    def cut_off(self) -> bool:
+        return self._clock.now_s >= self._until_s
+
+    def blame(self, rank: int, operation: str, message: str) -> str:
+        return "rank 0 failed in hosting the job's store" if self.cut_off else f"rank {rank} failed"
+
+    def explain(self) -> None: ...
+
+    def gone(self, ranks: tuple[int, ...]) -> list[int]:
+        return []
+
+    def waits(self, what: str, ranks: Any) -> None: ...
+
+    def waiting(self, ranks: Any) -> dict[int, Any]:
+        return {}
+
+
+def test_nobody_is_waited_for_whose_word_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hosted the store has left the job, but its process goes on."""
+    for until_s, seconds in ((0.0, 1.0), (2.0, 3.0), (1000.0, 10.0)):
+        clock = Clock()
+        monkeypatch.setattr(groups, "time", clock)
+        job: Any = SimpleNamespace(rank=1, board=Lonely(clock, until_s), timeout_s=300.0)
+        text = str(groups.lost(job, (0, 1), "adding", "the world group", "connection closed"))
+        assert ("hosting the job's store" in text) == (until_s < 1000)
+        assert abs(clock.now_s - seconds) < 0.1
 
 
 SCRIPT = """

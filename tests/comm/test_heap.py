@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from fusedmoe.comm import heaps
-from fusedmoe.comm.heaps import find_backend, open_heap
+from fusedmoe.comm.heaps import find_backend, host, open_heap
 from fusedmoe.comm.heaps.host import local_heaps
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
@@ -62,6 +65,53 @@ def after_an_error(rank: int, world: int) -> str:
 
 def test_an_abandoned_heap_is_not_used_again(cluster: Cluster) -> None:
     assert cluster.run(2, after_an_error) == ["[0, 0, 0]"] * 2
+
+
+def fails_to_map(rank: int, world: int, number: int) -> tuple[str, int]:
+    """Rank 1 has no memory for what rank 0 has made; rank 0 comes to rank 1's when that is closed, or another's."""
+    topology = Topology.from_sizes(ep=world, timeout_s=20)
+    real = host._view
+
+    def view(path: str, size: int, inode: int) -> torch.Tensor:
+        if rank == 1:
+            raise OSError(number, os.strerror(number)) if number else MemoryError("no room")
+        if f"/{os.getpid()}/" not in path:
+            deadline = time.monotonic() + 20
+            while Path(path).exists() and "memfd:fusedmoe" in os.readlink(path) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        return real(path, size, inode)
+
+    try:
+        with topology.guard("the test"), open_heap(topology.ep, CPU) as opened:
+            host._view = view
+            opened.allocate((3,), torch.uint8)
+    except (RankError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}", mapped()
+    finally:
+        host._view = real
+    return "no error", mapped()
+
+
+@pytest.mark.parametrize("number", [0, errno.ENOMEM])
+def test_a_rank_without_memory_for_a_heap(cluster: Cluster, number: int) -> None:
+    (other, left), (own, kept) = cluster.run(2, fails_to_map, number)
+    if number:
+        assert "rank 1: allocation on the shm heap over the ep group [0, 1]: no memory to map" in own
+    else:
+        assert own == "MemoryError: no room"
+    assert other.startswith(
+        "RankError: rank 0: allocation on the shm heap over the ep group [0, 1] ended because rank 1 "
+    )
+    assert ("Raise its limits" if number else "MemoryError: no room") in other and left == kept == 0
+
+
+def test_another_file_of_that_number_is_not_opened() -> None:
+    file = host._new_file(100)
+    try:
+        with pytest.raises(FileNotFoundError, match="it is another file by now"):
+            host._view(f"/proc/self/fd/{file}", 100, os.fstat(file).st_ino + 1)
+    finally:
+        os.close(file)
 
 
 def test_virtual_ranks() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fusedmoe.comm import group
 from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.comm.failure import Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from tests.cluster import Cluster
@@ -112,3 +117,53 @@ def test_a_rank_that_does_not_close(cluster: Cluster) -> None:
     assert first.error is not None and first.error[0] == RankError.__name__
     assert "closing the topology" in first.error[1] and "rank 1" in first.error[1]
     assert second.error is None
+
+
+def beside_a_stopped_store(rank: int, world: int) -> str:
+    """Rank 1 hosts a store, and is stopped when rank 0 makes a group over it."""
+    every, text = [(0, 0), (0, 0)], ""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank else None
+    dist.all_gather_object(every, (os.getpid(), store.port if store is not None else 0))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            pid, port = every[1]
+            client = dist.TCPStore("127.0.0.1", port, is_master=False)
+            board = Board(client, rank)
+            assert board.read() is None
+            patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+            patch.setattr(group, "_patience", lambda job: timedelta(seconds=job.timeout_s + 0.2))
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                began = time.monotonic()
+                with pytest.raises(RankError) as caught:
+                    group._make(group.Job(rank, 0.3, board), (0, 1), "a test")
+                assert time.monotonic() - began < 0.3 + 10.0
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            text = str(caught.value)
+    dist.barrier()
+    return text
+
+
+def test_a_stopped_store(cluster: Cluster) -> None:
+    """The wait of the store's client, which has none of its own, ends with the job's."""
+    text = cluster.run(2, beside_a_stopped_store)[0]
+    assert "rank 0: making a process group over ranks [0, 1] ended because rank 0 failed in hosting the job's " in text
+    assert "store: no answer for" in text and "start the job again" in text
+
+
+def without_threads(rank: int, world: int) -> str:
+    def no_thread(*arguments: object, **options: object) -> None:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(dist.distributed_c10d, "_new_process_group_helper", no_thread)
+        with pytest.raises(RankError) as caught:
+            Topology.from_sizes(2, timeout_s=20)
+    return str(caught.value)
+
+
+def test_a_rank_that_has_no_room_for_threads(cluster: Cluster) -> None:
+    for text in cluster.run(2, without_threads):
+        assert "rank 1 failed in making a process group: Resource temporarily unavailable. Raise its limits" in text

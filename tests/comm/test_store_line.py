@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -97,3 +98,19 @@ def test_one_line_that_ends_with_its_store() -> None:
     assert Board(stores[0], 2).read() is not None and lines() == 1
     del stores, host
     assert soon(lambda: lines() == 0)
+
+
+def test_an_error_that_comes_late_keeps_nothing(stuck: threading.Event) -> None:
+    """The question has a bound; what the client raises long after it must not hold on to who asked."""
+
+    def breaks(_: dist.Store) -> None:
+        stuck.wait()
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    store = dist.HashStore()
+    board = Board(store, 3)
+    assert board._ask(breaks, 0.05) is None
+    gone = weakref.ref(board)
+    stuck.set()
+    del board, store
+    assert soon(lambda: gc.collect() >= 0 and gone() is None)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd import experts, gate, order, wire_formats  # noqa: F401  they register the gradients
+from fusedmoe.autograd import experts, gate, grouped_linear, order, wire_formats  # noqa: F401  they register the gradients
 from fusedmoe.kernels import operators
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from tests.kernels.routings import choose
@@ -38,6 +38,10 @@ def cases(device: torch.device) -> Cases:
             (random(13, 8), random(full.rows), *gated, *full.tensors, "swiglu"),
             (random(13, 8), random(full.rows), *biased, *full.tensors, "gelu"),
             (random(13, 8), None, *biased, *plain.tensors, "relu"),
+        ],
+        "grouped_linear": [
+            (random(full.rows, 8), random(4, 6, 8), random(4, 6), True, *full.tensors),
+            (random(13, 8), random(4, 8, 6), None, False, *plain.tensors),
         ],
         "pack_bf16": [(rows_NM.detach().requires_grad_(),)],
         "unpack_bf16": [(rows_NM.bfloat16().requires_grad_(), torch.float32)],

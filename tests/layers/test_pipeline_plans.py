@@ -21,13 +21,14 @@ from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
-from fusedmoe.schedule.step import StepSplit, fused_pass, micro_schedule, one_pass
+from fusedmoe.schedule.step import Degrees, StepSplit, fused_pass, micro_schedule, one_pass
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.task import STAGES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step, sync_gradients
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import Attention, E, H, L, M, make_blocks, one_after_the_other, train
+from tests.schedule.test_splits import random_split
 
 LINES = ("gemm", "all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
 COSTS = CostModel({name: Line(1e-6, 1e-12 if name == "gemm" else 4e-9) for name in LINES}, contention=0.8)
@@ -81,7 +82,7 @@ def with_split(rank: int, world: int, split: StepSplit, k: int, factor: float | 
     topology = Topology.from_sizes(ep=world, timeout_s=30) if world > 1 else Topology()
     blocks = make_blocks("noisy", k, factor, topology)
     others = copy.deepcopy(blocks)
-    run = fusedmoe.pipeline(others, recompute=split.forward % 2 == 0)
+    run = fusedmoe.pipeline(others, recompute=split.forward in (2, 4))
     run.set_plan(halves(micro_schedule(costs_of(topology, k, others[0].experts.parts, run.waits[0]), split).plan()))
     batch = 5 if rank == 0 else 0
     want = train(one_after_the_other(blocks), blocks, batch, rank, 3)
@@ -89,10 +90,22 @@ def with_split(rank: int, world: int, split: StepSplit, k: int, factor: float | 
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize(("forward", "backward"), [(1, 3), (4, 2)])
-def test_weight_gradients_by_themselves(cluster: Cluster, forward: int, backward: int, weights: bool) -> None:
-    cluster.run(2, with_split, StepSplit(forward, backward, weights=weights), 2, 0.8)
+# Each part of each layer in chunks of its own, in both passes.
+APART = StepSplit((Degrees(2, 4), Degrees(3, 1)), (Degrees(1, 3), Degrees(4, 2)), weights=True)
+
+
+@pytest.mark.parametrize(
+    "split", [*(StepSplit(*of, weights=weights) for of in ((1, 3), (4, 2)) for weights in (False, True)), APART]
+)
+def test_weight_gradients_by_themselves(cluster: Cluster, split: StepSplit) -> None:
+    cluster.run(2, with_split, split, 2, 0.8)
+
+
+@pytest.mark.parametrize(("k", "factor"), [(1, 0.8), (2, None)])
+def test_parts_in_chunks_of_their_own(k: int, factor: float | None) -> None:
+    """Tokens that are sent before all are routed, and tasks that wait for no more than they have something of."""
+    for split in (APART, StepSplit(APART.backward, APART.forward)):
+        with_split(0, 1, split, k, factor)
 
 
 class Causal(nn.Module):
@@ -165,7 +178,7 @@ def along_positions(
 
 @pytest.mark.parametrize(("k", "factor"), [(2, None), (1, 0.8), (2, 1.0)])
 @pytest.mark.parametrize(("batch", "length"), [(1, 7), (3, 4)])
-@pytest.mark.parametrize("split", [StepSplit(2, 2), StepSplit(4, 3, weights=True)])
+@pytest.mark.parametrize("split", [StepSplit(2, 2), StepSplit(4, 3, weights=True), APART])
 def test_along_positions(k: int, factor: float | None, batch: int, length: int, split: StepSplit) -> None:
     along_positions(0, 1, k, factor, split, batch, length, recompute=length == 4)
 
@@ -299,7 +312,7 @@ def test_any_plan_of_any_policy(cluster: Cluster, world: int) -> None:
     rng = random.Random()
     for _ in range(30 if world == 1 else 12):
         k, factor = rng.choice([1, 2, 4, 8]), rng.choice([None, 0.5, 1.0, 2.0])
-        split = StepSplit(rng.randint(1, 8), rng.randint(1, 8), weights=rng.random() < 0.5)
+        split = random_split(rng, 2, 8)
         given = split, k, factor
         positions = k, factor, split, rng.randint(1, 3), rng.randint(1, 9), rng.random() < 0.5
         try:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fusedmoe import experts, gates
 from fusedmoe.errors import ConfigError
@@ -70,3 +71,33 @@ def test_owners_that_disagree_about_a_shared_tensor() -> None:
     model[1].weight = model[0].weight
     with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight are one tensor, but split as"):
         parameter_shardings(model)
+
+
+class LowRank(nn.Module):
+    """Adapters of each expert's weights."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.randn(*weight.shape[:2], 2))
+        self.B = nn.Parameter(torch.zeros(weight.shape[0], 2, weight.shape[2]))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.A @ self.B
+
+
+def test_parametrised_experts() -> None:
+    """The refusal says what to do, and that works."""
+    layer = MoELayer(8, gates.TopK(4, k=1), experts.FeedForward(8))
+    own = layer.experts
+    axes = own.shardings["w1"]
+    parametrize.register_parametrization(own, "w1", LowRank(own.w1))
+    with pytest.raises(ConfigError, match=r"experts.w1 is parametrised") as caught:
+        parameter_shardings(layer)
+    cure = "shardings['parametrizations.w1.original'] = shardings.pop('w1')"
+    assert cure in str(caught.value) and "shardings['parametrizations.w1.0.A'] = {'ep': 0}" in str(caught.value)
+    exec(cure, {"shardings": own.shardings})
+    for name in "AB":
+        own.shardings[f"parametrizations.w1.0.{name}"] = {"ep": 0}
+    found = parameter_shardings(layer)
+    assert found["experts.parametrizations.w1.original"] == axes
+    assert found["experts.parametrizations.w1.0.A"] == {"ep": 0} and "experts.w1" not in found

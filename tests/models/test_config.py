@@ -9,7 +9,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import MODELS, ModelConfig, named_model
 from fusedmoe.models.transformer import Transformer
 
-# FlowMoE, Table 2, and FSMoE, section 6.4: layers, batch, sequence, M, H, k, f.
+# FlowMoE, Table 2, FSMoE, section 6.4, and published configurations: layers, batch, sequence, M, H, k, f.
 PAPERS = {
     "GPT2-Tiny-MoE": (12, 4, 256, 256, 512, 2, 1.0),
     "BERT-Large-MoE": (24, 4, 512, 512, 1024, 1, 1.0),
@@ -17,6 +17,8 @@ PAPERS = {
     "DeepSeek-V2-S": (4, 4, 256, 5120, 1536, 8, 1.0),
     "GPT2-XL-MoE": (48, 1, 1024, 1600, 6400, 2, 1.2),
     "Mixtral-7B": (32, 1, 1024, 4096, 14336, 2, 1.2),
+    "Qwen3-30B-A3B": (48, 1, 4096, 2048, 768, 8, None),
+    "DeepSeek-V3": (61, 1, 4096, 7168, 2048, 8, None),
 }
 
 

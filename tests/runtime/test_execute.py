@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime import execute as module
 from fusedmoe.runtime.execute import Capabilities, execute, require_runnable, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder
@@ -77,9 +77,10 @@ def test_links_and_computation_overlap() -> None:
     )
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["dispatch", "expert", "all-gather"])
-def test_what_a_body_raises_ends_all(kind: str) -> None:
-    plan = Plan.from_orders(three_queues(PIPELINE, 4))
+def test_what_a_body_raises_ends_all(kind: str, order: str) -> None:
+    plan = Plan.from_orders(ORDERS[order](PIPELINE, 4))
     before = threading.active_count()
     told: list[BaseException] = []
     ran: list[Task] = []
@@ -92,8 +93,11 @@ def test_what_a_body_raises_ends_all(kind: str) -> None:
     with pytest.raises(MemoryError, match="no room"):
         execute(plan, dict.fromkeys(PIPELINE, body), stop=told.append)
     assert [str(error) for error in told] == ["no room"]
-    assert threading.active_count() == before
     assert Task("combine", 3) not in ran
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("kind", PIPELINE)
@@ -168,6 +172,29 @@ def test_what_has_no_body_is_refused_before_anything_runs() -> None:
         with pytest.raises(ConfigError, match=rf"\({kind}\), which cannot run here; what can: expert"):
             execute(fused_pass(kind, 2, "forward"), {kind: ran.append, "expert": ran.append}, stop=pytest.fail)
     assert not ran
+
+
+def test_what_ranks_have_agreed_on_ends_the_same_tasks_on_all() -> None:
+    """Whatever the threads are at: nobody waits for a part of what another one has left out."""
+    rng = random.Random()
+    for _ in range(40):
+        plan = random_plan(rng, random_costs(rng))
+        last = rng.choice(plan.sequence)
+        left_out: set[Task] = set()
+        for task in plan.sequence:  # its order keeps that of each resource
+            if task == last or not left_out.isdisjoint(ahead(plan, task)):
+                left_out.add(task)
+        ran: list[Task] = []
+
+        def body(task: Task, last: Task = last, ran: list[Task] = ran, pauses: random.Random = rng) -> None:
+            time.sleep(pauses.choice([0.0, 0.0, 2e-4]))
+            if task == last:
+                raise RankError("rank 1: refused", agreed=True)
+            ran.append(task)
+
+        with pytest.raises(RankError, match="rank 1: refused"):
+            execute(plan, dict.fromkeys({task.kind for task in plan}, body), stop=lambda error: None)
+        assert sorted(ran, key=str) == sorted(set(plan) - left_out, key=str)
 
 
 def ahead(plan: Plan, task: Task) -> set[Task]:
@@ -260,7 +287,7 @@ def on_streams(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[str, Stream]
     with monkeypatch.context() as patch:
         patch.setattr(module.torch, "cuda", cuda)
         bodies = dict.fromkeys({task.kind for task in plan}, body)
-        execute(plan, bodies, stop=pytest.fail, streams=streams)  # type: ignore[arg-type]
+        execute(plan, bodies, stop=lambda error: None, streams=streams)  # type: ignore[arg-type]
     assert streams["compute"].over == set(plan)  # whoever goes on there finds all done
     return streams
 
@@ -338,7 +365,7 @@ def test_the_heap_is_asked_last() -> None:
 def test_a_plan_with_others_is_refused_with_what_can_run() -> None:
     plan = Plan.parse("compute: b2.E0 b2.WG0\ninter: b2.D0 b2.C0")
     require_runnable(plan, runnable_kinds(ALL, "blocks"), "a plan")
-    what = r"the backward plan has b2\.WG0 \(weight-gradient\), which cannot run here; what can: attention, dispatch,"
+    what = r"the backward plan has b2\.WG0 \(weight-gradient\), which cannot run here; what can: attention, gate,"
     with pytest.raises(ConfigError, match=what):
         require_runnable(plan, runnable_kinds(ALL, "step"), "the backward plan")
     for kind in FUSED:

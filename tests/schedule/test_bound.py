@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusedmoe.schedule.bound import bound_s, split_bound_s
+from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Line
 from fusedmoe.schedule.grid import TESTBEDS, workloads
 from fusedmoe.schedule.policies import POLICIES
@@ -15,13 +15,13 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import Task, resources_of, standard_dependencies
-from tests.schedule.test_splits import random_stack
+from tests.schedule.test_splits import random_split, random_stack
 
 
 def least_s(costs: StepCosts, split: StepSplit, seconds: float) -> tuple[float, float]:
     """What an exact solver says of the shortest step that is split so: at least, and at most."""
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
-    tasks = split.tasks(costs)
+    tasks = list(split.tasks(costs))
     took = costs.durations(tasks)
     tick_s = seconds / 10_000
     model = cp_model.CpModel()
@@ -44,15 +44,19 @@ def least_s(costs: StepCosts, split: StepSplit, seconds: float) -> tuple[float, 
     return solver.best_objective_bound * tick_s, (solver.objective_value + len(tasks)) * tick_s
 
 
-@pytest.mark.parametrize("seed", [random.randrange(10**6), *range(3)])
-def test_no_order_beats_it_and_some_order_comes_near(seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed",
+    [random.randrange(10**6), *range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))],
+)
+def test_no_order_of_any_split_beats_it(seed: int) -> None:
     rng = random.Random(seed)
     costs = replace(random_stack(rng, rng.randint(1, 2)), contention=1.0)
-    split = StepSplit(rng.randint(1, 3), rng.randint(1, 3), None, rng.random() < 0.5)
-    bound, found = split_bound_s(costs, split), micro_schedule(costs, split).makespan_s()
-    least, most = least_s(costs, split, found)
-    assert bound <= most * (1 + 1e-9)
-    assert least <= found * (1 + 1e-9)
+    bound = bound_s(costs, 3)
+    for split in (random_split(rng, len(costs.layers), 3), StepSplit.from_plan(POLICIES["flowmoe"].plan(costs, 3))):
+        found = micro_schedule(costs, split).makespan_s()
+        least, most = least_s(costs, split, found)
+        assert bound <= most * (1 + 1e-9)
+        assert least <= found * (1 + 1e-9)
 
 
 def test_where_it_is_known() -> None:
@@ -82,4 +86,4 @@ def test_plans_come_near(testbed) -> None:
         gaps.append(makespan(POLICIES["joint"].plan(costs), costs) / bound - 1)
         shared = replace(costs, contention=testbed.costs.contention)
         assert bound <= bound_s(shared) <= makespan(POLICIES["joint"].plan(shared), shared)
-    assert min(gaps) >= 0 and sum(gaps) / len(gaps) < 0.12
+    assert min(gaps) >= 0 and sum(gaps) / len(gaps) < 0.15

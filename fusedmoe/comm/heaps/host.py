@@ -12,13 +12,14 @@ the same things in the same order; the first one makes the memory of all.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.group import Group, Job
+from fusedmoe.comm.group import Group, Job, lost
 from fusedmoe.comm.heap import Heap
 
 
@@ -39,11 +40,20 @@ class ShmHeap(Heap):
         self._views = []
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
-        file = os.memfd_create("fusedmoe", os.MFD_CLOEXEC)
+        group, operation = self.group, "allocation on the shm heap"
         try:
-            os.ftruncate(file, size)
-            files = self._gather((os.getpid(), file))
-            views = [_view(f"/proc/{pid}/fd/{number}", size) for pid, number in files]
+            file = _new_file(size)
+        except OSError as error:
+            group.refuse(operation, f"no memory for {size} bytes ({error}). Raise its limits, or make batches smaller")
+        try:
+            files = self._gather((os.getpid(), file, os.fstat(file).st_ino))
+            try:
+                views = [_view(f"/proc/{pid}/fd/{number}", size, inode) for pid, number, inode in files]
+            except OSError as error:
+                if error.errno == errno.ENOMEM:
+                    group.refuse(operation, f"no memory to map {size} bytes of each rank ({error}). Raise its limits")
+                # A peer that has failed meanwhile has closed its file; the number may be of another by now.
+                raise lost(group.job, group.ranks, operation, f"the {group}", str(error)) from error
             self._gather("mapped")  # before anybody closes what others open
         finally:
             os.close(file)
@@ -51,9 +61,21 @@ class ShmHeap(Heap):
         return views[self.group.index], [view.data_ptr() for view in views]
 
 
-def _view(path: str, size: int) -> Tensor:
+def _new_file(size: int) -> int:
+    file = os.memfd_create("fusedmoe", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, size)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _view(path: str, size: int, inode: int) -> Tensor:
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        if os.fstat(file).st_ino != inode:
+            raise FileNotFoundError(errno.ENOENT, "it is another file by now", path)
         return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)  # the tensor keeps the mapping
     finally:
         os.close(file)
@@ -66,10 +88,9 @@ def why_not(device: torch.device) -> str:
     if not hasattr(os, "memfd_create"):
         return "it needs Linux (memfd)"
     try:
-        file = os.memfd_create("fusedmoe", os.MFD_CLOEXEC)
+        file = _new_file(mmap.PAGESIZE)
         try:
-            os.ftruncate(file, mmap.PAGESIZE)
-            _view(f"/proc/{os.getpid()}/fd/{file}", mmap.PAGESIZE)
+            _view(f"/proc/{os.getpid()}/fd/{file}", mmap.PAGESIZE, os.fstat(file).st_ino)
         finally:
             os.close(file)
     except OSError as error:

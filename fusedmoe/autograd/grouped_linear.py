@@ -1,0 +1,66 @@
+"""A linear map of each expert's rows as one differentiable function, for networks that `experts` does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fusedmoe.autograd.checks import check_floats, check_layout, check_rows, check_tensor, refuse
+from fusedmoe.kernels import operators
+from fusedmoe.kernels.layout import Layout
+
+
+def grouped_linear(
+    rows_NK: Tensor, layout: Layout, weight: Tensor, bias_EO: Tensor | None = None, *, transposed: bool = True
+) -> Tensor:
+    """[N, K] -> [N, O]: each row times its expert's matrix, plus its expert's bias; zeros in padding rows.
+
+    Between `permute` and `unpermute` it is what a linear layer is to dense networks.
+
+    Args:
+        rows_NK: rows sorted by expert, floating point, any strides.
+        layout: which rows are whose.
+        weight: [E, O, K], as `torch.nn.Linear` has it, in the rows' dtype; [E, K, O] if not `transposed`. Any strides,
+            but on a GPU one that is not contiguous is copied.
+        bias_EO: [E, O], or None.
+    Saves for backward:
+        rows_NK (and the weight, which exists anyway).
+    Raises:
+        ConfigError: shapes, dtypes or devices that do not fit each other.
+    """
+    check_layout("grouped_linear", layout)
+    check_rows("grouped_linear", "rows_NK", rows_NK, layout.rows, layout.row_SK)
+    check_floats("grouped_linear", "rows_NK", rows_NK)
+    check_tensor("grouped_linear", "weight", weight, rows_NK)
+    E, K, O = layout.experts, rows_NK.shape[1], weight.shape[1 if transposed else -1] if weight.dim() > 1 else 0  # noqa: E741
+    if weight.shape != ((E, O, K) if transposed else (E, K, O)):
+        form = f"[{E}, O, {K}]" if transposed else f"[{E}, {K}, O]"
+        refuse("grouped_linear", f"weight must be {form}, got {list(weight.shape)}")
+    if bias_EO is not None:
+        check_tensor("grouped_linear", "bias_EO", bias_EO, rows_NK)
+        if bias_EO.shape != (E, O):
+            refuse("grouped_linear", f"bias_EO must be [{E}, {O}], got {list(bias_EO.shape)}")
+    for name, tensor in (("weight", weight), ("bias_EO", bias_EO)):
+        if tensor is not None and tensor.dtype != rows_NK.dtype:
+            refuse(
+                "grouped_linear", f"the rows are {rows_NK.dtype} and {name} is {tensor.dtype}; convert one with .to()"
+            )
+    out: Tensor = operators.grouped_linear(rows_NK, weight, bias_EO, transposed, *layout.tensors)
+    return out
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows_NK, weight, bias_EO, transposed, *layout = inputs
+    ctx.save_for_backward(rows_NK, weight, *layout)
+    ctx.biased, ctx.transposed = bias_EO is not None, transposed
+
+
+def _backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
+    rows_NK, weight, *layout = ctx.saved_tensors
+    grads = operators.grouped_linear_backward(dout_NO, rows_NK, weight, ctx.biased, ctx.transposed, *layout)
+    drows_NK, dweight, dbias_EO = grads
+    return drows_NK, dweight, dbias_EO if ctx.biased else None, *(None,) * 6
+
+
+operators.grouped_linear.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,131 @@
+"""The experts of a model of Hugging Face, computed by this library's kernels.
+
+What a module computes is read from the flags that `use_experts_implementation` gives it (transformers 5.23), never from
+shapes. Plain ones (weights [E, out, in], both halves in one, SiLU or another activation of ours) are one fused
+operation; others (transposed weights, gates and norms of their own) are grouped products with the module's own
+functions between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from fusedmoe import ops
+from fusedmoe.errors import ConfigError
+
+#: The name in transformers' registries.
+NAME = "fusedmoe"
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The function of the registry: the weighted sum of each token's experts.
+
+    Args:
+        self: the experts' module.
+        hidden_states: [T, H].
+        top_k_index: [T, K] integers; the number of experts, or more, stands for an expert of another rank: no row is
+            computed for it.
+        top_k_weights: [T, K].
+    Returns:
+        [T, H] in the dtype of `hidden_states`; products run in that of the parameters, under autocast in its own.
+    Saves for backward:
+        Where the experts are one operation, tokens and pre-activations (see `fusedmoe.ops.experts`).
+    Raises:
+        ConfigError: a module that is none of these, named; shapes that do not fit.
+    """
+    check_experts(self)
+    # Where nothing is split, a number that does not exist is a mistake, which `order` refuses.
+    number_TK = (
+        top_k_index.masked_fill(top_k_index >= self.num_experts, -1) if self._is_expert_parallel else top_k_index
+    )
+    layout = ops.order(number_TK, self.num_experts)
+    x_TH = hidden_states.to(row_dtype(self, hidden_states))
+    y_TH = compute(self, x_TH, layout, ops.take_pairs(top_k_weights, layout))
+    return y_TH.to(hidden_states.dtype)
+
+
+def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
+    """What rows are computed in, and sent."""
+    kind = hidden_states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
+
+
+def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
+    """[T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
+
+    def parameter(name: str) -> Tensor | None:
+        found = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None
+        return None if found is None else found.to(x_TH.dtype)
+
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    up, up_bias, down, down_bias = map(parameter, (name, f"{name}_bias", "down_proj", "down_proj_bias"))
+    assert up is not None and down is not None
+    activation = fused_activation(experts)
+    if activation is not None:
+        halves = (2,) if experts.has_gate else ()
+        w1 = up.reshape(len(up), *halves, -1, up.shape[2])
+        b1 = None if up_bias is None else up_bias.reshape(w1.shape[:-1])
+        return ops.experts(x_TH, layout, weight_N, ops.Weights(w1, down, b1, down_bias), activation)
+    transposed = not experts.is_transposed  # theirs is from the other side
+    rows_NI = ops.grouped_linear(ops.permute(x_TH, layout), layout, up, up_bias, transposed=transposed)
+    rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
+    rows_NH = ops.grouped_linear(rows_NI.to(x_TH.dtype), layout, down, down_bias, transposed=transposed)
+    if experts.has_post_expert_norm:
+        rows_NH = experts.post_expert_norm(rows_NH).to(x_TH.dtype)
+    if weight_N is not None:
+        rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
+    return ops.unpermute(rows_NH, layout)
+
+
+def fused_activation(experts: Any) -> str | None:
+    """The activation of a network that is one operation of ours; None for others."""
+    if experts.is_transposed or not experts.is_concatenated or experts.has_post_expert_norm:
+        return None
+    if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:
+        return None
+    plain = _activation(experts.act_fn)
+    return {"silu": "swiglu", "gelu": "geglu"}.get(plain) if experts.has_gate else plain or None
+
+
+def _activation(act: Any) -> str:
+    """Our name of an activation of theirs; "" for one that we do not have."""
+    kind = type(act)
+    if kind in (SiLUActivation, nn.SiLU):
+        return "silu"
+    if (kind is GELUActivation and act.act is nn.functional.gelu) or (kind is nn.GELU and act.approximate == "none"):
+        return "gelu"
+    return {nn.ReLU: "relu", GELUTanh: "gelu_tanh"}.get(kind, "")
+
+
+def check_experts(experts: Any) -> None:
+    """Refuses, by name, a module whose flags or parameters say nothing that this library computes.
+
+    Raises:
+        ConfigError: it, and what it lacks.
+    """
+    who = f"fusedmoe.hf: {type(experts).__module__}.{type(experts).__name__}"
+    lacks = [flag for flag in (*_FLAGS, "num_experts", "_is_expert_parallel") if not hasattr(experts, flag)]
+    if lacks:
+        raise ConfigError(
+            f"{who} has no {', '.join(lacks)}: transformers' use_experts_implementation gives them to modules of "
+            "experts. Choose another experts_implementation for this model"
+        )
+    names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
+    names += [f"{name}_bias" for name in names] if experts.has_bias else []
+    for name in names:
+        found = getattr(experts, name, None)
+        dims = 2 if name.endswith("bias") else 3
+        if not isinstance(found, Tensor) or found.dim() != dims or found.dtype not in _DTYPES:
+            got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(
+                f"{who}: {name} must be a tensor of {dims} dimensions in one of {', '.join(map(str, _DTYPES))}, got "
+                f"{got}; load the model without quantisation, or choose another experts_implementation"
+            )

@@ -1,0 +1,54 @@
+"""Expert parallelism of Hugging Face's models: rows travel by this library's exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.expert_parallel import EPImplementation
+
+from fusedmoe import ops
+from fusedmoe.autograd.parallel import join_rows, split_counts, split_rows
+from fusedmoe.comm.topology import Topology
+from fusedmoe.integrations.hf.expert_function import check_experts, compute, row_dtype
+
+
+class ExpertParallel(EPImplementation):
+    """Each rank's tokens to the ranks of their experts, and the results back: `ep_implementation="fusedmoe"`.
+
+    Ranks that share a batch (`tp_mesh`) send a part of its rows each, and gather the results. Under autocast rows
+    travel in the lower precision. Whatever `experts_implementation` says, this library computes the experts.
+
+    Args: as transformers gives them: the experts' module, the ranks that split the experts, and those that share a
+        batch. Making one is collective over both.
+    Raises:
+        ConfigError: experts that cannot be computed (`check_experts`).
+        RankError: a rank does not come, or fails; later, from a step, too.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        check_experts(experts)
+        self._experts: Any = experts
+        self._topology = Topology.from_group(ep_mesh.get_group())
+        self._sharing = Topology.from_group(tp_mesh.get_group()).world
+        self._all_to_all = ops.make_all_to_all("direct", self._topology)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, H], [T, K] numbers of all experts, and [T, K] weights: [T, H] in the dtype of `hidden_states`."""
+        experts, topology, sharing = self._experts, self._topology, self._sharing
+        counts = split_counts(len(hidden_states), sharing)
+        start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
+        x_TH = split_rows(hidden_states, sharing, counts).to(row_dtype(experts, hidden_states))
+        weight_TK = split_rows(top_k_weights, sharing, counts)
+        layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size).exact()
+        exchange = ops.Exchange(self._all_to_all, topology.esp, layout.counts_E, x_TH.dtype)
+        rows_NH, weight_N = ops.permute(x_TH, layout), ops.take_pairs(weight_TK, layout)
+
+        def on_rows(rows_RH: Tensor, received: ops.Layout, weight_R: Tensor | None) -> Tensor:
+            return compute(experts, rows_RH, received, weight_R)
+
+        y_NH = ops.through_experts(rows_NH, weight_N, exchange, on_rows)
+        y_TH = ops.unpermute(y_NH, layout)
+        return join_rows(y_TH, sharing, counts).to(hidden_states.dtype)

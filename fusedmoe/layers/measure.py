@@ -1,0 +1,93 @@
+"""What the parts of a layer take: its passes on random tokens, gate and order with them, on all ranks at once."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.dispatcher import Collectives, Routed
+from fusedmoe.engine.run import Assigned, Plans
+from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.layers.gates import Hash
+from fusedmoe.layers.gates.base import Gate
+from fusedmoe.layers.orders import Order
+from fusedmoe.runtime.execute import Streams
+from fusedmoe.runtime.observing import observe_steps
+from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.observed import Observed
+from fusedmoe.schedule.passes import three_queues
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
+from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.timeline import Timeline
+
+_BUDGET_S = 10.0
+# Chunks of the passes that are measured.
+_DEGREES = (1, 4)
+
+
+def observe_layer(
+    topology: Topology,
+    gate: Gate,
+    order: Order,
+    experts: Experts,
+    like: Tensor,
+    costs: StepCosts,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Observed:
+    """What the parts of a layer take for as many tokens as in `like`, of its dtype, on its device. Collective over all
+    ranks; the same on all of them.
+
+    Nothing of the layer changes: no gradient is kept, and the global generators are as before.
+
+    Args:
+        like: [S, M]; its values do not matter.
+        costs: of one such layer, before.
+        clock: what is measured with on a CPU.
+    """
+    plans = [step_plan(costs, of, of) for of in ([ChunkedPass(three_queues, degree)] for degree in _DEGREES)]
+    gate = copy.copy(gate)
+    if isinstance(gate, Hash):
+        gate.token_ids = None  # of other tokens
+    recorder = Recorder(topology.rank, device=like.device, clock=clock)
+    all_to_all, streams = make_all_to_all("direct", topology), Streams()
+    chance = torch.Generator(like.device).manual_seed(topology.rank)
+    parameters = [p for p in chain(gate.parameters(), experts.parameters()) if p.requires_grad]
+    x_SM, dy_SM = (torch.randn(like.shape, generator=chance, device=like.device).to(like.dtype) for _ in range(2))
+
+    sent: list[int] = []
+
+    def run(plan: Plan, number: int) -> Timeline:
+        def find(x_SM: Tensor, rows: int, chunks: ChunkExperts) -> Assigned:
+            sent.append(rows)
+            return Assigned(Plans(pass_of(plan, 0, "forward"), pass_of(plan, 0, "backward")))
+
+        through = Collectives(topology, all_to_all, find, recorder=recorder, streams=streams)
+        recorder.clear()
+        x = x_SM.detach().requires_grad_()
+        ordered = order.order(x, gate(x), gate.experts)
+        y = through.through_experts(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), experts)
+        y = order.restore(y, ordered)
+        with recorder.span("between the passes", kind="loss"):
+            pass
+        torch.autograd.grad(y, [x, *parameters], dy_SM, allow_unused=True)
+        with recorder.span("after the passes", kind="optimizer"):
+            pass
+        return recorder.timeline()
+
+    devices = [like.device] if like.device.type == "cuda" else []
+    with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+        found = observe_steps(topology, plans, costs, run, _BUDGET_S, clock)
+    of_layer = {sample: s for sample, s in found.seconds.items() if sample.kind not in ("loss", "optimizer")}
+    rows = max(all_gather_object(topology.world, max(sent), "measuring a layer"))
+    return Observed(of_layer, experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size).rows)

@@ -1,0 +1,178 @@
+"""Plans that may be the fastest: the best of each family by prediction, those beside one, and none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from fusedmoe.schedule.passes import Partition, alternating, one_queue, three_queues
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import PlanSearch
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step import (
+    ChunkedPass,
+    Degrees,
+    StepSplit,
+    buckets_after,
+    idle_slot_plan,
+    micro_schedule,
+    pass_of,
+    step_plan,
+)
+from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS
+from fusedmoe.schedule.timeline import PHASES, RESOURCES
+
+#: The family of a step without a plan: nothing in chunks, and gradients after the backward pass.
+OFF = "off"
+
+# Families whose gradients all wait for the end of the backward pass.
+_EXPOSED = ("sequential", "tutel", "pipemoe")
+
+# Of the plans beside one, so many are worth measuring.
+_BESIDE = 4
+
+
+class PlanCandidate(NamedTuple):
+    """A plan that may be the fastest.
+
+    Attributes:
+        family: the policy that it comes from, or `OFF`, whose plan has no tasks.
+        plan: of a step.
+        whole: micro-batches go through whole layers; else nothing but the layers' pipelines is in chunks.
+        predicted_s: seconds of a step, by the costs.
+    """
+
+    family: str
+    plan: Plan
+    whole: bool
+    predicted_s: float
+
+    @property
+    def name(self) -> str:
+        """The family with its chunks forward and backward, and what else tells it from those beside it."""
+        if self.family == OFF:
+            return OFF
+        both = (_span(n for (of, _), n in self.plan.degrees.items() if of == phase) for phase in PHASES)
+        found = f"{self.family}, {'+'.join(both)} chunks"
+        if any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute):
+            found += ", W tasks"
+        size = _largest_bucket(self.plan)
+        return (
+            f"{found}, buckets of {size / 2**10:.0f} KiB" if size and (self.whole or self.family == "lina") else found
+        )
+
+
+def _span(degrees: Iterable[int]) -> str:
+    found = sorted(set(degrees))
+    return f"{found[0]}–{found[-1]}" if len(found) > 1 else str(*found)
+
+
+def _largest_bucket(plan: Plan) -> int:
+    return max((task.size or 0 for task in plan.inter if task.kind == "gradient-all-reduce"), default=0)
+
+
+def distinct(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
+    """Each plan once, shortest prediction first."""
+    first: dict[tuple[str, bool], PlanCandidate] = {}
+    for one in candidates:
+        first.setdefault((one.plan.fingerprint, one.whole), one)
+    return sorted(first.values(), key=lambda one: one.predicted_s)
+
+
+def family_candidates(
+    costs: StepCosts, limit: int, samples: int | None, progress: Callable[[int, int], None]
+) -> list[PlanCandidate]:
+    """The best plan of each family, and none; shortest prediction first.
+
+    Args:
+        costs, limit, samples, progress: as for `PlanSearch`.
+    """
+    found = PlanSearch(costs, limit, samples, progress).families
+    whole = [name for name in ("flowmoe", "lancet", "joint") if name in found]
+    candidates = [PlanCandidate(name, plan, name in whole, makespan(plan, costs)) for name, plan in found.items()]
+    candidates.append(PlanCandidate(OFF, Plan(), False, makespan(found["sequential"], costs)))
+    return distinct(candidates)
+
+
+def candidates_beside(one: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
+    """Plans of the same family with some more or fewer chunks, or other buckets; the best of them by prediction."""
+    if one.family in (OFF, "sequential", "lancet"):
+        return []
+    plans = _splits_beside(one.plan, costs, limit, samples) if one.whole else _layers_beside(one, costs, limit)
+    found = distinct(PlanCandidate(one.family, plan, one.whole, makespan(plan, costs)) for plan in plans)
+    return [other for other in found if other.plan != one.plan][:_BESIDE]
+
+
+def with_bucket_bytes(one: PlanCandidate, costs: StepCosts, size: int) -> PlanCandidate:
+    """A plan of `micro_schedule` with gradient buckets of that many bytes."""
+    plan = micro_schedule(costs, StepSplit.from_plan(one.plan)._replace(bucket_bytes=size)).plan()
+    return PlanCandidate(one.family, plan, one.whole, makespan(plan, costs))
+
+
+def _splits_beside(plan: Plan, costs: StepCosts, limit: int, samples: int | None) -> Iterator[Plan]:
+    split, largest = StepSplit.from_plan(plan), max(costs.gradient_bytes)
+    changed = [split._replace(weights=not split.weights)]
+    degrees = split.degrees(len(costs.layers))
+    for degree, phase in product(_degrees_beside(limit, samples), PHASES):
+        other = tuple(Degrees(*map(degree, of)) for of in degrees[phase])
+        changed.append(split.with_degrees({**degrees, phase: other}))
+    if split.bucket_bytes:
+        sizes = (split.bucket_bytes // 2, split.bucket_bytes * 2)
+        changed += [split._replace(bucket_bytes=max(1, min(largest, size))) for size in sizes]
+    for one in dict.fromkeys(changed):
+        yield micro_schedule(costs, one).plan()
+
+
+def _degrees_beside(limit: int, samples: int | None = None) -> Iterator[Callable[[int], int]]:
+    """What changes a degree: into itself, where there is no such other one."""
+
+    def change(of: Callable[[int], int]) -> Callable[[int], int]:
+        def degree(now: int) -> int:
+            new = of(now)
+            return new if 1 <= new <= limit and (samples is None or samples % new == 0) else now
+
+        return degree
+
+    for of in (lambda r: r - 1, lambda r: r + 1, lambda r: r // 2, lambda r: 2 * r):
+        yield change(of)
+
+
+def _layers_beside(one: PlanCandidate, costs: StepCosts, limit: int) -> Iterator[Plan]:
+    """The same orders and gradients with other degrees in all layers: in both passes, where they are the same in both,
+    else in each; and of Lina's other buckets."""
+    plan, layers = one.plan, range(len(costs.layers))
+    forward, backward = ([_chunked(plan, costs, layer, phase) for layer in layers] for phase in PHASES)
+    same = [of.degree for of in forward] == [of.degree for of in backward]
+    largest = _largest_bucket(plan)
+
+    def rebuilt(there: Sequence[ChunkedPass], back: Sequence[ChunkedPass], bucket_bytes: int) -> Plan:
+        if one.family == "lina" and bucket_bytes:
+            return idle_slot_plan(costs, there, back, bucket_bytes)
+        if one.family in _EXPOSED:
+            return step_plan(costs, there, back, exposed=True)
+        middle = [sum(t.size or 0 for t in pass_of(plan, n, "backward").inter if t.size) for n in layers]
+        beside = [sum(t.size or 0 for t in buckets_after(plan, n)) for n in layers]
+        return step_plan(costs, there, back, Partition(tuple(map(float, middle)), tuple(map(float, beside))))
+
+    for degree in _degrees_beside(limit):
+        there, back = ([of._replace(degree=degree(of.degree)) for of in passes] for passes in (forward, backward))
+        yield from (
+            [rebuilt(there, back, largest)]
+            if same
+            else [rebuilt(there, backward, largest), rebuilt(forward, back, largest)]
+        )
+    if one.family == "lina" and largest > 1:
+        yield rebuilt(forward, backward, largest // 2)
+
+
+def _chunked(plan: Plan, costs: StepCosts, layer: int, phase: str) -> ChunkedPass:
+    """How the plan has one layer's chunks."""
+    degree, kinds = plan.degrees[phase, layer], costs.layers[layer].chunks[phase]
+    own = pass_of(plan, layer, phase)
+    for order in (three_queues, alternating, one_queue):
+        tasks = order(kinds, degree, phase, layer)
+        if all(tuple(t for t in own.on(on) if t.kind in PIPELINE) == tuple(tasks.get(on, ())) for on in RESOURCES):
+            break
+    return ChunkedPass(order, degree)

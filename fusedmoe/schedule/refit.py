@@ -1,0 +1,267 @@
+"""What the parts of steps took where they ran, and what steps cost by it.
+
+    seen = observe(plan, costs, steps)      # timelines of steps that ran by this plan
+    costs = refit(costs, seen)              # the same where nothing was seen
+
+A sample is a kind of task in one pass, in so many chunks. Of one number of chunks, what is predicted of that kind is
+multiplied; of several, a line goes through them. So lines of a machine, which know no model, become those of the layers
+that ran, with all that surrounds them: what a pass takes beside its tasks is "gate", each layer's part of it, and what
+stands between the passes and after them is the loss and the optimizer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fusedmoe.schedule.cost import Line, line_through
+from fusedmoe.schedule.observed import Observed, Sample
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
+from fusedmoe.schedule.task import LINKS, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.timeline import PHASES, Span, Timeline, idle_s
+
+_GRADIENT = "gradient-all-reduce"
+# No clock is finer.
+_TICK_S = 1e-9
+# What a step does by its plan, or autograd in its place: all else surrounds it.
+_PARTS = frozenset(("attention", *PIPELINE, *WEIGHT_GRADIENTS.values()))
+
+
+def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
+    """What was seen of steps that ran by a plan: the mean of a part's tasks in a step, and the median over the steps.
+
+    Of what computes the slowest rank counts, task by task; of what travels the fastest one, since the others wait there
+    for the slowest.
+
+    Args:
+        costs: of the step, before: it says what each all-reduce carries.
+        steps: of each step the timelines of all ranks, from where it began (so not aligned). Of steps with a loss it is
+            also seen what surrounds the plan's tasks.
+    """
+    taken: dict[Sample, list[float]] = {}
+    for timelines in steps:
+        for sample, seconds in _samples(plan, costs, timelines).items():
+            taken.setdefault(sample, []).append(statistics.mean(seconds))
+    return Observed({sample: statistics.median(seconds) for sample, seconds in taken.items()})
+
+
+class Row(NamedTuple):
+    """Seconds of all tasks of a part of a step; None: it is not predicted, or was not measured."""
+
+    part: str
+    predicted_s: float | None
+    measured_s: float | None
+
+    @property
+    def error(self) -> float | None:
+        """By how much the prediction is off, as a share of what was measured."""
+        return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1.0
+
+
+def compare(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> list[Row]:
+    """A step beside its prediction: each part, and the whole step last.
+
+    Args:
+        timelines: of all ranks, from where the step began; what ranks make of a part is as in `observe`.
+    """
+    predicted: dict[str, float] = {}
+    for task, seconds in costs.seconds(plan).items():
+        part = _part_name(task.kind, task.phase)
+        predicted[part] = predicted.get(part, 0.0) + seconds
+    measured: dict[str, float] = {}
+    for sample, tasks_s in _samples(plan, costs, timelines).items():
+        part = _part_name(sample.kind, sample.phase)
+        measured[part] = measured.get(part, 0.0) + sum(tasks_s)
+    rows = [Row(part, predicted.get(part), measured.get(part)) for part in dict.fromkeys([*predicted, *measured])]
+    step_s = max(timeline.end_s for timeline in timelines)
+    return [*rows, Row("step", makespan(plan, costs), step_s)]
+
+
+def _part_name(kind: str, phase: str | None) -> str:
+    return kind if phase is None else f"{kind} {phase}"
+
+
+def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
+    """Of one step: seconds of each task, over the ranks, by what it is a sample of."""
+    found: dict[Sample, list[float]] = {}
+    ranks = [_tasks(plan, costs, timeline) for timeline in timelines]
+    for task, sample in ranks[0].samples.items():
+        times = [rank.seconds[task] for rank in ranks if task in rank.seconds]
+        waits = task.kind in LINKS or task.kind == "optimizer"
+        found.setdefault(sample, []).append(min(times) if waits else max(times))
+    return found
+
+
+class _Tasks(NamedTuple):
+    """Of one rank and step, by task: what it is a sample of, and its seconds."""
+
+    samples: dict[Task, Sample]
+    seconds: dict[Task, float]
+
+
+def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> _Tasks:
+    counts = Counter((task.kind, task.layer, task.phase) for task in plan)
+    carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
+    own = {task[:4] for task in plan if task.kind in _PARTS} | carried.keys()
+    # Autograd runs attention that is in one piece, also that of layers without experts.
+    in_one = any(task.kind == "attention" and task.chunk is None for task in plan)
+    degrees, layers = plan.degrees, max(1, len(costs.layers))
+
+    def runs(span: Span) -> bool:
+        if span.kind == "attention" and span.chunk is None:
+            return in_one
+        return (span.kind, span.chunk, span.layer, span.phase) in own
+
+    found, shared = _Tasks({}, {}), _surrounding(timeline, runs)
+    for span in filter(runs, timeline.spans):
+        (kind, chunk, layer, phase), seconds = (span.kind, span.chunk, span.layer, span.phase), span.duration_s
+        task = Task(kind, chunk, layer, phase)
+        if kind == "attention" and chunk is None:
+            shared[Sample(kind, phase)] = shared.get(Sample(kind, phase), 0.0) + seconds
+            continue
+        if kind == _GRADIENT:
+            sample = Sample(kind, phase, carried[kind, chunk, layer, phase])
+        else:
+            assert layer is not None
+            there, back = (degrees.get((one, layer)) for one in PHASES)
+            if (kind, phase) == ("expert", "backward") and there and back and there != back:
+                seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
+            apart = (weight_gradient(kind), layer, phase) in counts
+            sample = Sample(kind, phase, counts[kind, layer, phase], apart)
+        found.samples[task], found.seconds[task] = sample, seconds
+    after = Sample("optimizer", None)
+    if after in shared:
+        # Gradients whose tasks nothing runs by itself are reduced at the end, with all others.
+        late_s = sum(
+            costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in found.seconds
+        )
+        shared[after] = max(0.0, shared[after] - late_s)
+    for sample, seconds in shared.items():
+        of = [None] if sample.phase is None else range(layers)
+        for task in (Task(sample.kind, None, layer, sample.phase) for layer in of):
+            found.samples[task], found.seconds[task] = sample, seconds / len(of)
+    return found
+
+
+def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sample, float]:
+    """What a step took beside its tasks: in each pass, between them, and after them."""
+    losses = [span for span in timeline.spans if span.kind == "loss"]
+    if not losses:
+        return {}
+    begins_s, ends_s = min(span.start_s for span in losses), max(span.end_s for span in losses)
+    reduced = [span for span in timeline.spans if span.kind == _GRADIENT]
+    after = [span.start_s for span in timeline.spans if span.kind == "optimizer"]
+    passed_s = min((span.start_s for span in reduced if not runs(span)), default=min(after, default=timeline.end_s))
+    reduced_s = max((span.end_s for span in reduced if runs(span)), default=0.0)
+    work = [span for span in timeline.spans if span.kind != _GRADIENT and runs(span)]
+    return {
+        Sample("gate", "forward"): idle_s(work, 0.0, begins_s),
+        Sample("loss", None): ends_s - begins_s,
+        Sample("gate", "backward"): idle_s(work, ends_s, passed_s),
+        Sample("optimizer", None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
+    }
+
+
+def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
+    """The costs of a step by what was seen of such ones.
+
+    No task takes less than the executor itself (`StepCosts.task_s`). Where micro-batches go through all of the layers,
+    what surrounds them is before and after: with the loss, and with the optimizer. What surrounded a layer by itself
+    goes with attention there.
+
+    Args:
+        share: the rows that were seen as a share of those that are costed, where these are others.
+    """
+    layers: dict[int, LayerCosts] = {}  # often one object many times
+    for layer in costs.layers:
+        if id(layer) not in layers:
+            layers[id(layer)] = _refit_layer(layer, seen, share, costs.task_s)
+    samples = (Sample("gate", "forward"), Sample("loss", None), Sample("gate", "backward"), Sample("optimizer", None))
+    before, between, back, after = map(seen.seconds.get, samples)
+    loss_s = costs.loss_s if between is None else between / share
+    optimizer_s = costs.optimizer_s if after is None else after
+    if costs.can_split and between is not None and before is not None and back is not None:
+        loss_s = (loss_s or 0.0) + len(costs.layers) * before / share
+        optimizer_s = (optimizer_s or 0.0) + len(costs.layers) * back / share
+    return replace(
+        costs,
+        layers=tuple(layers[id(layer)] for layer in costs.layers),
+        all_reduce=_refit_line(costs.all_reduce, seen.get(_GRADIENT, "backward")),
+        loss_s=loss_s,
+        optimizer_s=optimizer_s,
+    )
+
+
+def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float) -> LayerCosts:
+    def fitted(part: StageTime, kind: str, phase: str, apart: bool = False) -> StageTime:
+        found = _refit_stage(part, seen.get(kind, phase, apart), share)
+        return found if found is part else replace(found, alpha_s=max(found.alpha_s, task_s))
+
+    chunks = {
+        phase: {kind: fitted(part, kind, phase) for kind, part in of.items()} for phase, of in layer.chunks.items()
+    }
+    dense_s = {phase: dict(of) for phase, of in layer.dense_s.items()}
+    for phase, of in dense_s.items():
+        of |= {kind: fitted(StageTime(0.0, whole_s), kind, phase).seconds(1) for kind, whole_s in of.items()}
+    micro = layer.micro
+    if micro is None:
+        for phase, of in dense_s.items():
+            if (around_s := seen.seconds.get(Sample("gate", phase))) is not None:
+                of["gate"] = around_s / share
+        return replace(layer, chunks=chunks, dense_s=dense_s)
+    dense = {phase: {kind: fitted(part, kind, phase) for kind, part in of.items()} for phase, of in micro.dense.items()}
+    for phase, of_phase in dense.items():
+        around_s = seen.seconds.get(Sample("gate", phase))
+        if around_s is not None and "attention" in of_phase and Sample("loss", None) not in seen.seconds:
+            of_phase["attention"] += StageTime(0.0, around_s / share)
+    weights, apart_s = dict(micro.weights), micro.apart_s
+    for kind, part in micro.weights.items():
+        where, before = (chunks, layer.chunks) if kind in PIPELINE else (dense, micro.dense)
+        whole, predicted = where["backward"][kind], before["backward"][kind]
+        later = seen.get(WEIGHT_GRADIENTS[kind], "backward"), seen.get(kind, "backward", True)
+        if all(later):
+            own = fitted(part, WEIGHT_GRADIENTS[kind], "backward")
+            rest = fitted(predicted + part * -1.0, kind, "backward", True)
+            both_s = own.seconds(1) + rest.seconds(1)
+            if not seen.get(kind, "backward"):
+                whole = where["backward"][kind] = own + rest
+            elif kind == "expert":
+                apart_s = max(0.0, both_s - whole.seconds(1))
+                both_s = min(both_s, whole.seconds(1))
+            # As a share of all that is backward: what is left for the input is never less than nothing.
+            weights[kind] = whole * min(1.0, own.seconds(1) / both_s)
+        elif predicted.seconds(1) > 0:
+            weights[kind] = part * (whole.seconds(1) / predicted.seconds(1))
+    dense_s = {phase: {kind: part.seconds(1) for kind, part in of.items()} for phase, of in dense.items()}
+    micro = MicroBatches(dense, weights, micro.waits, apart_s)
+    return replace(layer, chunks=chunks, dense_s=dense_s, micro=micro)
+
+
+def _refit_stage(part: StageTime, points: Mapping[int, float], share: float) -> StageTime:
+    """`points`: seconds of a chunk by the number of chunks."""
+    if not points:
+        return part
+    if len(points) > 1:
+        line = line_through([(share / count, max(seconds, _TICK_S)) for count, seconds in points.items()])
+        return StageTime(line.alpha_s, line.beta_s)
+    ((count, seconds),) = points.items()
+    expected_s = part.alpha_s + part.whole_s * share / count
+    return part * (seconds / expected_s) if expected_s > 0 else StageTime(0.0, seconds * count / share)
+
+
+def _refit_line(line: Line, points: Mapping[int, float]) -> Line:
+    """`points`: seconds by bytes."""
+    if not points:
+        return line
+    if len(points) > 1:
+        return line_through(list(points.items()))
+    ((size, seconds),) = points.items()
+    expected_s = line.seconds(size)
+    if expected_s <= 0:
+        return Line(0.0, seconds / size)
+    return Line(line.alpha_s * seconds / expected_s, line.beta_s * seconds / expected_s)

@@ -1,0 +1,86 @@
+"""Threads that make calls for an owner, and that nobody waits for without a bound, whatever becomes of them.
+
+Where memory is out a thread may end before it does anything, or before it tells of what it did. `Thread.start` waits
+for ever for such a thread, and so does whoever waits for its work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+from weakref import finalize
+
+T = TypeVar("T")
+_Calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+# A thread begins in less than a millisecond, where the machine is busy in some more; a look costs nothing.
+_BEGIN_S, LOOK_S = 5.0, 0.25
+_CURE = "Raise the limit of its memory (ulimit -v, the container's), or make its batch smaller"
+
+
+class Helper:
+    """A thread that makes calls, one after another.
+
+    It ends with the last reference to this, or with a call of `end`, once those calls are made that have begun.
+
+    Raises:
+        MemoryError: the process has no memory for another thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: _Calls = SimpleQueue()
+        # A daemon that nobody joins: a call may block when the process ends, or when the last reference goes.
+        self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+        self._thread._started = _Begun()  # type: ignore[attr-defined]
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise MemoryError(f"no memory for the thread {name!r}: {error}. {_CURE}") from error
+        self.end = finalize(self, self._calls.put, None)
+        self.end.atexit = False
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """What the call returns or raises, in the future."""
+        done: Future[T] = Future()
+        self._calls.put((call, done))
+        return done
+
+    def check(self, done: Future[Any]) -> bool:
+        """Whether a call is done. Raises what it raised, and `MemoryError` where the thread has ended before that."""
+        alive = self._thread.is_alive()  # before the other question: it may end in between
+        if done.done():
+            done.result()
+        elif not alive:
+            raise MemoryError(f"the thread {self._thread.name!r} has ended: the memory was out. {_CURE}")
+        return done.done()
+
+    def result(self, done: Future[T]) -> T:
+        """Waits for a call; returns what it returns and raises what it raises, or as `check`."""
+        while not self.check(done):
+            with suppress(NoAnswer):
+                done.exception(LOOK_S)
+        return done.result()
+
+
+class _Begun(threading.Event):
+    """By which `Thread.start` knows that a thread has begun."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(_BEGIN_S if timeout is None else timeout):
+            raise MemoryError(f"no memory for a thread: it did not begin within {_BEGIN_S:g} s. {_CURE}")
+        return True
+
+
+def _work(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        work, done = call
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+        del call, work, done  # they hold on to whoever asked

@@ -1,0 +1,252 @@
+"""The fastest plan of a training step, found by measuring while a model trains: no plan changes a result.
+
+    tuning = PlanTuning(model, topology, "auto", None, workload)
+    for batch in batches:
+        began = time.perf_counter()
+        loss = model(batch)
+        tuning.buckets.open()
+        loss.backward()
+        sync_gradients(model, topology, buckets=tuning.buckets)
+        …
+        tuning.note(time.perf_counter() - began)
+
+FlowMoE's tuning of S_p (§4.3) is a case of it, in which the candidates are sizes of buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.pipeline import PipelinedBlocks
+from fusedmoe.runtime.cache import choice_text, write
+from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, with_bucket_bytes
+from fusedmoe.schedule.contest import WINDOW, Contest, Entry
+from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.training.bucket_search import BucketSearch
+from fusedmoe.training.copies import MpLoss
+from fusedmoe.training.gradient_buckets import GradientBuckets
+from fusedmoe.training.step_plan import AUTO, PlannedStep
+
+#: The policies that measure: all families, and FlowMoE's with S_p.
+TUNED = (AUTO, "flowmoe")
+
+# So often plans beside the best one are tried, and steps with each size of buckets in a round: as many again are done
+# with the best size so far, ten in all, as in the paper.
+_CLIMBS, _SIZE_STEPS = 3, 5
+# A line says how much steps differ, where it is more than this.
+_UNSURE = 0.1
+
+
+class TriedPlan(NamedTuple):
+    """A line of the table of what was measured; `measured_s`: the median, None where a plan was not tried."""
+
+    name: str
+    predicted_s: float
+    measured_s: float | None
+    steps: int
+    rounds: int
+
+
+class PlanTuning:
+    """Has a model follow one plan after the other while it trains, and keeps to the fastest.
+
+    All ranks follow the same plan at all times, and the slowest rank's seconds count. The steps tried cost 2% of 500
+    steps, or of all where they are more, at most. What was found is kept on disk, and the next job begins with it.
+    Steps that get longer or shorter by more than `drift` begin it anew. Nothing of this belongs into a checkpoint.
+
+    Args:
+        model, topology, costs, workload, limit, mp_loss, blocks, samples: as for `plan_step`.
+        policy: "auto", or "flowmoe", whose plan then has the best size of gradient buckets.
+        drift: None: never.
+        resumed: the file of a choice (`choice_text`) that this job made before it was stopped: where it is there, its
+            plan is followed without any other, unless steps drift.
+        tell: is told on rank 0 what was chosen, in a line.
+    Attributes:
+        now: what steps follow.   buckets: of gradients, for `sync_gradients`.   costs: of a step, for predictions.
+    Raises:
+        ConfigError: another policy; for "flowmoe" no scikit-learn (`fusedmoe[plan]`); what `plan_step` refuses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        topology: Topology,
+        policy: str,
+        costs: CostModel | StepCosts | None,
+        workload: Workload,
+        *,
+        limit: int = MAX_DEGREE,
+        mp_loss: MpLoss = "summands",
+        blocks: PipelinedBlocks | None = None,
+        samples: int | None = None,
+        drift: float | None = 0.1,
+        resumed: Path | None = None,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        if policy not in TUNED:
+            raise ConfigError(f"PlanTuning measures for {' and '.join(TUNED)}; plan_step has a model follow {policy!r}")
+        step = PlannedStep(
+            model, topology, costs, workload, limit=limit, mp_loss=mp_loss, blocks=blocks, samples=samples
+        )
+        self._step, self._policy, self._tell = step, policy, tell
+        self.buckets: GradientBuckets = step.buckets
+        self.costs: StepCosts = step.costs
+        self._path = step.choice_path(policy)
+        kept = None if resumed is None else step.kept(policy, resumed)
+        kept = step.kept(policy, self._path) if kept is None else (kept[0], kept[1][:1])
+        self._search: BucketSearch | None = None
+        self._climbs, self._climbed = 0, set[str]()
+        if policy == AUTO:
+            self.contest = Contest(self._families, self._beside, kept=kept, drift=drift)
+        else:
+            if largest := max(self.costs.gradient_bytes):
+                self._search = BucketSearch(largest)
+            self.contest = Contest(self._first_size, self._next_size, kept=kept, steps=_SIZE_STEPS, drift=drift)
+        self._own: list[float] = []
+        self._said = self._skips = False
+        self.now: PlanCandidate
+        self._follow()
+
+    @property
+    def plan(self) -> Plan:
+        """What steps follow now; without tasks: nothing in chunks."""
+        return self.now.plan
+
+    @property
+    def settled(self) -> bool:
+        """Whether a plan is chosen."""
+        return self.contest.settled
+
+    def note(self, seconds: float) -> None:
+        """What a step took on this rank, all of it. Collective over all ranks, but not in every step."""
+        if self._skips:
+            self._skips = False
+            return
+        self._own.append(seconds)
+        if self.contest.settled and len(self._own) < WINDOW:
+            return
+        topology = self._step.topology
+        with topology.guard("PlanTuning.note"):
+            took = torch.tensor(self._own, dtype=torch.float64, device=device_of(topology.world))
+            self._own = []
+            every = all_reduce(topology.world, took, "max", "the longest step of all ranks").tolist()
+            if not all(0 < one < math.inf for one in every):
+                raise ConfigError(f"PlanTuning.note: a step took {every} s; give its seconds, more than 0")
+            for one in every:
+                self.contest.note(one)
+            self._follow()
+        if self.contest.settled and not self._said:
+            self._keep()
+        self._said = self.contest.settled
+
+    def skip(self) -> None:
+        """The next step that is noted does not count: call it on every rank after what is no step, a checkpoint, say.
+
+        What some rank still does then, others wait for in their next step.
+        """
+        self._skips = True
+
+    def table(self) -> list[TriedPlan]:
+        """What was tried and measured, the fastest first."""
+        rows = [
+            TriedPlan(
+                one.candidate.name,
+                one.candidate.predicted_s,
+                one.median_s if one.seconds else None,
+                len(one.seconds),
+                one.rounds,
+            )
+            for one in self.contest.entries
+        ]
+        return sorted(rows, key=lambda row: row.measured_s or math.inf)
+
+    def line(self) -> str:
+        """What is the best so far, and by how much."""
+        best = self.contest.best
+        others: dict[str, Entry] = {}
+        for one in sorted(self.contest.entries, key=lambda one: one.median_s):
+            if one.seconds and one is not best:
+                others.setdefault(one.candidate.name if self._search else one.candidate.family, one)
+        named = [(name, one) for name, one in others.items() if name != best.candidate.family]
+        shown = [*named[:2], *(pair for pair in named[2:] if pair[0] == OFF)]
+        than = [f"{name} {one.median_s:.3g} s ({one.median_s / best.median_s - 1:+.0%})" for name, one in shown]
+        contest = self.contest
+        # Then predictions may count for more than what was measured.
+        unsure = f" (steps differ by {contest.noise:.0%} by chance)" if contest.noise > _UNSURE else ""
+        return "; ".join(
+            [
+                f"schedule: {best.candidate.name}: {best.median_s:.3g} s a step",
+                *([", ".join(than)] if than else []),
+                f"{contest.tried} steps tried, {contest.spent_s:.2g} s spent{unsure}",
+            ]
+        )
+
+    def choice(self) -> str:
+        """The text of a file that a job which goes on with this one is given as `resumed`."""
+        best = self.contest.best
+        ranked = sorted((one for one in self.contest.entries if one.seconds), key=lambda one: one.median_s)
+        second = next((one.candidate for one in ranked if one is not best), None)
+        plans = [best.candidate, *([] if second is None else [second])]
+        return choice_text(self.line(), best.median_s, plans, [row._asdict() for row in self.table()])
+
+    def _keep(self) -> None:
+        if self._step.topology.rank == 0:
+            write(self._path, self.choice(), "what was measured")
+            self._tell(self.line())
+
+    def _follow(self) -> None:
+        candidate = self.contest.now.candidate
+        if candidate is not getattr(self, "now", None):
+            self._step.follow(candidate)
+            self.now = candidate
+
+    def _families(self) -> list[PlanCandidate]:
+        self._climbs, self._climbed = 0, set()
+        return self._step.candidates()
+
+    def _beside(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
+        """Plans beside the best one that were not tried."""
+        best = self.contest.best.candidate
+        self._climbs += 1
+        if self._climbs > _CLIMBS or best.name in self._climbed:
+            return []
+        self._climbed.add(best.name)
+        tried = {(one.candidate.plan.fingerprint, one.candidate.whole) for one in entries}
+        found = candidates_beside(best, self.costs, self._step.limit, self._step.samples)
+        return [one for one in found if (one.plan.fingerprint, one.whole) not in tried and self._step.runs(one)]
+
+    def _first_size(self) -> list[PlanCandidate]:
+        found = self._step.candidate(self._policy)
+        if self._search is None:
+            return [found]
+        self._search.tried = []
+        return [with_bucket_bytes(found, self.costs, self._search.next() or 1)]
+
+    def _next_size(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
+        if self._search is None:
+            return []
+        best = self.contest.best
+        measured = best.median_s / best.candidate.predicted_s  # of what was too far off to be tried, by prediction
+        self._search.tried = [
+            (_bucket_bytes(one.candidate), one.median_s if one.seconds else measured * one.candidate.predicted_s)
+            for one in entries
+        ]
+        size = self._search.next()
+        found = [] if size is None else [with_bucket_bytes(entries[0].candidate, self.costs, size)]
+        return [one for one in found if self._step.runs(one) and one.plan not in [e.candidate.plan for e in entries]]
+
+
+def _bucket_bytes(candidate: PlanCandidate) -> int:
+    return max(task.size or 0 for task in candidate.plan.inter if task.kind == "gradient-all-reduce")

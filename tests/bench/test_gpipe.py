@@ -1,0 +1,146 @@
+"""GPipe's stages do what the model does that is in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench.cluster.gpipe import Stage, make_step, run, schedule_of
+from bench.cluster.rank import _job_json
+from bench.cluster.setting import COMPUTED
+from fusedmoe.cli.data import random_corpus
+from fusedmoe.cli.settings import Settings
+from fusedmoe.comm.collectives import all_reduce
+from fusedmoe.comm.topology import Topology
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import Transformer
+from fusedmoe.schedule.cost import LINES, CostModel, Line
+from tests.cluster import Cluster
+
+CONFIG = ModelConfig(
+    layers=3, model_dim=16, heads=2, seq_len=6, batch=4, hidden=24, experts=4, k=2, capacity_factor=None
+)
+
+
+def whole(config: ModelConfig, topology: Topology | None = None) -> Transformer:
+    torch.manual_seed(5)
+    return Transformer(config, topology, dtype=torch.float64)
+
+
+def batch(config: ModelConfig, replicas: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    shape = (2, replicas * config.batch, config.seq_len)
+    tokens_BL, targets_BL = torch.randint(0, 256, shape, generator=generator)
+    return tokens_BL, targets_BL
+
+
+def close(found: nn.Module, right: nn.Module) -> int:
+    """Both have the stage's names; how many parameters were compared."""
+    pairs = list(zip(found.named_parameters(), right.named_parameters(), strict=True))
+    for (name, own), (_, its) in pairs:
+        assert own.grad is not None and its.grad is not None, name
+        torch.testing.assert_close(own.grad, its.grad, rtol=1e-10, atol=1e-10)
+    return len(pairs)
+
+
+def stages(rank: int, world: int, config: ModelConfig, micro_batches: int, aux_weight: float) -> tuple[float, int]:
+    tokens_BL, targets_BL = batch(config)
+    right, expected = whole(config), 0.0
+    # The auxiliary loss is that of each micro-batch; without it the model sees the batch in one piece.
+    parts = micro_batches if aux_weight else 1
+    for tokens_bL, targets_bL in zip(tokens_BL.chunk(parts), targets_BL.chunk(parts), strict=True):
+        loss = right(tokens_bL, targets_bL)
+        total = (loss.nats + aux_weight * loss.aux) / parts
+        total.backward()
+        expected += float(total.detach())
+    stage, last = Stage(whole(config), rank, world), rank + 1 == world
+    schedule = schedule_of(stage, rank, world, config.batch, micro_batches, aux_weight, None)
+    for _ in range(2):  # a schedule is for any number of steps
+        stage.zero_grad()
+        found = run(schedule, tokens_BL, targets_BL, first=rank == 0, last=last)
+        assert (found is not None) == last
+        assert found is None or found == pytest.approx(expected, abs=1e-10)
+    return float(rank), close(stage, Stage(right, rank, world))
+
+
+@pytest.mark.parametrize(("micro_batches", "aux_weight", "positions"), [(2, 0.0, "learned"), (4, 0.1, "rope")])
+def test_two_stages_do_what_the_whole_model_does(
+    cluster: Cluster, micro_batches: int, aux_weight: float, positions: str
+) -> None:
+    config = replace(CONFIG, positions=positions)
+    (_, first), (_, second) = cluster.run(2, stages, config, micro_batches, aux_weight)
+    assert first + second == len(list(whole(config).parameters()))
+
+
+def stages_of_two(rank: int, world: int, config: ModelConfig) -> int:
+    """Experts of a stage are spread over its two ranks, each of which has a batch of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    number, replica = mesh["pp"].get_local_rank(), mesh["ep"].get_local_rank()
+    tokens_BL, targets_BL = batch(config, 2)
+    right = whole(config)
+    loss = right(tokens_BL, targets_BL).nats
+    loss.backward()
+    with Topology.from_mesh(mesh, ep="ep") as topology:
+        stage = Stage(whole(config, topology), number, 2)
+        schedule = schedule_of(stage, number, 2, config.batch, 2, 0.0, mesh["pp"].get_group())
+        own = slice(replica * config.batch, (replica + 1) * config.batch)
+        found = run(schedule, tokens_BL[own], targets_BL[own], first=number == 0, last=number == 1)
+        if found is not None:
+            total = all_reduce(topology.ep, torch.tensor(found, dtype=torch.float64)) / 2
+            torch.testing.assert_close(total, loss.detach(), rtol=1e-10, atol=1e-10)
+        compared = 0
+        for (name, own_p), (_, its) in zip(
+            stage.named_parameters(), Stage(right, number, 2).named_parameters(), strict=True
+        ):
+            assert own_p.grad is not None and its.grad is not None, name
+            expected = its.grad
+            if own_p.shape != its.shape:  # two of four experts, with the rows of both ranks
+                expected, gradient = its.grad.chunk(2)[replica], own_p.grad / 2
+            else:
+                gradient = all_reduce(topology.ep, own_p.grad) / 2
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
+            compared += own_p.shape != its.shape
+        dist.barrier()
+    return compared
+
+
+@pytest.mark.slow
+def test_experts_are_parallel_inside_a_stage(cluster: Cluster) -> None:
+    assert cluster.run(4, stages_of_two, CONFIG) == [2, 2, 4, 4]  # one block, and two
+
+
+def trained(rank: int, world: int, micro_batches: int) -> list[float | None]:
+    settings = Settings(model=replace(CONFIG, layers=2), steps=8, warmup=1, aux_weight=0.0)
+    step = make_step(settings, Topology.from_sizes(timeout_s=30), random_corpus(2**12), micro_batches)
+    return [step(0) for _ in range(3)]
+
+
+def measured(rank: int, world: int) -> dict[str, Any]:
+    setting = replace(COMPUTED, layers=2, S=2048, M=16, H=32)
+    topology = Topology.from_sizes(ep=2, ranks_per_node=1, timeout_s=30)
+    costs = CostModel({name: Line(1e-5, 1e-9) for name in LINES})
+    return _job_json(setting, topology, SimpleNamespace(model=costs), 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_it_stands_beside_the_schedules(cluster: Cluster) -> None:
+    found = cluster.run(2, measured)[0]
+    assert {"off", "fsmoe", "gpipe, 4 micro-batches", "gpipe, 8 micro-batches"} <= found.keys()
+    assert all(row["median_s"] > 0 for row in found.values())
+    assert "plan" not in found["gpipe, 4 micro-batches"] and "plan" in found["fsmoe"]
+
+
+def test_steps_of_the_main_job(cluster: Cluster) -> None:
+    """They learn one batch, and the number of micro-batches changes nothing."""
+    first, last = cluster.run(2, trained, 2)
+    assert first == [None] * 3 and None not in last
+    _, other = cluster.run(2, trained, 4)
+    assert other == pytest.approx(last, rel=1e-4)
+    assert last[2] < last[0]

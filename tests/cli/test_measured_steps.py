@@ -1,0 +1,70 @@
+"""A trainer measures the steps of its own model, and nothing of that is left but what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedmoe.cli.data import random_corpus
+from fusedmoe.cli.job import StopRequest
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.trainer import Trainer, kept_costs
+from fusedmoe.comm.topology import Topology
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.runtime.cache import CACHE
+from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.observed import Sample
+from fusedmoe.schedule.simulate import makespan
+from tests.cluster import Cluster
+
+SHAPE = ModelConfig(layers=2, model_dim=16, heads=2, hidden=8, experts=4, k=2, batch=4, seq_len=8)
+LINES = ("all-to-all/ep", "all-reduce/dp", "gemm", "copy")
+COSTS = CostModel({name: Line(1e-4, 1e-9) for name in LINES})
+
+
+def measured(rank: int, world: int, folder: str, schedule: str, model: ModelConfig) -> tuple[CostModel, list[float]]:
+    settings = Settings(model=model, schedule=schedule, ep=2, steps=4)
+    topology = Topology.from_sizes(2)
+    made = [Trainer(settings, topology, torch.device("cpu"), random_corpus(4096), StopRequest()) for _ in range(2)]
+    trainer, plain = made
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        costs = trainer.measured(COSTS)
+        for name, value in trainer.model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        assert not trainer.optimizer.state and all(p.grad is None for p in trainer.model.parameters())
+        patch.setattr(Trainer, "recorded_step", None)  # it is known from now on
+        assert trainer.measured(COSTS) == costs == plain.measured(COSTS)
+        assert kept_costs(COSTS, settings, topology, torch.device("cpu")) == costs
+        other = replace(settings, model=replace(model, seq_len=16))
+        assert kept_costs(COSTS, other, topology, torch.device("cpu")) == COSTS
+    plan, step = trainer.set_plan(costs)
+    assert step.loss_s and step.optimizer_s and makespan(plan, step) > step.loss_s + step.optimizer_s
+    losses: list[Any] = []
+    for one in made:
+        if one is plain:
+            plain.set_plan(COSTS)
+        losses.append([one.step(number).loss for number in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    return costs, losses[0]
+
+
+@pytest.mark.parametrize(("schedule", "whole"), [("auto", True), ("fsmoe", False)])
+def test_steps_are_measured_and_undone(cluster: Cluster, tmp_path: Path, schedule: str, whole: bool) -> None:
+    # A gate that looks at whole batches lets nothing be split.
+    model = SHAPE if whole else replace(SHAPE, gate="expert_choice")
+    (costs, losses), other = cluster.run(2, measured, str(tmp_path), schedule, model)
+    assert (costs, losses) == other
+    (seen,) = costs.observed.values()
+    phases = [(kind, phase) for kind in ("dispatch", "expert", "combine") for phase in ("forward", "backward")]
+    for kind, phase in [*phases, ("attention", "forward"), ("attention", "backward")]:
+        assert all(seconds > 0 for seconds in seen.get(kind, phase).values())
+        assert seen.get(kind, phase).keys() == ({1, 4} if whole or kind != "attention" else {1}), (kind, phase)
+    assert bool(seen.get("weight-gradient", "backward")) == whole
+    assert {Sample("loss", None), Sample("optimizer", None), Sample("gate", "forward")} <= seen.seconds.keys()
+    assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"]

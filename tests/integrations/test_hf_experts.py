@@ -1,0 +1,189 @@
+"""Models of Hugging Face with this library's experts, beside the same ones with transformers' own in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+import fusedmoe.hf
+from fusedmoe.errors import ConfigError
+from fusedmoe.integrations.hf import experts_forward
+from fusedmoe.integrations.hf.expert_function import fused_activation
+from tests.integrations.models import CONFIGS, VOCABULARY, make
+
+
+def results(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """Logits and all gradients."""
+    model.zero_grad()
+    out = model(input_ids=tokens, labels=tokens)
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits.detach(), **grads}
+
+
+def worst(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    assert found.keys() == exact.keys()
+    return max(float((found[name] - exact[name]).norm() / exact[name].norm().clamp(min=1e-9)) for name in exact)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.randint(0, VOCABULARY, (2, 11))
+    exact = make(family, "eager", torch.float64)
+    single = copy.deepcopy(exact).float()
+    wanted, plain = results(exact, tokens), results(single, tokens)
+    assert fusedmoe.hf.apply(single) is single
+    found = results(single, tokens)
+    assert worst(found, wanted) < 1e-5 and worst(plain, wanted) < 1e-5
+    monkeypatch.setattr("fusedmoe.ops.order", lambda *_: pytest.fail("ours"))
+    with pytest.raises(BaseException, match="ours"):
+        single(input_ids=tokens)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_half_precision(family: str) -> None:
+    """No worse than one and a half times transformers' own grouped products, for one module's fresh input."""
+    experts, inputs = module_of(family)
+    dy_TH = torch.randn_like(inputs[0])
+    half = copy.deepcopy(experts).bfloat16()
+    with torch.no_grad():  # rounded parameters are parameters like any
+        for ours, theirs in zip(experts.parameters(), half.parameters(), strict=True):
+            ours.copy_(theirs)
+    x_TH, number_TK, weight_TK = inputs
+    rounded = (x_TH.bfloat16(), number_TK, weight_TK.float())
+    exact = gradients(
+        experts, (rounded[0].double(), number_TK, rounded[2].double()), dy_TH.bfloat16().double(), "eager"
+    )
+    errors = {
+        name: worst({k: v.double() for k, v in gradients(half, rounded, dy_TH.bfloat16(), name).items()}, exact)
+        for name in ("grouped_mm", fusedmoe.hf.NAME)
+    }
+    assert errors[fusedmoe.hf.NAME] <= 1.5 * errors["grouped_mm"] + 1e-3, errors
+
+
+def module_of(family: str) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+    """The first experts of a model in float64, and input for them: tokens, numbers and weights."""
+    experts: Any = next(m for m in make(family, "eager").double().modules() if hasattr(m, "_is_expert_parallel"))
+    return experts, routed(experts, torch.rand(29, experts.num_experts).topk(2).indices)
+
+
+def routed(experts: Any, number_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(len(number_TK), 32, dtype=torch.float64), number_TK, torch.rand(number_TK.shape).double()
+
+
+def gradients(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], dy_TH: Tensor, name: str) -> dict[str, Tensor]:
+    """The result and gradients of tokens, weights and parameters by an implementation."""
+    experts.config._experts_implementation = name
+    experts.zero_grad()
+    x_TH, weight_TK = inputs[0].clone().requires_grad_(), inputs[2].clone().requires_grad_()
+    y_TH = experts(x_TH, inputs[1], weight_TK)
+    assert y_TH.shape == x_TH.shape and y_TH.dtype == x_TH.dtype
+    y_TH.backward(dy_TH)
+    own = {"y": y_TH.detach(), "x": x_TH.grad, "weight": weight_TK.grad}
+    return own | {name: p.grad for name, p in experts.named_parameters()}  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("rows", [1, 17])
+def test_routings(family: str, rows: int) -> None:
+    """One token, all on one expert, experts without tokens, numbers of 32 bits."""
+    experts, _ = module_of(family)
+    for number_TK in (torch.full((rows, 1), 2), torch.tensor([[1, 3]] * rows, dtype=torch.int32)):
+        inputs = routed(experts, number_TK)
+        dy_TH = torch.randn_like(inputs[0])
+        wanted = gradients(experts, (inputs[0], number_TK.long(), inputs[2]), dy_TH, "eager")
+        found = gradients(experts, inputs, dy_TH, fusedmoe.hf.NAME)
+        assert worst(found, wanted) < 1e-12
+        idle = [e for e in range(experts.num_experts) if e not in number_TK]
+        assert not any(found[name][idle].any() for name in found if found[name].dim() == 3)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_nothing_here(family: str) -> None:
+    """No tokens; and none of the experts on this rank, as expert parallelism says it."""
+    experts, (x_TH, number_TK, weight_TK) = module_of(family)
+    for here in (slice(0), slice(None)):
+        experts._is_expert_parallel = here != slice(0)
+        elsewhere = torch.full_like(number_TK[here], experts.num_experts)
+        inputs = (x_TH[here], elsewhere, torch.zeros_like(weight_TK[here]))
+        found = gradients(experts, inputs, torch.randn_like(x_TH[here]), fusedmoe.hf.NAME)
+        assert all(grad is not None and not grad.any() for grad in found.values())
+
+
+def test_a_number_that_does_not_exist_is_refused() -> None:
+    experts, (x_TH, number_TK, weight_TK) = module_of("mixtral")
+    experts.config._experts_implementation = fusedmoe.hf.NAME
+    number_TK[3, 1] = experts.num_experts
+    with pytest.raises(ConfigError, match="chosen experts must be numbers from 0 to 3"):
+        experts(x_TH, number_TK, weight_TK)
+
+
+def test_autocast() -> None:
+    experts, inputs = module_of("mixtral")
+    single, x_TH = copy.deepcopy(experts).float(), inputs[0].float().requires_grad_()
+    single.config._experts_implementation = fusedmoe.hf.NAME
+    with torch.autocast("cpu", torch.bfloat16):
+        y_TH = single(x_TH, inputs[1], inputs[2].float())
+    assert y_TH.dtype == torch.float32
+    torch.testing.assert_close(y_TH, single(x_TH, inputs[1], inputs[2].float()), rtol=0.05, atol=0.05)
+    y_TH.sum().backward()
+    assert single.down_proj.grad.dtype == x_TH.grad.dtype == torch.float32
+
+
+def test_parameters_with_strides() -> None:
+    experts, inputs = module_of("mixtral")
+    dy_TH = torch.randn_like(inputs[0])
+    wanted = gradients(experts, inputs, dy_TH, "eager")
+    for name, parameter in list(experts.named_parameters()):
+        strided = torch.empty(*parameter.shape[:-1], 2 * parameter.shape[-1], dtype=parameter.dtype)[..., ::2]
+        setattr(experts, name, torch.nn.Parameter(strided.copy_(parameter.detach())))
+        assert not getattr(experts, name).is_contiguous()
+    assert worst(gradients(experts, inputs, dy_TH, fusedmoe.hf.NAME), wanted) < 1e-12
+
+
+def test_which_are_one_operation() -> None:
+    fused = {family: fused_activation(module_of(family)[0]) for family in CONFIGS}
+    assert fused == dict.fromkeys(CONFIGS, "swiglu") | {"gpt-oss": None}
+
+
+def test_who_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = LlamaForCausalLM(
+        LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    )
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
+        fusedmoe.hf.apply(dense)
+    model = make("mixtral", "eager")
+    model.model.layers[1].mlp.experts.forward = lambda *_: None
+    with pytest.raises(
+        ConfigError, match="tests.integrations.test_hf_experts has replaced the forward of model.layers.1"
+    ):
+        fusedmoe.hf.apply(model)
+    monkeypatch.setattr(MixtralExperts, "forward", GptOssExperts.__init__.__wrapped__)
+    with pytest.raises(ConfigError, match="modeling_gpt_oss has replaced the forward of model.layers.0"):
+        fusedmoe.hf.apply(make("mixtral", "eager"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("down_proj", torch.zeros(4, 32, 24, dtype=torch.float8_e4m3fn), "MixtralExperts: down_proj must be .*float8"),
+        ("gate_up_proj", None, "gate_up_proj must be a tensor of 3 dimensions .* got NoneType"),
+        ("has_bias", True, "gate_up_proj_bias must be a tensor of 2 dimensions"),
+    ],
+)
+def test_refused_by_name(name: str, value: Any, match: str) -> None:
+    experts, inputs = module_of("mixtral")
+    if name in experts._parameters:
+        del experts._parameters[name]
+    setattr(experts, name, value)
+    with pytest.raises(ConfigError, match=match):
+        experts_forward(experts, *inputs)
+    with pytest.raises(ConfigError, match="Linear has no has_gate, has_bias"):
+        experts_forward(torch.nn.Linear(2, 2), *inputs)

@@ -1,0 +1,87 @@
+"""Expert parallelism as transformers configures it, with this library's exchange, against the model in one piece."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import fusedmoe.hf
+from fusedmoe.integrations.hf import ExpertParallel
+from fusedmoe.integrations.hf.expert_function import compute
+from tests.cluster import Cluster
+from tests.integrations.models import VOCABULARY, make
+
+
+def step(rank: int, world: int, folder: str, sizes: dict[str, int], tokens: list[Tensor]) -> tuple[float, list[int]]:
+    """The largest relative error of logits and gradients; and how many rows this rank got in each of its layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
+            patch.setenv(name, str(value))
+        config = DistributedConfig(**sizes, ep_implementation=fusedmoe.hf.NAME)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, experts_implementation=fusedmoe.hf.NAME, distributed_config=config
+        )
+    rows: list[int] = []
+
+    def counted(*given: Any) -> Tensor:
+        rows.append(len(given[1]))
+        return compute(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedmoe.integrations.hf.expert_parallel.compute", counted)
+        own = tokens[rank // sizes["tp_size"]]
+        out = model(input_ids=own)
+    # The sum of all losses over the number of ranks that have their own, as FSDP's mean of gradients has it.
+    loss(out.logits, own).backward()
+    exact = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").double()
+    total = sum(loss(exact(input_ids=each).logits, each) for each in tokens) / len(tokens)
+    total.backward()
+    found = {"logits": (out.logits.detach(), exact(input_ids=own).logits.detach())}
+    wanted = dict(exact.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and wanted[name].grad is not None, name
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        found[name] = grad, wanted[name].grad
+    # Some gradients are zero but for rounding.
+    least = 1e-3 * max(b.norm() for name, (_, b) in found.items() if name != "logits")
+    return max(float((a - b).norm() / b.norm().clamp(min=least)) for a, b in found.values()), rows
+
+
+def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+
+
+def test_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    make("mixtral", "eager").save_pretrained(tmp_path)
+    sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
+    tokens = [torch.randint(0, VOCABULARY, (1, length)) for length in (3, 11)]
+    results = cluster.run(2, step, str(tmp_path), sizes, tokens)
+    assert all(worst < 1e-5 for worst, _ in results), results
+    # As many rows as tokens have experts, however they are spread.
+    assert [sum(rows) for rows in zip(*(rows for _, rows in results), strict=True)] == [2 * 14] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "fsdp", "ep", "tp"), [("mixtral", 4, 2, 1), ("gpt-oss", 2, 4, 2), ("deepseek", 1, 4, 4)]
+)
+def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep: int, tp: int) -> None:
+    """Uneven batches; ranks that share one; ranks without a token of their own."""
+    make(family, "eager").save_pretrained(tmp_path)
+    tokens = [torch.randint(0, VOCABULARY, (1, length)) for length in (3, 9, 5, 13)[:fsdp]]
+    sizes = {"fsdp_size": fsdp, "ep_size": ep, "tp_size": tp}
+    results = cluster.run(4, step, str(tmp_path), sizes, tokens)
+    assert all(worst < 1e-5 for worst, _ in results), results
+
+
+def test_is_registered() -> None:
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    assert EPImplementationInterface()[fusedmoe.hf.NAME] is ExpertParallel

@@ -1,0 +1,59 @@
+"""What people do with models of Hugging Face: `Trainer`, recomputation of activations, generation, saving."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import fusedmoe.hf
+from tests.integrations.models import VOCABULARY, make
+
+
+def both(family: str) -> list[Any]:
+    """A model with transformers' own experts, and the same with ours, in float64."""
+    plain = make(family, "eager", torch.float64)
+    return [plain, fusedmoe.hf.apply(copy.deepcopy(plain))]
+
+
+@pytest.mark.slow
+def test_trainer_and_a_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCABULARY, (12, 9))]
+    given = {"max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none", "seed": 1}
+    trained = []
+    for model in both("mixtral"):
+        arguments = TrainingArguments(str(tmp_path / "run"), save_strategy="no", disable_tqdm=True, **given)
+        Trainer(model, arguments, train_dataset=rows).train()
+        trained.append(model.state_dict())
+    for name, wanted in trained[0].items():
+        torch.testing.assert_close(trained[1][name], wanted, rtol=1e-8, atol=1e-10)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", experts_implementation="fusedmoe")
+    assert all(torch.equal(again.state_dict()[name], saved) for name, saved in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_activations_that_are_computed_again(family: str) -> None:
+    tokens, found = torch.randint(0, VOCABULARY, (2, 9)), []
+    for model in both(family):
+        if model.config._experts_implementation == fusedmoe.hf.NAME:
+            model.train()
+            model.activation_checkpointing_enable()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, wanted in found[0].items():
+        torch.testing.assert_close(found[1][name], wanted, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_generation(family: str) -> None:
+    tokens = torch.randint(0, VOCABULARY, (3, 5))
+    texts = [model.generate(tokens, max_new_tokens=3, do_sample=False, use_cache=True) for model in both(family)]
+    assert torch.equal(*texts) and texts[0].shape == (3, 8)

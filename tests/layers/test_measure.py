@@ -1,0 +1,135 @@
+"""A layer measures its own parts: what they take by a clock that only they move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedmoe
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.expert_networks import Custom
+from fusedmoe.layers.gates.base import Gate, Routing
+from fusedmoe.layers.measure import observe_layer
+from fusedmoe.runtime.cache import CACHE
+from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.observed import Observed, Sample
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.training import plan_step
+from fusedmoe.training import step_plan as step_plan_module
+from tests.cluster import Cluster
+
+E, K, M, TOKENS = 4, 2, 8, 32
+MODEL = CostModel({name: Line(1e-4, 1e-9) for name in ("all-to-all/ep", "all-reduce/dp", "gemm")}, task_s=1e-5)
+# Seconds of the gate, of an expert's start and of each of its rows, forward; backward twice as long.
+GATE_S, START_S, ROW_S = 2**-6, 2**-7, 2**-10
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Tick(torch.autograd.Function):
+    """The identity, which takes so many seconds, and its backward twice as many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        clock.now_s += seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.clock.now_s += 2 * ctx.seconds
+        return dy, None, None
+
+
+class EvenGate(Gate):
+    """As many tokens for each expert."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(E, K)
+        self.clock = clock
+
+    def route(self, x_SM: Tensor) -> Routing:
+        expert_SK = (torch.arange(len(x_SM))[:, None] * K + torch.arange(K)) % E
+        weight_SK = Tick.apply(x_SM, self.clock, GATE_S)[:, :1].expand(-1, K).sigmoid()
+        return Routing(expert_SK, weight_SK, None, None, x_SM.new_zeros(()), None)
+
+
+class SlowExperts(Custom):
+    def __init__(self, clock: Clock, times: float) -> None:
+        super().__init__(lambda model_dim: torch.nn.Linear(model_dim, model_dim))
+        self.clock, self.times = clock, times
+
+    def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
+        return super().compute(Tick.apply(rows_NM, self.clock, self.times * (START_S + ROW_S * len(rows_NM))), counts)
+
+    def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
+        return Workload(1, rows, M, M, E, k=1, ep=ep, esp=esp, itemsize=itemsize)
+
+
+def layer_of(topology: Topology, clock: Clock) -> fusedmoe.MoELayer:
+    return fusedmoe.MoELayer(M, EvenGate(clock), SlowExperts(clock, 1.0 + topology.rank), topology=topology)
+
+
+def observed(rank: int, world: int) -> Observed:
+    clock, topology = Clock(), Topology.from_sizes(2)
+    layer = layer_of(topology, clock)
+    costs = layer.experts.workload(TOKENS * K, 4, 2, 1).step_costs(MODEL, [0], layer.parts)
+    before = torch.get_rng_state()
+    found = observe_layer(topology, layer.gate, layer.order, layer.experts, torch.empty(TOKENS, M), costs, clock=clock)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    assert int(layer.load_E.sum()) == 0
+    return found
+
+
+def test_known_parts_are_found(cluster: Cluster) -> None:
+    """Of the slower rank, alike on both; and by them what any number of chunks takes."""
+    one, other = cluster.run(2, observed)
+    assert one == other and one.rows == TOKENS * K
+    rows, slower = TOKENS * K, 2.0
+    for phase, times in (("forward", 1.0), ("backward", 2.0)):
+        assert one.seconds[Sample("gate", phase)] == pytest.approx(times * GATE_S)
+        for chunks in (1, 4):
+            expected_s = slower * times * (START_S + ROW_S * rows / chunks)
+            assert one.seconds[Sample("expert", phase, chunks)] == pytest.approx(expected_s)
+    assert {sample.kind for sample in one.seconds} == {"gate", "dispatch", "expert", "combine"}
+    workload = Workload(1, rows, M, M, E, k=1, ep=2)
+    model = CostModel(MODEL.lines, observed={workload.shapes: one})
+    layer = workload.step_costs(model, [0], ("dispatch", "expert", "combine")).layers[0]
+    expert = layer.chunks["backward"]["expert"]
+    assert expert.alpha_s == pytest.approx(2 * slower * START_S)
+    assert expert.whole_s == pytest.approx(2 * slower * ROW_S * rows)
+    assert layer.dense_s["backward"]["gate"] == pytest.approx(2 * GATE_S)
+
+
+def planned(rank: int, world: int, folder: str) -> list[Any]:
+    topology = Topology.from_sizes(2)
+    layers = [layer_of(topology, Clock()) for _ in range(2)]
+    given: list[CostModel] = []
+    model_costs = step_plan_module.model_costs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, folder)
+        patch.setattr("fusedmoe.layers.planner.measured_costs", lambda *where: MODEL)
+        patch.setattr(step_plan_module, "model_costs", lambda *of: (given.append(of[2]), model_costs(*of))[1])
+        work = Workload(1, TOKENS, M, M, E, k=K, ep=2)
+        plans = [plan_step(torch.nn.ModuleList(layers), topology, "fsmoe", None, work)[0] for _ in range(2)]
+        # The second time they are known, and so they are to a layer alike.
+        patch.setattr("fusedmoe.layers.planner.observe_layer", None)
+        layer_of(topology, Clock()).measured_costs(TOKENS)
+    assert given[0] == given[1] and given[0].observed.keys() == {work.shapes}
+    return [plan.fingerprint for plan in plans]
+
+
+def test_a_step_is_planned_by_its_own_layers(cluster: Cluster, tmp_path: Path) -> None:
+    one, other = cluster.run(2, planned, str(tmp_path))
+    assert one == other and one[0] == one[1]
+    assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"]

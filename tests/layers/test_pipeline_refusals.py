@@ -1,0 +1,199 @@
+"""Wrong input of blocks on one rank, and what dense parts give or raise there: all ranks end, and may go on."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedmoe
+from fusedmoe import experts, gates
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.pipeline import PipelinedBlocks
+from tests.cluster import Cluster
+from tests.layers.test_pipeline import Attention, L, M, make_blocks
+
+Give = Callable[[Tensor, Tensor], Any]
+
+
+class Meddled(Attention):
+    """Another dense part from some call on, if asked to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.give: Give | None = None
+        self.calls = 0
+
+    def forward(self, x_BLM: Tensor) -> Any:
+        y_BLM, u_BLM = super().forward(x_BLM)
+        self.calls += 1
+        return (y_BLM, u_BLM) if self.give is None or self.calls < 2 else self.give(y_BLM, u_BLM)
+
+
+def make(topology: Topology, degrees: tuple[int, int]) -> PipelinedBlocks:
+    blocks = make_blocks("topk", 2, 1.0, topology)
+    return fusedmoe.pipeline([(Meddled().double(), block.experts) for block in blocks], degrees)
+
+
+WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "wider": (lambda x: torch.cat([x, x[..., :1]], -1), rf"input of shape \[4, {L}, {M + 1}\].* model_dim = {M}"),
+    "a number": (lambda x: x.sum(), r"input of shape \[\]"),
+    "a row": (lambda x: x[0, 0], rf"input of shape \[{M}\]; it takes at least 2 dimensions"),
+    "float32": (lambda x: x.float(), "input of torch.float32 but its experts are torch.float64; convert"),
+    "integers": (lambda x: x.long(), "input of torch.int64; it takes floating-point numbers"),
+    "complex": (lambda x: x.to(torch.complex128), "input of torch.complex128; it takes floating-point numbers"),
+    "elsewhere": (lambda x: x.to("meta"), r"input on meta but its experts are on cpu; move one with .to\(\)"),
+    "a list": (lambda x: list(x), "input that is list; it takes a tensor"),
+    "nan": (lambda x: x.index_fill(0, torch.tensor(3), torch.nan), "router logits are NaN or infinite"),
+}
+
+GIVEN: dict[str, tuple[Give, str]] = {
+    "a tensor": (lambda y, u: y, "the dense part Meddled gave a Tensor"),
+    "fewer positions": (lambda y, u: (y, u[:, 1:]), "u of the dense part Meddled is"),
+    "float32": (lambda y, u: (y, u.float()), "Meddled gave u of torch.float32 but its experts are torch.float64"),
+    "integers": (lambda y, u: (y.long(), u), "Meddled gave y of torch.int64"),
+    "elsewhere": (lambda y, u: (y.to("meta"), u), "y of the dense part Meddled is on meta, x on cpu"),
+    "no tensor": (lambda y, u: (y, None), "Meddled gave u that is NoneType"),
+    "nan": (lambda y, u: (y, u * torch.nan), "router logits are NaN"),
+}
+
+
+def step(run: PipelinedBlocks, x_BLM: Tensor) -> list[Tensor]:
+    """What a batch gives, and its gradients."""
+    run.zero_grad()
+    x_BLM = x_BLM.clone().requires_grad_()
+    z_BLM = run(x_BLM)
+    (z_BLM.square().sum() + sum(layer.aux_loss for layer in run.experts)).backward()
+    return [z_BLM.detach(), *(one.grad.clone() for one in (x_BLM, *run.parameters()) if one.grad is not None)]
+
+
+def goes_on(rank: int, world: int, culprit: int, sizes: tuple[int, int], degrees: tuple[int, int]) -> None:
+    topology = Topology.from_sizes(*sizes, timeout_s=60.0)
+    run = make(topology, degrees)
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    wanted, others = step(run, x_BLM), ""
+    if rank != culprit:
+        others = f"ended because rank {culprit} failed in the check of the layer's input: "
+
+    def refused(batch: Any, text: str) -> None:
+        with pytest.raises(RankError, match=f"^rank {rank}: {others}.*{text}"):
+            run(batch)
+        for dense in run.dense:
+            dense.give = None
+        found = step(run, x_BLM)
+        assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), text
+
+    for change, text in WRONG.values():
+        refused(change(x_BLM) if rank == culprit else x_BLM, text)
+    for number, (give, text) in enumerate(GIVEN.values()):
+        if rank == culprit:
+            dense = run.dense[number % 2]
+            dense.give, dense.calls = give, 2 - degrees[0]  # in the middle of a batch
+        refused(x_BLM, text)
+    assert topology.world.board.read() is None
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(2, (2, 1)), (2, (1, 2)), pytest.param(4, (2, 2), marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("degrees", [(2, 2), pytest.param((1, 1), marks=pytest.mark.slow)])
+def test_what_one_rank_refuses_is_over(
+    cluster: Cluster, world: int, sizes: tuple[int, int], degrees: tuple[int, int]
+) -> None:
+    cluster.run(world, goes_on, random.randrange(world), sizes, degrees)
+
+
+def test_in_a_world_of_one() -> None:
+    run = make(Topology(), (2, 2))
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    wanted = step(run, x_BLM)
+    for change, text in WRONG.values():
+        with pytest.raises(ConfigError, match=text):
+            run(change(x_BLM))
+    for give, text in GIVEN.values():
+        run.dense[1].give = give
+        with pytest.raises(ConfigError, match=text):
+            run(x_BLM)
+        run.dense[1].give = None
+    assert all(map(torch.equal, step(run, x_BLM), wanted))
+
+
+def of_an_mp_rank(rank: int, world: int, culprit: int, mp_input: str) -> None:
+    """Its peers may wait in dense parts, and not for an exchange: there is no next batch."""
+    topology = Topology.from_sizes(2, 1, 2, timeout_s=60.0)
+    parts: dict[str, Any] = {"topology": topology, "mp_input": mp_input, "dtype": torch.double}
+    run = fusedmoe.pipeline([(Attention().double(), fusedmoe.MoELayer(M, gates.TopK(8), experts.SwiGLU(4), **parts))])
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    run(x_BLM)
+    run(x_BLM[..., 1:] if rank == culprit else x_BLM)
+
+
+@pytest.mark.parametrize("mp_input", ["split", "replicated"])
+def test_input_of_an_mp_rank(cluster: Cluster, mp_input: str) -> None:
+    culprit = random.randrange(2)
+    text = rf"pipeline got input of shape \[4, {L}, {M - 1}\]"
+    for rank, outcome in enumerate(cluster.outcomes(2, of_an_mp_rank, culprit, mp_input)):
+        said = "" if rank == culprit else f".* ended because rank {culprit} failed in the check of the layer's input: "
+        assert outcome.error is not None and outcome.error[0] == "RankError"
+        assert re.search(f"^rank {rank}: {said}{text}", outcome.error[1]), outcome.error[1]
+
+
+class NoWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("no way back")
+
+
+def no_way_there(y: Tensor, u: Tensor) -> Any:
+    raise ValueError("no way there")
+
+
+def no_way_back(y: Tensor, u: Tensor) -> Any:
+    return y, NoWayBack.apply(u)
+
+
+def raises(rank: int, world: int, culprit: int, degrees: tuple[int, int], give: Give) -> list[tuple[str, str]]:
+    """A batch whose dense part raises on one rank; then whoever has caught that wants to go on."""
+    run = make(Topology.from_sizes(world, timeout_s=60.0), degrees)
+    x_BLM = torch.randn(4, L, M, dtype=torch.double)
+    step(run, x_BLM)
+    if rank == culprit:
+        run.dense[1].give = give
+    endings = []
+    for _ in range(2):
+        run.dense[1].calls = 2
+        with pytest.raises((ValueError, RankError)) as caught:
+            step(run, x_BLM)
+        endings.append((caught.type.__name__, str(caught.value)))
+        run.dense[1].give = None
+    return endings
+
+
+ENDINGS = [((2, 2), no_way_there), ((1, 1), no_way_back)]
+MORE = [
+    pytest.param((1, 1), no_way_there, marks=pytest.mark.slow),
+    pytest.param((2, 2), no_way_back, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("degrees", "give"), [*ENDINGS, *MORE])
+def test_what_a_dense_part_raises_ends_the_job(cluster: Cluster, degrees: tuple[int, int], give: Give) -> None:
+    """At once, and for good: nothing of the next batch meets what is left of this one."""
+    culprit, said = random.randrange(2), give.__name__.replace("_", " ")
+    for rank, (first, second) in enumerate(cluster.run(2, raises, culprit, degrees, give)):
+        told = f"^rank {rank}: .* group .* ended because rank {culprit} failed in pipeline: ValueError: {said}"
+        if rank == culprit:
+            assert first == ("ValueError", said)
+        else:
+            assert first[0] == "RankError" and re.search(told, first[1])
+        assert second[0] == "RankError" and re.search(told, second[1])

@@ -1,0 +1,130 @@
+"""Nobody waits for ever for a thread that found no memory, to begin with or later."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as NoAnswer
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from fusedmoe import threads
+from fusedmoe.runtime.execute import execute
+from fusedmoe.schedule.passes import three_queues
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.threads import Helper
+
+
+def running() -> int:
+    return sum(thread.is_alive() for thread in threading.enumerate())
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_calls_are_made_in_order_and_the_thread_ends_with_its_owner() -> None:
+    made: list[int] = []
+
+    def note(number: int) -> str:
+        made.append(number)
+        return threading.current_thread().name
+
+    helper, before = Helper("one"), running()
+    names = [helper.begin(partial(note, number)) for number in range(3)]
+    with pytest.raises(ZeroDivisionError):
+        helper.result(helper.begin(lambda: 1 // 0))
+    assert made == [0, 1, 2] and {helper.result(name) for name in names} == {"one"}
+    del helper
+    gc.collect()
+    until(lambda: running() < before)
+
+
+def test_what_a_call_holds_is_gone_when_it_is_made() -> None:
+    held, helper = threading.Event(), Helper("one")
+    count = sys.getrefcount(held)
+    helper.result(helper.begin(held.set))
+    helper.result(helper.begin(int))  # the one before it has been let go of by then
+    assert sys.getrefcount(held) == count
+
+
+def test_a_thread_that_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_BEGIN_S", 0.05)
+    monkeypatch.setattr(threading.Thread, "_bootstrap", lambda self: None)
+    with pytest.raises(MemoryError, match=r"no memory for a thread: it did not begin .* Raise the limit"):
+        Helper("one")
+
+
+def test_a_thread_that_ends_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_work", lambda calls: None)
+    helper = Helper("one")
+    with pytest.raises(MemoryError, match=r"the thread 'one' has ended: the memory was out. Raise the limit"):
+        helper.result(helper.begin(int))
+
+
+@pytest.mark.parametrize("fails", ["to begin", "later"])
+def test_a_plan_ends_where_a_link_finds_no_memory(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """The other link, too, which waits for it."""
+    begin, real = threads._BEGIN_S, threading.Thread._bootstrap  # type: ignore[attr-defined]
+    monkeypatch.setattr(threads, "LOOK_S", 0.05)
+    monkeypatch.setattr(threads, "_BEGIN_S", 0.05 if fails == "to begin" else begin)
+
+    def bootstrap(thread: threading.Thread) -> None:
+        if thread.name != "fusedmoe inter":
+            real(thread)
+        elif fails == "later":
+            thread._target = lambda calls: None  # type: ignore[attr-defined]
+            real(thread)
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", bootstrap)
+    before, told, ran = running(), list[BaseException](), list[Task]()
+    with pytest.raises(MemoryError, match="Raise the limit"):
+        execute(Plan.from_orders(three_queues(PIPELINE, 2)), dict.fromkeys(PIPELINE, ran.append), stop=told.append)
+    assert [type(error) for error in told] == [MemoryError] and not ran
+    until(lambda: running() <= before)
+
+
+LIMITED = """
+import importlib.util, resource, sys
+from functools import partial
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("threads", sys.argv[1])
+threads = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(threads)
+threads._BEGIN_S = 0.2
+helper = threads.Helper("before")
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+try:
+    while True:
+        helper = threads.Helper("after")
+except MemoryError as error:
+    assert "Raise the limit" in str(error)
+    print("no memory")
+"""
+
+
+def test_a_process_without_memory() -> None:
+    """Whether the system has no thread for it, or the thread no memory to begin with."""
+    command = [sys.executable, "-c", LIMITED, str(Path(threads.__file__))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "no memory\n", done.stderr
+
+
+def test_a_call_that_does_not_end_is_left_behind() -> None:
+    stuck = threading.Event()
+    waits = Helper("one").begin(stuck.wait)
+    with pytest.raises(NoAnswer):
+        waits.result(0.01)
+    stuck.set()
+    assert waits.result(20)

@@ -1,0 +1,288 @@
+"""A model that follows one plan after the other while it trains learns what it learns without; seconds are made up."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.pipeline import PipelinedBlocks
+from fusedmoe.runtime.cache import CACHE
+from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, family_candidates
+from fusedmoe.schedule.contest import WINDOW
+from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.training import PlanTuning, plan_step, sync_gradients
+from tests.cluster import Cluster
+from tests.layers.test_pipeline import L, M, make_blocks
+from tests.layers.test_pipeline_plans import COSTS, workload
+
+
+class Model(nn.Module):
+    """Two blocks; with `whole` in micro-batches."""
+
+    def __init__(self, topology: Topology, whole: bool) -> None:
+        super().__init__()
+        blocks = make_blocks("topk", 2, None, topology)
+        self.learned = [parameter for block in blocks for part in block for parameter in part.parameters()]
+        self.blocks = fusedmoe.pipeline(blocks) if whole else nn.ModuleList(nn.ModuleList(block) for block in blocks)
+
+    def forward(self, x_BLM: Tensor) -> Tensor:
+        if isinstance(self.blocks, PipelinedBlocks):
+            return self.blocks(x_BLM)
+        for block in self.blocks:
+            dense, layer = block
+            x_BLM, u_BLM = dense(x_BLM)
+            x_BLM = x_BLM + layer(u_BLM)
+        return x_BLM
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer, topology: Topology, number: int, buckets: Any) -> Tensor:
+    torch.manual_seed(100 * number + topology.rank)
+    x_BLM, weight_BLM = torch.randn(2, 4, L, M, dtype=torch.double)
+    loss = (model(x_BLM) * weight_BLM).sum() / 10
+    if buckets is not None:
+        buckets.open()
+    loss.backward()
+    sync_gradients(model, topology, buckets=buckets)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def trained(tuning: PlanTuning, model: Model, plain: Model, topology: Topology, seconds: dict[str, float]) -> list[str]:
+    """Steps until a plan is chosen and some more, beside those of a model without: which plans were followed."""
+    ours, theirs = (torch.optim.SGD(of.parameters(), lr=0.1) for of in (model, plain))
+    followed: list[str] = []
+    after = 2
+    while after:
+        after -= tuning.settled
+        now = tuning.now
+        followed.append(now.name)
+        assert len(followed) < 200
+        loss = step(model, ours, topology, len(followed), tuning.buckets)
+        torch.testing.assert_close(loss, step(plain, theirs, topology, len(followed), None), rtol=1e-10, atol=1e-10)
+        # On one rank it takes longer, another one in each step: the longest counts.
+        longest = (topology.rank + len(followed)) % topology.size == 0
+        tuning.note(now.predicted_s * seconds.get(now.family, 1.0) * (1.0 if longest else 0.5))
+    for one, other in zip(model.learned, plain.learned, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    return followed
+
+
+def tune(rank: int, world: int, cache: str, policy: str, whole: bool) -> tuple[list[str], list[str], str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, cache)
+        return tuned(Topology.from_sizes(ep=world, timeout_s=30), Path(cache), policy, whole)
+
+
+def tuned(topology: Topology, cache: Path, policy: str, whole: bool) -> tuple[list[str], list[str], str]:
+    plain = Model(topology, False)
+    lines: list[str] = []
+
+    def make(model: Model, **more: Any) -> PlanTuning:
+        made = (model, topology, policy, COSTS, workload(topology, 2))
+        return PlanTuning(*made, limit=4, tell=lines.append, **more)
+
+    model = Model(topology, whole)
+    tuning = make(model)
+    # What is predicted to be the best is not.
+    slower = {tuning.now.family: 1.4} if policy == "auto" else {}
+    first = trained(tuning, model, copy.deepcopy(plain), topology, slower)
+    best = min((row for row in tuning.table() if row.measured_s), key=lambda row: row.measured_s or 0.0)
+    assert tuning.now.name == best.name or policy == "flowmoe"
+    if policy == "auto":
+        assert slower.keys().isdisjoint({tuning.now.family}) and len(set(first)) > 3, first
+        plan, _ = plan_step(Model(topology, whole), topology, "auto", COSTS, workload(topology, 2), limit=4)
+        assert plan == tuning.plan
+    # The next job begins with it, and tries the second beside it; one that goes on tries nothing.
+    again = Model(topology, whole)
+    checked = make(again)
+    assert checked.plan == tuning.plan
+    second = trained(checked, again, copy.deepcopy(plain), topology, slower)
+    if policy == "auto":
+        assert second[-1] == first[-1] and len(set(second)) == 2
+    else:
+        assert len(tuning.contest.entries) == 8
+    assert len(second) < len(first) and set(second) <= set(first)
+    if topology.rank == 0:
+        assert len(lines) == 2
+        (cache / "own.json").write_text(_kept(tuning))
+    on = Model(topology, whole)
+    resumed = trained(make(on, resumed=cache / "own.json"), on, copy.deepcopy(plain), topology, slower)
+    assert set(resumed) == {first[-1]} and len(resumed) < 10
+    return first, second, tuning.line()
+
+
+def _kept(tuning: PlanTuning) -> str:
+    """As `write_kept` has it."""
+    import hashlib
+
+    held = json.loads(tuning.choice())
+    digest = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+    return json.dumps(held | {"sha256": digest})
+
+
+@pytest.mark.parametrize(
+    ("policy", "whole"),
+    [
+        pytest.param("auto", True, marks=pytest.mark.slow),
+        ("auto", False),
+        pytest.param("flowmoe", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_learns_the_same_and_all_ranks_choose_the_same(
+    cluster: Cluster, tmp_path: Path, policy: str, whole: bool
+) -> None:
+    if policy == "flowmoe":
+        pytest.importorskip("sklearn")
+    one, other = cluster.run(2, tune, str(tmp_path), policy, whole)
+    assert one == other
+    others = r"; .+ s \([+-]\d+%\).*" if policy == "auto" else ".*"
+    line = rf"schedule: (off|\w+, [\d–]+\+[\d–]+ chunks.*): \S+ s a step{others}; \d+ steps tried, \S+ s spent"
+    assert re.fullmatch(line, one[2]), one[2]
+
+
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> PlanTuning:
+    """Of a world of one, where everything is planned as if rows travelled."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    topology = Topology()
+    return PlanTuning(Model(topology, True), topology, "auto", COSTS, workload(topology, 2), limit=4, **more)
+
+
+def settle(tuning: PlanTuning, factor: float = 1.0) -> None:
+    while not tuning.settled:
+        tuning.note(factor * tuning.now.predicted_s)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "not of these layers"])
+def test_a_damaged_choice_is_a_warning_and_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    lines: list[str] = []
+    tuning = alone(tmp_path, monkeypatch, tell=lines.append)
+    settle(tuning)
+    assert len(lines) == 1
+    (path,) = tmp_path.glob("choice-*.json")
+    text = path.read_text()
+    if damage == "not of these layers":
+        strange = json.loads(_kept(tuning))
+        plan = Plan.parse("inter: f9.D0 f9.C0\ncompute: f9.E0")
+        strange["plans"][0] |= {"plan": str(plan).splitlines(), "fingerprint": plan.fingerprint}
+        text = json.dumps(strange)
+    path.write_text(
+        {"cut": text[: len(text) // 2], "flipped": text.replace("seconds", "secands"), "other": "{}"}.get(damage, text)
+    )
+    with pytest.warns(UserWarning, match="ignored"):
+        again = alone(tmp_path, monkeypatch, tell=lines.append)
+    settle(again)
+    assert again.plan == tuning.plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settle(alone(tmp_path, monkeypatch, tell=lines.append))
+    assert len(lines) == 3
+
+
+def test_steps_that_change_are_told_and_kept_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    tuning = alone(tmp_path, monkeypatch, tell=lines.append)
+    settle(tuning)
+    before = tuning.now
+    for _ in range(WINDOW):
+        tuning.note(1.2 * before.predicted_s)
+    assert not tuning.settled
+    settle(tuning, 1.2)
+    assert len(lines) == 2 and tuning.now == before
+    (path,) = tmp_path.glob("choice-*.json")
+    assert json.loads(path.read_text())["seconds"] == pytest.approx(1.2 * before.predicted_s)
+
+
+def test_a_step_after_something_else_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = alone(tmp_path, monkeypatch, tell=lambda line: None)
+    slow = 0
+    while not tuning.settled:
+        tuning.skip()
+        tuning.note(1e6)
+        tuning.note(tuning.now.predicted_s)
+        slow += 1
+    assert all((row.measured_s or 0.0) < 1e3 for row in tuning.table()) and tuning.contest.spent_s < 1.0 < slow
+
+
+def test_nothing_of_it_is_in_the_models_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    topology = Topology()
+    model = Model(topology, True)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    tuning = PlanTuning(model, topology, "auto", COSTS, workload(topology, 2), limit=4, tell=lambda line: None)
+    settle(tuning)
+    assert model.state_dict().keys() == state.keys()
+    copy.deepcopy(model)  # as averaging does
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    made = (Model(Topology(), True), Topology())
+    with pytest.raises(ConfigError, match="auto and flowmoe"):
+        PlanTuning(*made, "fsmoe", COSTS, workload(Topology(), 2))
+    tuning = PlanTuning(*made, "auto", COSTS, workload(Topology(), 2), limit=2)
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="more than 0"):
+            tuning.note(wrong)
+
+
+LINES = ("gemm", "all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
+
+
+def random_costs(whole: bool) -> StepCosts:
+    def line() -> Line:
+        return Line(float(10 ** torch.empty(()).uniform_(-6, -4)), float(10 ** torch.empty(()).uniform_(-10, -8)))
+
+    model = CostModel({name: line() for name in LINES} | {"gemm": Line(1e-6, 1e-12)}, 0.8)
+    shape = Workload(4, 64, 128, 256, 8, k=2, ep=2, esp=int(torch.randint(1, 3, ())), itemsize=4)
+    parts = (
+        ("dispatch", "expert", "combine")
+        if shape.esp == 1
+        else ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
+    )
+    return shape.step_costs(model, [10**6, 2 * 10**6, 10**6], parts, whole=whole)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_candidates_are_distinct_plans_of_the_step_with_none_among_them(whole: bool) -> None:
+    for _ in range(5):
+        costs = random_costs(whole)
+        found = family_candidates(costs, 8, 4, lambda done, total: None)
+        assert [one.predicted_s for one in found] == sorted(one.predicted_s for one in found)
+        best = makespan(POLICIES["joint"].plan(costs, 8), costs)
+        assert found[0].predicted_s <= best * 1.05  # joint has the parts of its ablation, too
+        assert [one.plan for one in found if one.family == OFF] == [Plan()]
+        assert any(one.whole for one in found) == whole
+        for one in found:
+            beside = candidates_beside(one, costs, 8, 4)
+            plans = [one.plan, *(other.plan for other in beside)]
+            assert len({plan.fingerprint for plan in plans}) == len(plans)
+            for other in beside:
+                assert other.predicted_s == makespan(other.plan, costs) and other.family == one.family
+                assert max(other.plan.degrees.values()) <= 8
+                sent = sum(task.size or 0 for task in other.plan.inter)
+                assert sent == sum(costs.gradient_bytes), other.name
+
+
+def test_names_tell_chunks() -> None:
+    plan = Plan.parse("compute: f0.E0 b0.E0 b0.E1\ninter: f0.D0 f0.C0 b0.D0 b0.D1 b0.C0 b0.C1")
+    assert PlanCandidate("fsmoe", plan, False, 1.0).name == "fsmoe, 1+2 chunks"
+    assert PlanCandidate(OFF, Plan(), False, 1.0).name == "off"
