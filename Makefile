@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint chaos nvshmem aot bench bench-gpu bench-cluster bench-report clean
+.PHONY: help env train test lint chaos nvshmem aot bench bench-gpu bench-cluster bench-report docs dist clean
 
 VENV := .venv
 ARGS ?=
@@ -52,6 +52,8 @@ help:
 	@echo '  make bench-cluster two nodes of two namespaces, a slow link between them: every schedule, beside its prediction'
 	@echo '                     make bench-cluster ARGS="--settings blocks"    (whole models)    ARGS=--show    ARGS=--help'
 	@echo '  make bench-report  the newest of its results as tables and a picture    make bench-report ARGS=--help'
+	@echo '  make docs     these pages as a site, with the reference, into build/docs'
+	@echo '  make dist     wheel and sdist into dist/, checked, and tried in an environment of their own'
 	@echo '  make env      only the environment, .venv (the others make it when needed)'
 	@echo '  make clean    remove the environment, caches and build output; runs/ stays'
 	@echo
@@ -136,6 +138,17 @@ bench-cluster: $(READY)
 
 bench-report: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m bench.report $(ARGS)
+
+# What a target needs beyond the environment, from the same pins.
+$(VENV)/.extra-%: $(READY)
+	@$(PY) -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) -e '.[$*]' && touch $@
+
+# A warning is an error: a link that leads nowhere, a page that nobody links, a name that is not there.
+docs: $(VENV)/.extra-docs
+	@exec env $(RUN_ENV) NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --site-dir build/docs $(ARGS)
+
+dist: $(VENV)/.extra-dist
+	@exec env $(RUN_ENV) PYTHON=$(PY) CONSTRAINTS=$(CONSTRAINTS) .ci/dist
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fusedmoe/comm/*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis

@@ -1,0 +1,101 @@
+"""Each snippet of the README and of docs/ does what the page says: Python runs, commands exist with all their flags.
+
+The Python of a page runs in order in one namespace, on two ranks. What a reader has already (a model, a file) stands in
+the page as a comment of HTML that begins with `setup`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import textwrap
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+from fusedmoe.cli.main import make_parser
+from tests.cluster import Cluster
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A page shows a program by naming its file; the program has a test of its own.
+_PYTHON = re.compile(r"<!-- setup\n(.*?)-->|^[ ]*```python\n(.*?)^[ ]*```", re.DOTALL | re.MULTILINE)
+_SHELL = re.compile(r"^[ ]*```bash\n(.*?)^[ ]*```$", re.DOTALL | re.MULTILINE)
+
+
+def python_of(page: Path) -> str:
+    """The page's Python at the lines where it stands, so that an error names the line of the page."""
+    text, lines = page.read_text(encoding="utf-8"), [""]
+    for match in _PYTHON.finditer(text):
+        group = 1 if match[1] is not None else 2
+        if "--8<--" in match[group]:
+            continue
+        first = text.count("\n", 0, match.start(group)) + 1
+        lines += [""] * (first - len(lines)) + textwrap.dedent(match[group]).splitlines()
+    return "\n".join(lines[1:])
+
+
+def run_pages(rank: int, world: int, folder: str) -> list[str]:
+    """What each page printed on this rank; the pages run one after the other."""
+    os.environ["FUSEDMOE_CACHE"] = folder
+    printed = []
+    for page in PAGES:
+        code = compile(python_of(page), str(page.relative_to(ROOT)), "exec", dont_inherit=True)
+        with redirect_stdout(StringIO()) as out:
+            exec(code, {"__name__": page.stem})
+        printed.append(out.getvalue())
+    return printed
+
+
+def test_python_on_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    printed = cluster.run(2, run_pages, str(tmp_path))
+    refused = printed[0][[page.name for page in PAGES].index("failures.md")]
+    assert "rank 1" in refused and "finite" in refused
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of all shell snippets; lines that end with a backslash go on."""
+    found = []
+    for page in PAGES:
+        for block in _SHELL.findall(page.read_text(encoding="utf-8")):
+            for line in textwrap.dedent(block).replace("\\\n", " ").splitlines():
+                command = line.split(" #")[0].strip()
+                if command and not command.startswith("#") and "=$(" not in command:
+                    found.append((str(page.relative_to(ROOT)), command))
+    return found
+
+
+def test_commands_exist() -> None:
+    parser, seen = make_parser(), 0
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page, command in commands():
+        words = shlex.split(command)
+        if words[0] == "make":
+            for target in (word for word in words[1:] if "=" not in word):
+                assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page}: {command}"
+        start = re.search(r"(?:^|-m )fusedmoe(?:\.cli)? (.*)", command)
+        if start is not None:
+            seen += 1
+            try:
+                parser.parse_args(shlex.split(start[1]))
+            except SystemExit as end:
+                assert end.code == 0, f"{page}: {command}"
+        for word in words:
+            if word.endswith(".py") and word.startswith("examples/"):
+                assert (ROOT / word).is_file(), f"{page}: {command}"
+    assert seen > 10
+
+
+def test_files_and_links_exist() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for shown in re.findall(r'--8<-- "(.*?)"', text):
+            assert (ROOT / shown).is_file(), f"{page.name} shows {shown}"
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for named in re.findall(r"`((?:bench|examples|docs|tests|fusedmoe|csrc)/[\w./-]+\.\w+)`", text):
+            assert (ROOT / named).is_file(), f"{page.name} names {named}"
+
+
