@@ -13,8 +13,10 @@ import textwrap
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 from fusedmoe.cli.main import make_parser
+from fusedmoe.schedule.cost import LINES, CostModel, Line
 from tests.cluster import Cluster
 
 ROOT = Path(__file__).parents[1]
@@ -37,14 +39,17 @@ def python_of(page: Path) -> str:
 
 
 def run_pages(rank: int, world: int, folder: str) -> list[str]:
-    """What each page printed on this rank; the pages run one after the other."""
-    os.environ["FUSEDMOE_CACHE"] = folder
-    printed = []
-    for page in PAGES:
-        code = compile(python_of(page), str(page.relative_to(ROOT)), "exec", dont_inherit=True)
-        with redirect_stdout(StringIO()) as out:
-            exec(code, {"__name__": page.stem})
-        printed.append(out.getvalue())
+    """What each page printed on this rank; the pages run one after the other. The links have made-up costs."""
+    costs, printed = CostModel({name: Line(1e-6, 1e-9) for name in LINES}), []
+    with (
+        patch.dict(os.environ, FUSEDMOE_CACHE=folder),
+        patch("fusedmoe.layers.planner.measured_costs", lambda *_: costs),
+    ):
+        for page in PAGES:
+            code = compile(python_of(page), str(page.relative_to(ROOT)), "exec", dont_inherit=True)
+            with redirect_stdout(StringIO()) as out:
+                exec(code, {"__name__": page.stem})
+            printed.append(out.getvalue())
     return printed
 
 
@@ -97,5 +102,3 @@ def test_files_and_links_exist() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
         for named in re.findall(r"`((?:bench|examples|docs|tests|fusedmoe|csrc)/[\w./-]+\.\w+)`", text):
             assert (ROOT / named).is_file(), f"{page.name} names {named}"
-
-

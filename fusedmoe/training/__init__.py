@@ -3,12 +3,12 @@
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
 from fusedmoe.training.copies import broadcast_parameters
 from fusedmoe.training.data_parallel import (
-    clip_grad_norm,
     distributed_data_parallel,
     expert_parameter_names,
     fully_shard,
     sync_gradients,
 )
+from fusedmoe.training.grad_norm import clip_grad_norm
 from fusedmoe.training.plan_tuning import PlanTuning
 from fusedmoe.training.sharded_experts import ShardedExperts
 from fusedmoe.training.step_plan import plan_step

@@ -1,4 +1,4 @@
-"""Gradients over ranks: joining the copies, by a call or inside PyTorch's wrappers, and the norm over all parts.
+"""Gradients over ranks: joining the copies, by a call or inside PyTorch's wrappers.
 
 Each rank's loss is such that the losses of an MP group sum up to the mean loss of one replica, and the true loss is the
 mean over the DP replicas. So the gradient of a parameter is 1/DP times the sum over the ranks that hold a copy of it:
@@ -27,7 +27,7 @@ from fusedmoe.comm.group import lost
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
-from fusedmoe.training.copies import MpLoss, active, broadcast, divisor, local_part, reduce_gradients, replicas
+from fusedmoe.training.copies import MpLoss, active, broadcast, divisor, reduce_gradients, replicas
 from fusedmoe.training.gradient_buckets import GradientBuckets
 
 # How long a rank may take to be gone after its connection broke, on top of the time that has passed.
@@ -67,44 +67,6 @@ def sync_gradients(
     done = set() if buckets is None else buckets.close()
     copies = [replica for replica in replicas(model, topology) if id(replica.parameter) not in done]
     reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology)
-
-
-@torch.no_grad()
-def clip_grad_norm(model: nn.Module, topology: Topology, max_norm: float) -> Tensor:
-    """Scales all gradients such that their joint 2-norm is at most `max_norm`; returns what it was. Collective.
-
-    Call it after `sync_gradients`. Each element of each distinct parameter counts once, on whichever ranks it lies: the
-    norm is that of the same model in one process, and the same bits on every rank. Norms are taken in at least float32
-    and added in float64. As in `torch.nn.utils.clip_grad_norm_`, gradients are scaled by max_norm/(norm + 1e-6) where
-    that is below 1, and a norm that is not finite spoils them: look at the result.
-
-    The host waits for nothing: that is up to who reads the norm.
-
-    Returns:
-        The norm before clipping, a float64 scalar where the gradients are.
-    """
-    gradients = []
-    squares: dict[torch.device, list[Tensor]] = {}
-    for replica in replicas(model, topology):
-        if replica.parameter.grad is None:
-            continue
-        gradient = local_part(replica.parameter.grad)
-        gradients.append(gradient)
-        if replica.group.index == 0:  # the first of the ranks that hold a copy counts it
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(gradient, dtype=dtype)
-            squares.setdefault(norm.device, []).append(norm.double().square())
-    first = gradients[0].device if gradients else torch.device("cpu")
-    device = device_of(topology.world) if topology.size > 1 else first
-    sums = [torch.stack(of).sum().to(device) for of in squares.values()]
-    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
-    norm = all_reduce(topology.world, total, operation="sum of gradient norms").sqrt()
-    # A tensor of one dimension, which half precision is promoted by: the scale is not rounded to it.
-    scale_1 = (max_norm / (norm + 1e-6)).clamp(max=1.0).view(1)
-    for gradient in gradients:
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        gradient.unsqueeze(0).mul_(scale_1.to(gradient.device, dtype))
-    return norm
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -15,19 +16,25 @@ from transformers.distributed import DistributedConfig
 import fusedmoe.hf
 from fusedmoe.integrations.hf import ExpertParallel
 from fusedmoe.integrations.hf.expert_function import compute
+from fusedmoe.training import clip_grad_norm
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
 
 
-def step(rank: int, world: int, folder: str, sizes: dict[str, int], tokens: list[Tensor]) -> tuple[float, list[int]]:
-    """The largest relative error of logits and gradients; and how many rows this rank got in each of its layers."""
+def load(rank: int, world: int, folder: str, sizes: dict[str, int] | None) -> Any:
+    """The model over the ranks; without sizes, in one piece."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)):
             patch.setenv(name, str(value))
-        config = DistributedConfig(**sizes, ep_implementation=fusedmoe.hf.NAME)
-        model = AutoModelForCausalLM.from_pretrained(
+        config = None if sizes is None else DistributedConfig(**sizes, ep_implementation=fusedmoe.hf.NAME)
+        return AutoModelForCausalLM.from_pretrained(
             folder, experts_implementation=fusedmoe.hf.NAME, distributed_config=config
         )
+
+
+def step(rank: int, world: int, folder: str, sizes: dict[str, int], tokens: list[Tensor]) -> tuple[float, list[int]]:
+    """The largest relative error of logits and gradients; and how many rows this rank got in each of its layers."""
+    model = load(rank, world, folder, sizes)
     rows: list[int] = []
 
     def counted(*given: Any) -> Tensor:
@@ -51,6 +58,10 @@ def step(rank: int, world: int, folder: str, sizes: dict[str, int], tokens: list
         found[name] = grad, wanted[name].grad
     # Some gradients are zero but for rounding.
     least = 1e-3 * max(b.norm() for name, (_, b) in found.items() if name != "logits")
+    # No mesh has all gradients. Clipped to a tenth of their norm they have a tenth of it.
+    norm = torch.stack([grad.norm() for name, (_, grad) in found.items() if name != "logits"]).norm()
+    for wants in (norm, norm / 10):
+        assert float(clip_grad_norm(model, None, float(norm) / 10)) == pytest.approx(float(wants), rel=1e-5)
     return max(float((a - b).norm() / b.norm().clamp(min=least)) for a, b in found.values()), rows
 
 
@@ -79,6 +90,40 @@ def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep
     sizes = {"fsdp_size": fsdp, "ep_size": ep, "tp_size": tp}
     results = cluster.run(4, step, str(tmp_path), sizes, tokens)
     assert all(worst < 1e-5 for worst, _ in results), results
+
+
+def load_and_save(rank: int, world: int, folder: str, sizes: dict[str, int], before: str | None, after: str) -> Any:
+    """A step, or the state of another number of ranks; saved. Returns the state in one piece, by name."""
+    model = load(rank, world, folder, sizes if world > 1 else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    if before is None:
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        optimizer.step()
+    found, moments = get_state_dict(model, optimizer)
+    state = {"model": found, "optimizer": moments}
+    if before is not None:
+        torch.distributed.checkpoint.load(state, checkpoint_id=before)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        found, moments = get_state_dict(model, optimizer)
+        state = {"model": found, "optimizer": moments}
+    torch.distributed.checkpoint.save(state, checkpoint_id=after)
+    named = [(name, tensor) for name, tensor in found.items() if isinstance(tensor, Tensor)]
+    for name, values in moments["state"].items():
+        named += [(f"{name}.{key}", value) for key, value in values.items() if isinstance(value, Tensor)]
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named}
+    return {name: value.detach().numpy().tobytes() for name, value in whole.items()} if rank == 0 else None
+
+
+@pytest.mark.slow
+def test_checkpoints_of_pytorch_go_from_one_number_of_ranks_to_another(cluster: Cluster, tmp_path: Path) -> None:
+    """By torch.distributed.checkpoint alone: experts over 2, 4, and 1 ranks, model and optimizer, to the bit."""
+    make("mixtral", "eager").save_pretrained(tmp_path)
+    states, before = [], None
+    for world in (2, 4, 1):
+        sizes, after = {"fsdp_size": world, "ep_size": world, "tp_size": 1}, str(tmp_path / f"of-{world}")
+        states.append(cluster.run(world, load_and_save, str(tmp_path), sizes, before, after)[0])
+        before = after
+    assert any(name.endswith("exp_avg") for name in states[0]) and states[0] == states[1] == states[2]
 
 
 def test_is_registered() -> None:
