@@ -17,8 +17,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from fusedmoe.autograd import exchange_operators
 from fusedmoe.autograd.checks import check_rows
+from fusedmoe.autograd.exchange_operators import Way
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.moves import all_gather, combine, dispatch, received_layout, reduce_scatter
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
@@ -32,6 +36,8 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
+
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 class LocalExperts(Protocol):
@@ -154,6 +160,9 @@ class Collectives(Dispatcher):
     recorder: Recorder | None = None
     streams: Streams | None = field(default_factory=Streams)
 
+    def __post_init__(self) -> None:
+        self.way = Way(self.topology, self.all_to_all)
+
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
         return self._dispatch(routed.x_SM, self.meet(routed))
 
@@ -166,7 +175,22 @@ class Collectives(Dispatcher):
             return unpermute(rows_NM, crossing.layout)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
+        if selects() and routed.refusal is None and not self.hooks:
+            return self.by_operators(routed, experts)
         return self.run(routed.x_SM, self.meet(routed), experts)
+
+    def by_operators(self, routed: Routed, experts: LocalExperts, bad: Tensor | None = None) -> Tensor:
+        """The same by operators, which compilers and selective checkpoints see: one thing after the other, no hooks.
+
+        `bad`: how many router logits are not finite, a scalar; all ranks end where there are any.
+        """
+        layout, weight_N = routed.layout, _weight_of_rows(routed.weight_SK, routed.layout)
+        rows_NM, way = permute(routed.x_SM, layout), self.way.name
+        send_PE, come_QPE = exchange_operators.meet(layout.counts_E, bad, rows_NM.dtype, way)
+        rows_RM, weight_R, *received = exchange_operators.dispatch(rows_NM, weight_N, send_PE, come_QPE, way)
+        out_RM = experts(rows_RM, _received(received), None if weight_N is None else weight_R)
+        back_NM = exchange_operators.combine(out_RM, send_PE, come_QPE, rows_NM.shape[0], way)
+        return unpermute(back_NM, layout)
 
     def meet(self, routed: Routed) -> Crossing:
         """The ranks tell each other how many rows come. Collective."""
@@ -214,6 +238,11 @@ class Collectives(Dispatcher):
         return rows_RM, Handle(received, weight_R, exchange.counts_RE, crossing)
 
 
+def _received(parts: Sequence[Tensor]) -> Layout:
+    counts_E, offsets_E1, source_N, pair_N, row_SK = parts
+    return Layout(counts_E, offsets_E1, source_N, pair_N, row_SK, verified=True)
+
+
 def _weight_of_rows(weight_SK: Tensor | None, layout: Layout) -> Tensor | None:
     return None if weight_SK is None else take_pairs(weight_SK, layout)
 
@@ -223,6 +252,11 @@ def refuse(topology: Topology, refusal: str | None) -> None:
     if refusal:
         topology.fail(CHECK, refusal)
         raise (ConfigError if topology.size == 1 else RankError)(f"rank {topology.rank}: {refusal}")
+
+
+def selects() -> bool:
+    """Whether a selective activation checkpoint, forward or when it recomputes, chooses among operators."""
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def recomputing() -> bool:

@@ -106,7 +106,7 @@ class InputChecks:
     def of_logits(self, routing: Routing | SoftRouting) -> str | None:
         """What is wrong with the router's logits, if anything. Where nothing travels on CUDA a later call tells."""
         logits_SE = routing.logits_SE
-        if logits_SE is None:
+        if logits_SE is None or self.bad_logits(routing) is not None:
             return None
         if torch.compiler.is_compiling() and not uses_triton(logits_SE):
             torch._assert_async(count_bad(logits_SE) == 0, f"{_BAD_LOGITS}. {_BAD_LOGITS_CURE}")
@@ -115,6 +115,13 @@ class InputChecks:
         elif bad := int(count_bad(logits_SE)):
             return f"{bad} of {logits_SE.numel()} {_BAD_LOGITS}. {_BAD_LOGITS_CURE}"
         return None
+
+    def bad_logits(self, routing: Routing | SoftRouting) -> Tensor | None:
+        """In a graph, for the exchange to tell all ranks: how many logits are not finite, a scalar; else None."""
+        travels = self._topology.ep.size * self._topology.esp.size > 1
+        if routing.logits_SE is None or not travels or not torch.compiler.is_compiling():
+            return None
+        return count_bad(routing.logits_SE)
 
     def tell_logits(self, wait: bool = False) -> None:
         """Raises for bad logits of forwards before, as far as the host knows; with `wait`, of all."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.dispatcher import Dispatcher, Routed, recomputing
+from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local, Routed, recomputing
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
@@ -168,11 +168,11 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., M] -> [..., M], any number of tokens. Under autocast the experts compute in the autocast dtype.
 
-        Where no rows travel between ranks and there are no hooks, `torch.compile(fullgraph=True)` takes the layer in,
-        and nothing waits for the device, so that a CUDA graph can hold it; else a compiled model calls it as it is.
-        On CUDA logits that are not finite are then told by a later call, or by `check`.
+        `torch.compile(fullgraph=True)` takes the layer in, unless it has hooks, a schedule, MP ranks or placements:
+        then a compiled model calls it as it is. Where no rows travel nothing waits for the device, so that a CUDA graph
+        can hold the layer; on CUDA logits that are not finite are then told by a later call, or by `check`.
         """
-        if torch.compiler.is_compiling() and not self._travels and self.topology.mp.size == 1:
+        if torch.compiler.is_compiling() and self._compiles:
             return self._forward(x)
         return self._guarded(x)
 
@@ -182,9 +182,11 @@ class MoELayer(nn.Module):
             return self._forward(x)
 
     @property
-    def _travels(self) -> bool:
-        """Whether rows go through an exchange, between ranks or past the hooks."""
-        return self.topology.ep.size * self.topology.esp.size > 1 or bool(self.hooks)
+    def _compiles(self) -> bool:
+        """Whether a compiler can take the layer in: all that it does are operators, one after the other."""
+        if self.hooks or self.topology.mp.size > 1:
+            return False
+        return type(self.dispatcher) is Local or (type(self.dispatcher) is Collectives and self._planner.plans_nothing)
 
     def _forward(self, x: Tensor) -> Tensor:
         recorder = self.recorder
@@ -216,7 +218,10 @@ class MoELayer(nn.Module):
         self.load.kept_E = ordered.kept_E
         self.dispatcher.recorder = recorder
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal)
-        y_SM = self.dispatcher.through_experts(routed, self.experts)
+        if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
+            y_SM = self.dispatcher.by_operators(routed, self.experts, self.checks.bad_logits(routing))
+        else:
+            y_SM = self.dispatcher.through_experts(routed, self.experts)
         with span(recorder, "unpermute", kind="unpermute", phase="forward"):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)

@@ -82,6 +82,11 @@ class Planner:
                 raise ConfigError(f"{own} has no {lacks[0]}, which every chunk of this layer goes through; add it")
         self.assigned = Assigned(plans, gradients, beside)
 
+    @property
+    def plans_nothing(self) -> bool:
+        """One thing goes after the other."""
+        return self.assigned is None and self.schedule is None
+
     def find(self, x_SM: Tensor, rows: int, chunks: ChunkExperts) -> Assigned | None:
         """What was assigned, or the schedule's plans, by collectives, for so many rows of the rank that sends the most.
         None: nothing goes in chunks."""

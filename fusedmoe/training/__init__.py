@@ -1,5 +1,6 @@
 """What a training loop calls besides the layers: gradients over ranks, clipping, checkpoints, PyTorch's wrappers."""
 
+from fusedmoe.training.activation_checkpoint import save_communication
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
 from fusedmoe.training.copies import broadcast_parameters
 from fusedmoe.training.data_parallel import (
@@ -24,5 +25,6 @@ __all__ = [
     "load_checkpoint",
     "plan_step",
     "save_checkpoint",
+    "save_communication",
     "sync_gradients",
 ]

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
+from fusedmoe.autograd import exchange_operators
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.exchange import Part
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates import GATES
+from fusedmoe.training import save_communication
+from tests.cluster import Cluster
 from tests.layers.gate_cases import make
 
 M = 32
@@ -122,7 +131,7 @@ def test_checkpointed_in_a_compiled_model() -> None:
     model = a_model(layer)
 
     def checkpointed(x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        return checkpoint(model, x, use_reentrant=False)
 
     x = torch.randn(41, M)
     ours, theirs = (step(call, model, x, 0) for call in (torch.compile(checkpointed, backend="aot_eager"), model))
@@ -142,3 +151,111 @@ def test_layers_that_exchange_are_called_as_they_are() -> None:
 def test_by_the_default_compiler() -> None:
     layer = fusedmoe.MoELayer(M, make("topk", 6, 2, capacity_factor=0.7), fusedmoe.experts.SwiGLU(24))
     compare(layer, "inductor", exact=False)
+
+
+def a_layer_over(rank: int, world: int, capacity_factor: float | None = None) -> fusedmoe.MoELayer:
+    torch._dynamo.reset()
+    topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
+    torch.manual_seed(0)
+    gate = make("topk", 8, 2, capacity_factor=capacity_factor)
+    return fusedmoe.MoELayer(M, gate, fusedmoe.experts.SwiGLU(24), topology=topology)
+
+
+def over_ranks(rank: int, world: int, capacity_factor: float | None, backend: str) -> None:
+    """Uneven and empty ranks, sizes that the graph has not seen, the bits of the layer as it is."""
+    layer = a_layer_over(rank, world, capacity_factor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compare(layer, backend, (41 - 11 * rank, 20 * rank, 57, 13 * (1 - rank % 2)), exact=backend == "aot_eager")
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.7])
+def test_rows_travel_inside_a_graph(cluster: Cluster, capacity_factor: float | None) -> None:
+    cluster.run(2, over_ranks, capacity_factor, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rows_travel_by_the_default_compiler(cluster: Cluster) -> None:
+    cluster.run(2, over_ranks, 0.7, "inductor", timeout_s=240)
+
+
+def many_sizes(rank: int, world: int) -> int:
+    """How many graphs 20 numbers of tokens need; and logits that are not finite on one rank end the step on both."""
+    layer, counter = a_layer_over(rank, world), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for size in range(2, 22):
+            compiled(torch.randn(size + 3 * rank, M)).sum().backward()
+        x = torch.full((9, M), float("nan") if rank == 1 else 1.0)
+        with pytest.raises(fusedmoe.RankError, match="rank 1.*router logits are NaN"):
+            compiled(x)
+        compiled(torch.randn(9, M)).sum().backward()
+    return counter.frame_count
+
+
+def test_two_graphs_for_all_numbers_of_tokens(cluster: Cluster) -> None:
+    assert max(cluster.run(2, many_sizes)) <= 2
+
+
+def exchanges(rank: int, world: int, compiles: bool) -> dict[str, int]:
+    """How often rows travel in a step that keeps what has travelled; gradients are those of a plain step."""
+    layer, seen = a_layer_over(rank, world), Counter[str]()
+    model, x = a_model(layer), torch.randn(30 + rank, M)
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False, context_fn=save_communication)
+
+    call = torch.compile(checkpointed, backend="aot_eager", fullgraph=True) if compiles else checkpointed
+    theirs = step(model, model, x, 0)
+    # What the layer tells of itself (loads, auxiliary loss) is not to be told again by a recomputation.
+    quiet = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), quiet:
+        warnings.simplefilter("ignore")
+        for name in ("dispatch", "combine"):
+            whole = getattr(Part, name)
+
+            def counted(part: Part, rows: Tensor, name: str = name, whole: Any = whole) -> Tensor:
+                seen[name] += rows.shape[1] == M
+                return whole(part, rows)
+
+            patch.setattr(Part, name, counted)
+        ours = step(call, model, x, 0)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    return dict(seen)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_rows_travel_once_under_a_selective_checkpoint(cluster: Cluster, compiles: bool) -> None:
+    once = {"dispatch": 2, "combine": 2}  # forward and backward
+    assert cluster.run(2, exchanges, compiles) == [once, once]
+
+
+def check_operators(rank: int, world: int) -> None:
+    """Schema, fake and gradient agree with what the operators do."""
+    topology = fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
+    way = exchange_operators.Way(topology, make_all_to_all("direct", topology))
+    ops, tests = torch.ops.fusedmoe, ("test_schema", "test_autograd_registration", "test_faketensor")
+    counts_E = torch.tensor([3, 0, 2, 1 + rank])
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, requires_grad=True)
+
+    sizes = ops.meet(counts_E, None, torch.float32, way.name)
+    sent = int(counts_E.sum())
+    rows_RM, *_, pair_R, _ = ops.dispatch(random(sent + 2, 4), None, *sizes, way.name)
+    received = len(rows_RM)
+    for operator, inputs in (
+        (ops.meet, (counts_E, torch.tensor(0), torch.float32, way.name)),
+        (ops.dispatch, (random(sent + 2, 4), random(sent + 2), *sizes, way.name)),
+        (ops.dispatch, (random(sent, 4), None, *sizes, way.name)),
+        (ops.dispatch_backward, (torch.randn(received, 4), torch.randn(received), pair_R, *sizes, sent + 2, way.name)),
+        (ops.combine, (random(received, 4), *sizes, sent + 2, way.name)),
+        (ops.combine_backward, (torch.randn(sent + 2, 4), *sizes, received, way.name)),
+    ):
+        torch.library.opcheck(operator.default, inputs, test_utils=tests)
+
+
+def test_exchange_operators(cluster: Cluster) -> None:
+    cluster.run(2, check_operators)
