@@ -1,4 +1,4 @@
-"""Under autocast rows travel in its dtype: half of float32's bytes, there and back, in both passes, whoever computes."""
+"""Under autocast rows travel in its dtype: half of float32's bytes, there and back, in both passes, for all experts."""
 
 from __future__ import annotations
 
