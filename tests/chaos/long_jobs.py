@@ -156,8 +156,6 @@ class LongJob:
     """
 
     def __init__(self, cluster: Cluster, folder: Path, steps: int, every: int, saves: int, seed: int) -> None:
-        if saves < 1 or every < 2 * saves + OTHER_STEPS:
-            raise SystemExit(f"--every {every} must be at least 2 · {saves} (--saves) + {OTHER_STEPS}")
         self._cluster, self._folder, self._steps, self._seed = cluster, folder, steps, seed
         self.events = draw_events(random.Random(seed), steps, every, saves)
         self._flags = [*MODEL, "--steps", str(steps), "--checkpoint-every", str(saves), "--data", str(folder / "text")]
@@ -313,6 +311,10 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for both jobs, which stays")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the record there, too")
     given = parser.parse_args()
+    if given.saves < 1 or given.every < 2 * given.saves + OTHER_STEPS:
+        parser.error(f"--every {given.every} must be at least 2 · {given.saves} (--saves) + {OTHER_STEPS}")
+    if given.keep is not None and given.keep.exists():
+        parser.error(f"--keep {given.keep} is there already: name a new folder")
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     where, cluster = conditions(), Cluster()
     print(
