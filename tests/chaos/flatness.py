@@ -40,7 +40,7 @@ end has more of anything than the first quarter, 50 more objects, or 16 MB more 
 
 EXAMPLES = """\
 examples:
-  a look:                  python -m tests.chaos.flatness --rounds 20
+  a look, half a minute:   python -m tests.chaos.flatness --rounds 40
   the record of the house: python -m tests.chaos.flatness --json bench/results/flatness.json
 """
 
@@ -147,8 +147,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200, help="of ten steps and a topology each (default: 200)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the record there, too")
     given = parser.parse_args()
-    if given.rounds < len(LAYOUTS):
-        parser.error(f"--rounds {given.rounds} must be at least {len(LAYOUTS)}")
+    if given.rounds < 4 * len(LAYOUTS):
+        parser.error(f"--rounds {given.rounds} must be at least {4 * len(LAYOUTS)}: each layout once in a quarter")
     where, began = conditions(), time.monotonic()
     ranks = lives(given.rounds)
     problems = [f"rank {rank}: {text}" for rank, looks in enumerate(ranks) for text in growth(looks)]
