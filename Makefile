@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint chaos nvshmem aot bench bench-gpu bench-cluster bench-report docs dist clean
+.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-report docs dist clean
 
 VENV := .venv
 ARGS ?=
@@ -43,6 +43,8 @@ help:
 	@echo '  make test     the tests, without the slow ones    make test ARGS="-k gates"    ARGS="-m slow"'
 	@echo '  make lint     ruff, mypy, the floors of the design (import-linter), and its other rules (tests/house.py)'
 	@echo '  make chaos    faults from a seed in jobs of 2 and 4 ranks, and what became of them    make chaos ARGS=--help'
+	@echo '  make long-job a job that faults interrupt, beside one without: the same losses    make long-job ARGS=--help'
+	@echo '  make flat     what 2,000 steps, 200 topologies and 50 checkpoints leave behind    make flat ARGS=--help'
 	@echo '  make nvshmem  the optional NVSHMEM transport: its package, and a library from csrc/nvshmem (no GPU needed)'
 	@echo '  make aot      all that is launched, compiled and checked for GPUs that need not be there    make aot TRITON=3.6.0'
 	@echo '  make bench    the benchmarks'
@@ -104,6 +106,12 @@ lint: $(READY)
 # An hour of it is a record for bench/results/chaos.json; a machine that does nothing else gives times that mean something.
 chaos: $(READY)
 	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m tests.chaos $(ARGS)
+
+long-job: $(READY)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m tests.chaos.long_jobs $(ARGS)
+
+flat: $(READY)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m tests.chaos.flatness $(ARGS)
 
 # Into .venv, and beside the module that loads it; it says what is missing.
 nvshmem: $(READY)

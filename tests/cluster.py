@@ -160,22 +160,23 @@ def _serve(pipe: Connection) -> None:
             function, args = pickle.loads(pipe.recv_bytes())
         except (EOFError, KeyboardInterrupt):
             return
+        before = _threads()
         try:
             if server is None:
                 server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
             store = dist.PrefixStore(f"run {number}", server)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
             dist.barrier()  # a rank whose function ends at once closes connections that others may still be making
-            gc.freeze()  # what was imported stays: the collection below has only this run's objects to look at
             torch.manual_seed(0)
             answer = (True, function(rank, world, *args))
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
         finally:
-            # On all ranks now, or a group that an error has left behind waits for its peers in a later run.
-            gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if _threads() > before:
+                # A group that an error or a circle holds: on all ranks now, or it waits for its peers in a later run.
+                gc.collect()
         pipe.send_bytes(pickle.dumps((*answer, _threads())))
 
 

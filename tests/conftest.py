@@ -28,13 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "tests/chaos/" in item.nodeid and item.get_closest_marker("slow") is not None)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def only_what_is_new_is_collected() -> None:
-    """Garbage collections, which tests of memory ask for by the hundred, look at nothing that was there before."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where tests, their ranks and the commands that they start keep profiles: not in the home directory."""

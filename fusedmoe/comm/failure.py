@@ -97,6 +97,7 @@ class Board:
             number = store.add(f"meetings/{place}/{self._rank}", 1)  # some may have been with others more often
             keys = {rank: f"meeting/{place}/{number}/{rank}" for rank in ranks}
             store.set(keys[self._rank], own)
+            store.delete_key(f"meeting/{place}/{number - 2}/{self._rank}")  # who came to the next one has read it
             return keys
 
         deadline, pause = time.monotonic() + timeout_s, 0.005

@@ -210,7 +210,10 @@ class ProcessGroups:
         """Frees a process group that no member of it uses any more."""
         if self._of(lease) is not None:
             del self._made[lease.key]
+            c10d: Any = dist.distributed_c10d
+            tag = c10d._world.pg_to_tag.get(lease.handle)
             dist.destroy_process_group(lease.handle)
+            c10d._world.tags_to_pg.pop(tag, None)  # its list of this group alone, which PyTorch leaves there empty
 
     def _of(self, lease: Lease) -> _Made | None:
         """The process group that was made for a lease, unless a newer one has replaced it."""

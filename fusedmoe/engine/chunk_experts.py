@@ -127,7 +127,7 @@ class AutogradExperts:
         with torch.enable_grad():
             x_RM = x_RM.detach().requires_grad_()
             weight_R = None if weight_R is None else weight_R.detach().requires_grad_()
-            y_RM = self._compute(x_RM, layout, weight_R)
+            y_RM = no_wider(self._compute(x_RM, layout, weight_R), x_RM)
             check_rows("experts in chunks", "their result", y_RM, len(x_RM))
         return y_RM.detach(), (y_RM, x_RM, weight_R)
 
@@ -153,6 +153,11 @@ class AutogradExperts:
         """Autograd makes all gradients at once: nothing is left but to add up."""
         dx_RM, dweight_R, grads = self.backward(dy_RM, x_RM, kept, layout, weight_R, None)
         return dx_RM, dweight_R, lambda totals: _add_all(totals, grads)
+
+
+def no_wider(out_RM: Tensor, rows_RM: Tensor) -> Tensor:
+    """Experts' results as they travel: in the rows' dtype, where theirs has more bytes."""
+    return out_RM.to(rows_RM.dtype) if out_RM.element_size() > rows_RM.element_size() else out_RM
 
 
 def _gradients(like: Tensor, totals: Totals) -> Gradients | None:

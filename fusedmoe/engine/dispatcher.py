@@ -29,7 +29,7 @@ from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.chunk_experts import ChunkExperts, no_wider
 from fusedmoe.engine.run import Assigned, Run, one_chunk
 from fusedmoe.engine.tokens import through_experts
 from fusedmoe.errors import ConfigError, RankError
@@ -211,7 +211,7 @@ class Collectives(Dispatcher):
         if assigned is None:
             if not chunks.any_degree:
                 rows_RM, handle = self._dispatch(x_SM, crossing)
-                return self.combine(experts(rows_RM, handle.layout, handle.weight_N), handle)
+                return self.combine(no_wider(experts(rows_RM, handle.layout, handle.weight_N), rows_RM), handle)
             assigned, streams = Assigned(one_chunk(self.topology.esp.size > 1)), None
         run = Run(
             assigned.plans,

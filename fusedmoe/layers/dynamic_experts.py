@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -88,6 +89,7 @@ class DynamicExperts:
             as there are no replicas.
         sent_bytes: of experts that this rank has sent, parameters and gradients.
         recorder: measures what travels while set.
+        deepcopies: of this one that are there; their experts do not move with these by themselves.
     """
 
     def __init__(self, experts: Experts, count: int, topology: Topology) -> None:
@@ -111,6 +113,7 @@ class DynamicExperts:
         self.recorder: Recorder | None = None
         self.sparse: SparseCollectives | None = None
         self.sent_bytes = 0
+        self.deepcopies: WeakSet[DynamicExperts] = WeakSet()
         self._works: list[SparseWork] = []
         self._gathered: tuple[Transfer, ...] = ()
         self._present = False
@@ -182,6 +185,8 @@ class DynamicExperts:
         # Nobody fetches replicas for a copy, and it is not part of a graph.
         made = copy(self)
         memo[id(self)] = made
+        self.deepcopies.add(made)
+        made.deepcopies = WeakSet()
         made.experts = deepcopy(self.experts, memo)
         made.rest()
         return made

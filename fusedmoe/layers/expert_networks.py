@@ -168,8 +168,9 @@ class Experts(nn.Module):
         )
 
     def row_dtype(self, x_SM: Tensor) -> torch.dtype:
-        """What rows are cast to before they travel to these experts: under autocast what the experts compute in."""
-        return x_SM.dtype
+        """What rows are cast to before they travel to these experts: under autocast its dtype."""
+        kind = x_SM.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_SM.dtype
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         """y_SM: for each row s of x_SM the sum over its sorted rows n of weight_N[n]·expert(x_SM[s]).
@@ -354,10 +355,6 @@ class FeedForward(Experts):
         return Workload(
             1, rows * esp, self.model_dim, self.hidden, experts, k=1, expert=expert, ep=ep, esp=esp, itemsize=itemsize
         )
-
-    def row_dtype(self, x_SM: Tensor) -> torch.dtype:
-        kind = x_SM.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_SM.dtype
 
     def describe(self) -> str:
         return f"{type(self).__name__}(hidden={self.hidden}, activation={self.activation!r}, bias={self.bias})"

@@ -1,13 +1,10 @@
-"""Fully sharded sparse data parallelism: who owns and who copies the experts of a model in training (Hecate).
-
-Experts that change owners take their parameters and optimizer state with them.
-"""
+"""Fully sharded sparse data parallelism: who owns and who copies the experts of a model in training (Hecate)."""
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, all_to_all_rows, device_of, on_all_ranks
-from fusedmoe.comm.group import Group
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, on_all_ranks
 from fusedmoe.comm.heap import Heap
 from fusedmoe.comm.sparse import SparseCollectives
 from fusedmoe.comm.topology import Topology
@@ -42,6 +38,7 @@ from fusedmoe.placement.placement_policies import (
     swaps,
 )
 from fusedmoe.placement.price import PlacementCosts
+from fusedmoe.training.expert_moves import move, require_movable
 from fusedmoe.training.gradient_buckets import moe_layers
 
 #: What places experts: Hecate's algorithms, and what they are compared with.
@@ -86,8 +83,10 @@ class ShardedExperts:
     it up, do not keep `.data`. Checkpoints (`save_checkpoint`) have experts by their numbers and load under any
     placement, on any number of ranks; `state_dict()` beside them has what the next placements follow from. The model's
     own `state_dict()` loads where ranks own the same experts, and is refused elsewhere, before anything of it is
-    loaded. A copy of the model, for averaged weights, say, has no replicas and keeps its owners: then use
-    reshard=False.
+    loaded.
+
+    A `deepcopy` of the model has no replicas and owners of its own. Where weights of the model are averaged into it,
+    its experts must move with the model's, or different experts would be averaged: give it as `averaged`.
 
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
@@ -106,14 +105,18 @@ class ShardedExperts:
         costs: what a token and an expert take. None: measured where a policy asks for them.
         heap: symmetric memory of the expert-parallel group (`fusedmoe.puts.open_heap`), which must outlive this.
             Experts then travel by puts that kernels start, instead of by collectives.
+        averaged: copies of the model, `torch.optim.swa_utils.AveragedModel(model)`, say, whose experts change owners
+            with the model's. They have no optimizer of their own.
     Attributes:
+        averaged: append one that is made later, on all ranks, before the next step.
         overlap: t; 0 while it is not known yet.
         iteration: steps so far.
         moved_bytes: parameters and state that this rank has sent to new owners.
     Raises:
         ConfigError: no layers with dynamic experts, layers of different numbers of experts or with a ShardedExperts
             already, numbers that cannot be, or an optimizer whose state cannot move with single experts; in the first
-            step, where it cannot be tried on a small parameter before.
+            step, where it cannot be tried on a small parameter before. In a step, where owners may change: a copy of
+            the model that is not in `averaged`.
         RankError: the ranks pass different arguments.
     """
 
@@ -131,6 +134,7 @@ class ShardedExperts:
         rematerialises: bool = False,
         costs: PlacementCosts | None = None,
         heap: Heap | None = None,
+        averaged: Sequence[nn.Module] = (),
     ) -> None:
         if policy not in POLICIES:
             raise ConfigError(f"placement policy {policy!r}; choose one of {', '.join(POLICIES)}")
@@ -138,7 +142,7 @@ class ShardedExperts:
             raise ConfigError(f"memory = {memory} and overlap = {overlap} must be 0 or more")
         layers = [layer for layer in moe_layers(model) if layer.placed is not None]
         self._recorded = layers
-        self._layers = [layer.placed for layer in layers if layer.placed is not None]
+        self._layers = _dynamic(model)
         if topology.ep.size > 1 and not layers:
             raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
         if any(one.hooked for one in self._layers):
@@ -151,7 +155,7 @@ class ShardedExperts:
         if len({one.placement.experts for one in self._layers}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
-        self._optimizer, self._topology = optimizer, topology
+        self._optimizer, self._topology, self.averaged = optimizer, topology, list(averaged)
         self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
         self._name, self._memory, self._calibrates = policy, memory, calibrates
         self._moves = reshard if policy == "hecate" else policy == "smartmoe"
@@ -165,6 +169,7 @@ class ShardedExperts:
         self._costs = costs or (_measured(layers[0], topology) if asks else _UNKNOWN)
         facts = {"policy": policy, "memory": memory, "overlap": overlap, "reshard": reshard, "calibrates": calibrates}
         facts |= {"rematerialises": rematerialises, "costs": self._costs, "heap": heap is not None}
+        facts["averaged"] = len(self.averaged)
         topology.agree(facts, "ShardedExperts")
         if self._moves:
             try_on = partial(require_movable, self._layers, optimizer, tries=True)
@@ -294,9 +299,38 @@ class ShardedExperts:
         self._install([Placement(nodes.ranks, *one) for one in found])
 
     def _install(self, placements: Sequence[Placement]) -> None:
-        self.moved_bytes += move(self._layers, [one.sharding for one in placements], self._optimizer)
+        shardings = [one.sharding for one in placements]
+        if self._moves or shardings != [one.placement.sharding for one in self._layers]:
+            self._require_averaged()
+        averaged = [_dynamic(model) for model in self.averaged]
+        self.moved_bytes += move(self._layers, shardings, self._optimizer, averaged)
         for one, placement in zip(self._layers, placements, strict=True):
             one.place(placement)
+
+    def _require_averaged(self) -> None:
+        """All copies of the model that are there are given as `averaged`, and their experts are where the model's are.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        owners = [one.placement.sharding for one in self._layers]
+        given = {id(one) for model in self.averaged for one in _dynamic(model)}
+        if any([one.placement.sharding for one in _dynamic(model)] != owners for model in self.averaged):
+            raise ConfigError(
+                "ShardedExperts: a model of `averaged` has other experts on this rank than the model. Give copies of "
+                "the model as it is now: deepcopy(model), or AveragedModel(model)"
+            )
+
+        def others() -> bool:
+            return any(id(one) not in given and not one.hooked for of in self._layers for one in of.deepcopies)
+
+        if others() and gc.collect() >= 0 and others():  # what is there may be garbage
+            raise ConfigError(
+                "ShardedExperts: experts change owners, and there is a copy of the model (deepcopy, AveragedModel) "
+                "whose experts would stay where they are: averages would mix different experts. Give it as "
+                "ShardedExperts(…, averaged=[copy]), or append it to `averaged`, and its experts move along; or use "
+                "reshard=False; or drop it, and keep its state_dict()."
+            )
 
     @property
     def _policy(self) -> Policy:
@@ -344,6 +378,10 @@ class ShardedExperts:
         return parameter.nbytes, held - parameter.nbytes, grad, kept
 
 
+def _dynamic(model: nn.Module) -> list[DynamicExperts]:
+    return [layer.placed for layer in moe_layers(model) if layer.placed is not None]
+
+
 def _sparse(topology: Topology, heap: Heap | None) -> SparseCollectives:
     if heap is None:
         return SparseCollectives(topology.beside(topology.ep, "experts that move"))
@@ -370,96 +408,3 @@ def _measured(layer: MoELayer, topology: Topology) -> PlacementCosts:
         inter_bytes_s=inter.per_s,
         intra_bytes_s=intra.per_s,
     )
-
-
-@torch.no_grad()
-def move(layers: Sequence[DynamicExperts], shardings: Sequence[Placement], optimizer: Optimizer) -> int:
-    """Gives each layer's experts the owners that a sharding says. Collective over the expert-parallel group.
-
-    Each tensor of an expert is sent once, from its old owner to its new one. Gradients are dropped.
-
-    Returns:
-        The bytes that this rank sent.
-    Raises:
-        ConfigError: optimizer state that is not shaped like the parameter: it is not known how it splits.
-        RankError: the ranks' optimizers keep different state.
-    """
-    changing = [(one, to) for one, to in zip(layers, shardings, strict=True) if to != one.placement.sharding]
-    if not changing:
-        return 0
-    group = changing[0][0].group
-    kept = [[_state(optimizer, name, p) for name, p in one.experts.named_parameters()] for one, _ in changing]
-    _require_same(group, [[sorted(tensors) for tensors in of] for of in kept])
-    sent = 0
-    for (placed, sharding), states in zip(changing, kept, strict=True):
-        before = placed.placement
-        parameters: dict[str, Tensor] = {}
-        for (name, parameter), state in zip(placed.experts.named_parameters(), states, strict=True):
-            parameters[name], bytes_ = _moved(parameter.data, before, sharding, group)
-            sent += bytes_
-            for key, tensor in state.items():
-                optimizer.state[parameter][key], bytes_ = _moved(tensor, before, sharding, group)
-                sent += bytes_
-        placed.reshard(sharding, parameters)
-    return sent
-
-
-def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, tries: bool = False) -> None:
-    """Raises `ConfigError` as `move` would, before anything has to move.
-
-    `tries`: also for what the optimizer keeps after a step, as far as another one of its kind can be made.
-    """
-    for placed in layers:
-        for name, parameter in placed.experts.named_parameters():
-            _state(optimizer, name, parameter)
-    if tries:
-        # Three dimensions, as experts have; no two sizes alike, so that no other shape looks like it.
-        small = nn.Parameter(torch.zeros(2, 3, 5))
-        small.grad = torch.zeros_like(small)
-        with suppress(Exception), torch.enable_grad():
-            optimizer = type(optimizer)([small], **optimizer.defaults)
-            optimizer.step()
-        _state(optimizer, "parameter", small)
-
-
-def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """What an optimizer keeps for each element of a parameter."""
-    found = {}
-    for key, value in optimizer.state.get(parameter, {}).items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            continue  # a count of steps: all ranks have the same
-        if value.shape != parameter.shape:
-            raise ConfigError(
-                f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for the experts' {name} of shape "
-                f"{list(parameter.shape)}, which cannot move with single experts. Use an optimizer whose state is "
-                "shaped like the parameters, or ShardedExperts(…, reshard=False)."
-            )
-        found[key] = value
-    return found
-
-
-def _require_same(group: Group, keys: list[list[list[str]]]) -> None:
-    every = all_gather_object(group, keys, "moving experts")
-    for rank, other in zip(group.ranks, every, strict=True):
-        if other != every[0]:
-            raise RankError(
-                f"moving experts: the optimizer keeps {other} on rank {rank} and {every[0]} on rank {group.ranks[0]}, "
-                "by layer and parameter. Make it the same on every rank, and step on all of them or on none."
-            )
-
-
-def _moved(tensor: Tensor, before: Placement, after: Placement, group: Group) -> tuple[Tensor, int]:
-    """This rank's rows, [owned, ...] in order of their experts, after the change; and the bytes that it sent."""
-    me = group.index
-    ours, wanted = before.owned(me), after.owned(me)
-    leaving = sorted((after.owners[expert], expert) for expert in ours if after.owners[expert] != me)
-    coming = sorted((before.owners[expert], expert) for expert in wanted if before.owners[expert] != me)
-    send, recv = ([sum(rank == other for rank, _ in of) for other in range(group.size)] for of in (leaving, coming))
-    row = {expert: at for at, expert in enumerate(ours)}
-    rows = tensor[[row[expert] for _, expert in leaving]].contiguous()
-    received = all_to_all_rows(group, rows, send, recv, "moving experts")
-    arrived = {expert: at for at, (_, expert) in enumerate(coming)}
-    result = tensor.new_empty((len(wanted), *tensor.shape[1:]))
-    for at, expert in enumerate(wanted):
-        result[at] = received[arrived[expert]] if expert in arrived else tensor[row[expert]]
-    return result, rows.nbytes

@@ -93,7 +93,6 @@ def serve(pipe: Connection) -> None:
     # The first one leaves a pipe for the signals of libuv, once and for all.
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     idle: Counter[str] | None = None
-    gc.freeze()  # what was imported stays: collections have only the jobs' objects to look at
     while True:
         try:
             order = hear(pipe)

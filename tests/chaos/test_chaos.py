@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.__main__ import ROOT, run
-from tests.chaos.campaign import FAILURES, LEFTOVER, LOST, WRONG, Campaign
+from tests.chaos.campaign import FAILURES, Campaign
 
 SCENES = (("train", "ep 2"), ("train", "esp 2"), ("train", "chunks 2"))
 FAULTS = ("kill", "exit", "raise", "no memory", "interrupt", "nan", "empty", "skew", "seed")
@@ -31,7 +31,5 @@ def test_five_minutes(tmp_path: Path) -> None:
     found = tmp_path / "chaos.json"
     command = [sys.executable, "-m", "tests.chaos", "--minutes", "5", "--json", str(found)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
-    record = json.loads(found.read_text())
-    assert record["cases"] > 50
-    # What `make chaos` finds besides is in its record; these must never be.
-    assert not record["outcomes"].keys() & {WRONG, LOST, LEFTOVER}, done.stdout[-20000:] + done.stderr[-2000:]
+    assert json.loads(found.read_text())["cases"] > 50
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-2000:]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +32,18 @@ def saved_elements(layer: MoELayer, x: Tensor) -> dict[torch.dtype, int]:
             storages[storage.data_ptr()] = (tensor.dtype, storage.nbytes() // tensor.itemsize)
         return tensor
 
-    gc.collect()
-    before = [thing for thing in gc.get_objects() if type(thing) is Layout]
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    layouts: list[weakref.ref[Layout]] = []
+    with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        plain = Layout.__init__
+
+        def made(layout: Layout, *given: Any, **more: Any) -> None:
+            plain(layout, *given, **more)
+            layouts.append(weakref.ref(layout))
+
+        patch.setattr(Layout, "__init__", made)
         y = layer(x)
-    for layout in [thing for thing in gc.get_objects() if type(thing) is Layout]:
-        if not any(layout is old for old in before):
-            torch.utils._pytree.tree_map_only(Tensor, note, vars(layout))
+    for layout in filter(None, (one() for one in layouts)):
+        torch.utils._pytree.tree_map_only(Tensor, note, vars(layout))
     assert y.requires_grad
     total: dict[torch.dtype, int] = {}
     for dtype, size in storages.values():

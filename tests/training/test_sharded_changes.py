@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from fusedmoe.comm.topology import Topology
@@ -26,6 +27,7 @@ from tests.training.placed import (
     Use,
     compare_results,
     optimizer_of,
+    owners_of,
     results_of,
     square,
     tokens,
@@ -365,3 +367,54 @@ def test_a_state_of_other_experts_is_refused_whole(make: Any) -> None:
     state[of[-1] + "numbers"] = torch.tensor([0, 1, 2, 3])
     model.load_state_dict(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def averages(rank: int, world: int, placement: str) -> tuple[list[Tensor], dict[tuple[int, int, str, int], Tensor]]:
+    """What two models of averaged weights compute after eight steps, and their experts by model, layer, name, number.
+
+    A copy that nobody has told of is refused, unless it is gone.
+    """
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+    model = Model(topology, placement)
+    optimizer, means = optimizer_of(model), [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))]
+    sharded = ShardedExperts(model, optimizer, topology, averaged=means, **HECATE) if placement == "fssdp" else None
+    before = owners_of(model)
+    for step in range(8):
+        train_step(model, optimizer, topology, step)
+        if step == 2:
+            means.append(AveragedModel(model))
+            if sharded is not None:
+                sharded.averaged.append(means[-1])
+            spare = deepcopy(model)
+            spare.circle = [spare]
+            del spare
+        for mean in means:
+            mean.update_parameters(model)
+    with torch.no_grad():
+        outputs = [mean(tokens(rank, 9)) for mean in means]
+    found = {
+        (number, at, name, expert): row.detach()
+        for number, mean in enumerate(means)
+        for at, layer in enumerate(mean.module.layers)
+        for name, parameter in layer.experts.named_parameters()
+        for expert, row in zip(layer.experts.numbers or layer.experts.place.numbers, parameter, strict=True)
+    }
+    if sharded is not None:
+        assert owners_of(means[0].module) == owners_of(means[1].module) == owners_of(model) != before
+        forgotten = AveragedModel(model)
+        with pytest.raises(ConfigError, match=r"a copy of the model .* averaged=\[copy\]"):
+            train_step(model, optimizer, topology, 8)
+        del forgotten
+        sharded.close()
+    return outputs, found
+
+
+def test_averaged_weights_are_of_the_same_experts(cluster: Cluster) -> None:
+    ours, wanted = (cluster.run(2, averages, placement) for placement in ("fssdp", "ep"))
+    for of in (ours, wanted):
+        of[0][1].update(of[1][1])  # rank 1's experts to rank 0's: whose they are may differ
+    for (outputs, experts), (outputs_there, experts_there) in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(outputs, outputs_there, rtol=1e-10, atol=1e-12)
+        for key in experts.keys() & experts_there.keys():
+            torch.testing.assert_close(experts[key], experts_there[key], rtol=1e-10, atol=1e-12)
+    assert ours[0][1].keys() == wanted[0][1].keys() and len(ours[0][1]) == 2 * 8 * 6

@@ -15,7 +15,7 @@ from fusedmoe.autograd.experts import experts as fused_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, no_wider
 from fusedmoe.engine.dispatcher import Collectives, Local, Routed, no_plans
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.kernels.layout import Layout, contiguous_layout
@@ -151,12 +151,22 @@ class LayerDispatcher:
         elif self.copies > 1:
             share = self.copies
             layout = self._dealt(layout, choice, lambda e, n: e * share + n % share, choice.experts * share)
-        if postscore:
+        # Results in half precision travel as they are: weighted they would be in float32, or rounded where Tutel's are
+        # not.
+        weighted_here = experts.fused is None and x_SM.dtype.itemsize < 4 and self._crosses(stay)
+        if postscore and not weighted_here:
             return self._through(x_SM, layout, weight_SK, experts, degree, places, stay)
         layout = layout.exact()
-        rows_NM = scaled(permute(x_SM, layout), take_pairs(weight_SK, layout)).to(x_SM.dtype)
+        rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
+        if not postscore:
+            rows_NM = scaled(rows_NM, weight_N).to(x_SM.dtype)
         contiguous = contiguous_layout(layout.counts_E, layout.rows)
-        return unpermute(self._through(rows_NM, contiguous, None, experts, degree, places, stay), layout)
+        out_NM = self._through(rows_NM, contiguous, None, experts, degree, places, stay)
+        return unpermute(scaled(out_NM, weight_N) if postscore else out_NM, layout)
+
+    def _crosses(self, stay: bool) -> bool:
+        """Whether rows go to other ranks."""
+        return not stay and self.topology.ep.size * self.topology.esp.size > 1
 
     def _through(
         self,
@@ -168,7 +178,7 @@ class LayerDispatcher:
         places: int,
         stay: bool,
     ) -> Tensor:
-        crosses = not stay and self.topology.ep.size * self.topology.esp.size > 1
+        crosses = self._crosses(stay)
         overlaps = experts.workload is not None if degree == "auto" else degree > 1
         if crosses and (overlaps or experts.fused is not None):
             self._collectives.plans = partial(self._plans_for, degree, experts.workload) if overlaps else no_plans
@@ -176,7 +186,7 @@ class LayerDispatcher:
         dispatcher = self._collectives if crosses else Local()
         rows_RM, handle = dispatcher.dispatch(Routed(x_SM, layout, weight_SK))
         out_RM = experts(rows_RM, handle.layout, handle.weight_N, places, handle.counts_RE)
-        return dispatcher.combine(out_RM, handle)
+        return dispatcher.combine(no_wider(out_RM, rows_RM) if crosses else out_RM, handle)
 
     def _dealt(
         self, layout: Layout, choice: Choice, number: Callable[[Tensor, Tensor], Tensor], experts: int

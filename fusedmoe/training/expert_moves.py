@@ -1,0 +1,123 @@
+"""Experts that change owners take their parameters and optimizer state with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows
+from fusedmoe.comm.group import Group
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.layers.dynamic_experts import DynamicExperts
+from fusedmoe.placement.placement import Placement
+
+
+@torch.no_grad()
+def move(
+    layers: Sequence[DynamicExperts],
+    shardings: Sequence[Placement],
+    optimizer: Optimizer,
+    averaged: Sequence[Sequence[DynamicExperts]] = (),
+) -> int:
+    """Gives each layer's experts the owners that a sharding says. Collective over the expert-parallel group.
+
+    Each tensor of an expert is sent once, from its old owner to its new one. Gradients are dropped. The same layers of
+    `averaged` models, which have no optimizer, go with them.
+
+    Returns:
+        The bytes that this rank sent.
+    Raises:
+        ConfigError: optimizer state that is not shaped like the parameter: it is not known how it splits.
+        RankError: the ranks' optimizers keep different state.
+    """
+    with_them: Sequence[Sequence[DynamicExperts]] = (
+        list(zip(*averaged, strict=True)) if averaged else [()] * len(layers)
+    )
+    every = zip(layers, shardings, with_them, strict=True)
+    changing = [(one, to, others) for one, to, others in every if to != one.placement.sharding]
+    if not changing:
+        return 0
+    group = changing[0][0].group
+    kept = [[_state(optimizer, name, p) for name, p in one.experts.named_parameters()] for one, *_ in changing]
+    _require_same(group, [[sorted(tensors) for tensors in of] for of in kept])
+    sent = 0
+    for (placed, sharding, others), states in zip(changing, kept, strict=True):
+        before = placed.placement
+        for other in others:
+            tensors = {name: _moved(p.data, before, sharding, group) for name, p in other.experts.named_parameters()}
+            other.reshard(sharding, {name: tensor for name, (tensor, _) in tensors.items()})
+            sent += sum(bytes_ for _, bytes_ in tensors.values())
+        parameters: dict[str, Tensor] = {}
+        for (name, parameter), state in zip(placed.experts.named_parameters(), states, strict=True):
+            parameters[name], bytes_ = _moved(parameter.data, before, sharding, group)
+            sent += bytes_
+            for key, tensor in state.items():
+                optimizer.state[parameter][key], bytes_ = _moved(tensor, before, sharding, group)
+                sent += bytes_
+        placed.reshard(sharding, parameters)
+    return sent
+
+
+def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, tries: bool = False) -> None:
+    """Raises `ConfigError` as `move` would, before anything has to move.
+
+    `tries`: also for what the optimizer keeps after a step, as far as another one of its kind can be made.
+    """
+    for placed in layers:
+        for name, parameter in placed.experts.named_parameters():
+            _state(optimizer, name, parameter)
+    if tries:
+        # Three dimensions, as experts have; no two sizes alike, so that no other shape looks like it.
+        small = nn.Parameter(torch.zeros(2, 3, 5))
+        small.grad = torch.zeros_like(small)
+        with suppress(Exception), torch.enable_grad():
+            optimizer = type(optimizer)([small], **optimizer.defaults)
+            optimizer.step()
+        _state(optimizer, "parameter", small)
+
+
+def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What an optimizer keeps for each element of a parameter."""
+    found = {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue  # a count of steps: all ranks have the same
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for the experts' {name} of shape "
+                f"{list(parameter.shape)}, which cannot move with single experts. Use an optimizer whose state is "
+                "shaped like the parameters, or ShardedExperts(…, reshard=False)."
+            )
+        found[key] = value
+    return found
+
+
+def _require_same(group: Group, keys: list[list[list[str]]]) -> None:
+    every = all_gather_object(group, keys, "moving experts")
+    for rank, other in zip(group.ranks, every, strict=True):
+        if other != every[0]:
+            raise RankError(
+                f"moving experts: the optimizer keeps {other} on rank {rank} and {every[0]} on rank {group.ranks[0]}, "
+                "by layer and parameter. Make it the same on every rank, and step on all of them or on none."
+            )
+
+
+def _moved(tensor: Tensor, before: Placement, after: Placement, group: Group) -> tuple[Tensor, int]:
+    """This rank's rows, [owned, ...] in order of their experts, after the change; and the bytes that it sent."""
+    me = group.index
+    ours, wanted = before.owned(me), after.owned(me)
+    leaving = sorted((after.owners[expert], expert) for expert in ours if after.owners[expert] != me)
+    coming = sorted((before.owners[expert], expert) for expert in wanted if before.owners[expert] != me)
+    send, recv = ([sum(rank == other for rank, _ in of) for other in range(group.size)] for of in (leaving, coming))
+    row = {expert: at for at, expert in enumerate(ours)}
+    rows = tensor[[row[expert] for _, expert in leaving]].contiguous()
+    received = all_to_all_rows(group, rows, send, recv, "moving experts")
+    arrived = {expert: at for at, (_, expert) in enumerate(coming)}
+    result = tensor.new_empty((len(wanted), *tensor.shape[1:]))
+    for at, expert in enumerate(wanted):
+        result[at] = received[arrived[expert]] if expert in arrived else tensor[row[expert]]
+    return result, rows.nbytes

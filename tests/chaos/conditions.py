@@ -1,0 +1,23 @@
+"""Where a record comes from: the commit, the software, the machine and how busy it is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from typing import Any
+
+import torch
+
+from bench.gpu.device import environment
+
+
+def conditions() -> dict[str, Any]:
+    """In plain types; to be asked for before the work begins."""
+    machine = {"cpus": os.cpu_count(), "processor": platform.machine(), "system": platform.release()}
+    return {
+        **environment(torch.device("cpu")),
+        "machine": machine,
+        "load": round(os.getloadavg()[0], 2),
+        "date": time.strftime("%Y-%m-%d"),
+    }
