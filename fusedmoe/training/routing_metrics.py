@@ -178,10 +178,12 @@ class ExposedSampler:
     """Records the first training pass of each part of a model through which rows travel; the rest run as ever."""
 
     def __init__(self, model: nn.Module, topology: Topology) -> None:
+        self._seen: set[nn.Module] = set()
+        self._on: list[Any] = []
         self._recorder: Recorder | None = None
-        self._topology, self._seen, self._on = topology, set[nn.Module](), list[Any]()
         if topology.ep.size * topology.esp.size == 1:
             return
+        self._recorder = Recorder(topology.rank, device=next(model.parameters()).device)
         for module in model.modules():
             if isinstance(module, (MoELayer, PipelinedBlocks)):
                 self._on += [module.register_forward_pre_hook(self._begin)]
@@ -192,18 +194,18 @@ class ExposedSampler:
             handle.remove()
 
     def exposed_s(self) -> float | None:
-        """Since the last call; waits for the device."""
-        recorder, self._recorder = self._recorder, None
+        """Since the last call, if anything was recorded; waits for the device."""
+        if self._recorder is None or not self._seen:
+            return None
+        found = self._recorder.timeline()
+        self._recorder.clear()
         self._seen.clear()
-        return None if recorder is None else recorder.timeline().exposed_s()
+        return found.exposed_s()
 
     def _begin(self, module: Any, _: Any) -> None:
-        if module.recorder is not None or not module.training or module in self._seen or recomputing():
-            return
-        self._seen.add(module)
-        if self._recorder is None:
-            self._recorder = Recorder(self._topology.rank, device=next(module.parameters()).device)
-        module.recorder = self._recorder
+        if module.recorder is None and module.training and module not in self._seen and not recomputing():
+            self._seen.add(module)
+            module.recorder = self._recorder
 
     def _end(self, module: Any, *_: Any) -> None:
         if module.recorder is self._recorder:

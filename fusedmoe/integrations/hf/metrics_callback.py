@@ -23,11 +23,13 @@ from fusedmoe.training.routing_metrics import Collector, Metrics, Watched
 
 
 class MetricsCallback(TrainerCallback):
-    """Adds `fusedmoe.metrics.Metrics` of the model to the logs of training: `Trainer(…, callbacks=[MetricsCallback()])`.
+    """Adds `fusedmoe.metrics.Metrics` of the model to the logs of training.
 
-    They are those of all steps since the log before, one all-reduce each time (`logging_steps`), and reach the trainer's
-    `state.log_history`, callbacks that come later (the one that prints), and the sinks. Those of `report_to` come
-    earlier: for them put it first, `trainer.callback_handler.callbacks.insert(0, MetricsCallback())`.
+        Trainer(model, …, callbacks=[MetricsCallback()])
+
+    They are those of all steps since the log before, one all-reduce each time (`logging_steps`), and reach the
+    trainer's `state.log_history`, callbacks that come later (the one that prints), and the sinks. Those of `report_to`
+    come earlier: for them put it first, `trainer.callback_handler.callbacks.insert(0, MetricsCallback())`.
 
     Of models of transformers, whoever computes their experts, these are the keys that experts' numbers and router
     logits give: "moe/max_vio", "moe/max_vio_worst", "moe/load_cv", "moe/dead_experts", "moe/diversity",
@@ -132,9 +134,9 @@ def _routers(model: Any) -> dict[type, int]:
     """Classes of routers, and where in what they return the logits are, as the models themselves say."""
     found = {}
     for module in model.modules():
-        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         for one in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
-            if hasattr(one, "target_class"):
+            if one is not None and hasattr(one, "target_class"):
                 found[one.target_class] = one.index
     return found
 
