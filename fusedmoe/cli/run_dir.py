@@ -58,11 +58,13 @@ class RunDir:
         """A new run folder, by default runs/<date-time>. To be called on rank 0.
 
         Raises:
-            ConfigError: the folder holds a run already.
+            ConfigError: the folder holds a run already, or is none.
         """
         if path is not None:
             if (path / "config.json").exists():
                 raise ConfigError(f"{path} holds a run already: go on with --resume {path}, or name another --run-dir")
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"--run-dir {path} is a file: name a folder, new or empty")
             path.mkdir(parents=True, exist_ok=True)
             return cls(path)
         name, number = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
