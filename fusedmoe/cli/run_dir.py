@@ -21,7 +21,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.files import read_text, write_text
 from fusedmoe.placement.load_picture import draw_loads
 from fusedmoe.placement.load_trace import LOADS_END, LoadTrace
-from fusedmoe.training.metric_sinks import JsonLines
+from fusedmoe.runtime.metric_sinks import JsonLines
 
 #: Steps between two gatherings. Ranks keep so many steps' counts, and a job that is killed loses as many.
 EVERY = 50

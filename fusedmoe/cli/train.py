@@ -23,6 +23,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.files import read_text, write_kept, write_text
+from fusedmoe.layers.routing_metrics import Metrics
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import Display, make_display
 from fusedmoe.schedule.cost import CostModel
@@ -33,7 +34,6 @@ from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.copies import replicas
-from fusedmoe.training.routing_metrics import Metrics
 from fusedmoe.training.storage import saved_at
 
 SUMMARY = "train a mixture-of-experts language model"

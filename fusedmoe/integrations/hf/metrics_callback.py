@@ -18,8 +18,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.load import expert_load
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.routing_counters import RoutingCounters
-from fusedmoe.training.metric_sinks import Sink
-from fusedmoe.training.routing_metrics import Collector, Metrics, Watched
+from fusedmoe.layers.routing_metrics import Collector, Metrics, Watched
+from fusedmoe.runtime.metric_sinks import Sink
 
 
 class MetricsCallback(TrainerCallback):
