@@ -111,6 +111,14 @@ def test_activations_that_are_computed_again_count_once(reentrant: bool) -> None
     check(metrics.collect(), {key: value for key, value in ON_TWO.items() if key != "moe/rank_rows"})
 
 
+def test_a_compiled_layer_counts_in_one_graph() -> None:
+    torch._dynamo.reset()
+    layer = make()
+    metrics = Metrics(layer)
+    step(torch.compile(layer, fullgraph=True, backend="eager"), tokens(ROUTED[0]))
+    check(metrics.collect(), ALONE)
+
+
 def test_layers_are_averaged_and_named() -> None:
     """Gates without logits have no entropy, soft ones no loads."""
     layers = [make(), MoELayer(E, gates.Random(E), experts.FeedForward(3)).double()]
