@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,9 @@ class Load:
         self.kept_E = torch.zeros(experts, dtype=torch.long)
         self._sum_E: Tensor | None = None
         self._counts = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"counters": None}  # of copies and pickles nobody collects anything
 
     def count(self, routing: Routing | SoftRouting, gate: Gate, training: bool) -> None:
         """Another forward. In training its load is part of what `tell` tells."""

@@ -189,6 +189,10 @@ class ExposedSampler:
                 self._on += [module.register_forward_pre_hook(self._begin)]
                 self._on += [module.register_forward_hook(self._end, always_call=True)]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks go with copies and pickles of a model, of which nobody collects anything.
+        return {"_seen": set(), "_on": [], "_recorder": None}
+
     def close(self) -> None:
         for handle in self._on:
             handle.remove()
@@ -203,7 +207,9 @@ class ExposedSampler:
         return found.exposed_s()
 
     def _begin(self, module: Any, _: Any) -> None:
-        if module.recorder is None and module.training and module not in self._seen and not recomputing():
+        if self._recorder is None or module.recorder is not None or not module.training:
+            return
+        if module not in self._seen and not recomputing():
             self._seen.add(module)
             module.recorder = self._recorder
 

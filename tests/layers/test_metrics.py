@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -144,6 +146,9 @@ def on_two(rank: int, world: int) -> list[dict[str, float]]:
         step(layer, tokens(ROUTED[rank]))
     found = [metrics.collect()]
     assert layer.recorder is None
+    sampler = pickle.loads(pickle.dumps(copy.deepcopy(metrics._sampler)))  # hooks go with copies of a layer
+    sampler._begin(layer, None), sampler._end(layer)
+    assert sampler.exposed_s() is None and copy.deepcopy(layer.load).counters is None
     assert metrics.collect().keys() == {"moe/tokens_per_s"}
     metrics.close()
 
