@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fusedmoe import graph as graph
     from fusedmoe import hooks as hooks
     from fusedmoe import losses as losses
+    from fusedmoe import metrics as metrics
     from fusedmoe import ops as ops
     from fusedmoe import orders as orders
     from fusedmoe.autograd.hooks import HookContext as HookContext
@@ -32,11 +33,12 @@ if TYPE_CHECKING:
     from fusedmoe.layers.fsmoe import SimpleOrder as SimpleOrder
     from fusedmoe.layers.moe import MoELayer as MoELayer
     from fusedmoe.layers.pipeline import pipeline as pipeline
+    from fusedmoe.layers.profiled import trace as trace
     from fusedmoe.layers.schedule import Schedule as Schedule
 
 __version__ = "0.1.0"
 
-_MODULES = ("experts", "gates", "graph", "hooks", "losses", "ops", "orders")
+_MODULES = ("experts", "gates", "graph", "hooks", "losses", "metrics", "ops", "orders")
 _HOMES = {
     "CallbackBase": "layers.fsmoe",
     "ConfigError": "errors",
@@ -54,6 +56,7 @@ _HOMES = {
     "SimpleOrder": "layers.fsmoe",
     "Topology": "comm.topology",
     "pipeline": "layers.pipeline",
+    "trace": "layers.profiled",
 }
 __all__ = [*_HOMES, *_MODULES]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import TextIOWrapper
+from typing import Any
 
+from fusedmoe import __version__
 from fusedmoe.cli import doctor, loads, plan_command, profile, simulate_command, trace, train
 from fusedmoe.comm.uncaught import tell_others
 from fusedmoe.errors import ConfigError, RankError
@@ -18,14 +21,29 @@ from fusedmoe.errors import ConfigError, RankError
 _RANK_0_SPEAKS_S = 3.0
 
 
+class _Command(argparse.ArgumentParser):
+    """The parser of a command: what it does not know it refuses itself, with its own usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1, cutoff=0.7)
+            advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists what there is"
+            self.error(f"unrecognized arguments: {' '.join(rest)}; {advice}")
+        return found, rest
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Each one sets `run`: a function of the arguments that returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="fusedmoe",
         description="Mixture-of-experts training on PyTorch whose communication hides behind computation.",
-        epilog="fusedmoe COMMAND --help explains a command. Under torchrun: torchrun … -m fusedmoe.cli COMMAND …",
+        epilog="fusedmoe COMMAND --help explains a command. Under torchrun: torchrun … -m fusedmoe COMMAND …",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"fusedmoe {__version__}")
+    kind: type[argparse.ArgumentParser] = _Command
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=kind)
     train.add_command(commands)
     profile.add_command(commands)
     plan_command.add_command(commands)

@@ -19,7 +19,9 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import read_text, write_text
+from fusedmoe.placement.load_picture import draw_loads
 from fusedmoe.placement.load_trace import LOADS_END, LoadTrace
+from fusedmoe.runtime.metric_sinks import JsonLines
 
 #: Steps between two gatherings. Ranks keep so many steps' counts, and a job that is killed loses as many.
 EVERY = 50
@@ -32,6 +34,7 @@ class RunDir:
 
     Attributes:
         checkpoint: a folder.   metrics: a line a step.   loads: what gates chose, by step, layer, rank and expert.
+        loads_picture: of the loads over time.
         picture, trace: of the timeline of one step.
         costs, plan: what this machine takes, where a schedule was made by it (a resumed job keeps to it), and what was.
         parts: the step of the timeline beside its prediction.
@@ -41,25 +44,27 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoint, self.metrics, self.loads = path / "checkpoint", path / "metrics.jsonl", path / "loads.json"
+        self.loads_picture = path / "loads.png"
         self.picture, self.trace = path / "timeline.png", path / "trace.json"
         self.costs, self.plan, self.choice = path / "costs.json", path / "plan.txt", path / "schedule.json"
         self.parts = path / "parts.txt"
 
-    def note(self, record: dict[str, Any]) -> None:
+    def note(self, step: int, record: dict[str, Any]) -> None:
         """Adds a line to the metrics."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        JsonLines(self.metrics).write(step, record)
 
     @classmethod
     def make(cls, path: Path | None) -> RunDir:
         """A new run folder, by default runs/<date-time>. To be called on rank 0.
 
         Raises:
-            ConfigError: the folder holds a run already.
+            ConfigError: the folder holds a run already, or is none.
         """
         if path is not None:
             if (path / "config.json").exists():
                 raise ConfigError(f"{path} holds a run already: go on with --resume {path}, or name another --run-dir")
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"--run-dir {path} is a file: name a folder, new or empty")
             path.mkdir(parents=True, exist_ok=True)
             return cls(path)
         name, number = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
@@ -108,7 +113,7 @@ class LoadLog:
     """
 
     def __init__(self, folder: RunDir, topology: Topology, source: str, done: int) -> None:
-        self._path, self._topology = folder.loads, topology
+        self._path, self._picture, self._topology = folder.loads, folder.loads_picture, topology
         self._source = f"{source}, from step {done + 1}" if done else source
         self._earlier = _read(self._path, done) if topology.rank == 0 else None
         self._begun = False
@@ -129,6 +134,11 @@ class LoadLog:
         found = all_gather_object(self._topology.world, kept_ILE, "gathering expert loads")
         if self._topology.rank == 0:
             self._write(np.stack(found, axis=2).astype(np.int64))
+
+    def draw(self, title: str) -> None:
+        """Draws what was written, into the run folder; rank 0 does."""
+        if self._begun:
+            draw_loads(LoadTrace.from_json(read_text(self._path)), self._picture, title=title)
 
     def _write(self, tokens_ILWE: NDArray[np.int64]) -> None:
         if not self._begun:

@@ -23,6 +23,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.files import read_text, write_kept, write_text
+from fusedmoe.layers.routing_metrics import Metrics
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import Display, make_display
 from fusedmoe.schedule.cost import CostModel
@@ -45,9 +46,11 @@ Started by torchrun, its ranks form the layout of the paper: experts spread over
 rest. Started alone, it is one process that does all of it.
 
 Everything lies in one run folder, runs/<date-time>: config.json (every setting, and what
-was chosen), metrics.jsonl (a line a step), checkpoint/, and the timeline of one step on
-every rank as timeline.png and as trace.json, for ui.perfetto.dev and chrome://tracing.
-loads.json has what the gates chose, step by step, for `fusedmoe loads --trace`.
+was chosen), metrics.jsonl (a line a step, and every ten steps what the routing was like:
+max_vio, dead experts, router entropy, dropped rows, tokens a second and more, as
+fusedmoe.metrics has them), checkpoint/, and the timeline of one step on every rank as
+timeline.png and as trace.json, for ui.perfetto.dev and chrome://tracing. loads.json has what
+the gates chose, step by step, for `fusedmoe loads --trace`, and loads.png is a picture of it.
 
 --placement fssdp owns each expert once in the world and copies the popular ones, step by
 step, to the ranks that would otherwise send them their tokens (Hecate); losses stay.
@@ -79,6 +82,8 @@ examples:
     fusedmoe train --data ~/notes --pattern '*.md' --seq-len 256
 """
 
+#: Steps between two collections of metrics.
+METRICS_EVERY = 10
 #: Of a job that was asked to stop, saved and did: what a shell reports for Ctrl-C.
 STOPPED = 130
 
@@ -142,6 +147,7 @@ class TrainingJob:
     ) -> None:
         self.settings, self.launch, self.sizes = settings, launch, sizes
         self.topology, self.device, self.stop = topology, device, stop
+        self._peak_flops: float | None = None
 
     def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
         """Trains up to the last step, or to `stop_at`, or until asked to stop; then the held-out loss."""
@@ -170,6 +176,7 @@ class TrainingJob:
         try:
             with make_display(topology.rank, settings.steps, done) as self.display:
                 done, stopped = self._train(trainer, corpus, self.display, done, last)
+            self.loads.draw(f"Loads of experts: {describe(settings.model)}")
         except RankError as error:
             if saved_at(self.folder.checkpoint) is None:
                 raise
@@ -182,7 +189,7 @@ class TrainingJob:
         if loss is None:
             return self._stopped(done)
         if topology.rank == 0:
-            self.folder.note({"step": done, "held_out_loss": loss})
+            self.folder.note(done, {"held_out_loss": loss})
             print(f"run folder: {self.folder.path}")
         return JobEnd(f"held-out loss: {loss:.4f} nats per byte", 0)
 
@@ -206,6 +213,7 @@ class TrainingJob:
             write_kept(self.folder.choice, trainer.tuning.choice())
             self.display.say(line)
 
+        self._peak_flops = costs.line("gemm").per_s
         plan, _ = trainer.set_plan(costs, self.folder.choice, tell)
         if self.topology.rank == 0:
             write_text(self.folder.costs, costs.to_json() + "\n")
@@ -216,18 +224,22 @@ class TrainingJob:
         settings = self.settings
         drawn = min(settings.timeline_step, settings.steps - 1)
         saved, stop, speed = done, False, 0.0
+        metrics = self._metrics(trainer)
         while done < last and not stop:
+            found: dict[str, float] = {}
             if done == drawn:
                 report, timeline = trainer.recorded_step(done)
-                self._draw(timeline, done, trainer.planned)
+                found["exposed_s"] = self._draw(timeline, done, trainer.planned)
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
             load_LE = trainer.load_LE()
             if load_LE is not None:
                 self.loads.note(load_LE)
+            if metrics is not None and (done % METRICS_EVERY == 0 or done == last or stop):
+                found |= metrics.collect()
             if self.topology.rank == 0:
-                self.folder.note(_metrics(settings, done, report))
+                self.folder.note(done, _of_step(settings, done, report) | found)
                 now = report.tokens / report.seconds
                 speed = 0.9 * speed + 0.1 * now if speed else now
                 display.step(done, report.loss, speed)
@@ -237,6 +249,15 @@ class TrainingJob:
         if saved != done:
             self._save(trainer, corpus, done)
         return done, stop
+
+    def _metrics(self, trainer: Trainer) -> Metrics | None:
+        """Counts from now on what the gates choose; None of a model without experts. Collective."""
+        if not any(True for _ in trainer.model.moe_layers()):
+            return None
+        if self._peak_flops is None:
+            return Metrics(trainer.model)
+        _, active = count_parameters(trainer)
+        return Metrics(trainer.model, flops_per_token=6.0 * active, peak_flops=self._peak_flops)
 
     def _corpus(self) -> Corpus:
         """The text, the same on every rank."""
@@ -309,8 +330,9 @@ class TrainingJob:
         print(f"run folder: {self.folder.path}")
         print(f"steps {done + 1} to {settings.steps}" if done else f"{settings.steps} steps", flush=True)
 
-    def _draw(self, timeline: Timeline, step: int, planned: tuple[Plan, StepCosts] | None) -> None:
-        """Writes the timelines of all ranks beside what was planned: rank 0 does, the others go on."""
+    def _draw(self, timeline: Timeline, step: int, planned: tuple[Plan, StepCosts] | None) -> float:
+        """Writes the timelines of all ranks beside what was planned: rank 0 does, the others go on. Returns the seconds
+        of communication that nothing hid, in the mean of ranks."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
         if self.topology.rank == 0:
             title = f"{self.settings.model.name}, step {step}, {self.topology.size} ranks"
@@ -318,6 +340,7 @@ class TrainingJob:
             draw(timelines[:MAX_TIMELINES], self.folder.picture, title=title)
             if planned is not None:
                 write_text(self.folder.parts, table_of(compare(*planned, timelines)))
+        return sum(one.exposed_s() for one in timelines) / len(timelines)
 
     def _stopped(self, done: int) -> JobEnd:
         return JobEnd(
@@ -340,9 +363,8 @@ class TrainingJob:
         return made
 
 
-def _metrics(settings: Settings, done: int, report: StepReport) -> dict[str, Any]:
+def _of_step(settings: Settings, done: int, report: StepReport) -> dict[str, Any]:
     return {
-        "step": done,
         "loss": report.loss,
         "aux_loss": report.aux_loss,
         "lr": settings.learning_rate(done - 1),

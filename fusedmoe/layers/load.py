@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
+from fusedmoe.layers.routing_counters import RoutingCounters
 
 
 class Load:
@@ -17,23 +20,42 @@ class Load:
     Attributes:
         chosen_E: that chose each expert in the last forward, drops included.
         kept_E: rows that each expert got of them.
+        counters: adds up what the training forwards were like, for `fusedmoe.metrics`; None: nobody asks.
     """
+
+    counters: RoutingCounters | None = None
 
     def __init__(self, experts: int) -> None:
         self.chosen_E = torch.zeros(experts, dtype=torch.long)
         self.kept_E = torch.zeros(experts, dtype=torch.long)
         self._sum_E: Tensor | None = None
+        self._counts = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"counters": None}  # of copies and pickles nobody collects anything
 
     def count(self, routing: Routing | SoftRouting, gate: Gate, training: bool) -> None:
         """Another forward. In training its load is part of what `tell` tells."""
         experts = len(self.chosen_E)
+        self._counts = False
         if isinstance(routing, SoftRouting):
             self.chosen_E = torch.full((experts,), routing.slots, device=routing.combine_SN.device)
             return
         self.chosen_E = expert_load(routing.expert_SK, experts)
+        self._counts = self.counters is not None and training and not recomputing()
+        if self._counts:
+            assert self.counters is not None
+            self.counters.choices(routing.expert_SK, self.chosen_E, routing.logits_SE, routing.aux_loss)
         if training and _balances(gate) and not recomputing():
             # A new tensor in either case: `chosen_E` is the user's to change.
             self._sum_E = self.chosen_E.clone() if self._sum_E is None else self._sum_E + self.chosen_E
+
+    def keep(self, kept_E: Tensor) -> None:
+        """Of what `count` counted these rows had room."""
+        self.kept_E = kept_E
+        if self._counts:
+            assert self.counters is not None
+            self.counters.rows(kept_E)
 
     def tell(self, gate: Gate, world: Group) -> None:
         """Tells a gate that balances the load of all ranks in training since it was last told. Collective."""

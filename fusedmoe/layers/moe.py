@@ -34,7 +34,7 @@ from fusedmoe.layers.orders import Dropless, Order, Sparse
 from fusedmoe.layers.planner import Planner
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.layers.wire_hooks import enter, leave
-from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.runtime.recorder import Recorder, in_layer, span
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.task import Task
 
@@ -85,6 +85,7 @@ class MoELayer(nn.Module):
         load_E: how many slots chose each expert in the last forward, on this rank, drops included.
         dropped: how many of them were dropped.
         recorder: measures each part while set (see `fusedmoe.runtime.recorder`).
+        number: which of a model's layers with experts it is, from 0, in timelines and profiles; None: nobody said.
 
     Saves for backward, parameters aside, for S tokens of this rank, N of whose S·K rows are kept, and R rows that the
     experts here compute (R = N where nothing travels), with a `TopK` gate, a `Sparse` or `Dropless` order, feed-forward
@@ -153,6 +154,7 @@ class MoELayer(nn.Module):
             require_copies(self.order, gate)
             self.placed = DynamicExperts(experts, gate.experts, self.topology)
         self.recorder: Recorder | None = None
+        self.number: int | None = None
         named = Schedule.named(schedule) if isinstance(schedule, str) else schedule
         self._planner = Planner(self.topology, experts, named, gate, self.order)
         self.parts = self._planner.kinds
@@ -189,18 +191,17 @@ class MoELayer(nn.Module):
         return type(self.dispatcher) is Local or (type(self.dispatcher) is Collectives and self._planner.plans_nothing)
 
     def _forward(self, x: Tensor) -> Tensor:
-        recorder = self.recorder
+        recorder = in_layer(self.recorder, self.number)
         if isinstance(x, Tensor):
             x = enter(self.hooks, x)
         x_SM, refusal = self.checks.tokens(x, self.model_dim, self.experts)
         if self.mp_tokens.joint:
             x_SM, refusal = self.checks.agree_on_tokens(x_SM, refusal, self.mp_input)
         counts = self.mp_tokens.counts(len(x_SM))
-        y_SM = self._route(self.mp_tokens.take(x_SM, counts, recorder), refusal)
+        y_SM = self._route(self.mp_tokens.take(x_SM, counts, recorder), refusal, recorder)
         return leave(self.hooks, self.mp_tokens.join(y_SM, counts, recorder).view(x.shape))
 
-    def _route(self, x_SM: Tensor, refusal: str | None) -> Tensor:
-        recorder = self.recorder
+    def _route(self, x_SM: Tensor, refusal: str | None, recorder: Recorder | None) -> Tensor:
         self.experts.recorder = recorder
         with span(recorder, "gate", kind="gate", phase="forward"):
             routing = self.mp_tokens.call(self.gate, x_SM)
@@ -215,7 +216,7 @@ class MoELayer(nn.Module):
         x_SM = x_SM.to(self.experts.row_dtype(x_SM))
         with span(recorder, "permute", kind="permute", phase="forward"):
             ordered = self.order.order(x_SM, routing, self.gate.experts)
-        self.load.kept_E = ordered.kept_E
+        self.load.keep(ordered.kept_E)
         self.dispatcher.recorder = recorder
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal)
         if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
@@ -304,6 +305,12 @@ class MoELayer(nn.Module):
             f"model_dim={self.model_dim}, order={self.order}, dispatch={self.dispatch!r}, schedule={schedule!r}, "
             f"{self.topology}"
         )
+
+
+def number_layers(layers: Iterable[MoELayer]) -> None:
+    """Gives the layers of a model their numbers for timelines and profiles, in this order."""
+    for number, layer in enumerate(layers):
+        layer.number = number
 
 
 @cache

@@ -181,7 +181,7 @@ class BlockStage:
         assert isinstance(routing, Routing)
         layer = self._layer
         layer.load.count(routing, layer.gate, layer.training)
-        layer.load.kept_E = kept_E
+        layer.load.keep(kept_E)
 
     def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice], refusal: str | None) -> Exchange:
         checks, topology = self._layer.checks, self._layer.topology

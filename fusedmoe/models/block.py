@@ -83,7 +83,8 @@ class Block(nn.Module):
         super().__init__()
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention_norm = make_norm(config, **make)
-        self.attention = Attention(config, topology, layer, **make)
+        number = layer // config.moe_every  # blocks without experts go with the next one that has them
+        self.attention = Attention(config, topology, number, **make)
         self.experts_norm = make_norm(config, **make)
         self.experts: MoELayer | DenseFeedForward
         if has_experts(config, layer):
@@ -100,6 +101,7 @@ class Block(nn.Module):
                 placement=placement,
                 **make,
             )
+            self.experts.number = number
         else:
             self.experts = DenseFeedForward(config, topology, **make)
 

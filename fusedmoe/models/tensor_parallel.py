@@ -26,7 +26,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.runtime.recorder import Recorder, recorded
+from fusedmoe.runtime.recorder import Recorder, in_layer, recorded
 
 _BASE = 10000.0
 
@@ -176,13 +176,13 @@ class Attention(nn.Module):
     def forward(self, x_BPM: Tensor, split: TokenSplit) -> Tensor:
         """The attention of some samples, [B, P, M] -> [B, P, M], of which this rank has P positions each; collective
         over the MP group."""
-        mp, recorder = self.topology.mp, self.recorder
+        mp, recorder = self.topology.mp, in_layer(self.recorder, self.layer)
         if torch.is_autocast_enabled(x_BPM.device.type):  # what the product would be cast to, cast before it travels
             x_BPM = x_BPM.to(torch.get_autocast_dtype(x_BPM.device.type))
         counts = split.rows(len(x_BPM))
         x_TM = gather_rows(x_BPM.flatten(0, 1), mp, counts, recorder)
         x_BLM = split.by_sample(x_TM, len(x_BPM))
-        y_BLM = recorded(recorder, self._heads, x_BLM, kind="attention", layer=self.layer)
+        y_BLM = recorded(recorder, self._heads, x_BLM, kind="attention")
         y_SM = reduce_scatter_rows(split.by_rank(y_BLM), mp, counts, recorder)
         y_BPM = y_SM.view(x_BPM.shape)
         return y_BPM if self.out_bias is None else y_BPM + self.out_bias

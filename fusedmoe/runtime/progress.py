@@ -6,7 +6,7 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 # Work that is over sooner shows no bar.
 _AFTER_S = 2.0
@@ -16,7 +16,8 @@ _LINE_EVERY_S = 15.0
 
 
 class WorkBar:
-    """A bar on stderr that appears once the work has taken a while; without a terminal one line then says what goes on.
+    """How much of some work is done and what time is left, on stderr, once it has taken a while: a bar; without a
+    terminal a line now and every quarter of a minute.
 
     with WorkBar("simulating") as bar:
         work(bar.show)              # calls show(done, total) now and then
@@ -25,11 +26,11 @@ class WorkBar:
     def __init__(self, what: str) -> None:
         self._what, self._began = what, time.monotonic()
         self._console = Console(stderr=True)
-        parts = (TextColumn(what, markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        terminal = self._console.is_terminal
-        self._progress = Progress(*parts, console=self._console, transient=True, disable=not terminal)
+        parts = (TextColumn(what, markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        self._terminal = self._console.is_terminal
+        self._progress = Progress(*parts, console=self._console, transient=True, disable=not self._terminal)
         self._task = self._progress.add_task(what, total=None)
-        self._said = terminal
+        self._next_s = self._began + _AFTER_S
 
     def __enter__(self) -> WorkBar:
         return self
@@ -37,14 +38,17 @@ class WorkBar:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
-    def show(self, done: int, total: int) -> None:
-        if time.monotonic() - self._began <= _AFTER_S:
-            return
-        if not self._said:
-            self._said = True
-            print(f"fusedmoe: {self._what} …", file=sys.stderr, flush=True)
-        self._progress.start()
-        self._progress.update(self._task, completed=done, total=total)
+    def show(self, done: float, total: float) -> None:
+        """How much is done, of how much, in any unit."""
+        now = time.monotonic()
+        if self._terminal:
+            if now > self._next_s:
+                self._progress.start()
+                self._progress.update(self._task, completed=done, total=total)
+        elif self._next_s < now and 0 < done < total:
+            self._next_s = now + _LINE_EVERY_S
+            left = _clock((now - self._began) / done * (total - done))
+            print(f"fusedmoe: {self._what}: {done / total:.0%}, {left} left", file=sys.stderr, flush=True)
 
 
 class Display:

@@ -6,7 +6,8 @@
     timelines = all_gather_object(world, recorder.timeline())
 
 Whoever is measured holds a `Recorder | None` and calls the function `span`: with None it hands out one
-shared context that does nothing, which also passes through `torch.compile` without a graph break.
+shared context that does nothing, which also passes through `torch.compile` without a graph break. While a profiler of
+PyTorch's is on, each span is a range of its, too (`torch.profiler.record_function`), recorder or not.
 
 On a CPU the clock is `time.perf_counter`. With a CUDA device, a span is a pair of events on the stream that
 is current where it opens and where it closes, so it shows when the device worked, and recording never waits
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, profiler
 
 from fusedmoe.schedule.timeline import Span, Timeline, check_word
 
@@ -40,10 +41,29 @@ def span(
     phase: str | None = None,
     also: tuple[str, ...] = (),
 ) -> AbstractContextManager[None]:
-    """`recorder.span(...)`, or a shared context that does nothing when there is no recorder."""
-    if recorder is None:
+    """`recorder.span(...)`, or a shared context that does nothing when there is no recorder; and a range of PyTorch's
+    profiler, where one is on."""
+    if isinstance(recorder, _LayerRecorder):
+        layer, recorder = recorder.number, recorder.to
+    if recorder is None and not profiling():
         return _NOTHING
-    return recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase, also=also)
+    record = None
+    if recorder is not None:
+        record = recorder.span(name, kind=kind, resource=resource, chunk=chunk, layer=layer, phase=phase, also=also)
+        if not profiling():
+            return record
+    numbers = [f"{what} {number}" for what, number in (("layer", layer), ("chunk", chunk)) if number is not None]
+    return _Range(", ".join((f"fusedmoe: {name}", *numbers, *filter(None, (phase,)))), record)
+
+
+def profiling() -> bool:
+    """Whether a profiler of PyTorch's is on."""
+    return not torch.compiler.is_compiling() and profiler._is_profiler_enabled
+
+
+def in_layer(recorder: Recorder | None, number: int | None) -> Recorder | None:
+    """What the parts of a layer report to, so that their spans carry its number; None where nobody listens."""
+    return None if recorder is None and not profiling() else _LayerRecorder(recorder, number)
 
 
 def recorded(
@@ -52,17 +72,16 @@ def recorded(
     x: Tensor,
     *,
     kind: str,
-    layer: int | None = None,
 ) -> Tensor:
     """`operation(x)`, as a span of the forward and one of the backward pass when there is a recorder.
 
     Autograd runs the backward of a region on its own, so the region puts a mark where its input enters and one where
     its result leaves; going backward, the second mark opens the span and the first one closes it.
     """
-    if recorder is None:
+    if recorder is None and not profiling():
         return operation(x)
-    back = recorder.span(kind, kind=kind, layer=layer, phase="backward")
-    with recorder.span(kind, kind=kind, layer=layer, phase="forward"):
+    back = span(recorder, kind, kind=kind, phase="backward")
+    with span(recorder, kind, kind=kind, phase="forward"):
         y = operation(_Mark.apply(x, lambda: _close(back)))
         return _Mark.apply(y, lambda: _open(back))
 
@@ -154,6 +173,31 @@ class Recorder:
             record.what._replace(start_s=seconds(record.start), end_s=seconds(record.end)) for record in records
         ]
         return Timeline(self.rank, (*measured, *added), "measured", self._anchor_s)
+
+
+class _LayerRecorder(Recorder):
+    """Gives spans the number of their layer; they go to another recorder, if there is one, and to the profiler."""
+
+    def __init__(self, recorder: Recorder | None, number: int | None) -> None:
+        self.to, self.number = recorder, number
+
+    def span(self, name: str, **what: Any) -> AbstractContextManager[None]:
+        return span(self, name, **what)
+
+
+class _Range(AbstractContextManager[None]):
+    """A range of PyTorch's profiler, and a span of a recorder's inside it, if there is one."""
+
+    def __init__(self, label: str, record: AbstractContextManager[None] | None) -> None:
+        self._both = [profiler.record_function(label), *([] if record is None else [record])]
+
+    def __enter__(self) -> None:
+        for one in self._both:
+            one.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for one in reversed(self._both):
+            one.__exit__(*error)
 
 
 class _Record:

@@ -259,6 +259,8 @@ def _draw_group(
         names = [phase, brief]
         if layer is not None:
             names = [f"{phase}, layer {layer}", f"{brief} {layer}", str(layer)]
+        elif any(run[3] is not None for run in group.runs):
+            continue  # the loss: where brackets name layers, what is in none has none
         gap = min(0.02 / inches_per_ms, width / 4)
         y = group.top + _STRIP - 0.025
         chart.plot((left + gap, left + width - gap), (y, y), color=_FAINT, linewidth=0.7, zorder=1)

@@ -189,6 +189,10 @@ def workloads(testbed: Testbed) -> Iterator[Workload]:
         )
 
 
+# How many others a case takes as long as in which policies of whole models are simulated.
+_WHOLE_CASES = 35
+
+
 def run_grid(
     layers: int = LAYERS,
     sample: int = SAMPLE,
@@ -196,11 +200,11 @@ def run_grid(
 ) -> list[Result]:
     """Both testbeds, each first without contention and then with its own.
 
-    `sample`: in so many cases of each testbed policies of whole models are simulated too. `progress` is told how many
-    of all cases are done.
+    `sample`: in so many cases of each testbed policies of whole models are simulated too. `progress` is told how much
+    is done of all there is, in cases; one of the sample counts for what it takes.
     """
     cases = [(name, testbed, list(workloads(testbed))) for name, testbed in TESTBEDS.items()]
-    total, done = sum(len(found) for _, _, found in cases), 0
+    total, done = sum(len(found) + _WHOLE_CASES * min(sample, len(found)) for _, _, found in cases), 0
     results = []
     for name, testbed, found in cases:
         contentions = (1.0, testbed.costs.contention)
@@ -218,7 +222,7 @@ def run_grid(
                     for chunks in layer.chunks.values()
                 }
                 differing[index] += _HEADS * (len(degrees) > 1)
-            done += 1
+            done += 1 + _WHOLE_CASES * (number in sampled)
             progress(done, total)
         for contention, part, count in zip(contentions, rows, differing, strict=True):
             names = dict.fromkeys((BASELINE, *COLUMNS, *ABLATION))

@@ -12,7 +12,7 @@ from torch import nn
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.moe import MoELayer, number_layers
 from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
@@ -109,6 +109,7 @@ class PlannedStep:
         self._layers = moe_layers(model if blocks is None else blocks)
         if not self._layers:
             raise ConfigError("plan_step: the model has no MoELayer, so there is nothing to plan")
+        number_layers(self._layers)  # as the plan does
         self._model, self.topology, self._workload = model, topology, workload
         self.blocks, self.limit, self.samples = blocks, limit, samples
         if costs is None:

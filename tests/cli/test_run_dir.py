@@ -75,7 +75,7 @@ def test_a_file_whose_writer_was_killed_goes_on(tmp_path: Path, left: int) -> No
 def test_metrics_that_are_damaged_are_left_out_with_a_word(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     for step in range(1, 5):
-        folder.note({"step": step, "loss": 1.0})
+        folder.note(step, {"loss": 1.0})
     whole = folder.metrics.read_bytes().splitlines(keepends=True)
     folder.metrics.write_bytes(whole[0] + b"\xff\x00{\n[1]\n" + b"[" * 100_000 + b"\n" + b"".join(whole[1:]) + b'{"st')
     with pytest.warns(UserWarning, match=f"{folder.metrics}: 3 lines that cannot be read"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +32,7 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.training import PlanTuning
+from tests.cli.on_ranks import is_picture
 from tests.cluster import Cluster
 
 # The gate draws noise, so that going on has to restore its generator.
@@ -68,9 +71,14 @@ def test_one_process_trains_and_leaves_a_run_folder(
     (run,) = (tmp_path / "runs").iterdir()
     assert any(line.endswith(f"runs/{run.name}") for line in printed)
     assert {path.name for path in run.iterdir()} == {
-        *("config.json", "metrics.jsonl", "loads.json", "checkpoint", "timeline.png", "trace.json")
+        *("config.json", "metrics.jsonl", "loads.json", "loads.png", "checkpoint", "timeline.png", "trace.json")
     }
+    assert is_picture(run / "loads.png")
     records = metrics(run)
+    assert "moe/max_vio" not in records[2] and "exposed_s" in records[1]
+    assert records[3]["moe/dropped"] == pytest.approx(statistics.mean(record["dropped"] for record in records[:4]))
+    counts = np.array(json.loads((run / "loads.json").read_text())["tokens"]).sum((0, 1, 2))
+    assert records[3]["moe/max_vio"] == pytest.approx(counts.max() / counts.mean() - 1)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 4]
     assert printed[-1] == f"held-out loss: {records[-1]['held_out_loss']:.4f} nats per byte"
     assert 4 < records[-1]["held_out_loss"] < 7

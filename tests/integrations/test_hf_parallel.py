@@ -16,6 +16,7 @@ from transformers.distributed import DistributedConfig
 import fusedmoe.hf
 from fusedmoe.integrations.hf import ExpertParallel
 from fusedmoe.integrations.hf.expert_function import compute
+from fusedmoe.integrations.hf.metrics_callback import RouterMetrics
 from fusedmoe.training import clip_grad_norm
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
@@ -32,10 +33,14 @@ def load(rank: int, world: int, folder: str, sizes: dict[str, int] | None) -> An
         )
 
 
-def step(rank: int, world: int, folder: str, sizes: dict[str, int], tokens: list[Tensor]) -> tuple[float, list[int]]:
-    """The largest relative error of logits and gradients; and how many rows this rank got in each of its layers."""
+def step(
+    rank: int, world: int, folder: str, sizes: dict[str, int], tokens: list[Tensor]
+) -> tuple[float, list[int], float]:
+    """The largest relative error of logits and gradients; how many rows this rank got in each of its layers; and how
+    much more the busiest rank got than the mean, by the metrics."""
     model = load(rank, world, folder, sizes)
     rows: list[int] = []
+    metrics = RouterMetrics(model.train())
 
     def counted(*given: Any) -> Tensor:
         rows.append(len(given[1]))
@@ -45,6 +50,7 @@ def step(rank: int, world: int, folder: str, sizes: dict[str, int], tokens: list
         patch.setattr("fusedmoe.integrations.hf.expert_parallel.compute", counted)
         own = tokens[rank // sizes["tp_size"]]
         out = model(input_ids=own)
+    told = metrics.collect()["moe/rank_rows"]
     # The sum of all losses over the number of ranks that have their own, as FSDP's mean of gradients has it.
     loss(out.logits, own).backward()
     exact = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").double()
@@ -62,7 +68,7 @@ def step(rank: int, world: int, folder: str, sizes: dict[str, int], tokens: list
     norm = torch.stack([grad.norm() for name, (_, grad) in found.items() if name != "logits"]).norm()
     for wants in (norm, norm / 10):
         assert float(clip_grad_norm(model, None, float(norm) / 10)) == pytest.approx(float(wants), rel=1e-5)
-    return max(float((a - b).norm() / b.norm().clamp(min=least)) for a, b in found.values()), rows
+    return max(float((a - b).norm() / b.norm().clamp(min=least)) for a, b in found.values()), rows, told
 
 
 def loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -74,9 +80,12 @@ def test_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
     sizes = {"fsdp_size": 2, "ep_size": 2, "tp_size": 1}
     tokens = [torch.randint(0, VOCABULARY, (1, length)) for length in (3, 11)]
     results = cluster.run(2, step, str(tmp_path), sizes, tokens)
-    assert all(worst < 1e-5 for worst, _ in results), results
+    assert all(worst < 1e-5 for worst, *_ in results), results
     # As many rows as tokens have experts, however they are spread.
-    assert [sum(rows) for rows in zip(*(rows for _, rows in results), strict=True)] == [2 * 14] * 2
+    each = list(zip(*(rows for _, rows, _ in results), strict=True))
+    assert [sum(rows) for rows in each] == [2 * 14] * 2
+    over_mean = sum(max(rows) / 14 for rows in each) / 2
+    assert [told for *_, told in results] == pytest.approx([over_mean] * 2)
 
 
 @pytest.mark.slow
@@ -89,7 +98,7 @@ def test_four_ranks(cluster: Cluster, tmp_path: Path, family: str, fsdp: int, ep
     tokens = [torch.randint(0, VOCABULARY, (1, length)) for length in (3, 9, 5, 13)[:fsdp]]
     sizes = {"fsdp_size": fsdp, "ep_size": ep, "tp_size": tp}
     results = cluster.run(4, step, str(tmp_path), sizes, tokens)
-    assert all(worst < 1e-5 for worst, _ in results), results
+    assert all(worst < 1e-5 for worst, *_ in results), results
 
 
 def load_and_save(rank: int, world: int, folder: str, sizes: dict[str, int], before: str | None, after: str) -> Any:

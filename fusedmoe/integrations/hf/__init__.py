@@ -7,7 +7,8 @@
 Importing it registers the name "fusedmoe" in both of transformers' registries: of experts, and of how rows reach
 experts on other ranks (`DistributedConfig(ep_size=…, ep_implementation="fusedmoe")`). `apply(model)` sets it for a
 model that there is already, and says what stands in its way. Nothing of transformers is replaced, and parameters stay
-as they are: checkpoints, LoRA, optimizers and `Trainer` see no difference.
+as they are: checkpoints, LoRA, optimizers and `Trainer` see no difference. `Trainer(…, callbacks=[MetricsCallback()])`
+logs what the routing is like.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from transformers.integrations.moe import ExpertsInterface
 from fusedmoe.integrations.hf.apply import apply
 from fusedmoe.integrations.hf.expert_function import NAME, experts_forward
 from fusedmoe.integrations.hf.expert_parallel import ExpertParallel
+from fusedmoe.integrations.hf.metrics_callback import MetricsCallback
 
-__all__ = ["NAME", "ExpertParallel", "apply", "experts_forward"]
+__all__ = ["NAME", "ExpertParallel", "MetricsCallback", "apply", "experts_forward"]
 
 ExpertsInterface.register(NAME, experts_forward)
 EPImplementationInterface.register(NAME, ExpertParallel)

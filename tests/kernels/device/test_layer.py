@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -54,3 +56,19 @@ def test_layer(
             continue
         error = float((got.detach().cpu().double() - right).norm() / right.norm().clamp(min=1e-6))
         assert error <= 1e-5, (name, error)
+
+
+def test_metrics_wait_for_nothing(device: torch.device, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+    layer = fusedmoe.MoELayer(32, fusedmoe.gates.TopK(5, 2, 0.7), fusedmoe.experts.SwiGLU(24), device=device)
+    metrics = fusedmoe.metrics.Metrics(layer)
+    x = torch.randn(41, 32, device=device)
+    layer(x).sum().backward()
+    routing = layer.gate(x)
+    with no_sync():
+        layer.load.count(routing, layer.gate, True)
+        layer.load.keep(layer.load.chosen_E)
+        if device.type == "cuda":  # on a CPU the layer itself looks at its logits
+            layer(x).sum().backward()
+    found, load_E = metrics.collect(), layer.load_E.double()
+    assert found["moe/max_vio"] == pytest.approx(float(load_E.max() / load_E.mean() - 1))
+    assert found["moe/dropped"] > 0

@@ -1,0 +1,149 @@
+"""Metrics of the routing in the logs of Hugging Face's `Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.load import expert_load
+from fusedmoe.layers.moe import MoELayer
+from fusedmoe.layers.routing_counters import RoutingCounters
+from fusedmoe.layers.routing_metrics import Collector, Metrics, Watched
+from fusedmoe.runtime.metric_sinks import Sink
+
+
+class MetricsCallback(TrainerCallback):
+    """Adds `fusedmoe.metrics.Metrics` of the model to the logs of training.
+
+        Trainer(model, …, callbacks=[MetricsCallback()])
+
+    They are those of all steps since the log before, one all-reduce each time (`logging_steps`), and reach the
+    trainer's `state.log_history`, callbacks that come later (the one that prints), and the sinks. Those of `report_to`
+    come earlier: for them put it first, `trainer.callback_handler.callbacks.insert(0, MetricsCallback())`.
+
+    Of models of transformers, whoever computes their experts, these are the keys that experts' numbers and router
+    logits give: "moe/max_vio", "moe/max_vio_worst", "moe/load_cv", "moe/dead_experts", "moe/diversity",
+    "moe/router_entropy", "moe/balance_loss", "moe/z_loss", and with expert parallelism "moe/rank_rows". Of models with
+    `MoELayer`s all of them.
+
+    Args:
+        sinks: take the metrics on rank 0, say `fusedmoe.metrics.JsonLines(path)`.
+        per_layer: also those of each layer.
+    Raises:
+        ConfigError: when training begins, a model without experts.
+    """
+
+    def __init__(self, sinks: Sequence[Sink] = (), per_layer: bool = False) -> None:
+        self._sinks, self._per_layer = tuple(sinks), per_layer
+        self._metrics: Metrics | RouterMetrics | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self._close()
+        ours = any(isinstance(module, MoELayer) for module in model.modules())
+        self._metrics = (Metrics if ours else RouterMetrics)(model)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self._metrics is None or "loss" not in logs:  # of an evaluation, or the summary at the end
+            return
+        found = self._metrics.collect(self._per_layer)
+        logs.update(found)
+        state.log_history[-1].update(found)
+        if state.is_world_process_zero:
+            for sink in self._sinks:
+                sink.write(state.global_step, found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+
+class RouterMetrics(Collector):
+    """Metrics of a model of transformers, by what its experts are called with and its routers give. Collective over all
+    ranks of the job.
+
+    Raises:
+        ConfigError: a model without experts that transformers' registry serves.
+    """
+
+    def __init__(self, model: Any) -> None:
+        routers = _routers(model)
+        self._hooks: list[Any] = []
+        self._logits: dict[str, Tensor] = {}
+        watched = {}
+        for name, experts in model.named_modules():
+            if not hasattr(experts, "_is_expert_parallel") or not hasattr(experts, "down_proj"):
+                continue
+            found = experts.down_proj  # all experts, also where they are split
+            watched[name] = Watched(RoutingCounters(len(found), found.device), _expert_parallel(found))
+            count = partial(self._count, name, watched[name].counters)
+            self._hooks.append(experts.register_forward_pre_hook(count, with_kwargs=True))
+            for router in model.get_submodule(name.rpartition(".")[0]).children():
+                if type(router) in routers:
+                    keep = partial(self._keep, name, routers[type(router)])
+                    self._hooks.append(router.register_forward_hook(keep))
+        if not watched:
+            raise ConfigError(
+                f"MetricsCallback: {type(model).__name__} has no experts that transformers' registry serves"
+            )
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        super().__init__(watched, Topology.from_group(dist.group.WORLD) if several else Topology())
+
+    def collect(self, per_layer: bool = False) -> dict[str, float]:
+        """As `Collector.collect`. Speed is the trainer's to tell; what an expert has no room for does not occur, and
+        losses are the model's."""
+        untold = ("tokens_per_s", "dropped", "aux_loss")
+        return {key: value for key, value in super().collect(per_layer).items() if not key.endswith(untold)}
+
+    def close(self) -> None:
+        """Nothing is counted any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, name: str, place: int, router: nn.Module, _: Any, found: Any) -> None:
+        if router.training and not recomputing() and isinstance(found, tuple):
+            self._logits[name] = found[place].detach()
+
+    def _count(self, name: str, counters: RoutingCounters, experts: nn.Module, args: Any, kwargs: Any) -> None:
+        if not experts.training or recomputing():
+            return
+        number_TK = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        logits_SE = self._logits.pop(name, None)
+        if logits_SE is not None and logits_SE.shape != (len(number_TK), counters.experts):
+            logits_SE = None  # of something else
+        with torch.no_grad():
+            counts_E = expert_load(number_TK.long().clamp(max=counters.experts), counters.experts)
+        counters.choices(number_TK, counts_E, logits_SE)
+        counters.rows(counts_E)
+
+
+def _routers(model: Any) -> dict[type, int]:
+    """Classes of routers, and where in what they return the logits are, as the models themselves say."""
+    found = {}
+    for module in model.modules():
+        recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        for one in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
+            if one is not None and hasattr(one, "target_class"):
+                found[one.target_class] = one.index
+    return found
+
+
+def _expert_parallel(parameter: Tensor) -> int:
+    """Over how many ranks the experts are split."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return mesh["ep"].size() if "ep" in (mesh.mesh_dim_names or ()) else 1

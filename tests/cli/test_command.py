@@ -1,0 +1,39 @@
+"""The command itself: how it is started, and what it says to flags that do not exist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fusedmoe import __version__
+from fusedmoe.cli.main import main
+
+COMMANDS = ("train", "profile", "plan", "trace", "simulate", "loads", "doctor")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_helps_and_refuses_flags_by_its_own_usage(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0 and f"usage: fusedmoe {command}" in capsys.readouterr().out
+    needed = ["--grid", "fsmoe"] if command == "simulate" else []
+    with pytest.raises(SystemExit) as end:
+        main([command, *needed, "--no-such-flag", "3"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and f"usage: fusedmoe {command}" in error
+    assert f"fusedmoe {command} --help lists what there is" in error
+
+
+def test_a_flag_that_is_nearly_right(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--layerss=3"])
+    assert "unrecognized arguments: --layerss=3; did you mean --layers?" in capsys.readouterr().err
+
+
+def test_python_runs_the_package() -> None:
+    found = subprocess.run([sys.executable, "-m", "fusedmoe", "--version"], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout) == (0, f"fusedmoe {__version__}\n")

@@ -1,0 +1,86 @@
+"""Metrics of models of transformers, and their way into the logs of `Trainer`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import fusedmoe.hf
+from fusedmoe import ConfigError, MoELayer, experts, gates
+from fusedmoe.integrations.hf.metrics_callback import RouterMetrics
+from fusedmoe.metrics import JsonLines
+from tests.integrations.models import CONFIGS, VOCABULARY, make
+
+KEYS = {"max_vio", "max_vio_worst", "load_cv", "dead_experts", "diversity", "router_entropy", "balance_loss", "z_loss"}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("experts_of", ["eager", "fusedmoe"])
+def test_metrics_are_those_of_the_router(family: str, experts_of: str) -> None:
+    model = make(family, experts_of).train()
+    metrics, seen = RouterMetrics(model), []
+    routers = [one for one in model.modules() if type(one).__name__.lower().endswith("router")]
+    for router in routers:
+        router.register_forward_hook(lambda module, given, found: seen.append(found))
+    model.activation_checkpointing_enable()
+    tokens = torch.randint(0, VOCABULARY, (2, 9))
+    model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    again = len(seen) // 2
+    assert len(seen) == 2 * len(routers)  # once more in the backward pass
+    found = metrics.collect(per_layer=True)
+    assert {key.removeprefix("moe/") for key in found if key.count("/") == 1} == KEYS
+    vio, entropy = [], []
+    for logits, _, number in seen[:again]:
+        logits, load = logits.detach().float(), torch.bincount(number.flatten(), minlength=logits.shape[-1]).float()
+        vio.append(float(load.max() / load.mean() - 1))
+        entropy.append(float(torch.distributions.Categorical(logits=logits).entropy().mean()))
+    assert found["moe/max_vio"] == pytest.approx(sum(vio) / again, rel=1e-5)
+    assert found["moe/max_vio_worst"] == pytest.approx(max(vio), rel=1e-5)
+    assert found["moe/router_entropy"] == pytest.approx(sum(entropy) / again, rel=1e-5)
+    metrics.close()
+    model(input_ids=tokens)
+    assert metrics.collect() == {}
+
+
+def test_the_callback_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCABULARY, (8, 5))]
+    given: dict[str, Any] = {"max_steps": 4, "logging_steps": 2, "use_cpu": True, "report_to": "none"}
+    arguments = TrainingArguments(str(tmp_path), save_strategy="no", disable_tqdm=True, **given)
+    sink = JsonLines(tmp_path / "moe.jsonl")
+    trainer = Trainer(
+        make("mixtral", "fusedmoe"), arguments, train_dataset=rows, callbacks=[fusedmoe.hf.MetricsCallback([sink])]
+    )
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "moe.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    logged = [line for line in trainer.state.log_history if "loss" in line]
+    for line, log in zip(lines, logged, strict=True):
+        assert {f"moe/{key}" for key in KEYS} == line.keys() - {"step"} and line.items() <= log.items()
+    assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+
+
+def test_models_without_experts_are_refused_and_layers_of_ours_have_all_keys() -> None:
+    callback = fusedmoe.hf.MetricsCallback()
+    with pytest.raises(ConfigError, match="Linear has no experts"):
+        callback.on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))
+    layer = MoELayer(4, gates.TopK(4, 2), experts.FeedForward(3))
+    callback.on_train_begin(None, None, None, model=layer)
+    layer(torch.randn(3, 4))
+
+    class State:
+        log_history: list[dict[str, float]] = [{}]
+        is_world_process_zero = True
+        global_step = 1
+
+    logs = {"loss": 1.0}
+    callback.on_log(None, State, None, logs=logs)
+    assert {"moe/dropped", "moe/aux_loss"} <= State.log_history[0].keys() <= logs.keys()
+    callback.on_train_end(None, State, None)
+    assert layer.load.counters is None

@@ -1,0 +1,256 @@
+"""Metrics beside values computed by hand, on one rank and on two; what they cost a host; where they go."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedmoe
+from fusedmoe import ConfigError, MoELayer, RankError, Topology, experts, gates
+from fusedmoe.layers.routing_counters import RoutingCounters
+from fusedmoe.metrics import JsonLines, Metrics, TensorBoard
+from tests.cluster import Cluster
+from tests.training.host_reads import HostReads, on_a_made_up_gpu
+
+E = 4
+# The experts of each rank's tokens. With one row in four for each expert, rank 0 has room for two, rank 1 for one.
+ROUTED = ([0, 0, 0, 1, 2, 0, 0, 1], [3, 3, 0, 0])
+
+
+def make(topology: Topology | None = None, **more: Any) -> MoELayer:
+    """A token that is e times log 3 goes to expert e, with probability 1/2; others have 1/6 each."""
+    gate = gates.TopK(E, 1, 1.0, aux={"balance": 0.5})
+    layer = MoELayer(E, gate, experts.FeedForward(3), topology=topology, dtype=torch.float64, **more)
+    with torch.no_grad():
+        gate.weight_EM.copy_(torch.eye(E))
+    return layer
+
+
+def tokens(routed: list[int]) -> Tensor:
+    return (torch.eye(E, dtype=torch.float64) * math.log(3))[routed]
+
+
+def step(layer: nn.Module, x: Tensor) -> None:
+    (
+        layer(x.requires_grad_()).sum() + sum(one.aux_loss for one in layer.modules() if isinstance(one, MoELayer))
+    ).backward()
+
+
+def balance(routed: list[int]) -> float:
+    """E · Σ mean probability · share, by hand."""
+    counts, S = [routed.count(e) for e in range(E)], len(routed)
+    return E * sum((count / 2 + (S - count) / 6) / S * count / S for count in counts)
+
+
+OF_ANY = {"moe/router_entropy": math.log(2) / 2 + math.log(6) / 2, "moe/z_loss": math.log(6) ** 2}
+# Choices 5, 2, 1, 0, of which 2, 2, 1, 0 have room.
+ALONE = OF_ANY | {
+    "moe/max_vio": 1.5,
+    "moe/max_vio_worst": 1.5,
+    "moe/load_cv": math.sqrt((9 + 0 + 1 + 4) / 4) / 2,
+    "moe/dead_experts": 0.25,
+    "moe/diversity": math.exp(-(5 * math.log(5 / 8) + 2 * math.log(2 / 8) + math.log(1 / 8)) / 8) / 4,
+    "moe/dropped": 3 / 8,
+    "moe/balance_loss": balance(ROUTED[0]),
+    "moe/aux_loss": balance(ROUTED[0]) / 2,
+}
+# Choices 7, 2, 1, 2, of which 3, 2, 1, 1 have room; two experts a rank.
+ON_TWO = OF_ANY | {
+    "moe/max_vio": 4 / 3,
+    "moe/max_vio_worst": 4 / 3,
+    "moe/load_cv": math.sqrt((16 + 1 + 4 + 1) / 4) / 3,
+    "moe/dead_experts": 0.0,
+    "moe/diversity": math.exp(-(7 * math.log(7 / 12) + 4 * math.log(2 / 12) + math.log(1 / 12)) / 12) / 4,
+    "moe/dropped": 5 / 12,
+    "moe/rank_rows": 5 / 3.5,
+    "moe/balance_loss": (8 * balance(ROUTED[0]) + 4 * balance(ROUTED[1])) / 12,
+    "moe/aux_loss": (8 * balance(ROUTED[0]) + 4 * balance(ROUTED[1])) / 24,
+}
+
+
+def check(found: dict[str, float], right: dict[str, float]) -> None:
+    timed = {"moe/tokens_per_s", "moe/exposed_s", "moe/mfu"}
+    assert {key: value for key, value in found.items() if key not in timed} == pytest.approx(right, rel=1e-12)
+    assert found["moe/tokens_per_s"] > 0
+
+
+def test_one_rank() -> None:
+    layer = make()
+    metrics = Metrics(layer, flops_per_token=3e6, peak_flops=6e9)
+    for _ in range(3):
+        step(layer, tokens(ROUTED[0]))
+    layer.eval()
+    layer(tokens([3] * 7))  # not of training
+    layer.train()
+    found = metrics.collect(per_layer=True)
+    assert found["moe/mfu"] == pytest.approx(found["moe/tokens_per_s"] * 3e6 / 6e9)
+    each = {key.replace("moe/layer/", "moe/"): found.pop(key) for key in list(found) if key.startswith("moe/layer/")}
+    check(found, ALONE)
+    assert each == pytest.approx({key: value for key, value in ALONE.items() if key != "moe/max_vio_worst"})
+    assert metrics.collect().keys() == {"moe/tokens_per_s", "moe/mfu"}  # nothing since
+    metrics.close()
+    step(layer, tokens(ROUTED[0]))
+    assert metrics.collect().keys() == {"moe/tokens_per_s", "moe/mfu"}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_that_are_computed_again_count_once(reentrant: bool) -> None:
+    layer = make()
+    metrics = Metrics(layer)
+    checkpoint(layer, tokens(ROUTED[0]).requires_grad_(), use_reentrant=reentrant).sum().backward()
+    step(layer, tokens(ROUTED[1]))
+    check(metrics.collect(), {key: value for key, value in ON_TWO.items() if key != "moe/rank_rows"})
+
+
+def test_a_compiled_layer_counts_in_one_graph() -> None:
+    torch._dynamo.reset()
+    layer = make()
+    metrics = Metrics(layer)
+    step(torch.compile(layer, fullgraph=True, backend="eager"), tokens(ROUTED[0]))
+    check(metrics.collect(), ALONE)
+
+
+def test_layers_are_averaged_and_named() -> None:
+    """Gates without logits have no entropy, soft ones no loads."""
+    layers = [make(), MoELayer(E, gates.Random(E), experts.FeedForward(3)).double()]
+    model = nn.Sequential(*layers, MoELayer(E, gates.SoftMoE(E, 1), experts.FeedForward(3)).double())
+    metrics = Metrics(model)
+    assert [layer.number for layer in model] == [0, 1, 2]
+    step(model, tokens(ROUTED[0]))
+    loads = [layer.load_E.double() for layer in layers]
+    vio = [float(load.max() / load.mean() - 1) for load in loads]
+    found = metrics.collect(per_layer=True)
+    assert found["moe/max_vio"] == pytest.approx(sum(vio) / 2) and found["moe/max_vio_worst"] == pytest.approx(max(vio))
+    assert found["moe/0/max_vio"] == pytest.approx(1.5)
+    assert found["moe/router_entropy"] == pytest.approx(OF_ANY["moe/router_entropy"])
+    assert not any(key.startswith("moe/2/") and "aux" not in key for key in found)
+    assert sum("/" not in key.removeprefix("moe/") for key in found) <= 32
+
+
+def on_two(rank: int, world: int) -> list[dict[str, float]]:
+    topology = Topology.from_sizes(world)
+    layer = make(topology)
+    metrics = Metrics(layer)
+    for _ in range(2):
+        step(layer, tokens(ROUTED[rank]))
+    found = [metrics.collect()]
+    assert layer.recorder is None
+    sampler = pickle.loads(pickle.dumps(copy.deepcopy(metrics._sampler)))  # hooks go with copies of a layer
+    sampler._begin(layer, None), sampler._end(layer)
+    assert sampler.exposed_s() is None and copy.deepcopy(layer.load).counters is None
+    assert metrics.collect().keys() == {"moe/tokens_per_s"}
+    metrics.close()
+
+    layers = [make(topology) for _ in range(2)]
+    blocks = fusedmoe.pipeline([(Twice(), layer) for layer in layers], (2, 2))
+    metrics = Metrics(blocks)
+    step(blocks, tokens(ROUTED[rank])[:, None])
+    found.append(metrics.collect())
+    assert blocks.recorder is None
+    metrics.close()
+    other = nn.Sequential(*layers[: rank + 1])
+    with pytest.raises(RankError, match=r"Metrics: layers is .* on ranks \[0\]"):
+        Metrics(other)
+    Metrics(layers[0]).close()  # a refusal leaves nothing behind
+    return found
+
+
+class Twice(nn.Module):
+    """A dense part whose blocks all see the same tokens."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = x.detach().argmax(-1)
+        return x * 1.0, tokens(found.flatten().tolist()).view(x.shape) + 0.0 * x
+
+
+def test_two_ranks(cluster: Cluster) -> None:
+    of_ranks = cluster.run(2, on_two)
+    for alone, blocks in of_ranks:
+        check(alone, ON_TWO)
+        assert alone["moe/exposed_s"] > 0 and blocks["moe/exposed_s"] > 0
+        # What a layer drops changes its tokens' lengths, not where they go.
+        check(blocks, ON_TWO)
+    assert of_ranks[0] == of_ranks[1]
+
+
+def test_nothing_waits_for_the_device_between_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_a_made_up_gpu() as reads:
+        counters = RoutingCounters(E, "cuda")
+        logits = torch.empty(8, E, device="cuda")
+        for _ in range(2):
+            chosen, number = torch.ones(E, dtype=torch.long, device="cuda"), logits.topk(2).indices
+            counters.choices(number, chosen, logits, logits.sum())
+            counters.rows(chosen)
+        assert counters.sums.is_cuda and reads.count == 0
+        counters.sums.cpu()
+        assert reads.count == 1  # it does count
+
+    layer, x, found = make(), tokens(ROUTED[0]), []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: (found.append(0), tolist(self))[1])
+    costs = []
+    for make_metrics in (lambda one: None, Metrics):
+        make_metrics(layer)
+        found.clear()
+        with HostReads() as reads:
+            step(layer, x.detach())
+        costs.append(reads.count + len(found))
+    assert costs[0] == costs[1] and layer.load.counters is not None
+    with HostReads() as reads:
+        step(layer, x.detach())
+        assert layer.dropped == 3
+    assert reads.count > 0
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="no layers with experts"):
+        Metrics(nn.Linear(2, 2))
+    layer = make()
+    for wrong in ({"peak_flops": 1e9}, {"flops_per_token": 0.0, "peak_flops": 1e9}):
+        with pytest.raises(ConfigError, match="flops_per_token"):
+            Metrics(layer, **wrong)
+    Metrics(layer)
+    with pytest.raises(ConfigError, match=r"close\(\)"):
+        Metrics(layer)
+
+
+def test_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for number in (1, 2):
+        lines.write(number, {"moe/dropped": number / 4})
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert found == [{"step": 1, "moe/dropped": 0.25}, {"step": 2, "moe/dropped": 0.5}]
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="pip install tensorboard"):
+        TensorBoard(tmp_path)
+    written: list[tuple[str, float, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, key: str, value: float, step: int) -> None:
+            written.append((key, value, step))
+
+        def close(self) -> None:
+            written.append(("closed", 0.0, 0))
+
+    package = ModuleType("torch.utils.tensorboard")
+    package.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
+    board = TensorBoard(tmp_path)
+    board.write(3, {"moe/dropped": 0.5})
+    board.close()
+    assert written == [("moe/dropped", 0.5, 3), ("closed", 0.0, 0)]
