@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.cluster import gpipe
-from bench.cluster.model import explored
+from bench.cluster.model import explore, explored
 from bench.cluster.setting import Setting
 from bench.cluster.turns import beside, first_of, in_turns, predicted, row, tell
 from fusedmoe.cli.data import random_corpus
@@ -67,9 +67,7 @@ def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel 
         made[policy] = make_trainer(setting, topology, policy, costs)
     tuning = made["auto"].tuning
     assert tuning is not None
-    tell(topology, "auto tries plans")
-    while not tuning.settled:
-        made["auto"].step(0)
+    explore(topology, tuning, partial(made["auto"].step, 0))
     keys: dict[str, Hashable] = {"off": "off"}
     for policy, trainer in made.items():
         if policy != "off":

@@ -7,6 +7,7 @@ library's profiler and by steps of this model that are observed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -128,10 +129,8 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     tell(topology, "observing steps")
     seen = observe_steps(topology, probes(probed.costs, _SAMPLES), probed.costs, run, BUDGET_S)
     costs = replace(costs, observed={workload.shapes: replace(seen, rows=workload.rows)})
-    tell(topology, "auto tries plans")
     tuning = PlanTuning(model, topology, "auto", costs, workload, **more, tell=partial(tell, topology))
-    while not tuning.settled:
-        tuning.note(seconds_of(topology, lambda: model.step(tuning.buckets)))
+    explore(topology, tuning, lambda: tuning.note(seconds_of(topology, lambda: model.step(tuning.buckets))))
     step = PlannedStep(model, topology, costs, workload, **more)
     base = makespan(POLICIES["sequential"].plan(step.costs), step.costs)
     candidates = {OFF: PlanCandidate(OFF, Plan(), False, base)}
@@ -145,6 +144,16 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
         if name != OFF:
             found |= predicted(found["median_s"], candidates[name].predicted_s, candidates[name].plan)
     return {"rows": beside(rows, first), "auto": explored(tuning.contest), "observed": seen.as_dict()}
+
+
+def explore(topology: Topology, tuning: PlanTuning, step: Callable[[], object]) -> None:
+    """Steps until a plan is chosen; `step` has the tuning note what it took."""
+    number = 0
+    while not tuning.settled:
+        if number % 10 == 0:
+            tell(topology, f"auto tries plans: {number} steps so far, {len(tuning.contest.entries)} plans")
+        step()
+        number += 1
 
 
 def explored(contest: Contest) -> dict[str, Any]:

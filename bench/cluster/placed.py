@@ -102,6 +102,8 @@ class _Run:
             )
         self._x_SM = torch.randn(setting.S, setting.M)
         self._peak = 0
+        self._parameters: dict[nn.Module, nn.Parameter] = {of.experts: of.experts.w for of in self._model.layers}
+        self._made: dict[nn.Module, int] = {}
         for layer in self._model.layers:
             layer.experts.watch = self._watch
         self._work: list[int] = []
@@ -109,6 +111,7 @@ class _Run:
 
     def step(self) -> None:
         self._optimizer.zero_grad()
+        self._made.clear()
         for layer in self._model.layers:
             layer.gate.step = self._step
         x_SM = self._x_SM.detach().requires_grad_()
@@ -128,18 +131,23 @@ class _Run:
     def sent(self) -> int:
         return 0 if self._sharded is None else self._sharded.sent_bytes + self._sharded.moved_bytes
 
-    def _watch(self) -> None:
-        """Looks at the memory: where experts compute, forward and backward, and where gradients and copies are."""
+    def _watch(self, experts: nn.Module | None = None, gradient_bytes: int = 0) -> None:
+        """Looks at the memory: where experts compute, forward and backward, and where gradients are.
+
+        `gradient_bytes`: of the layer's gradient that is made now, also of copies, until it is with their owners.
+        """
+        if experts is not None:
+            self._made[experts] = gradient_bytes
         self._peak = max(self._peak, self._held())
 
     def _held(self) -> int:
-        """Bytes of experts' parameters, gradients and state on this rank, now."""
-        if self._sharded is not None:
-            return self._sharded.memory().total
-        held = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for p in self._model.parameters())
-        return held + sum(
-            v.nbytes for of in self._optimizer.state.values() for v in of.values() if isinstance(v, Tensor)
-        )
+        """Bytes of experts' parameters, with copies, of gradients and state on this rank, now."""
+        held = sum(v.nbytes for of in self._optimizer.state.values() for v in of.values() if isinstance(v, Tensor))
+        for experts, parameter in self._parameters.items():  # in a layer that computes, others are in their place
+            held += parameter.data.untyped_storage().nbytes()
+            gradient = parameter.grad
+            held += self._made.get(experts, 0) if gradient is None else gradient.untyped_storage().nbytes()
+        return held
 
     def found(self) -> dict[str, Any]:
         return {
@@ -193,7 +201,7 @@ class _Waiting(RowExperts):
         super().__init__()
         assert setting.emulated_flops is not None
         self._setting, self.rows = setting, 0
-        self.watch: Callable[[], None] = lambda: None
+        self.watch: Callable[[nn.Module | None, int], None] = lambda experts, gradient_bytes: None
         self.row_s = _row_flop(setting) / setting.emulated_flops
 
     def make(self, model_dim: int, place: Place, seed: int, **_: Any) -> None:
@@ -202,10 +210,11 @@ class _Waiting(RowExperts):
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
         self.rows = len(rows_NM)
-        self.watch()
+        gradient_bytes = self.w.nbytes  # of all that the rank holds
+        self.watch(None, 0)
         out_NM: Tensor = Wait.apply(rows_NM, self.w, START_S + len(rows_NM) * self.row_s)
         if out_NM.requires_grad:
-            out_NM.register_hook(lambda _: self.watch())
+            out_NM.register_hook(lambda _: self.watch(self, gradient_bytes))
         return out_NM
 
 

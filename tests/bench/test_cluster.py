@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from bench.cluster import __main__ as command
-from bench.cluster import balance, job, model, network, predicted, profile, stacks
+from bench.cluster import balance, job, model, network, placed, predicted, profile, stacks
 from bench.cluster.blocks import UNTUNED_BYTES, plans_of
 from bench.cluster.layer import make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
 from bench.cluster.rank import Parts, setting_of
 from bench.cluster.report import MEASURED, goals, show
-from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, Setting
+from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, PLACED, Setting
 from bench.cluster.stacks import cross, plan_of, same_results
 from bench.cluster.step import Computed, Step, computation
 from bench.cluster.turns import beside, degrees_of, first_of, setting_json
@@ -37,6 +37,7 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
+from fusedmoe.training.sharded_experts import POLICIES as POLICIES_OF_PLACEMENT
 from tests.cluster import Cluster
 
 TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32, gradient_bytes=2048)
@@ -61,7 +62,8 @@ def stack(setting: Setting) -> StepCosts:
 
 def topology_of(setting: Setting) -> Topology:
     of_node = setting.ranks_per_node
-    return Topology.from_sizes(ep=2, esp=setting.esp, mp=setting.esp, ranks_per_node=of_node, timeout_s=30, duplex=True)
+    ep, esp = setting.ep, setting.esp
+    return Topology.from_sizes(ep=ep, esp=esp, mp=esp, ranks_per_node=of_node, timeout_s=30, duplex=True)
 
 
 def every_policy(rank: int, world: int, setting: Setting) -> int:
@@ -190,6 +192,7 @@ def measured_parts(rank: int, world: int, setting: Setting, names: list[str], fo
         quicker.setattr(cache, "profile", partial(cache.profile, budget_s=1.0))
         for module in (profile, model):
             quicker.setattr(module, "BUDGET_S", 0.5)
+        quicker.setattr(placed, "_ATTENTION_S", 1e-3)
         quicker.setattr(stacks, "draw", lambda timelines, path, title: path.touch())
         parts = Parts(setting, topology_of(setting), 1, Path(folder))
         for name in names:
@@ -247,6 +250,25 @@ def test_a_model_that_waits_is_measured_and_shown(
         assert "predicted_s" not in rows["off"] and rows["joint"]["predicted_s"] > 0
     auto = found["model"]["auto"]
     assert auto["steps_tried"] > 0 and auto["share_of_500_steps"] >= 0 and auto["tried"]
+
+
+@pytest.mark.slow
+def test_placements_are_measured_and_shown(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting = replace(PLACED, layers=2, S=64, M=8, H=4, E=8)
+    cluster.run(4, measured_parts, setting, ["placement"], str(tmp_path))
+    rows = shown(setting, tmp_path, ["placement"], capsys)["placement"]["rows"]
+    assert rows.keys() == {*POLICIES_OF_PLACEMENT, "hecate, re-materialising"}
+    assert all(row["peak_bytes"] >= row["memory_bytes"] > 0 for row in rows.values())
+    peak, ep = {name: row["peak_bytes"] for name, row in rows.items()}, rows["ep"]
+    assert peak["ep"] == ep["memory_bytes"] and peak["smartmoe"] >= peak["ep"]
+    # Copies, and their gradients on the way back.
+    assert (
+        peak["hecate"] > rows["hecate"]["memory_bytes"]
+        and peak["hecate"] > peak["hecate, re-materialising"] > peak["ep"]
+    )
+    assert len(rows["smartmoe"]["rounds_s"]) == 12
 
 
 def layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
