@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-report docs dist clean
+.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report docs dist clean
 
 VENV := .venv
 ARGS ?=
@@ -52,7 +52,8 @@ help:
 	@echo '                     make bench-gpu PYTHON=python3    ARGS="--step 1" (to 4: a GPU that is new)    ARGS=--help'
 	@echo '                     make bench-gpu ARGS=--rehearse   all of it without a GPU'
 	@echo '  make bench-cluster two nodes of two namespaces, a slow link between them: every schedule, beside its prediction'
-	@echo '                     make bench-cluster ARGS="--settings blocks"    (whole models)    ARGS=--show    ARGS=--help'
+	@echo '                     make bench-cluster ARGS="--settings layer computed:job --minutes 20"    ARGS=--show    ARGS=--help'
+	@echo '  make bench-placement  placements of experts on long made loads, in simulation'
 	@echo '  make bench-report  the newest of its results as tables and a picture    make bench-report ARGS=--help'
 	@echo '  make docs     these pages as a site, with the reference, into build/docs'
 	@echo '  make dist     wheel and sdist into dist/, checked, and tried in an environment of their own'
@@ -143,6 +144,9 @@ bench-gpu: $(READY)
 # Two nodes of one machine, as root; elsewhere it says what is missing.
 bench-cluster: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m bench.cluster $(ARGS)
+
+bench-placement: $(READY)
+	@exec env $(RUN_ENV) $(PY) -m bench.placement $(ARGS)
 
 bench-report: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m bench.report $(ARGS)

@@ -13,6 +13,10 @@ from bench.gpu.kernels import KERNELS
 from bench.gpu.ours import NAME
 from bench.gpu.results import RESULTS, SCHEMA
 from bench.gpu.spread import PARTS
+from bench.provenance import age
+
+#: What the numbers are of.
+MEASURED = ("fusedmoe/kernels", "fusedmoe/autograd", "bench/gpu")
 
 Results = dict[str, Any]
 
@@ -138,7 +142,7 @@ def _head(results: Results) -> str:
     lines = [
         f"# Kernels on {_gpu_name(results)}, {results['when']}",
         "",
-        f"{versions}; commit {_commit(results)}.",
+        f"{versions}; commit {_commit(results)}." + (f" {old}." if (old := age(results, MEASURED)) else ""),
         f"Measured in this run: P = {limit['flops_per_s'] / 1e12:.0f} TFLOP/s (8192³ in bfloat16, random data), "
         f"B = {limit['bytes_per_s'] / 1e12:.2f} TB/s (a large copy, read and written). "
         "limit = Σ max(FLOP / P, bytes / B); fraction = limit / measured. Medians; caches flushed before each run.",

@@ -1,9 +1,10 @@
 """`make bench-cluster`: every policy on two nodes of one machine, measured beside its prediction.
 
-Needs root, for network namespaces; says so and ends where it cannot be. Takes eight to fifteen minutes a setting, and
-wants the machine for itself. Settings that really compute begin with half a minute of nothing else: by it the rate of
-the link between the nodes is chosen, such that communication takes as long as computation. Writes
-bench/results/cluster.json, or blocks.json for schedules of whole models, placement.json for placements of experts, and
+Needs root, for network namespaces; says so and ends where it cannot be. Wants the machine for itself. Settings that
+really compute begin with half a minute of nothing else: by it the rate of the link between the nodes is chosen, such
+that communication takes as long as computation. What is measured of a setting comes in parts (`--settings
+computed:job`), each written as soon as it is done, with commit, rounds, load and machine, into a file of
+bench/results/: cluster.json, blocks.json for schedules of whole models, placement.json for placements of experts; with
 pictures of predicted and measured timelines.
 """
 
@@ -11,103 +12,172 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from bench.cluster import balance
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
-from bench.cluster.report import show
+from bench.cluster.report import MEASURED, show
 from bench.cluster.setting import SETTINGS, Setting
 from bench.gpu.process import ROOT, Process
+from bench.provenance import provenance
 
 _PORT = 29555  # in a namespace of our own
-_SECONDS = 1500  # that a setting may take
+_SECONDS = 1800  # that a setting may take
+# Seconds of a part on an idle machine of two cores, by five rounds, where no results say it.
+_PART_S = {"layer": 120, "model": 240, "job": 480, "steps": 300, "sweep": 300, "buckets": 240, "placement": 1500}
+_START_S = 30  # of a setting, before its first part
+
+#: A setting, and its parts.
+Wanted = tuple[Setting, list[str]]
 
 
 def main() -> int:
     options = _options()
     console = Console(width=None if sys.stdout.isatty() else 150)
+    wanted = options.settings
     if options.show:
-        found = _stored(options.results, options.settings)
+        found = _stored(options.results, wanted)
         show(found, console)
         if not found:
-            console.print(f"no results of {', '.join(options.settings)} in {options.results} yet", highlight=False)
+            names = ", ".join(setting.name for setting, _ in wanted)
+            console.print(f"no results of {names} in {options.results} yet", highlight=False)
         return 0
     lacking = missing()
     if lacking is not None:
         console.print(f"cluster benchmark skipped: {lacking}")
         return 0
     signal.signal(signal.SIGTERM, _interrupt)
-    results: dict[str, Any] = {}
+    ends = time.monotonic() + 60 * options.minutes
+    written: list[str] = []
+    code = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.settings:
-            out = Path(folder) / name
+        for number, (setting, parts) in enumerate(wanted):
+            fitting, takes_s = _fitting(setting, parts, options, ends - time.monotonic())
+            later_s = sum(_fitting(*one, options, float("inf"))[1] for one in wanted[number + 1 :])
+            left_out = [part for part in parts if part not in fitting]
+            if left_out:
+                console.print(f"{setting.name}: no time for {', '.join(left_out)}", highlight=False)
+            if not fitting:
+                continue
+            console.print(
+                f"{setting.name}, {setting.ranks} ranks: {', '.join(fitting)}; about {takes_s / 60:.0f} min"
+                + (f", and {later_s / 60:.0f} min after it" if later_s else ""),
+                highlight=False,
+            )
+            out = Path(folder) / f"{number}-{setting.name}"
             out.mkdir()
-            console.print(f"{SETTINGS[name].ranks} ranks, {name}", highlight=False)
+            begun = provenance(MEASURED) | {"rounds": options.rounds}
+
+            def keep(part: str, found: dict[str, Any], seconds: float) -> None:
+                own = {"run": begun | {"seconds": round(seconds)}, **found}  # noqa: B023  called in this turn only
+                _store(options.results, setting, part, own)  # noqa: B023
+                written.append(f"{setting.name}:{part}")  # noqa: B023
+
             try:
-                run(SETTINGS[name], options.rounds, out)
+                run(setting, fitting, options.rounds, out, keep)
             except KeyboardInterrupt:
-                done = f"{' and '.join(results)} written" if results else "nothing is written"
+                done = f"{' and '.join(written)} written" if written else "nothing is written"
                 console.print(f"interrupted: nothing is left running, {done}")
                 return 130
-            results[name] = {"machine": _machine(), **json.loads((out / "result.json").read_text())}
-            _store(options.results, name, results[name])
+            except RuntimeError as error:  # other settings may do
+                console.print(f"{setting.name}: {error}", highlight=False, markup=False)
+                code = 1
             options.pictures.mkdir(parents=True, exist_ok=True)
             for picture in out.glob("*.png"):
-                (options.pictures / f"{name}-{picture.name}").write_bytes(picture.read_bytes())
-    show(results, console)
-    written = dict.fromkeys(str(_file(options.results, SETTINGS[name])) for name in results)
-    console.print(f"\n{' and '.join(written)}; pictures in {options.pictures}", highlight=False)
-    return 0
+                (options.pictures / f"{setting.name}-{picture.name}").write_bytes(picture.read_bytes())
+    found = _stored(options.results, wanted)
+    show(
+        {
+            name: {part: of for part, of in parts.items() if f"{name}:{part}" in written}
+            for name, parts in found.items()
+        },
+        console,
+    )
+    files = dict.fromkeys(str(_file(options.results, setting)) for setting, _ in wanted)
+    console.print(f"\n{', '.join(written) or 'nothing'} written: {' and '.join(files)}", highlight=False)
+    return code
+
+
+def _fitting(
+    setting: Setting, parts: list[str], options: argparse.Namespace, seconds: float
+) -> tuple[list[str], float]:
+    """As many of the parts as fit so many seconds, and what they take: as before, or as estimated."""
+    before = _stored(options.results, [(setting, list(parts))]).get(setting.name, {})
+    fitting, total_s = [], float(_START_S)
+    for part in parts:
+        run = before.get(part, {}).get("run", {})
+        known_s = run.get("seconds", _PART_S[part]) / run.get("rounds", 5)
+        takes_s = known_s * options.rounds
+        if total_s + takes_s <= seconds:
+            fitting.append(part)
+            total_s += takes_s
+    return fitting, total_s if fitting else 0.0
 
 
 def _file(folder: Path, setting: Setting) -> Path:
     return folder / setting.file
 
 
-def _store(folder: Path, name: str, found: dict[str, Any]) -> None:
-    """Writes a setting's results into their file, in which other settings' stay as they are."""
+def _store(folder: Path, setting: Setting, part: str, found: dict[str, Any]) -> None:
+    """Writes a part of a setting's results into their file, in which all others stay as they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = _file(folder, SETTINGS[name])
-    before = json.loads(file.read_text())["settings"] if file.exists() else {}
-    file.write_text(json.dumps({"settings": before | {name: found}}, indent=1) + "\n")
+    file = _file(folder, setting)
+    settings = json.loads(file.read_text())["settings"] if file.exists() else {}
+    settings[setting.name] = settings.get(setting.name, {}) | {part: found}
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({"settings": settings}, indent=1) + "\n")
+    new.replace(file)
 
 
-def _stored(folder: Path, names: list[str]) -> dict[str, Any]:
-    """Results of these settings, as far as there are any."""
+def _stored(folder: Path, wanted: Sequence[Wanted]) -> dict[str, Any]:
+    """Results of these settings and parts, as far as there are any."""
     found: dict[str, Any] = {}
-    for name in names:
-        file = _file(folder, SETTINGS[name])
+    for setting, parts in wanted:
+        file = _file(folder, setting)
         settings = json.loads(file.read_text())["settings"] if file.exists() else {}
-        found.update({name: settings[name]} if name in settings else {})
+        own = {part: of for part, of in settings.get(setting.name, {}).items() if part in parts}
+        found.update({setting.name: found.get(setting.name, {}) | own} if own else {})
     return found
 
 
-def run(setting: Setting, rounds: int, folder: Path, seconds: int = _SECONDS) -> None:
-    """Runs all ranks of a setting; `result.json` and pictures are in `folder` afterwards.
+Keep = Callable[[str, dict[str, Any], float], None]
+
+
+def run(setting: Setting, parts: Sequence[str], rounds: int, folder: Path, keep: Keep, seconds: int = _SECONDS) -> None:
+    """Runs all ranks of a setting; `keep` is given each part, its results and its seconds, as soon as it is done.
+    Pictures are in `folder` afterwards.
 
     Nothing outlives it: neither processes nor namespaces. Raises `RuntimeError` for ranks that fail or take longer.
     """
+    waiting, since = list(parts), time.monotonic()
+
+    def look() -> None:
+        nonlocal since
+        while waiting and (file := folder / f"{waiting[0]}.json").exists():
+            now = time.monotonic()
+            keep(waiting.pop(0), json.loads(file.read_text()), now - since)
+            since = now
+
     if setting.inter_mbit is None:
         setting = _balanced(setting, folder)
     assert setting.inter_mbit is not None
     nodes = TwoNodes(setting.inter_mbit, setting.intra_mbit, setting.bucket_kb)
     try:
         nodes.make()
-        module = ("-m", "bench.cluster.rank", setting.name, str(rounds), str(seconds), str(folder))
+        names = ",".join(parts)
+        module = ("-m", "bench.cluster.rank", setting.name, names, str(rounds), str(seconds), str(folder))
+        since = time.monotonic()
         commands, environments = [], []
         for rank in range(setting.ranks):
             node = rank // setting.ranks_per_node
@@ -120,7 +190,7 @@ def run(setting: Setting, rounds: int, folder: Path, seconds: int = _SECONDS) ->
                     "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses here have no names
                 }
             )
-        _run_ranks(commands, environments, seconds)
+        _run_ranks(commands, environments, seconds, look)
     finally:
         with _undisturbed():
             nodes.remove()
@@ -136,8 +206,16 @@ def _balanced(setting: Setting, folder: Path) -> Setting:
     return replace(setting, **found)
 
 
-def _run_ranks(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], seconds: float) -> None:
-    """Runs one process a rank until all have ended well. Raises `RuntimeError`, and ends all, if that is not so."""
+def _run_ranks(
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    seconds: float,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Runs one process a rank until all have ended well. Raises `RuntimeError`, and ends all, if that is not so.
+
+    `look`: called now and then.
+    """
     running: dict[int, Process] = {}
     try:
         for rank, (command, own) in enumerate(zip(commands, environments, strict=True)):
@@ -152,14 +230,15 @@ def _run_ranks(commands: Sequence[Sequence[str]], environments: Sequence[Mapping
                 **own,
             }
             running[rank] = Process(command, environment, show=rank == 0)
-        _wait(running, time.monotonic() + seconds)
+        _wait(running, time.monotonic() + seconds, look)
     finally:
         with _undisturbed():
+            look()
             for process in running.values():
                 process.ended(kill=True)
 
 
-def _wait(running: dict[int, Process], deadline: float) -> None:
+def _wait(running: dict[int, Process], deadline: float, look: Callable[[], None]) -> None:
     """Until all ranks have ended well, and are gone from `running`. The first that does not ends the wait."""
     while running:
         for rank in [rank for rank, process in running.items() if not process.running]:
@@ -168,6 +247,7 @@ def _wait(running: dict[int, Process], deadline: float) -> None:
                 raise RuntimeError(f"rank {rank} ended with {ended.code}\n{ended.output}")
         if time.monotonic() > deadline:
             raise RuntimeError("the ranks took too long; is the machine busy?")
+        look()
         time.sleep(0.2)
 
 
@@ -186,33 +266,37 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "system": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "load": os.getloadavg()[0],
-    }
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.cluster", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--settings",
         nargs="+",
-        choices=SETTINGS,
-        default=list(SETTINGS),
-        help="others stay in the file (default: all); those that really compute get a link between the nodes at whose "
-        "rate communication takes as long as computation, which is measured first",
+        type=_wanted,
+        default=[_wanted(name) for name in SETTINGS],
+        metavar="NAME[:PART,…]",
+        help="what to measure, in this order; all else stays in the files (default: all). "
+        + "; ".join(f"{name}: {', '.join(setting.parts)}" for name, setting in SETTINGS.items()),
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, metavar="N", help="leave out parts that would not end in so many minutes"
     )
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each (default 5)")
     parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help="folder of the numbers")
     parser.add_argument("--show", action="store_true", help="the tables of the numbers there; nothing is run")
     parser.add_argument("--pictures", type=Path, default=ROOT / "runs/cluster", help="folder of the timelines")
     return parser.parse_args()
+
+
+def _wanted(text: str) -> Wanted:
+    """A setting by its name, with some of its parts or all."""
+    name, _, names = text.partition(":")
+    if name not in SETTINGS:
+        raise argparse.ArgumentTypeError(f"no setting {name!r}; choose from {', '.join(SETTINGS)}")
+    setting = SETTINGS[name]
+    parts = names.split(",") if names else list(setting.parts)
+    if unknown := [part for part in parts if part not in setting.parts]:
+        raise argparse.ArgumentTypeError(f"{name} has no part {unknown[0]!r}; choose from {', '.join(setting.parts)}")
+    return setting, parts
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from bench.cluster.layer import make_layer, run
 from bench.cluster.setting import SETTINGS, Setting
 from bench.cluster.step import Computed
 
@@ -56,17 +59,33 @@ def compute_s(setting: Setting, of: Computed) -> float:
     x_SM, dy_SM = torch.randn(2, setting.S, setting.M)
     x_PeCM, dy_PeCM = torch.randn(2, setting.ranks, setting.E // 2, chunk.stop, setting.M)
     gradient = torch.zeros(of.gradient_bytes // 4)
-    taken = torch.zeros(1 + _STEPS)
-    for step in range(1 + _STEPS):  # the first is not counted
-        dist.barrier()
-        start = time.perf_counter()
+
+    def step() -> None:
         for layer in range(setting.layers):
             of.attention(layer, x_SM, rows)
             of.experts(layer, x_PeCM, chunk)
         for layer in reversed(range(setting.layers)):
             of.experts_backward(layer, dy_PeCM, chunk, True)
             of.attention_backward(layer, dy_SM, rows, gradient)
-        taken[step] = time.perf_counter() - start
+
+    return _slowest_s(step)
+
+
+def layer_s(setting: Setting) -> float:
+    """The same of all that the library's layer computes, forward and backward: all experts are on the rank, so that
+    nothing travels, and rows as many as come to it. Collective."""
+    layer = make_layer(setting, None, None)
+    x_SM, dy_SM = torch.randn(2, setting.S // 2, setting.M)
+    return _slowest_s(partial(run, layer, x_SM.requires_grad_(), dy_SM))
+
+
+def _slowest_s(step: Callable[[], object]) -> float:
+    taken = torch.zeros(1 + _STEPS)
+    for number in range(1 + _STEPS):  # the first is not counted
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        taken[number] = time.perf_counter() - start
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken[1:].median())
 
@@ -84,9 +103,12 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     try:
-        of = Computed(setting)
-        seconds = compute_s(setting, of)
-        rate = rate_mbit(step_bytes(setting, of.gradient_bytes), seconds)
+        if setting.alone:
+            seconds, sent_bytes = layer_s(setting), step_bytes(setting, 0)
+        else:
+            of = Computed(setting)
+            seconds, sent_bytes = compute_s(setting, of), step_bytes(setting, of.gradient_bytes)
+        rate = rate_mbit(sent_bytes, seconds)
         if rank == 0:
             (folder / FILE).write_text(json.dumps({"inter_mbit": rate, "computation_s": seconds}))
     finally:

@@ -1,10 +1,8 @@
-"""Schedules of whole models, on a stack of blocks: each part of FlowMoE and of Lancet, beside FSMoE and joint.
+"""Schedules of whole models, on a stack of blocks: each part of FlowMoE and of Lancet, beside FSMoE and joint; and the
+sizes of gradient buckets.
 
 What is run is a step as in the other settings, forward, backward and gradient all-reduces; attention goes in
 micro-batches as well, weight gradients can be tasks of their own, gradients in buckets.
-
-Exposed communication is the time in which a link works and this rank computes nothing, by the recorded timeline as by
-the predicted one (`Timeline.exposed_s`). A collective that waits for another rank counts as working.
 """
 
 from __future__ import annotations
@@ -12,23 +10,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from bench.cluster.profile import Clock, Profiler
-from bench.cluster.setting import LIMIT, Setting
-from bench.cluster.step import Step, computation
-from bench.cluster.turns import in_turns, row, same_results, setting_json, spread, tell
+from bench.cluster.setting import LIMIT
+from bench.cluster.step import Step
+from bench.cluster.turns import in_turns, seconds_of, spread
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
-from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.lancet import PARTS, lancet_plan
 from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, ablation, fsmoe, pipemoe, sequential
-from fusedmoe.schedule.simulate import makespan, simulate
+from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import ChunkedPass, StepSplit, idle_slot_plan, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.training.bucket_search import BucketSearch
@@ -38,49 +31,6 @@ UNTUNED_BYTES = 32 * 1024
 # Of the largest, the sizes of buckets of a fine sweep, and what the tuner spends on each of its samples.
 _SIZES = 12
 _SAMPLES, _STEPS = 8, 3
-
-
-def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> dict[str, Any]:
-    """All that `blocks.json` has of a setting. Collective; rank 0 draws timelines into `folder`."""
-    step = Step(setting, topology, computation(setting))
-    tell(topology, "profile")
-    profiler = Profiler(setting, topology, step)
-    costs = profiler.profile().stack
-    tell(topology, "plans")
-    plans = plans_of(costs, LIMIT)
-    topology.agree({policy: plan.fingerprint for policy, plan in plans.items()}, "the plans")
-    tell(topology, "policies")
-    difference = same_results(step, plans)
-    # Policies that choose the same plan are measured once.
-    first = {policy: next(one for one in plans if plans[one] == plan) for policy, plan in plans.items()}
-    recorders: dict[str, list[Recorder]] = {policy: [] for policy in first.values()}
-    runs = {policy: partial(_recorded, step, plans[policy], topology.rank, of) for policy, of in recorders.items()}
-    seconds = in_turns(topology, runs, rounds, profiler.round)
-    tell(topology, "sizes of gradient buckets")
-    buckets = _buckets_json(topology, step, profiler, costs, plans["flowmoe"], rounds)
-    # Plans are made by what was measured before; what they should take is said by what was measured among them.
-    profile = profiler.profile()
-    own = {policy: [one.timeline() for one in of[1:]] for policy, of in recorders.items()}
-    every = all_gather_object(topology.world, {policy: [one.exposed_s() for one in of] for policy, of in own.items()})
-    rows = {}
-    for policy, plan in plans.items():
-        which = first[policy]
-        rows[policy] = row(plan, profile.stack, seconds[which], seconds["sequential"])
-        exposed = [statistics.mean(of) for of in zip(*(rank[which] for rank in every), strict=True)]
-        rows[policy]["exposed_s"] = statistics.median(exposed)
-        rows[policy]["predicted_exposed_s"] = simulate(plan, profile.stack).exposed_s()
-        if topology.rank == 0:
-            title = f"{policy}: predicted above, measured below ({setting.ranks} ranks, {setting.name})"
-            timelines = [simulate(plan, profile.stack), own[which][-1]]
-            draw(timelines, folder / f"{policy.replace(', ', '-')}.png", title=title)
-    return {
-        "setting": setting_json(setting),
-        "profile": profile.to_json(),
-        "bound_s": bound_s(profile.stack, LIMIT),
-        "largest_difference_of_results": difference,
-        "steps": rows,
-        "buckets": buckets,
-    }
 
 
 def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
@@ -114,24 +64,17 @@ def _with_buckets(costs: StepCosts, plan: Plan, bucket_bytes: int) -> Plan:
     return idle_slot_plan(costs, forward, backward, bucket_bytes)
 
 
-def _recorded(step: Step, plan: Plan, rank: int, kept: list[Recorder]) -> None:
-    kept.append(Recorder(rank))
-    step.run(plan, kept[-1])
-
-
-def _buckets_json(
-    topology: Topology, step: Step, profiler: Profiler, costs: StepCosts, plan: Plan, rounds: int
-) -> dict[str, Any]:
-    """What the tuner finds while steps run, in a fine sweep. `costs`: by which plans are made."""
-    largest, split = max(costs.gradient_bytes), StepSplit.from_plan(plan)
+def measure_buckets(topology: Topology, step: Step, costs: StepCosts, rounds: int) -> dict[str, Any]:
+    """What FlowMoE's tuner of S_p finds while steps run, in a fine sweep. Collective."""
+    largest, split = max(costs.gradient_bytes), StepSplit.from_plan(POLICIES["flowmoe"].plan(costs, LIMIT))
 
     def plan_of(size: int) -> Plan:
         return micro_schedule(costs, split._replace(bucket_bytes=size)).plan()
 
-    search, clock = BucketSearch(largest, _SAMPLES), Clock(topology)
+    search = BucketSearch(largest, _SAMPLES)
     while (size := search.next()) is not None:
         run = partial(step.run, plan_of(size))
-        taken_s = [max(all_gather_object(topology.world, clock.seconds(run))) for _ in range(_STEPS)]
+        taken_s = [max(all_gather_object(topology.world, seconds_of(topology, run))) for _ in range(_STEPS)]
         search.tried.append((size, statistics.median(taken_s)))
     chosen = min(search.tried, key=lambda one: one[1])[0]
     topology.agree({"bucket_bytes": chosen}, "the size of gradient buckets")
@@ -139,9 +82,8 @@ def _buckets_json(
     plans = {size: plan_of(size) for size in sizes}
     runs: Mapping[str, Callable[[], Any]] = {str(size): partial(step.run, of) for size, of in plans.items()}
     seconds = in_turns(topology, runs, rounds)
-    now = profiler.profile().stack
     rows: Sequence[dict[str, Any]] = [
-        {"bytes": size, **spread(seconds[str(size)]), "predicted_s": makespan(plans[size], now)} for size in sizes
+        {"bytes": size, **spread(seconds[str(size)]), "predicted_s": makespan(plans[size], costs)} for size in sizes
     ]
     best = min(rows, key=lambda one: one["median_s"])
     own = next(one for one in rows if one["bytes"] == chosen)

@@ -1,38 +1,82 @@
-"""The library's own layer in a setting: `MoELayer(schedule=…)`, forward and backward under autograd."""
+"""The library's own layer in a setting, `MoELayer(schedule=…)`: forward and backward under autograd, and experts that
+wait in place of computing."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedmoe
-from bench.cluster.setting import LIMIT, Setting
+from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
+from bench.cluster.turns import beside, first_of, in_turns, row
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.schedule import Schedule
-from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.policies import LAYER_POLICIES
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import Workload
 
+#: Experts that a token goes to.
+_K = 2
 
-def make_layer(setting: Setting, topology: Topology, policy: str, costs: CostModel) -> fusedmoe.MoELayer:
-    """`policy`: "off", or one that chooses its degrees by `costs`."""
+
+def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
+    """The layer by every policy, and by nothing in chunks at all ("off", `schedule=None`): forward and backward, beside
+    what the layer itself predicts by the costs that it measures for "auto". Collective."""
+    off = make_layer(setting, topology, None)
+    x_SM = torch.randn(setting.S // _K, setting.M).requires_grad_()
+    model = off._planner.measured(x_SM.detach())
+    dy_SM = torch.randn(setting.S // _K, setting.M)
+    made = {"off": off, **{name: make_layer(setting, topology, Schedule(name, costs=model)) for name in LAYER_POLICIES}}
+    auto = Schedule.named("auto")
+    assert auto is not None
+    made["auto"] = make_layer(setting, topology, replace(auto, costs=model))
+    plans = {name: _plans(layer, x_SM, dy_SM) for name, layer in made.items()}
+    first = first_of({name: str(plan) if plan else name for name, plan in plans.items()})
+    runs = {name: partial(run, made[name], x_SM, dy_SM) for name in dict.fromkeys(first.values())}
+    rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
+    workload = off.experts.workload(setting.S, 4, setting.ep, setting.esp)
+    costs = workload.step_costs(model, [0], off.parts)
+    # No attention is in it, but what surrounds the pipeline is.
+    around_s = sum(costs.layers[0].dense_s[phase].get("gate", 0.0) for phase in PHASES)
+    for name, found in rows.items():
+        if plan := plans[name]:
+            predicted_s = around_s + sum(makespan(one, costs) for one in (plan.forward, plan.backward))
+            degrees = [max(one.degrees.values()) for one in (plan.forward, plan.backward)]
+            found |= {"predicted_s": predicted_s, "error": predicted_s / found["median_s"] - 1.0, "degrees": degrees}
+    parts = {phase: {kind: vars(of) for kind, of in costs.layers[0].chunks[phase].items()} for phase in PHASES}
+    return {"rows": beside(rows, first), "parts": parts, "around_s": around_s, "layers": 1}
+
+
+def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule | None) -> fusedmoe.MoELayer:
+    """Without a topology: with all experts, nothing travels."""
     torch.manual_seed(0)
     experts = fusedmoe.experts.FeedForward(setting.H) if setting.emulated_flops is None else Waiting(setting)
     return fusedmoe.MoELayer(
         setting.M,
-        fusedmoe.gates.Random(setting.E, k=2),
+        fusedmoe.gates.Random(setting.E, k=_K),
         experts,
         topology=topology,
         mp_input="split",
-        schedule="off" if policy == "off" else Schedule(policy, costs=costs, limit=LIMIT),
+        schedule=schedule,
     )
+
+
+def _plans(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor) -> Plans | None:
+    """Those that it follows for such tokens, after one pass; None: it has none."""
+    run(layer, x_SM, dy_SM)
+    return next(iter(layer._planner.made.values()), None)
 
 
 def run(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor) -> None:
@@ -51,13 +95,15 @@ class Waiting(RowExperts):
         self.row_s = setting.expert_flop / setting.emulated_flops / (setting.S * setting.esp)
 
     def make(self, model_dim: int, place: Place, seed: int, **_: Any) -> None:
-        pass
+        # What experts learn tells where a layer's dense part ends (`GradientBuckets`).
+        self.w = nn.Parameter(torch.zeros(place.local, 1))
+        self.shardings["w"] = {"ep": 0, "esp": 1}
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
-        return Wait.apply(rows_NM, START_S + len(rows_NM) * self.row_s)
+        return Wait.apply(rows_NM, self.w, START_S + len(rows_NM) * self.row_s)
 
     def in_chunks(self, x_SM: Tensor) -> WaitingChunks:
-        return WaitingChunks(self.row_s)
+        return WaitingChunks(self.row_s, self.w)
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
         of = self._setting
@@ -65,28 +111,28 @@ class Waiting(RowExperts):
 
 
 class Wait(torch.autograd.Function):
-    """The identity, after so many seconds; its backward takes twice as long."""
+    """The identity, after so many seconds; its backward takes twice as long, and gives the weight, if any, nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, seconds: float) -> Tensor:
+        ctx.seconds, ctx.like = seconds, weight
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         time.sleep(2 * ctx.seconds)
-        return grad, None
+        return grad, None if ctx.like is None else torch.zeros_like(ctx.like), None
 
 
 class WaitingChunks:
     """The same in chunks; see `fusedmoe.engine.chunk_experts.ChunkExperts`."""
 
     any_degree = True
-    parameters: Sequence[Tensor | None] = ()
 
-    def __init__(self, row_s: float) -> None:
+    def __init__(self, row_s: float, weight: Tensor) -> None:
         self._row_s = row_s
+        self.parameters: Sequence[Tensor | None] = (weight,)
 
     def for_backward(self) -> WaitingChunks:
         return self
@@ -98,6 +144,20 @@ class WaitingChunks:
     def backward(
         self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None, totals: Any
     ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
-        time.sleep(2 * (START_S + len(dy_RM) * self._row_s))
+        dx_RM, dweight_R, rest = self.backward_rows(dy_RM, x_RM, kept, layout, weight_R)
+        return dx_RM, dweight_R, rest(totals)
+
+    def backward_rows(
+        self, dy_RM: Tensor, x_RM: Tensor, kept: Any, layout: Layout, weight_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Callable[[Any], Sequence[Tensor | None]]]:
+        half_s = START_S + len(dy_RM) * self._row_s
+        time.sleep(half_s)
         dweight_R = None if weight_R is None else torch.zeros_like(weight_R)
-        return gather_sum(permute(dy_RM, layout), layout, weight_R), dweight_R, ()
+
+        like = [torch.zeros_like(one) for one in self.parameters if one is not None]
+
+        def rest(totals: Any) -> Sequence[Tensor | None]:
+            time.sleep(half_s)
+            return like
+
+        return gather_sum(permute(dy_RM, layout), layout, weight_R), dweight_R, rest

@@ -7,8 +7,7 @@ really travel, and the optimizer's state with experts that change owners. Every 
 from __future__ import annotations
 
 import statistics
-import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import fusedmoe
 from bench.cluster.layer import Wait
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
-from bench.cluster.turns import in_turns, setting_json, spread, tell
+from bench.cluster.turns import in_turns, row, tell
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.expert_networks import Place, RowExperts
@@ -35,12 +34,15 @@ _ATTENTION_S = 0.06
 _MEMORY = 2
 # Steps before the first that counts: five for the first prediction and for t, one with it, one more.
 _WARM = WINDOW + 2
+#: Of a round: five of them are longer than two of SmartMoE's periods, of 25 steps.
+_STEPS = 12
 # Of the policies that are compared; the last is Hecate's in its mode of less memory.
 _RUNS = {**{policy: policy for policy in POLICIES}, "hecate, re-materialising": "hecate"}
 
 
-def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> dict[str, Any]:
-    steps = 4 * rounds
+def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
+    """A step under every policy, beside what it sends and the memory that experts take at its height. Collective."""
+    steps = _STEPS * rounds
     trace = make_loads(_WARM + 1 + steps, setting.layers, setting.ranks, setting.E, tokens=setting.S, seed=1)
     tell(topology, "warming up")
     runs = {name: _Run(setting, topology, trace, name) for name in _RUNS}
@@ -56,21 +58,18 @@ def measure(setting: Setting, topology: Topology, rounds: int, folder: Path) -> 
         found = all_gather_object(topology.world, run.found())
         of = seconds[name]
         rows[name] = {
-            **spread(of),
+            **row(of),
             "mean_s": statistics.mean(of),
-            "speed_up": ep_s / statistics.median(of),
+            "over_ep": ep_s / statistics.median(of),
             "overlap": found[0]["overlap"],
             "straggler": float(np.mean(_over_mean([one["work"] for one in found]))),
             "ingress_bytes": float(np.mean(found[0]["ingress"])),
             "sent_bytes": sum(one["sent"] for one in found) / (steps + 1),
             "memory_bytes": max(one["memory"] for one in found),
-            "rounds_s": of,
+            "peak_bytes": max(one["peak"] for one in found),
         }
         run.close()
-    return {
-        "setting": setting_json(setting) | {"attention_s": _ATTENTION_S, "memory": _MEMORY, "router": trace.source},
-        "policies": rows,
-    }
+    return {"rows": rows, "attention_s": _ATTENTION_S, "memory": _MEMORY, "router": trace.source, "steps": steps}
 
 
 def _over_mean(work: list[list[int]]) -> Any:
@@ -102,15 +101,22 @@ class _Run:
                 costs=_costs(setting),
             )
         self._x_SM = torch.randn(setting.S, setting.M)
+        self._peak = 0
+        self._parameters: dict[nn.Module, nn.Parameter] = {of.experts: of.experts.w for of in self._model.layers}
+        self._made: dict[nn.Module, int] = {}
+        for layer in self._model.layers:
+            layer.experts.watch = self._watch
         self._work: list[int] = []
         self._ingress: list[int] = []
 
     def step(self) -> None:
         self._optimizer.zero_grad()
+        self._made.clear()
         for layer in self._model.layers:
             layer.gate.step = self._step
         x_SM = self._x_SM.detach().requires_grad_()
         self._model(x_SM).sum().backward()
+        self._watch()
         if self._step >= _WARM:
             for number, layer in enumerate(self._model.layers):
                 self._work.append(layer.experts.rows)
@@ -118,23 +124,39 @@ class _Run:
                 found = load(self._trace.tokens_ILWE[self._step, number], placement, self._nodes)
                 self._ingress.append(4 * self._setting.M * int(found.ingress_W.max()))
         self._optimizer.step()
+        self._watch()
         self._step += 1
 
     @property
     def sent(self) -> int:
         return 0 if self._sharded is None else self._sharded.sent_bytes + self._sharded.moved_bytes
 
+    def _watch(self, experts: nn.Module | None = None, gradient_bytes: int = 0) -> None:
+        """Looks at the memory: where experts compute, forward and backward, and where gradients are.
+
+        `gradient_bytes`: of the layer's gradient that is made now, also of copies, until it is with their owners.
+        """
+        if experts is not None:
+            self._made[experts] = gradient_bytes
+        self._peak = max(self._peak, self._held())
+
+    def _held(self) -> int:
+        """Bytes of experts' parameters, with copies, of gradients and state on this rank, now."""
+        held = sum(v.nbytes for of in self._optimizer.state.values() for v in of.values() if isinstance(v, Tensor))
+        for experts, parameter in self._parameters.items():  # in a layer that computes, others are in their place
+            held += parameter.data.untyped_storage().nbytes()
+            gradient = parameter.grad
+            held += self._made.get(experts, 0) if gradient is None else gradient.untyped_storage().nbytes()
+        return held
+
     def found(self) -> dict[str, Any]:
-        held = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for p in self._model.parameters())
-        held += sum(v.nbytes for of in self._optimizer.state.values() for v in of.values() if isinstance(v, Tensor))
-        if self._sharded is not None:
-            held = self._sharded.memory().total
         return {
             "work": self._work,
             "ingress": self._ingress,
             "sent": self.sent - self.sharded_before,
             "overlap": None if self._sharded is None else self._sharded.overlap,
-            "memory": held,
+            "memory": self._held(),
+            "peak": self._peak,
         }
 
     def close(self) -> None:
@@ -154,7 +176,7 @@ class _Model(nn.Module):
 
     def forward(self, x_SM: Tensor) -> Tensor:
         for layer in self.layers:
-            x_SM = x_SM + layer(Wait.apply(x_SM, _ATTENTION_S))
+            x_SM = x_SM + layer(Wait.apply(x_SM, None, _ATTENTION_S))
         return x_SM
 
 
@@ -179,6 +201,7 @@ class _Waiting(RowExperts):
         super().__init__()
         assert setting.emulated_flops is not None
         self._setting, self.rows = setting, 0
+        self.watch: Callable[[nn.Module | None, int], None] = lambda experts, gradient_bytes: None
         self.row_s = _row_flop(setting) / setting.emulated_flops
 
     def make(self, model_dim: int, place: Place, seed: int, **_: Any) -> None:
@@ -187,20 +210,12 @@ class _Waiting(RowExperts):
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
         self.rows = len(rows_NM)
-        return _Compute.apply(rows_NM, self.w, self.row_s)
-
-
-class _Compute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, w: Tensor, row_s: float) -> Tensor:
-        ctx.row_s, ctx.shape = row_s, w.shape
-        time.sleep(START_S + len(rows) * row_s)
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(2 * (START_S + len(grad) * ctx.row_s))
-        return grad, grad.new_zeros(ctx.shape), None
+        gradient_bytes = self.w.nbytes  # of all that the rank holds
+        self.watch(None, 0)
+        out_NM: Tensor = Wait.apply(rows_NM, self.w, START_S + len(rows_NM) * self.row_s)
+        if out_NM.requires_grad:
+            out_NM.register_hook(lambda _: self.watch(self, gradient_bytes))
+        return out_NM
 
 
 def _row_flop(setting: Setting) -> float:

@@ -98,7 +98,7 @@ def tables(name: str, found: Mapping[str, Any]) -> tuple[Table, Table]:
     for column in ("policy", "measured", "by measured lines", "error", "by the model", "error"):
         steps.add_column(column, justify="left" if column == "policy" else "right")
     own = step_costs_of(found, costs)
-    for policy, row in found["steps"].items():
+    for policy, row in found["rows"].items():
         seconds = makespan(Plan.parse(row["plan"]), own)
         cells = [f"{1e3 * one:.0f} ms" for one in (row["median_s"], row["predicted_s"], seconds)]
         steps.add_row(policy, *cells[:2], f"{row['error']:+.1%}", cells[2], f"{seconds / row['median_s'] - 1:+.1%}")

@@ -1,163 +1,217 @@
-"""The results of the cluster as tables."""
+"""The results of the cluster as tables, each with its conditions; those that are older than their code say so.
+
+A table has rows of one part of a setting, which one run has measured in turns: rows of different runs are never in one.
+What should hold of several settings is told of those that were measured at one commit, on one machine.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.cluster.predicted import tables
+from bench.provenance import age, conditions, difference
+
+#: What the numbers are of.
+MEASURED = (
+    *(f"fusedmoe/{room}" for room in ("autograd", "comm", "engine", "kernels", "layers", "models", "placement")),
+    *(f"fusedmoe/{room}" for room in ("runtime", "schedule", "training")),
+    "fusedmoe/cli/trainer.py",
+    "bench/cluster",
+)
+
+_TITLES = {
+    "layer": "MoELayer, forward and backward",
+    "model": "a step of a model of the library's layers, which waits in place of computing",
+    "job": "fusedmoe train, a whole step with its optimizer",
+    "steps": "a step of the benchmark's own stack of layers",
+}
 
 
-def show(results: dict[str, Any], console: Console) -> None:
-    for name, found in results.items():
-        setting = found["setting"]
-        console.print()
-        if setting.get("placed"):
-            _show_placed(found, console)
-            continue
-        title = f"{setting['ranks']} ranks on two nodes, {setting['layers']} layers, a whole step; {name}"
-        console.print(_steps(title, found))
-        console.print(f"computation: {setting['computation']}; no schedule can take less than {_ms(found['bound_s'])}")
-        if setting.get("computation_s") is not None:
-            alone = f"a step's computation by itself took {_ms(setting['computation_s'])}"
-            console.print(f"{setting['inter_mbit']} Mbit/s between the nodes: {alone}")
-        if setting.get("blocks"):
-            _show_blocks(name, found, console)
-        else:
-            _show_layers(name, found, console)
+class Goal(NamedTuple):
+    """What a part should show, what it shows, and whether that is enough."""
+
+    target: str
+    text: str
+    met: bool
+
+
+def show(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """`results`: by setting and part."""
+    for name, parts in results.items():
+        for part, found in parts.items():
+            console.print()
+            _show_part(name, part, found, console)
+            console.print(conditions(found["run"], MEASURED), highlight=False, markup=False)
+            for goal in goals(part, found):
+                console.print(f"{'met   ' if goal.met else 'MISSED'}  {goal.target}: {goal.text}", highlight=False)
+    _show_all(results, console)
+
+
+def goals(part: str, found: Mapping[str, Any]) -> list[Goal]:
+    """What should hold of a part by itself; nothing of one that is older than its code."""
+    return [] if age(found["run"], MEASURED) else list(_goals(part, found))
+
+
+def _goals(part: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    if part in ("sweep", "buckets"):
+        what = "chosen degrees" if part == "sweep" else "S_p after 8 samples"
+        yield Goal(f"{what} within 5% of the best", f"{found['regret']:+.1%}", found["regret"] <= 0.05)
+        return
+    rows = found["rows"]
+    errors = {name: abs(row["error"]) for name, row in rows.items() if "error" in row}
+    if errors:
+        worst = max(errors, key=lambda name: errors[name])
+        yield Goal("predicted within 5%", f"at worst {errors[worst]:.1%} ({worst})", errors[worst] <= 0.05)
+    chooser = "auto" if "auto" in rows else "joint" if "joint" in rows else None
+    if chooser is not None:
+        fastest = min(rows, key=lambda name: rows[name]["median_s"])
+        behind = rows[chooser]["median_s"] / rows[fastest]["median_s"] - 1.0
+        yield Goal(
+            f"{chooser} the fastest, or within 3% of it", f"{behind:+.1%} ({fastest} is the fastest)", behind <= 0.03
+        )
+    if part == "layer":
+        best = max(rows, key=lambda name: rows[name]["over_sequential"])
+        faster = rows[best]["over_sequential"]
+        yield Goal("at least 1.8 times as fast as sequential", f"{faster:.2f} ({best})", faster >= 1.8)
+    if "auto" in found:
+        share = found["auto"]["share_of_500_steps"]
+        yield Goal("trying plans costs at most 2% of 500 steps", f"{share:.2%}", share <= 0.02)
+
+
+def _show_all(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """One line for each part that has "auto", if their runs are one."""
+    found = {
+        (name, part): of
+        for name, parts in results.items()
+        for part, of in parts.items()
+        if "auto" in of.get("rows", {})
+    }
+    if len(found) < 2:
+        return
+    console.print()
+    mixed = difference(of["run"] for of in found.values())
+    if mixed is not None:
+        console.print(f"settings are not compared: {mixed}", highlight=False)
+        return
+    table = Table(title="auto in all settings", title_justify="left")
+    for column in ("setting", "part", "auto", "the fastest", "behind", "over sequential", "over off", "predicted"):
+        table.add_column(column, justify="left" if column in ("setting", "part") else "right", no_wrap=True)
+    for (name, part), of in found.items():
+        auto, fastest = of["rows"]["auto"], min(of["rows"], key=lambda one: of["rows"][one]["median_s"])
+        behind = auto["median_s"] / of["rows"][fastest]["median_s"] - 1.0
+        error = f"{auto['error']:+.1%}" if "error" in auto else ""
+        ratios = (f"{auto[over]:.2f}" for over in ("over_sequential", "over_off"))
+        table.add_row(name, part, _ms(auto["median_s"]), fastest, f"{behind:+.1%}", *ratios, error)
+    console.print(table)
+
+
+def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console) -> None:
+    setting = found["setting"]
+    if part == "placement":
+        _show_placed(found, console)
+        return
+    where = f"{name}, {setting['ranks']} ranks on two nodes, {setting['inter_mbit']} Mbit/s between them"
+    if part in ("sweep", "buckets"):
+        _show_sizes(part, where, found, console)
+        return
+    console.print(_rows(f"{_TITLES[part]}; {where}", found))
+    console.print(
+        f"{found.get('layers', setting['layers'])} layers; computation: {setting['computation']}", highlight=False
+    )
+    if setting.get("computation_s") is not None:
+        console.print(f"a step's computation by itself took {_ms(setting['computation_s'])}", highlight=False)
+    if "auto" in found:
+        auto = found["auto"]
+        console.print(
+            f"auto: {auto['chosen']}; {auto['steps_tried']} steps tried, {auto['extra_s']:.1f} s more than with it, "
+            f"{auto['share_of_500_steps']:.2%} of 500 steps; steps differ by {auto['noise']:.1%} by chance",
+            highlight=False,
+        )
+    if "bound_s" in found:
+        console.print(f"no schedule can take less than {_ms(found['bound_s'])}", highlight=False)
         for table in tables(name, found):
             console.print(table)
-        for target, text, met in targets(name, found):
-            console.print(f"{'met   ' if met else 'MISSED'}  {target}: {text}")
 
 
-def _show_placed(found: dict[str, Any], console: Console) -> None:
+def _rows(title: str, found: Mapping[str, Any]) -> Table:
+    rows = found["rows"]
+    table = Table(title=title, title_justify="left")
+    ratios = [over for over in ("over_sequential", "over_off") if any(over in row for row in rows.values())]
+    exposed = any("exposed_s" in row for row in rows.values())
+    columns = [
+        "schedule",
+        "measured",
+        "spread",
+        *(over.replace("_", " ") for over in ratios),
+        "predicted",
+        "error",
+        "degrees",
+    ]
+    for column in [*columns, *["exposed, predicted"] * exposed]:
+        table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
+    for name, row in rows.items():
+        cells = [_ms(row["median_s"]), _spread(row), *(f"{row[over]:.2f}" if over in row else "" for over in ratios)]
+        known = "predicted_s" in row
+        cells += [_ms(row["predicted_s"]), f"{row['error']:+.1%}"] if known else ["", ""]
+        cells.append(_pair(row["degrees"]) if "degrees" in row else "")
+        if exposed:
+            cells.append(f"{_ms(row['exposed_s'])}, {_ms(row['predicted_exposed_s'])}" if "exposed_s" in row else "")
+        table.add_row(f"{name} (as {row['same_as']})" if "same_as" in row else name, *cells)
+    return table
+
+
+def _show_sizes(part: str, where: str, found: Mapping[str, Any], console: Console) -> None:
+    key, title = ("degrees", "degrees") if part == "sweep" else ("bytes", "bytes of gradient buckets")
+    table = Table(title=f"{title}; {where}", title_justify="left")
+    for column in (title, "measured", "spread", "predicted", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in found["rows"]:
+        size = row[key]
+        remarks = ", ".join(word for word in ("best", "chosen") if found[word] == size)
+        text = _pair(size) if part == "sweep" else str(size)
+        table.add_row(text, _ms(row["median_s"]), _spread(row), _ms(row["predicted_s"]), remarks)
+    console.print(table)
+
+
+def _show_placed(found: Mapping[str, Any], console: Console) -> None:
     setting = found["setting"]
     title = f"{setting['ranks']} ranks on two nodes, {setting['layers']} layers of {setting['E']} experts, a whole step"
     table = Table(title=title, title_justify="left")
-    columns = "placement median mean spread speed-up t straggler ingress sent memory"
-    for column in columns.split():
+    for column in ["placement", "median", "mean", "spread", "over-ep", "t", "straggler", "ingress", "sent", "peak"]:
         table.add_column(column, justify="left" if column == "placement" else "right", no_wrap=True)
-    for policy, row in found["policies"].items():
+    for policy, row in found["rows"].items():
         table.add_row(
             policy,
             _ms(row["median_s"]),
             _ms(row["mean_s"]),
             _spread(row),
-            f"{row['speed_up']:.2f}",
-            str(row["overlap"]) if policy.startswith("hecate") else "",
+            f"{row['over_ep']:.2f}",
+            str(row["overlap"]) if row["overlap"] is not None else "",
             f"{row['straggler']:.2f}",
-            *(f"{row[name] / 2**10:.0f} KiB" for name in ("ingress_bytes", "sent_bytes", "memory_bytes")),
+            *(
+                f"{row[name] / 2**10:.0f} KiB" if name in row else ""
+                for name in ("ingress_bytes", "sent_bytes", "peak_bytes")
+            ),
         )
     console.print(table)
     console.print(
-        f"router: {setting['router']}; computation: {setting['computation']}. straggler: the busiest rank's rows over "
-        "the mean; ingress: what the rank with most gets from the other node in one all-to-all; sent: by all ranks in "
-        "a step, experts' parameters, gradients and state; memory: of the rank with most, all of these"
+        f"router: {found['router']}; {found['steps']} steps; computation: {setting['computation']}. straggler: the "
+        "busiest rank's rows over the mean; ingress: what the rank with most gets from the other node in one "
+        "all-to-all; sent: by all ranks in a step, experts' parameters, gradients and state; peak: the most that these "
+        "took on a rank, looked at where experts compute and where gradients are",
+        highlight=False,
     )
-
-
-def _show_layers(name: str, found: dict[str, Any], console: Console) -> None:
-    sweep = found["sweep"]
-    console.print(
-        f"degrees of a measured sweep: best {_pair(sweep['best'])}, chosen {_pair(sweep['chosen'])}: "
-        f"{sweep['regret']:+.1%}"
-    )
-    console.print()
-    console.print(_layers(f"MoELayer, forward and backward; {name}", found["layer"]))
-    if found["job"] is not None:
-        console.print(_layers(f"fusedmoe train, a whole step with its optimizer; {name}", found["job"]))
-
-
-def targets(name: str, found: dict[str, Any]) -> list[tuple[str, str, bool]]:
-    """What a setting should show, what it shows, and whether that is enough."""
-    steps = found["steps"]
-    worst = max((abs(row["error"]), policy) for policy, row in steps.items())
-    predicted = ("steps predicted within 10%", f"at worst {worst[0]:.1%} ({worst[1]})", worst[0] <= 0.1)
-    if found["setting"].get("blocks"):
-        fastest = min(steps, key=lambda policy: steps[policy]["median_s"])
-        behind = steps["joint"]["median_s"] / steps[fastest]["median_s"] - 1.0
-        regret = found["buckets"]["regret"]
-        return [
-            ("joint the fastest, or within 3% of it", f"{behind:+.1%} ({fastest} is the fastest)", behind <= 0.03),
-            predicted,
-            ("S_p after 8 samples within 5% of the best", f"{regret:+.1%}", regret <= 0.05),
-        ]
-    sweep = found["sweep"]
-    speed_up = steps["fsmoe"]["speed_up"]
-    result = [("FSMoE at least 1.5 times as fast as sequential", f"{speed_up:.2f}", speed_up >= 1.5)]
-    if name == "emulated":
-        ratio = steps["pipemoe"]["median_s"] / steps["fsmoe"]["median_s"]
-        result.append(("FSMoE at least 1.1 times as fast as PipeMoE", f"{ratio:.2f}", ratio >= 1.1))
-    result.append(("chosen degrees within 5% of the best", f"{sweep['regret']:+.1%}", sweep["regret"] <= 0.05))
-    return [*result, predicted]
-
-
-def _show_blocks(name: str, found: dict[str, Any], console: Console) -> None:
-    console.print("exposed: seconds in which a link works and nothing is computed, measured and predicted")
-    buckets = found["buckets"]
-    console.print()
-    table = Table(title=f"gradients in buckets, degrees {_pair(buckets['degrees'])}; {name}", title_justify="left")
-    for column in ("KiB of a bucket", "measured", "spread", "predicted", ""):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in buckets["rows"]:
-        chosen = f"chosen after {len(buckets['tried'])} samples"
-        remarks = [text for key, text in (("best", "best"), ("chosen", chosen)) if buckets[key] == row["bytes"]]
-        table.add_row(
-            f"{row['bytes'] / 1024:.1f}",
-            _ms(row["median_s"]),
-            _spread(row),
-            _ms(row["predicted_s"]),
-            ", ".join(remarks),
-        )
-    console.print(table)
-
-
-def _steps(title: str, found: dict[str, Any]) -> Table:
-    table = Table(title=title, title_justify="left")
-    columns = ["policy", "measured", "spread", "speed-up", "predicted", "error", "degrees", "busiest", "above bound"]
-    exposed = "exposed_s" in found["steps"]["sequential"]
-    for column in [*columns, *["exposed"] * exposed]:
-        table.add_column(column, justify="left" if column in ("policy", "busiest") else "right", no_wrap=True)
-    for policy, row in found["steps"].items():
-        table.add_row(
-            policy,
-            _ms(row["median_s"]),
-            _spread(row),
-            f"{row['speed_up']:.2f}",
-            _ms(row["predicted_s"]),
-            f"{row['error']:+.1%}",
-            _pair(row["degrees"]),
-            f"{row['resource']} {_ms(row['resource_s'])}",
-            f"{row['median_s'] / found['bound_s'] - 1:+.0%}",
-            *([f"{row['exposed_s'] * 1e3:.0f}, {row['predicted_exposed_s'] * 1e3:.0f} ms"] if exposed else []),
-        )
-    return table
-
-
-def _layers(title: str, rows: dict[str, Any]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in ("schedule", "measured", "spread", "speed-up", "predicted", "degrees"):
-        table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
-    for policy, row in rows.items():
-        table.add_row(
-            policy,
-            _ms(row["median_s"]),
-            _spread(row),
-            f"{row['speed_up']:.2f}",
-            _ms(row["predicted_s"]) if "predicted_s" in row else "",
-            _pair(row["degrees"]) if "degrees" in row else "",
-        )
-    return table
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
 
 
-def _spread(row: dict[str, Any]) -> str:
+def _spread(row: Mapping[str, Any]) -> str:
     return f"{row['min_s'] * 1e3:.0f}–{row['max_s'] * 1e3:.0f}"
 
 

@@ -22,6 +22,7 @@ class Setting:
         sequence: tokens of a sample, where attention is computed.
         blocks: layers are blocks that micro-batches can go through, for schedules of whole models (`blocks.py`).
         placed: experts are whole, and placed under a skewed router (`placed.py`).
+        alone: a layer by itself; the rate is that at which its rows travel for as long as it computes.
         computation_s: of a step, as it was measured to choose the rate.
     """
 
@@ -40,12 +41,25 @@ class Setting:
     sequence: int = 256
     blocks: bool = False
     placed: bool = False
+    alone: bool = False
     computation_s: float | None = None
 
     @property
     def file(self) -> str:
         """The file of its results."""
         return "placement.json" if self.placed else "blocks.json" if self.blocks else "cluster.json"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What is measured there, each by itself, what is the real thing first (`bench.cluster.rank`)."""
+        if self.placed:
+            return ("placement",)
+        if self.alone:
+            return ("layer",)
+        real = ("job",) if self.emulated_flops is None and not self.blocks else ()
+        if self.emulated_flops is not None:
+            real = ("model",) if self.blocks else ("layer", "model")
+        return (*real, "steps", "buckets" if self.blocks else "sweep")
 
     @property
     def unit(self) -> int:
@@ -86,6 +100,9 @@ class Setting:
 #: enough that the first one's, which nothing can hide, is a small part.
 COMPUTED = Setting("computed", 1, None, 400, 64, layers=4, S=8192, M=96, H=10752, E=4, gradient_bytes=4 * 8192 * 96)
 
+#: One layer of it by itself, on a link at which its all-to-alls take as long as all that it computes.
+LAYER = replace(COMPUTED, name="layer", layers=1, gradient_bytes=0, alone=True)
+
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(
     "emulated", 2, 100, 400, 16, layers=3, S=1024, M=256, H=4096, E=4, emulated_flops=4e10, gradient_bytes=256 * 1024
@@ -120,7 +137,9 @@ BLOCKS_COMPUTED = Setting(
 #: Two ranks a node, experts on all four. Of even loads, experts take about as long as attention.
 PLACED = Setting("placement", 2, 100, 400, 16, layers=4, S=1024, M=256, H=64, E=16, emulated_flops=1e9, placed=True)
 
-SETTINGS = {setting.name: setting for setting in (COMPUTED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED)}
+SETTINGS = {
+    setting.name: setting for setting in (COMPUTED, LAYER, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED)
+}
 
 #: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.
 LIMIT = 8

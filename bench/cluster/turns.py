@@ -1,39 +1,92 @@
-"""Runs in turns, on all ranks of a setting, what is said of each, and plans beside a policy's own choice of degrees."""
+"""Runs in turns, on all ranks of a setting, and what is said of each."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 
-from bench.cluster.profile import Clock
-from bench.cluster.setting import LIMIT, Setting
-from bench.cluster.step import Step
-from fusedmoe.comm.collectives import all_gather_object
+from bench.cluster.setting import Setting
+from fusedmoe.comm.collectives import all_gather_object, all_reduce
 from fusedmoe.comm.topology import Topology
-from fusedmoe.schedule.passes import PassOption, search, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.simulate import simulate
-from fusedmoe.schedule.step import ChunkedPass, step_plan
-from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import RESOURCES
-
-DEGREES = tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= LIMIT)
 
 
-def plan_of(costs: StepCosts, forward: int, backward: int) -> Plan:
-    """FSMoE's plan with these degrees in all layers; gradients where they are best then."""
-    ways = [PassOption.from_stages(costs.layers[0].chunks["backward"], three_queues, backward, costs.contention)]
-    count = len(costs.layers)
-    return step_plan(
-        costs,
-        [ChunkedPass(three_queues, forward)] * count,
-        [ChunkedPass(three_queues, backward)] * count,
-        search(costs, [ways] * count),
-    )
+def seconds_of(topology: Topology, call: Callable[[], Any]) -> float:
+    """Seconds of one call that all ranks begin together; on this rank."""
+    all_reduce(topology.world, torch.zeros(1), operation="start of a measurement")
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def in_turns(
+    topology: Topology,
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    prepare: Callable[[str], object] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Seconds of each, on the slowest rank, by round. Every round begins with another one.
+
+    `prepare`: called before each run, outside of what is measured. Rank 0 says how long it will go on.
+    """
+    own: dict[str, list[float]] = {name: [] for name in runs}
+    names, began = list(runs), time.monotonic()
+    for number in range(1 + rounds):  # the first is not counted
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            prepare(name)
+            torch.manual_seed(1000 * number + topology.rank)
+            taken = seconds_of(topology, runs[name])
+            if number:
+                own[name].append(taken)
+        left_s = (time.monotonic() - began) / (number + 1) * (rounds - number)
+        tell(topology, f"  round {number} of {rounds}, {left_s:.0f} s to go")
+    every = all_gather_object(topology.world, own)
+    return {name: [max(of) for of in zip(*(rank[name] for rank in every), strict=True)] for name in names}
+
+
+def first_of(keys: Mapping[str, Hashable]) -> dict[str, str]:
+    """By name the first with the same key: plans that are the same are measured once, and chance does not tell them
+    apart."""
+    first: dict[Hashable, str] = {}
+    return {name: first.setdefault(key, name) for name, key in keys.items()}
+
+
+def row(seconds: list[float]) -> dict[str, Any]:
+    """What something took in each round."""
+    return {**spread(seconds), "rounds_s": seconds}
+
+
+def predicted(median_s: float, predicted_s: float, plan: Plan) -> dict[str, Any]:
+    """What it should take by its plan, beside the median, for its row."""
+    return {
+        "predicted_s": predicted_s,
+        "error": predicted_s / median_s - 1.0,
+        "degrees": degrees_of(plan),
+        "plan": str(plan),
+    }
+
+
+def beside(rows: dict[str, dict[str, Any]], first: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """All rows with how many times faster they are than nothing in chunks at all ("off", where it is there) and than
+    one chunk after the other.
+
+    `first`: of all names those that were measured, as by `first_of`.
+    """
+    first = first or {name: name for name in rows}
+    found = {name: rows[of] | ({} if name == of else {"same_as": of}) for name, of in first.items()}
+    for name, base in (("over_off", "off"), ("over_sequential", "sequential")):
+        if base in found:
+            for one in found.values():
+                one[name] = found[base]["median_s"] / one["median_s"]
+    return found
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
 
 
 def degrees_of(plan: Plan) -> tuple[int, int]:
@@ -41,69 +94,6 @@ def degrees_of(plan: Plan) -> tuple[int, int]:
     found = plan.degrees
     forward, backward = (max(r for (phase, _), r in found.items() if phase == of) for of in ("forward", "backward"))
     return forward, backward
-
-
-def cross(chosen: tuple[int, int]) -> list[tuple[int, int]]:
-    """The chosen degrees, and all that differ from them in one pass."""
-    forward, backward = chosen
-    others = [(r, backward) for r in DEGREES] + [(forward, r) for r in DEGREES]
-    return sorted({chosen, *others})
-
-
-def in_turns(
-    topology: Topology,
-    runs: Mapping[str, Callable[[], Any]],
-    rounds: int,
-    between: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
-    """Seconds of each, on the slowest rank, by round. Every round begins with another one, after `between`."""
-    clock = Clock(topology)
-    own: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for number in range(1 + rounds):  # the first is not counted
-        between()
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            torch.manual_seed(1000 * number + topology.rank)
-            taken = clock.seconds(runs[name])
-            if number:
-                own[name].append(taken)
-    every = all_gather_object(topology.world, own)
-    return {name: [max(of) for of in zip(*(rank[name] for rank in every), strict=True)] for name in names}
-
-
-def same_results(step: Step, plans: Mapping[str, Plan]) -> float:
-    """The largest difference of any policy's results from the sequential ones', as a share of the largest number."""
-    right = {name: tensor.clone() for name, tensor in step.run(plans["sequential"]).items()}
-    worst = 0.0
-    for policy, plan in plans.items():
-        for name, found in step.run(plan).items():
-            scale = max(1e-30, float(right[name].abs().max()))
-            differs = float((found - right[name]).abs().max()) / scale
-            if not differs < 1e-4:  # nor if it is NaN
-                raise AssertionError(f"results of {policy} differ from the sequential ones' by {differs:.2e} ({name})")
-            worst = max(worst, differs)
-    return worst
-
-
-def row(plan: Plan, costs: StepCosts, seconds: list[float], sequential: list[float]) -> dict[str, Any]:
-    """What a policy took in each round, beside what it should take."""
-    predicted = simulate(plan, costs)
-    busy = {resource: predicted.busy_s(resource) for resource in RESOURCES}
-    return {
-        **spread(seconds),
-        "rounds_s": seconds,
-        "predicted_s": predicted.end_s,
-        "error": predicted.end_s / statistics.median(seconds) - 1.0,
-        "degrees": degrees_of(plan),
-        "speed_up": statistics.median(sequential) / statistics.median(seconds),
-        "resource_s": max(busy.values()),
-        "resource": max(busy, key=lambda resource: busy[resource]),
-        "plan": str(plan),
-    }
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-    return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
 
 
 def setting_json(setting: Setting) -> dict[str, Any]:

@@ -6,12 +6,11 @@ import json
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
-_ROOT = Path(__file__).parents[2]
+from bench.provenance import git
 
 
 def has_gpu() -> bool:
@@ -29,8 +28,8 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "fusedmoe": package_version("fusedmoe"),
         },
-        "commit": _git("rev-parse", "HEAD"),
-        "changed_files": None if (status := _git("status", "--porcelain")) is None else len(status.splitlines()),
+        "commit": git("rev-parse", "HEAD"),
+        "changed_files": None if (status := git("status", "--porcelain")) is None else len(status.splitlines()),
     }
 
 
@@ -101,14 +100,6 @@ def _is_number(text: str) -> bool:
     except ValueError:  # "[N/A]"
         return False
     return True
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 if __name__ == "__main__":

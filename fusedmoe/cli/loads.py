@@ -27,15 +27,16 @@ from fusedmoe.runtime.progress import WorkBar
 SUMMARY = "show experts' loads over time, and what placements make of them"
 
 DESCRIPTION = """\
-Follows the loads of experts, recorded or made up, under five ways to place them, and shows what
+Follows the loads of experts, recorded or made up, under six ways to place them, and shows what
 each makes of the work of ranks and of what they receive from other nodes.
 
 The rank with the most tokens sets the pace of a layer. With expert parallelism (ep) that is
 whoever owns the most popular expert. hecate owns every expert once and, before each iteration,
 copies those that the last 5 iterations asked for most: at most t experts travel (as many as the
 time beside attention hides), a rank has room for m copies in each layer. Every 100 iterations
-owners change as well. fastermoe, smartmoe and flexmoe are what others do; a rank has the same
-room for copies there.
+owners change as well. algorithm1 is hecate without the search that this library puts behind the
+paper's Algorithm 1. fastermoe, smartmoe (every 25 iterations) and flexmoe (every 10) are what
+others do; a rank has the same room for copies there.
 
 Columns of the table:
   straggler   work of the busiest rank over the mean; 1 is even. (×: how much less than ep)
@@ -45,6 +46,8 @@ Columns of the table:
   faster      layers and waits together, against ep
   sent        MB of parameters, gradients and optimizer state that all ranks send, hidden or not
   copies      the most copies that a rank holds, of all layers together
+  peak        MB of the rank whose experts take most, at that time: parameters, gradients and optimizer
+              state, those of copies too, and what is there twice while owners change
 
 Times are those of 4 nodes of V100s (Hecate's cluster A) and experts of GPT-MoE-S, in simulation.
 """
@@ -61,7 +64,7 @@ examples:
     fusedmoe loads --json | jq '.policies.hecate.straggler'
 """
 
-POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "hecate")
+POLICIES = ("ep", "fastermoe", "smartmoe", "flexmoe", "algorithm1", "hecate")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -149,6 +152,7 @@ def _simulate(trace: LoadTrace, nodes: Nodes, arguments: argparse.Namespace) -> 
         partial(shadowing, m=m),
         swaps,
         partial(replication, m=m),
+        partial(hecate, t=t, m=m, calibrated=arguments.calibrate, searches=False),
         partial(hecate, t=t, m=m, calibrated=arguments.calibrate),
     )
     outcomes = {}
@@ -184,6 +188,7 @@ def _as_dict(
                 "sent_bytes": float(one.sent_I.mean()),
                 "replicas": int(one.replicas_I.max()),
                 "owned": int(one.owned_I.max()),
+                "peak_bytes": int(one.peak_I.max()),
             }
             for name, one in outcomes.items()
         },
@@ -207,7 +212,7 @@ def _print(trace: LoadTrace, nodes: Nodes, outcomes: dict[str, Outcome], argumen
     )
     table = Table(title="In the mean of iterations, in simulation")
     table.add_column("policy")
-    for column in ("straggler", "ingress MB", "layers ms", "waits ms", "faster", "sent MB", "copies"):
+    for column in ("straggler", "ingress MB", "layers ms", "waits ms", "faster", "sent MB", "copies", "peak MB"):
         table.add_column(column, justify="right")
     for name, one in outcomes.items():
         table.add_row(
@@ -219,6 +224,7 @@ def _print(trace: LoadTrace, nodes: Nodes, outcomes: dict[str, Outcome], argumen
             _ratio(ep.iteration_s, one.iteration_s),
             f"{one.sent_I.mean() / 1e6:.0f}",
             str(one.replicas_I.max()),
+            f"{one.peak_I.max() / 1e6:.0f}",
         )
     console.print(table)
     console.print(_ranks(ep, after, nodes, layer, arguments.policy))

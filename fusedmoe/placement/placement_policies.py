@@ -45,11 +45,13 @@ class Decision(NamedTuple):
     placements: [L], of this iteration.
     waits_s: for how long everything else waits for parameters (and state) on their way.
     sent_bytes: of all ranks, for parameters, gradients of replicas and state, hidden or not.
+    replica_state: replicas have optimizer state of their own.
     """
 
     placements: tuple[Placement, ...]
     waits_s: float
     sent_bytes: int
+    replica_state: bool = False
 
 
 Policy = Callable[[Situation], Decision]
@@ -60,10 +62,15 @@ def expert_parallelism(now: Situation) -> Decision:
     return Decision(now.before, 0.0, 0)
 
 
-def hecate(now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: bool = False) -> Decision:
+def hecate(
+    now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: bool = False, searches: bool = True
+) -> Decision:
     """FSSDP: Algorithm 1 and the search behind it, on the predicted load, in every iteration, Algorithm 2 (`sharded`)
     every 100, for which all waits; and calibration where it is asked for. t is what hides the gather and the
-    reduce-scatter, so they cost no time; calibration does."""
+    reduce-scatter, so they cost no time; calibration does.
+
+    `searches`: False leaves out the search, which is this library's, so that Algorithm 1 is alone, as published.
+    """
     shardings = tuple(one.sharding for one in now.before)
     expected_LE = predict(now.history_ILE)
     waits_s, sent = 0.0, 0
@@ -73,8 +80,9 @@ def hecate(now: Situation, *, t: int, m: int, sharded: bool = True, calibrated: 
         shardings = resharded
     placements = []
     for sharding, load_E, tokens_WE in zip(shardings, expected_LE, now.tokens_LWE, strict=True):
-        start = materialise(sharding, load_E, now.nodes, t, m)
-        placement = improve(sharding, start, load_E, now.nodes, t, m, now.costs)
+        placement = materialise(sharding, load_E, now.nodes, t, m)
+        if searches:
+            placement = improve(sharding, placement, load_E, now.nodes, t, m, now.costs)
         if calibrated:
             more = calibrate(placement, tokens_WE, now.nodes, m, now.costs)
             waits_s += gathered_s(placement, more, now.nodes, now.costs)
@@ -153,7 +161,7 @@ def replication(now: Situation, *, m: int, every: int = 10) -> Decision:
     beside the training. Gradients of replicas are summed behind the backward pass and cost no time, as Hecate's do.
     """
     if now.iteration % every and now.iteration != WINDOW:
-        return Decision(now.before, 0.0, _synchronised(now.before, now))
+        return Decision(now.before, 0.0, _synchronised(now.before, now), replica_state=True)
     placements, waits_s, sent = [], 0.0, 0
     for before, load_E in zip(now.before, predict(now.history_ILE), strict=True):
         tokens_WE = _spread(load_E, now.nodes)
@@ -172,7 +180,7 @@ def replication(now: Situation, *, m: int, every: int = 10) -> Decision:
         placements.append(best)
         waits_s += best_wait_s
         sent += best_copies * now.costs.move_bytes
-    return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now))
+    return Decision(tuple(placements), waits_s, sent + _synchronised(placements, now), replica_state=True)
 
 
 def _grown(

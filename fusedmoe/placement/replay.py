@@ -6,7 +6,7 @@ state, any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.load_trace import WINDOW, LoadTrace
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.placement_policies import Policy, Situation
+from fusedmoe.placement.placement_policies import Decision, Policy, Situation
 from fusedmoe.placement.price import PlacementCosts, compute_s, exchange_s, load
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Outcome:
         sent_I: bytes of parameters, gradients of replicas and state that are sent, hidden or not.
         replicas_I: the most replicas that a rank holds, of all layers together.
         owned_I: the most experts that a rank owns, of all layers together.
+        peak_I: the most bytes that a rank's experts take in an iteration, of all layers together: parameters, gradients
+            and state of those that it owns, of a layer whose owners change those before and after, and replicas.
     """
 
     last: tuple[Placement, ...]
@@ -55,6 +57,7 @@ class Outcome:
     sent_I: NDArray[np.int64]
     replicas_I: NDArray[np.int64]
     owned_I: NDArray[np.int64]
+    peak_I: NDArray[np.int64]
 
     @property
     def straggler_IL(self) -> NDArray[np.float64]:
@@ -120,6 +123,7 @@ def replay(
     for iteration in range(WINDOW, len(trace)):
         tokens_LWE = trace.tokens_ILWE[iteration]
         decision = policy(Situation(iteration, placements, load_ILE[:iteration], tokens_LWE, nodes, costs))
+        peak_bytes = _peak_bytes(placements, decision, costs)
         placements = decision.placements
         found = [load(tokens_WE, one, nodes) for tokens_WE, one in zip(tokens_LWE, placements, strict=True)]
         rows.append(
@@ -132,10 +136,23 @@ def replay(
                 decision.sent_bytes,
                 np.sum([one.extra_W() for one in placements], axis=0).max(),
                 np.sum([np.bincount(one.owners, minlength=one.ranks) for one in placements], axis=0).max(),
+                peak_bytes,
             )
         )
         show(iteration + 1 - WINDOW, len(trace) - WINDOW)
     return Outcome(placements, *(np.array(column) for column in zip(*rows, strict=True)))
+
+
+def _peak_bytes(before: Sequence[Placement], decision: Decision, costs: PlacementCosts) -> int:
+    """Of the rank whose experts take most: while owners change, one layer after the other, or in the iteration."""
+    after = decision.placements
+    old_LW, new_LW = (np.array([np.bincount(one.owners, minlength=one.ranks) for one in of]) for of in (before, after))
+    trained, moved = costs.move_bytes + costs.expert_bytes, costs.move_bytes  # gradients are dropped before a move
+    replica = trained if decision.replica_state else 2 * costs.expert_bytes
+    step_W = trained * new_LW.sum(axis=0) + replica * np.sum([one.extra_W() for one in after], axis=0)
+    changing = [n for n, (one, other) in enumerate(zip(before, after, strict=True)) if one.owners != other.owners]
+    moving = [moved * (new_LW[: n + 1].sum(axis=0) + old_LW[n:].sum(axis=0)) for n in changing]
+    return int(np.max([step_W, *moving]))
 
 
 def draw(

@@ -297,7 +297,8 @@ MACHINES = {
             Known(0.77, f"{_DEEPEP}; not measured on a GB200", True),
         ),
         Link(_NETWORK_S, Known(50e9, "NVIDIA DGX GB200 user guide: ConnectX-7, 400 Gb/s"), _NETWORK_REACHED),
-        Known(64, "NVIDIA DGX GB200 user guide: four in a tray of four GPUs"),
+        # Of four GPUs a tray; its two BlueField-3 are for storage and management.
+        Known(64, "NVIDIA DGX GB200 user guide, compute trays: 4 ConnectX-7 single port 400G for the cluster network"),
         _CONTENTION,
         _SPREAD,
     ),
@@ -316,10 +317,10 @@ MACHINES = {
         ),
         Link(
             Known(5.4e-6, "twice what NCCL has for InfiniBand", True),
-            Known(12.5e9, "AWS, P4d instances: 400 Gb/s by four cards"),
+            Known(12.5e9, "AWS, P4d instances: 400 Gb/s, over four cards"),
             Known(0.86, f"{_DEEPEP}; not measured over EFA", True),
         ),
-        Known(4, "AWS, P4d instances: 400 Gb/s by four cards"),
+        Known(4, "AWS EC2 user guide, EFA: p4d.24xlarge has up to four, one on each network card"),
         _CONTENTION,
         _SPREAD,
     ),

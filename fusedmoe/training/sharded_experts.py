@@ -42,7 +42,9 @@ from fusedmoe.training.expert_moves import move, require_movable
 from fusedmoe.training.gradient_buckets import moe_layers
 
 #: What places experts: Hecate's algorithms, and what they are compared with.
-POLICIES = ("hecate", "ep", "fastermoe", "smartmoe", "flexmoe")
+POLICIES = ("hecate", "algorithm1", "ep", "fastermoe", "smartmoe", "flexmoe")
+
+_HECATE = ("hecate", "algorithm1")
 
 #: Where nothing is decided by costs.
 _UNKNOWN = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
@@ -91,8 +93,8 @@ class ShardedExperts:
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
         optimizer: any whose state is shaped like the parameters; its `step()` is hooked.
-        policy: "hecate"; "ep", which moves nothing; or a baseline (`fusedmoe.placement.placement_policies`):
-            "fastermoe", "smartmoe", "flexmoe".
+        policy: "hecate"; "algorithm1", the same without the search behind Algorithm 1; "ep", which moves nothing; or a
+            baseline (`fusedmoe.placement.placement_policies`): "fastermoe", "smartmoe", "flexmoe".
         memory: m, how many copies a rank has room for in each layer.
         overlap: t, how many experts may travel for a layer. None: as many as are hidden by the time that the model
             takes between two layers of experts, which the first five steps measure, at the bandwidth that this machine
@@ -158,9 +160,9 @@ class ShardedExperts:
         self._optimizer, self._topology, self.averaged = optimizer, topology, list(averaged)
         self._history: deque[NDArray[np.int64]] = deque(maxlen=WINDOW)
         self._name, self._memory, self._calibrates = policy, memory, calibrates
-        self._moves = reshard if policy == "hecate" else policy == "smartmoe"
+        self._moves = reshard if policy in _HECATE else policy == "smartmoe"
         self.overlap = overlap or 0
-        self._measures = overlap is None and policy == "hecate" and bool(self._layers)
+        self._measures = overlap is None and policy in _HECATE and bool(self._layers)
         self._idle_s: list[float] = []
         if not self._layers:
             self._hooks: list[Any] = []
@@ -278,7 +280,7 @@ class ShardedExperts:
     def _decide(self) -> None:
         history_ILE = np.stack(self._history)
         nodes, before, world = self._layers[0].nodes, self.placements, self._topology.world
-        if self._name == "hecate" and self._moves and is_due(self.iteration):
+        if self._name in _HECATE and self._moves and is_due(self.iteration):
             shardings = tuple(one.sharding for one in before)
             before = reshard(shardings, predict(history_ILE), nodes, self.overlap)
         # The rest is one layer's alone: ranks decide for some layers each.
@@ -337,6 +339,7 @@ class ShardedExperts:
         m = self._memory
         policies: dict[str, Policy] = {
             "hecate": partial(hecate, t=self.overlap, m=m, sharded=False),
+            "algorithm1": partial(hecate, t=self.overlap, m=m, sharded=False, searches=False),
             "ep": expert_parallelism,
             "fastermoe": expert_parallelism,
             "smartmoe": swaps,

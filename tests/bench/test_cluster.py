@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,21 @@ import pytest
 import torch
 
 from bench.cluster import __main__ as command
-from bench.cluster import balance, blocks, network, predicted, profile
+from bench.cluster import balance, job, model, network, placed, predicted, profile, stacks
 from bench.cluster.blocks import UNTUNED_BYTES, plans_of
 from bench.cluster.layer import make_layer, run
 from bench.cluster.network import ADDRESSES, TwoNodes, missing
-from bench.cluster.rank import make_trainer, setting_of
-from bench.cluster.report import show, targets
-from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, Setting
+from bench.cluster.rank import Parts, setting_of
+from bench.cluster.report import MEASURED, goals, show
+from bench.cluster.setting import BLOCKS, BLOCKS_COMPUTED, COMPUTED, EMULATED, PLACED, Setting
+from bench.cluster.stacks import cross, plan_of, same_results
 from bench.cluster.step import Computed, Step, computation
-from bench.cluster.turns import cross, degrees_of, plan_of, same_results, setting_json
+from bench.cluster.turns import beside, degrees_of, first_of, setting_json
+from bench.provenance import age, conditions, difference, git, provenance
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.schedule import Schedule
+from fusedmoe.runtime import cache
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
@@ -32,6 +37,7 @@ from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
+from fusedmoe.training.sharded_experts import POLICIES as POLICIES_OF_PLACEMENT
 from tests.cluster import Cluster
 
 TINY = replace(COMPUTED, layers=2, S=512, M=16, H=32, gradient_bytes=2048)
@@ -56,7 +62,8 @@ def stack(setting: Setting) -> StepCosts:
 
 def topology_of(setting: Setting) -> Topology:
     of_node = setting.ranks_per_node
-    return Topology.from_sizes(ep=2, esp=setting.esp, mp=setting.esp, ranks_per_node=of_node, timeout_s=30, duplex=True)
+    ep, esp = setting.ep, setting.esp
+    return Topology.from_sizes(ep=ep, esp=esp, mp=esp, ranks_per_node=of_node, timeout_s=30, duplex=True)
 
 
 def every_policy(rank: int, world: int, setting: Setting) -> int:
@@ -178,46 +185,99 @@ def test_plans_of_blocks() -> None:
     )
 
 
-def measured_blocks(rank: int, world: int, folder: str) -> None:
-    setting = replace(TINY_BLOCKS_EMULATED, layers=2, gradient_bytes=2**16)
-    with pytest.MonkeyPatch.context() as quicker:  # no pictures
-        quicker.setattr(profile, "_BUDGET_OF_BLOCKS_S", 1.0)
-        quicker.setattr(blocks, "draw", lambda timelines, path, title: path.touch())
-        found = blocks.measure(setting, topology_of(setting), 1, Path(folder))
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+def measured_parts(rank: int, world: int, setting: Setting, names: list[str], folder: str) -> None:
+    """As `bench.cluster.rank` has it, with less time for measuring, and no pictures."""
+    with pytest.MonkeyPatch.context() as quicker:
+        quicker.setenv(cache.CACHE, str(Path(folder, "cache")))
+        quicker.setattr(cache, "profile", partial(cache.profile, budget_s=1.0))
+        for module in (profile, model):
+            quicker.setattr(module, "BUDGET_S", 0.5)
+        quicker.setattr(placed, "_ATTENTION_S", 1e-3)
+        quicker.setattr(stacks, "draw", lambda timelines, path, title: path.touch())
+        parts = Parts(setting, topology_of(setting), 1, Path(folder))
+        for name in names:
+            found = {"setting": setting_json(setting), **getattr(parts, name)()}
+            if rank == 0:
+                Path(folder, f"{name}.json").write_text(json.dumps(found))
+
+
+def shown(setting: Setting, folder: Path, names: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What there is of a setting, stored and shown."""
+    for name in names:
+        own = {"run": provenance(MEASURED) | {"rounds": 1}, **json.loads((folder / f"{name}.json").read_text())}
+        command._store(folder / "results", setting, name, own)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sys, "argv", ["bench.cluster", "--show", "--results", str(folder / "results")])
+        assert command.main() == 0
+    out = capsys.readouterr().out
+    assert "medians of 1 rounds" in out and "commit" in out
+    found: dict[str, Any] = command._stored(folder / "results", [(setting, names)])[setting.name]
+    return found
 
 
 @pytest.mark.skipif(find_spec("sklearn") is None, reason="tuning S_p needs scikit-learn")
 @pytest.mark.slow
-def test_a_setting_of_blocks_is_measured_and_shown(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_stack_of_blocks_is_measured_and_shown(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.run(4, measured_blocks, str(tmp_path))
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(list(tmp_path.glob("*.png"))) == len(found["steps"]) == 11
-    for row in found["steps"].values():
+    setting, names = replace(TINY_BLOCKS_EMULATED, layers=2, gradient_bytes=2**16), ["steps", "buckets"]
+    cluster.run(4, measured_parts, setting, names, str(tmp_path))
+    found = shown(setting, tmp_path, names, capsys)
+    rows, buckets = found["steps"]["rows"], found["buckets"]
+    assert len(list(tmp_path.glob("*.png"))) == sum("same_as" not in row for row in rows.values())
+    assert len(rows) == 11 and rows["sequential"]["exposed_s"] > 0
+    for row in rows.values():
         assert 0 <= row["exposed_s"] <= row["max_s"] and 0 <= row["predicted_exposed_s"] <= row["predicted_s"]
         Plan.parse(row["plan"])
-    assert found["steps"]["sequential"]["exposed_s"] > 0
-    buckets = found["buckets"]
     assert len(buckets["tried"]) == 8 and buckets["chosen"] in [row["bytes"] for row in buckets["rows"]]
     assert buckets["regret"] >= 0 and len(buckets["rows"]) >= 12
-    command._store(tmp_path / "results", "blocks", found)
-    assert (tmp_path / "results/blocks.json").exists() and not (tmp_path / "results/cluster.json").exists()
-    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--show", "--results", str(tmp_path / "results")])
-    assert command.main() == 0
-    out = capsys.readouterr().out
-    assert "joint the fastest" in out and "chosen after 8 samples" in out and "S_p after 8 samples within 5%" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [False, True], ids=["layers", "blocks"])
+def test_a_model_that_waits_is_measured_and_shown(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], blocks: bool
+) -> None:
+    like = BLOCKS if blocks else EMULATED
+    setting = replace(like, layers=2, S=96, M=8, H=16, emulated_flops=1e9, gradient_bytes=4096)
+    names = ["model"] if blocks else ["layer", "model"]
+    cluster.run(4, measured_parts, setting, names, str(tmp_path))
+    found = shown(setting, tmp_path, names, capsys)
+    for name in names:
+        rows = found[name]["rows"]
+        assert rows.keys() >= {"off", "sequential", "tutel", "joint", "auto", *(["flowmoe"] if blocks else [])}
+        assert rows["auto"]["over_sequential"] > 0 and rows["auto"]["over_off"] > 0
+        assert "predicted_s" not in rows["off"] and rows["joint"]["predicted_s"] > 0
+    auto = found["model"]["auto"]
+    assert auto["steps_tried"] > 0 and auto["share_of_500_steps"] >= 0 and auto["tried"]
+
+
+@pytest.mark.slow
+def test_placements_are_measured_and_shown(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting = replace(PLACED, layers=2, S=64, M=8, H=4, E=8)
+    cluster.run(4, measured_parts, setting, ["placement"], str(tmp_path))
+    rows = shown(setting, tmp_path, ["placement"], capsys)["placement"]["rows"]
+    assert rows.keys() == {*POLICIES_OF_PLACEMENT, "hecate, re-materialising"}
+    assert all(row["peak_bytes"] >= row["memory_bytes"] > 0 for row in rows.values())
+    peak, ep = {name: row["peak_bytes"] for name, row in rows.items()}, rows["ep"]
+    assert peak["ep"] == ep["memory_bytes"] and peak["smartmoe"] >= peak["ep"]
+    # Copies, and their gradients on the way back.
+    assert (
+        peak["hecate"] > rows["hecate"]["memory_bytes"]
+        and peak["hecate"] > peak["hecate, re-materialising"] > peak["ep"]
+    )
+    assert len(rows["smartmoe"]["rounds_s"]) == 12
 
 
 def layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
     topology = topology_of(setting)
     x_SM, dy_SM = torch.randn(setting.S // 2, setting.M).requires_grad_(), torch.randn(setting.S // 2, setting.M)
     gradients = []
-    for policy in ("off", "pipemoe", "fsmoe"):
+    for schedule in (None, Schedule("pipemoe", costs=COSTS), Schedule("fsmoe", costs=COSTS)):
         torch.manual_seed(1 + rank)  # of the gate's choices
-        layer = make_layer(setting, topology, policy, COSTS)
+        layer = make_layer(setting, topology, schedule)
         torch.manual_seed(1 + rank)
         run(layer, x_SM, dy_SM)
         assert x_SM.grad is not None
@@ -227,10 +287,12 @@ def layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
     if setting.emulated_flops is not None:
         return []
     losses = []
-    for policy in ("off", "fsmoe"):
-        trainer, planned = make_trainer(setting, topology, policy, COSTS)
-        assert (planned is None) == (policy == "off") and (planned is None or makespan(*planned) > 0)
-        losses.append([trainer.step(n).loss for n in range(2)])
+    with pytest.MonkeyPatch.context() as quicker:
+        quicker.setattr(job.Trainer, "measured", lambda trainer, costs: costs)
+        for policy in ("off", "fsmoe"):
+            trainer = job.make_trainer(setting, topology, policy, COSTS)
+            assert (trainer.planned is None) == (policy == "off")
+            losses.append([trainer.step(n).loss for n in range(2)])
     return losses
 
 
@@ -262,7 +324,7 @@ def test_the_two_nodes_by_a_model_of_machines(setting: Setting) -> None:
     costs, mbit = stack(setting), 1e6 / 8
     plan = plans_of(costs, 8)["joint"] if setting.blocks else POLICIES["fsmoe"].plan(costs, 8)
     row = {"plan": str(plan), "median_s": 2.0, "predicted_s": 1.0, "error": -0.5}
-    found = {"setting": setting_json(setting), "profile": profile_json(setting, costs), "steps": {"fsmoe": row}}
+    found = {"setting": setting_json(setting), "profile": profile_json(setting, costs), "rows": {"fsmoe": row}}
     model = predicted.costs_of(found)
     share = 100 * mbit * 1448 / 1514 / 2  # each of two ranks of a node sends
     assert model.line("all-to-all/ep") == Line(0.0, 1 / 2 / share)
@@ -325,11 +387,11 @@ def test_a_chosen_rate_is_the_link_s_and_is_written(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(command, "TwoNodes", Nodes)
     monkeypatch.setattr(command, "_run_ranks", run_ranks)
-    command.run(COMPUTED, 1, tmp_path)
+    command.run(COMPUTED, ["job"], 1, tmp_path, lambda *_: None)
     assert made == [41] and ran == ["bench.cluster.balance", "bench.cluster.rank"]
     written = setting_json(setting_of("computed", tmp_path))
     assert {name: written[name] for name in found} == found
-    command.run(EMULATED, 1, tmp_path)
+    command.run(EMULATED, ["layer"], 1, tmp_path, lambda *_: None)
     assert made == [41, EMULATED.inter_mbit] and ran[2:] == ["bench.cluster.rank"]
     assert setting_of("emulated", tmp_path) == EMULATED
 
@@ -372,20 +434,74 @@ def test_without_root_it_says_so_and_ends_well(
 def test_what_was_done_before_an_interruption_is_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def run(setting: Setting, rounds: int, folder: Path) -> None:
+    """Part by part; a setting that fails stops no other, and what has no time is left out."""
+    asked: list[tuple[str, list[str]]] = []
+
+    def run(setting: Setting, parts: list[str], rounds: int, folder: Path, keep: command.Keep) -> None:
+        asked.append((setting.name, parts))
+        if setting is BLOCKS:
+            raise RuntimeError("rank 1 ended with 1")
+        keep(parts[0], {"number": len(asked)}, 12.0)
         if setting is EMULATED:
             raise KeyboardInterrupt
-        (folder / "result.json").write_text('{"steps": 1}')
 
     monkeypatch.setattr(command, "run", run)
     monkeypatch.setattr(command, "missing", lambda: None)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
-    folders = ["--results", str(tmp_path), "--pictures", str(tmp_path / "pictures")]
-    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--settings", "computed", "emulated", "blocks", *folders])
+    flags = ["--minutes", "15", "--results", str(tmp_path), "--pictures", str(tmp_path / "pictures")]
+    wanted = ["blocks:model", "computed:job,steps", "placement", "emulated:layer,model", "layer"]
+    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--settings", *wanted, *flags])
     assert command.main() == 130
-    assert "computed written" in capsys.readouterr().out
+    assert asked == [("blocks", ["model"]), ("computed", ["job", "steps"]), ("emulated", ["layer", "model"])]
+    out = capsys.readouterr().out
+    assert "no time for placement" in out and "blocks: rank 1 ended" in out
+    assert "computed:job and emulated:layer written" in out
     stored = json.loads((tmp_path / "cluster.json").read_text())["settings"]
-    assert stored["computed"]["steps"] == 1 and stored.keys() == {"computed"}
+    assert stored.keys() == {"computed", "emulated"} and stored["computed"].keys() == {"job"}
+    assert stored["computed"]["job"]["number"] == 2
+    run_of = stored["emulated"]["layer"]["run"]
+    assert (
+        run_of["rounds"] == 5 and run_of["seconds"] == 12 and run_of["commit"] == git("rev-parse", "--short=12", "HEAD")
+    )
+    # What a part took is what it is expected to take.
+    options = command.argparse.Namespace(results=tmp_path, rounds=10)
+    assert command._fitting(EMULATED, ["layer"], options, 60.0) == (["layer"], command._START_S + 24.0)
+    assert command._fitting(EMULATED, ["layer"], options, 50.0) == ([], 0.0)
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "layer:job"])
+def test_settings_and_parts_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.cluster", "--settings", wrong])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_rows_that_are_older_than_their_code_say_so() -> None:
+    now = provenance(["bench/provenance.py"]) | {"rounds": 5, "changed_files": 0}
+    first = git("log", "--format=%h", "--diff-filter=A", "--", "bench/provenance.py")
+    before = git("rev-parse", f"{first}^") if first else None
+    if before is None:
+        pytest.skip("git does not know when this file came")
+    assert age(now | {"commit": git("rev-parse", "HEAD")}, ["LICENSE"]) is None
+    assert "OLD: 1 files" in str(age(now | {"commit": before}, ["bench/provenance.py"]))
+    assert "OLD?" in str(age(now | {"commit": None}, ["LICENSE"]))
+    assert "OLD?" in str(age(now | {"commit": "0" * 40}, ["LICENSE"]))
+    assert "2 of its files" in str(age(now | {"changed_files": 2}, ["LICENSE"]))
+    assert "medians of 5 rounds" in conditions(now, ["LICENSE"])
+    assert difference([now, now | {"load": 9.0}]) is None
+    assert "rows of commits" in str(difference([now, now | {"commit": before}]))
+    assert "machines" in str(difference([now, now | {"machine": {"cores": 64}}]))
+
+
+def test_equal_plans_are_measured_once() -> None:
+    first = first_of({"sequential": 1, "tutel": 2, "auto": 2})
+    assert first == {"sequential": "sequential", "tutel": "tutel", "auto": "tutel"}
+    rows = beside({"sequential": {"median_s": 2.0}, "tutel": {"median_s": 1.0}}, first)
+    assert rows["auto"] == {"median_s": 1.0, "same_as": "tutel", "over_sequential": 2.0}
+    assert "same_as" not in rows["tutel"] and rows["sequential"]["over_sequential"] == 1.0
 
 
 @pytest.mark.slow
@@ -393,34 +509,40 @@ def test_what_was_done_before_an_interruption_is_written(
 def test_a_rank_that_fails_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     setting = replace(TINY, name="unknown to the ranks", inter_mbit=100)
     with pytest.raises(RuntimeError, match="rank [01] ended with 1"):
-        command.run(setting, 1, tmp_path, 60)
+        command.run(setting, ["layer"], 1, tmp_path, lambda *_: None, 60)
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
     assert f"fusedmoe-{command.os.getpid()}-" not in listed
 
 
-def test_report_says_what_is_met(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_says_what_is_met(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
     def row(median_s: float, error: float) -> dict[str, Any]:
         return {
             **{"median_s": median_s, "min_s": median_s, "max_s": median_s, "predicted_s": median_s, "error": error},
-            **{"degrees": (1, 1), "speed_up": 1.0 / median_s, "resource": "inter", "resource_s": 0.3},
-            "plan": str(POLICIES["sequential"].plan(costs)),
+            **{"degrees": (1, 1), "plan": str(POLICIES["sequential"].plan(costs))},
         }
 
     costs = stack(EMULATED)
-    found = {
-        "setting": setting_json(EMULATED),
-        "profile": profile_json(EMULATED, costs),
-        "bound_s": 0.4,
-        "steps": {"sequential": row(1.0, -0.02), "pipemoe": row(0.7, 0.11), "fsmoe": row(0.5, 0.05)},
-        "sweep": {"best": (2, 2), "chosen": (2, 3), "regret": 0.06},
-        "layer": {"off": row(1.0, 0.0)},
-        "job": None,
-    }
-    assert [met for _, _, met in targets("emulated", found)] == [True, True, False, False]
-    assert [met for _, _, met in targets("computed", found)] == [True, False, False]
-    from rich.console import Console
-
-    show(json.loads(json.dumps({"emulated": found})), Console(width=150))
+    clean = provenance(MEASURED) | {"rounds": 5, "changed_files": 0}
+    monkeypatch.setattr("bench.cluster.report.age", lambda run, paths: run.get("old"))
+    rows = {"off": row(1.1, 0.0), "sequential": row(1.0, -0.02), "fsmoe": row(0.5, 0.06), "auto": row(0.52, 0.01)}
+    common = {"run": clean, "setting": setting_json(EMULATED)}
+    layer = common | {"rows": beside(rows)}
+    steps = common | {"rows": beside({"sequential": row(1.0, 0.0)}), "profile": profile_json(EMULATED, costs)}
+    steps |= {"bound_s": 0.4}
+    sweep = common | {"best": (2, 2), "chosen": (2, 3), "regret": 0.06, "rows": [row(1.0, 0.0) | {"degrees": (2, 3)}]}
+    assert [goal.met for goal in goals("layer", layer)] == [False, False, True]
+    assert [goal.met for goal in goals("steps", steps)] == [True]
+    assert [goal.met for goal in goals("sweep", sweep)] == [False]
+    assert goals("layer", layer | {"run": clean | {"old": "OLD"}}) == []
+    found = {"emulated": {"layer": layer, "steps": steps, "sweep": sweep}, "layer": {"layer": layer}}
+    show(json.loads(json.dumps(found)), Console(width=170))
     out = capsys.readouterr().out
-    assert "met     FSMoE at least 1.1 times" in out and "MISSED  steps predicted" in out and "+25%" in out
-    assert "by a model of machines" in out
+    assert "MISSED  auto the fastest, or within 3% of it: +4.0%" in out and "met     at least 1.8 times" in out
+    assert "by a model of machines" in out and "auto in all settings" in out
+    show(
+        {"emulated": {"layer": layer}, "layer": {"layer": layer | {"run": clean | {"commit": "1"}}}}, Console(width=170)
+    )
+    out = capsys.readouterr().out
+    assert "settings are not compared: rows of commits" in out and "auto in all settings" not in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.cluster.gpipe import Stage, make_step, run, schedule_of
-from bench.cluster.rank import _job_json
+from bench.cluster.job import measure
 from bench.cluster.setting import COMPUTED
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.settings import Settings
@@ -22,6 +21,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.policies import POLICIES
 from tests.cluster import Cluster
 
 CONFIG = ModelConfig(
@@ -126,15 +126,17 @@ def measured(rank: int, world: int) -> dict[str, Any]:
     setting = replace(COMPUTED, layers=2, S=2048, M=16, H=32)
     topology = Topology.from_sizes(ep=2, ranks_per_node=1, timeout_s=30)
     costs = CostModel({name: Line(1e-5, 1e-9) for name in LINES})
-    return _job_json(setting, topology, SimpleNamespace(model=costs), 1)  # type: ignore[arg-type]
+    return measure(setting, topology, 1, costs)
 
 
 @pytest.mark.slow
 def test_it_stands_beside_the_schedules(cluster: Cluster) -> None:
     found = cluster.run(2, measured)[0]
-    assert {"off", "fsmoe", "gpipe, 4 micro-batches", "gpipe, 8 micro-batches"} <= found.keys()
-    assert all(row["median_s"] > 0 for row in found.values())
-    assert "plan" not in found["gpipe, 4 micro-batches"] and "plan" in found["fsmoe"]
+    rows = found["rows"]
+    assert {"off", *POLICIES, "auto", "gpipe, 4 micro-batches", "gpipe, 8 micro-batches"} == rows.keys()
+    assert all(row["median_s"] > 0 and row["over_sequential"] > 0 for row in rows.values())
+    assert "plan" not in rows["gpipe, 4 micro-batches"] and rows["fsmoe"]["predicted_s"] > 0
+    assert found["auto"]["steps_tried"] > 0
 
 
 def test_steps_of_the_main_job(cluster: Cluster) -> None:

@@ -34,6 +34,7 @@ def test_every_policy_keeps_owners_and_slots(seed, m, t, calibrated):
     policies = {
         "ep": expert_parallelism,
         "hecate": partial(hecate, t=t, m=m, calibrated=calibrated),
+        "algorithm1": partial(hecate, t=t, m=m, calibrated=calibrated, searches=False),
         "fastermoe": partial(shadowing, m=m),
         "smartmoe": swaps,
         "flexmoe": partial(replication, m=m),
@@ -43,7 +44,7 @@ def test_every_policy_keeps_owners_and_slots(seed, m, t, calibrated):
         assert policy(now) == decision, "a pure function"
         assert decision.waits_s >= 0 and decision.sent_bytes >= 0
         assert all(one.experts == 16 and one.ranks == 8 for one in decision.placements)
-        room = m if name in ("hecate", "fastermoe", "flexmoe") else 0
+        room = m if name not in ("ep", "smartmoe") else 0
         assert all(one.extra_W().max() <= room for one in decision.placements)
         owned_W = sum(np.bincount(one.owners, minlength=8) for one in decision.placements)
         assert owned_W.max() <= slots(2, 16, 8)
@@ -57,6 +58,11 @@ def test_hecate_is_its_algorithms():
     assert decision.placements == tuple(
         improve(one, materialise(one, load_E, NODES, 4, 2), load_E, NODES, 4, 2, CLUSTER_A)
         for one, load_E in zip(shardings, expected_LE, strict=True)
+    )
+    alone = hecate(now, t=4, m=2, searches=False)
+    assert alone.placements != decision.placements
+    assert alone.placements == tuple(
+        materialise(one, load_E, NODES, 4, 2) for one, load_E in zip(shardings, expected_LE, strict=True)
     )
     assert decision.waits_s > 0, "the new owners' parameters and state"
     # Later, and without new owners: only what the gathers and reduce-scatters send, which is hidden.

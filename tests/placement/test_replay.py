@@ -11,7 +11,7 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.load_trace import LoadTrace, make_loads
 from fusedmoe.placement.placement import Nodes, Placement
-from fusedmoe.placement.placement_policies import expert_parallelism, hecate, replication, shadowing, swaps
+from fusedmoe.placement.placement_policies import Decision, expert_parallelism, hecate, replication, shadowing, swaps
 from fusedmoe.placement.price import CLUSTER_A, layer_s, load
 from fusedmoe.placement.replay import Outcome, draw, figure, replay
 
@@ -73,6 +73,24 @@ def test_by_definition():
     assert found.waits_s == 0 and not found.sent_I.any() and not found.replicas_I.any()
     assert found.iteration_s == pytest.approx((found.exchange_IL + found.compute_IL).sum() / 3)
     np.testing.assert_allclose(found.speedup_L(found), 1.0)
+
+
+def test_memory_at_its_height():
+    """By hand: the busiest rank's owned experts, its replicas, and what is there twice while owners change."""
+    e, s = CLUSTER_A.expert_bytes, CLUSTER_A.state_bytes
+    trace, nodes = make_loads(8, 2, 4, 4, tokens=100), Nodes(4, 2)
+    even, one = Placement.even(4, 4), np.eye(4, dtype=bool)
+    one[3, :3] = True  # three replicas of rank 3's expert
+    swapped = Placement(4, (1, 0, 2, 3))
+
+    def peak(placement, state=False):
+        return replay(trace, lambda now: Decision((placement,) * 2, 0.0, 0, state), nodes, CLUSTER_A).peak_I.tolist()
+
+    assert peak(even) == [2 * (2 * e + s)] * 3
+    assert peak(Placement.holding(even.owners, one)) == [2 * (2 * e + s) + 2 * 2 * e] * 3
+    assert peak(Placement.holding(even.owners, one), state=True) == [4 * (2 * e + s)] * 3
+    # Without gradients: three experts where the second layer's are there before and after, in the first iteration only.
+    assert peak(swapped) == [max(3 * (e + s), 2 * (2 * e + s)), *[2 * (2 * e + s)] * 2]
 
 
 def test_policies_see_only_the_past():

@@ -1,0 +1,92 @@
+"""The main job in a setting, `fusedmoe train`: a step by every schedule, by "auto" once it has chosen, and by GPipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.cluster import gpipe
+from bench.cluster.model import explore, explored
+from bench.cluster.setting import Setting
+from bench.cluster.turns import beside, first_of, in_turns, predicted, row, tell
+from fusedmoe.cli.data import random_corpus
+from fusedmoe.cli.job import StopRequest
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.trainer import Trainer, splits_layers
+from fusedmoe.comm.topology import Topology
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.simulate import makespan
+
+_LAYERS, _SEQ_LEN, _K = 2, 256, 2
+# Of GPipe: of p stages, (p−1)/(m+p−1) of the time is fill and drain.
+_MICRO_BATCHES = (4, 8)
+
+
+def job_settings(setting: Setting, policy: str) -> Settings:
+    """Of the main job under a schedule. As many rows leave a rank as in the layers; it computes in earnest."""
+    model = ModelConfig(
+        layers=_LAYERS,
+        model_dim=setting.M,
+        seq_len=_SEQ_LEN,
+        batch=setting.S // _K // _SEQ_LEN,
+        expert="ffn",
+        hidden=setting.H,
+        experts=setting.E,
+        k=_K,
+        capacity_factor=1.0,
+    )
+    return Settings(model=model, schedule=policy, ep=2, esp=setting.esp, mp=setting.esp)
+
+
+def make_trainer(setting: Setting, topology: Topology, policy: str, costs: CostModel) -> Trainer:
+    """The trainer of the main job under a schedule, planned as `fusedmoe train` does it; collective.
+
+    `costs`: of the machine.
+    """
+    settings = job_settings(setting, policy)
+    trainer = Trainer(settings, topology, torch.device("cpu"), random_corpus(2**16), StopRequest())
+    if policy != "off":
+        trainer.set_plan(trainer.measured(costs), tell=partial(tell, topology))
+    if policy == "flowmoe":
+        trainer.tuning = None  # S_p stays as predicted: tuning it takes eighty steps
+    return trainer
+
+
+def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel | None = None) -> dict[str, Any]:
+    """Collective. `costs`: of the machine; None: measured, or as a part before has measured it."""
+    costs = costs or cached_profile(topology, torch.device("cpu"))[0].costs
+    made: dict[str, Trainer] = {}
+    for policy in ("off", *POLICIES, "auto"):
+        tell(topology, f"planning {policy}")
+        made[policy] = make_trainer(setting, topology, policy, costs)
+    tuning = made["auto"].tuning
+    assert tuning is not None
+    explore(topology, tuning, partial(made["auto"].step, 0))
+    keys: dict[str, Hashable] = {"off": "off"}
+    for policy, trainer in made.items():
+        if policy != "off":
+            assert trainer.planned is not None
+            whole = tuning.now.whole if policy == "auto" else splits_layers(job_settings(setting, policy))
+            off = policy == "auto" and not len(tuning.plan)
+            keys[policy] = "off" if off else (trainer.planned[0].fingerprint, whole)
+    first = first_of(keys)
+    runs: dict[str, Callable[[], Any]] = {name: partial(made[name].step, 0) for name in dict.fromkeys(first.values())}
+    for count in _MICRO_BATCHES:
+        if setting.S // _K // _SEQ_LEN * topology.size % count == 0:
+            name = f"gpipe, {count} micro-batches"
+            runs[name] = partial(
+                gpipe.make_step(job_settings(setting, "off"), topology, random_corpus(2**16), count), 0
+            )
+            first[name] = name
+    rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
+    for name, found in rows.items():
+        planned = made[name].planned if name in made else None
+        if planned is not None:
+            found |= predicted(found["median_s"], makespan(*planned), planned[0])
+    return {"rows": beside(rows, first), "auto": explored(tuning.contest), "layers": _LAYERS}

@@ -1,0 +1,169 @@
+"""A model of the library's own layers, or of blocks in micro-batches, trained step by step under every policy and by
+`PlanTuning`; what it computes is a timed wait.
+
+All else is what a job has: `MoELayer`, `fusedmoe.pipeline`, gradients in buckets, `PlannedStep`, and costs by the
+library's profiler and by steps of this model that are observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fusedmoe
+from bench.cluster.layer import Wait, make_layer
+from bench.cluster.profile import BUDGET_S
+from bench.cluster.setting import Setting
+from bench.cluster.step import START_S
+from bench.cluster.turns import beside, first_of, in_turns, predicted, row, seconds_of, tell
+from fusedmoe.cli.trainer import probes
+from fusedmoe.comm.topology import Topology
+from fusedmoe.layers.pipeline import Parts, PipelinedBlocks
+from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.observing import observe_steps
+from fusedmoe.runtime.recorder import Recorder, recorded, span
+from fusedmoe.schedule.candidates import OFF, PlanCandidate
+from fusedmoe.schedule.contest import Contest
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.training import PlanTuning, sync_gradients
+from fusedmoe.training.gradient_buckets import GradientBuckets
+from fusedmoe.training.step_plan import PlannedStep
+
+#: Over so many steps the cost of trying plans is told.
+STEPS = 500
+
+
+class WaitingModel(nn.Module):
+    """Layers of a dense part and experts, z = y + experts(y), y = dense(x).
+
+    Attributes:
+        blocks: the same as a pipeline, for settings of blocks; else None.   x: a batch.
+    """
+
+    def __init__(self, setting: Setting, topology: Topology) -> None:
+        super().__init__()
+        self.topology = topology
+        # In the order of a step: what comes before a layer's experts is its dense part.
+        parts = [(WaitingDense(setting, n), make_layer(setting, topology, None)) for n in range(setting.layers)]
+        self.parts = nn.ModuleList(nn.ModuleList(pair) for pair in parts)
+        self.blocks: PipelinedBlocks | None = None
+        tokens: tuple[int, ...] = (setting.S // 2,)
+        if setting.blocks:
+            self.blocks = fusedmoe.pipeline([Parts(*pair) for pair in parts])
+            tokens = (_SAMPLES, setting.S // 2 // _SAMPLES)
+        self.x = torch.randn(*tokens, setting.M)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.blocks is not None:
+            found: Tensor = self.blocks(x)
+            return found
+        for dense, layer in self.parts:  # type: ignore[misc]
+            y, rows = dense(x)
+            x = y + layer(rows)
+        return x
+
+    def step(self, buckets: GradientBuckets, recorder: Recorder | None = None) -> None:
+        """Both passes, and gradients over the ranks."""
+        whole = self.blocks is not None and self.blocks.plans is not None
+        for one in (one for pair in self.parts for one in pair):  # type: ignore[attr-defined]
+            one.recorder = None if whole else recorder  # of micro-batches the tasks are spans, with all in them
+        if self.blocks is not None:
+            self.blocks.recorder = recorder
+        z = self(self.x.detach().requires_grad_())
+        loss = recorded(recorder, lambda z: z.square().mean(), z, kind="loss")
+        buckets.open(recorder)
+        loss.backward()
+        with span(recorder, "gradient sync", kind="gradient-all-reduce", resource="inter"):
+            sync_gradients(self, self.topology, buckets=buckets)
+        with span(recorder, "optimizer", kind="optimizer"):
+            self.zero_grad(set_to_none=True)
+
+
+# Of a batch, where micro-batches are cut from it.
+_SAMPLES = 24
+
+
+class WaitingDense(nn.Module):
+    """A dense part with parameters of so many bytes: hands on its rows after the time that attention would take."""
+
+    def __init__(self, setting: Setting, number: int) -> None:
+        super().__init__()
+        assert setting.emulated_flops is not None
+        self.weight = nn.Parameter(torch.zeros(setting.gradient_bytes // 4))
+        self.recorder: Recorder | None = None
+        self._row_s, self._number = setting.attention_flop / setting.emulated_flops / setting.S * 2, number
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = recorded(self.recorder, self._wait, x, kind="attention", layer=self._number)
+        return y, y
+
+    def _wait(self, x: Tensor) -> Tensor:
+        y: Tensor = Wait.apply(x, self.weight, START_S + x.numel() // x.shape[-1] * self._row_s)
+        return y
+
+
+def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]:
+    """A step by every policy, by nothing in chunks at all ("off") and by "auto", once that has chosen. Collective."""
+    model = WaitingModel(setting, topology)
+    costs = cached_profile(topology, torch.device("cpu"))[0].costs
+    workload = make_layer(setting, topology, None).experts.workload(setting.S, 4, setting.ep, setting.esp)
+    more: dict[str, Any] = {}
+    if model.blocks is not None:
+        workload, more = model.blocks.workload(model.x), {"blocks": model.blocks, "samples": _SAMPLES}
+    probed = PlannedStep(model, topology, costs, workload, **more)
+
+    def run(plan: Plan, number: int) -> Timeline:
+        probed.follow(PlanCandidate("a probe", plan, setting.blocks, 0.0))
+        recorder = Recorder(topology.rank)
+        model.step(probed.buckets, recorder)
+        return recorder.timeline()
+
+    tell(topology, "observing steps")
+    seen = observe_steps(topology, probes(probed.costs, _SAMPLES), probed.costs, run, BUDGET_S)
+    costs = replace(costs, observed={workload.shapes: replace(seen, rows=workload.rows)})
+    tuning = PlanTuning(model, topology, "auto", costs, workload, **more, tell=partial(tell, topology))
+    explore(topology, tuning, lambda: tuning.note(seconds_of(topology, lambda: model.step(tuning.buckets))))
+    step = PlannedStep(model, topology, costs, workload, **more)
+    base = makespan(POLICIES["sequential"].plan(step.costs), step.costs)
+    candidates = {OFF: PlanCandidate(OFF, Plan(), False, base)}
+    candidates |= {name: step.candidate(name) for name in (POLICIES if setting.blocks else LAYER_POLICIES)}
+    candidates["auto"] = tuning.now
+    first = first_of({name: (one.plan.fingerprint, one.whole) for name, one in candidates.items()})
+    runs = {name: partial(model.step, step.buckets) for name in dict.fromkeys(first.values())}
+    seconds = in_turns(topology, runs, rounds, lambda name: step.follow(candidates[name]))
+    rows = {name: row(of) for name, of in seconds.items()}
+    for name, found in rows.items():
+        if name != OFF:
+            found |= predicted(found["median_s"], candidates[name].predicted_s, candidates[name].plan)
+    return {"rows": beside(rows, first), "auto": explored(tuning.contest), "observed": seen.as_dict()}
+
+
+def explore(topology: Topology, tuning: PlanTuning, step: Callable[[], object]) -> None:
+    """Steps until a plan is chosen; `step` has the tuning note what it took."""
+    number = 0
+    while not tuning.settled:
+        if number % 10 == 0:
+            tell(topology, f"auto tries plans: {number} steps so far, {len(tuning.contest.entries)} plans")
+        step()
+        number += 1
+
+
+def explored(contest: Contest) -> dict[str, Any]:
+    """What trying plans cost, beside steps that all have the best one."""
+    best, tried = contest.best, [one for one in contest.entries if one.seconds]
+    return {
+        "chosen": best.candidate.name,
+        "steps_tried": contest.tried,
+        "extra_s": contest.spent_s,
+        "share_of_500_steps": contest.spent_s / (STEPS * best.median_s),
+        "noise": contest.noise,
+        "tried": [[one.candidate.name, one.median_s, len(one.seconds)] for one in tried],
+    }
