@@ -16,6 +16,7 @@ import errno
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -259,6 +260,8 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
                     making.exception(LOOK_S)
             handle, _ = making.result(0.0)
     except (RuntimeError, NoAnswer) as error:
+        if isinstance(error, NoAnswer):
+            making.add_done_callback(_unmake)
         if str(error) in _NO_ROOM:
             text = f"{error}. Raise its limits of memory and of threads (ulimit -v, ulimit -u, the container's)"
             said = board.post(job.rank, operation, text)
@@ -269,6 +272,16 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
+
+
+def _unmake(making: Future[Any]) -> None:
+    """Frees a process group that was made when this rank did not wait for it any more."""
+    c10d: Any = dist.distributed_c10d
+    if making.exception() is None:
+        handle, _ = making.result()
+        c10d._world.pg_group_ranks[handle] = {}
+        with suppress(ValueError):  # it went with the default group
+            dist.destroy_process_group(handle)
 
 
 # What Gloo raises where the system has no thread for it.
