@@ -249,7 +249,7 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         dist.Backend(dist.get_backend()),
         c10d._get_default_store(),
         name,
-        timeout=patience,
+        timeout=_to_connect(patience),
     )
     try:
         with _unbound():
@@ -259,6 +259,7 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
                 with suppress(NoAnswer):
                     making.exception(LOOK_S)
             handle, _ = making.result(0.0)
+            c10d._set_pg_timeout(patience, handle)
     except (RuntimeError, NoAnswer) as error:
         if isinstance(error, NoAnswer):
             making.add_done_callback(_unmake)
@@ -325,6 +326,16 @@ def _patience(job: Job) -> timedelta:
     process from ending for as long as the default group's time-out says.
     """
     return timedelta(seconds=job.timeout_s + 2.0)
+
+
+def _to_connect(patience: timedelta) -> timedelta:
+    """The time-out with which a process group is made: what its thread waits for, if others end meanwhile.
+
+    Gloo waits five times as long for a connection, and nothing can end that wait. The ranks have just met.
+    """
+    if dist.get_backend() != "gloo":
+        return patience
+    return min(patience, max(patience / 5, timedelta(seconds=2)))
 
 
 @contextmanager
