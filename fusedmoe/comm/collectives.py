@@ -82,7 +82,8 @@ def _late(group: Group, operation: str, earlier: dict[int, Note]) -> RankError:
     elsewhere = [rank for rank, what in waiting.items() if what != here]
     places = [f"rank {rank} is not there" for rank in absent]
     places += [f"rank {rank} was stopped while it waited for {now[rank].what}" for rank in silent]
-    places += [f"rank {rank} waits for {what}" for rank, what in waiting.items() if elsewhere]
+    if absent or silent or elsewhere:  # nobody can know whose operation is the right one: all are named
+        places += [f"rank {rank} waits for {what}" for rank, what in waiting.items()]
     message = (
         f"not all ranks came within {group.job.timeout_s:.0f} s: {'; '.join(places) or 'no data arrived'}. {_ORDER}; "
         "if one is slow, give Topology a larger timeout_s."

@@ -269,7 +269,8 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
             raise RankError(f"rank {job.rank}: {operation} over {where} ended because {said}") from error
         # Where the time was up, whoever is gone has been so for long.
         reason = str(error) or f"not all ranks came within {patience.total_seconds():g} s"
-        raise lost(job, ranks, operation, where, reason, exit_s=1.0) from error
+        exit_s = max(1.0, deadline - time.monotonic())
+        raise lost(job, ranks, operation, where, reason, exit_s) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
