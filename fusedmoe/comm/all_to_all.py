@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, device_of
+from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, device_of, other_operation
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -107,8 +107,11 @@ class Direct:
 
 def _with_pairs(group: Group, send: list[int], recv: list[int]) -> Traffic:
     row = torch.tensor(send, device=device_of(group)).view(1, -1)
-    pairs_WW = all_gather_rows(group, row, [1] * group.size, "exchange of counts")
-    return Traffic(send, recv, pairs_WW.cpu().numpy())
+    pairs_WW = all_gather_rows(group, row, [1] * group.size, "exchange of counts").cpu().numpy()
+    for rank, sent_W, came in zip(group.ranks, pairs_WW, recv, strict=True):
+        if sent_W[group.index] != came or (sent_W < 0).any():
+            raise other_operation(group, "exchange of counts", rank)
+    return Traffic(send, recv, pairs_WW)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ from fusedmoe.comm.group import Group, lost
 from fusedmoe.errors import ConfigError, RankError
 
 T = TypeVar("T")
+
+_ORDER = "Every rank of a group must call the same collectives in the same order"
 
 # PyTorch 2.13 renamed it and warns at the old name.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -75,17 +78,35 @@ def _late(group: Group, operation: str, earlier: dict[int, Note]) -> RankError:
     now = board.waiting(group.ranks)
     silent = stopped(earlier, now)
     absent = [rank for rank, note in now.items() if not note.what]
-    elsewhere = {rank: note.what for rank, note in now.items() if rank not in silent and note.what not in ("", here)}
+    waiting = {rank: note.what for rank, note in now.items() if rank not in silent and note.what} | {me: here}
+    elsewhere = [rank for rank, what in waiting.items() if what != here]
     places = [f"rank {rank} is not there" for rank in absent]
     places += [f"rank {rank} was stopped while it waited for {now[rank].what}" for rank in silent]
-    places += [f"rank {rank} waits for {what}" for rank, what in elsewhere.items()]
+    if absent or silent or elsewhere:  # nobody can know whose operation is the right one: all are named
+        places += [f"rank {rank} waits for {what}" for rank, what in waiting.items()]
     message = (
-        f"not all ranks came within {group.job.timeout_s:.0f} s: {'; '.join(places) or 'no data arrived'}. Every rank "
-        "of a group must call the same collectives in the same order; if one is slow, give Topology a larger timeout_s."
+        f"not all ranks came within {group.job.timeout_s:.0f} s: {'; '.join(places) or 'no data arrived'}. {_ORDER}; "
+        "if one is slow, give Topology a larger timeout_s."
     )
-    culprits = [*absent, *silent, *elsewhere, me]
+    culprits = [*absent, *silent, *_fewest(waiting, here)]
     said = board.explain() or board.blame(culprits[0], operation, message)
     return RankError(f"rank {me}: {here} ended because {said}")
+
+
+def _fewest(waiting: dict[int, str], here: str) -> list[int]:
+    """Ranks by how many wait for the same operation: who left the order of all others first."""
+    operations = {rank: what.split(" over the ")[0] for rank, what in waiting.items()}
+    many = Counter(operations.values())
+    return sorted(waiting, key=lambda rank: (many[operations[rank]], waiting[rank] == here))
+
+
+def other_operation(group: Group, operation: str, rank: int) -> RankError:
+    """The error for what came from `rank` and cannot be of this operation: it called another one there, or so did this
+    rank."""
+    me = group.job.rank
+    text = f"what it sent to rank {me} is of another operation; one of the two called that out of order. {_ORDER}"
+    said = group.board.post(rank, operation, text)
+    return RankError(f"rank {me}: {operation} over the {group} ended because {said}")
 
 
 def _alone(group: Group, operation: str) -> bool:
@@ -171,7 +192,13 @@ def all_gather_object(group: Group, thing: Any, operation: str = "all-gather of 
         return [thing]
     device = device_of(group)
     data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8).to(device)
-    sizes = all_gather_rows(group, torch.tensor([data.numel()], device=device), [1] * group.size, operation).tolist()
+    size = data.numel()
+    own_12 = torch.tensor([[size, ~size]], device=device)  # the second tells that the first is a size
+    found = all_gather_rows(group, own_12, [1] * group.size, operation).tolist()
+    for rank, (size, other) in zip(group.ranks, found, strict=True):
+        if size < 0 or other != ~size:
+            raise other_operation(group, operation, rank)
+    sizes = [size for size, _ in found]
     gathered = all_gather_rows(group, data, sizes, operation).cpu()
     return [pickle.loads(part.numpy().tobytes()) for part in gathered.split(sizes)]
 

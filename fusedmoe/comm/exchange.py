@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fusedmoe.comm.all_to_all import AllToAll
-from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, other_operation, reduce_scatter_rows
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
 
@@ -112,6 +113,8 @@ class Exchange(Part):
         ones = [1] * ep.size
         theirs_PE = all_to_all_rows(ep, ours_PE, ones, ones, "exchange of counts")
         all_QPE = all_gather_rows(sizes or esp, theirs_PE[None], [1] * esp.size, "exchange of counts").cpu().numpy()
+        if ep.size * esp.size > 1 and (stranger := _stranger(all_QPE, ep, esp)) is not None:
+            raise other_operation(ep, "exchange of counts", stranger)
         notes = sorted(all_QPE[..., -1].reshape(-1).tolist())
         culprits = [note // len(_DTYPES) // 2 for note in notes if note // len(_DTYPES) % 2]
         if refusal is not None:
@@ -142,6 +145,19 @@ class Exchange(Part):
     def part(self, send_PE: np.ndarray, come_QPE: np.ndarray) -> Part:
         """Other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
         return Part(self._algorithm, self._esp, send_PE, come_QPE, self._device)
+
+
+def _stranger(all_QPE: np.ndarray, ep: Group, esp: Group) -> int | None:
+    """The rank that sent, or passed on, what cannot be counts and metadata of the ranks they come from, if any."""
+    counts_QPE, most_QP, rank_QP = all_QPE[..., :-2], all_QPE[..., -2], all_QPE[..., -1] // len(_DTYPES) // 2
+    wanted_QP = rank_QP.copy()  # those that neither group holds are known by their sharding peer alone
+    wanted_QP[:, ep.index], wanted_QP[esp.index] = esp.ranks, ep.ranks
+    bad_QP = (rank_QP != wanted_QP) | (rank_QP < 0) | (rank_QP >= dist.get_world_size())
+    bad_QP |= (counts_QPE < 0).any(-1) | (counts_QPE.sum(-1, dtype=np.float64) > most_QP)  # integers would wrap around
+    if not bad_QP.any():
+        return None
+    peer, source = np.argwhere(bad_QP)[0]
+    return ep.ranks[source] if peer == esp.index else esp.ranks[peer]
 
 
 def _wrong(counts_E: Tensor, dtype: torch.dtype, ranks: int) -> str:

@@ -52,6 +52,8 @@ class Note(NamedTuple):
     mark: int
 
 
+# The rank whose process hosts the store, where no launcher does.
+_HOST = 0
 # How long a rank may wait without renewing its note: a few looks.
 RENEWED_S = 1.0
 
@@ -120,11 +122,8 @@ class Board:
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""
         own = Verdict(rank, operation, message)
-        standing = self._ask(lambda store: store.compare_set("verdict", "", json.dumps(asdict(own))))
-        if standing is None:
-            return own
-        self.standing = Verdict(**json.loads(standing))
-        return self.standing
+        words = json.dumps(asdict(own))
+        return self._learn(lambda store: store.compare_set("verdict", "", words)) or own
 
     def blame(self, rank: int, operation: str, message: str) -> str:
         """`post` of another rank, which did not come. It names who hosts the store where that does not answer."""
@@ -168,12 +167,37 @@ class Board:
         """The standing verdict, or None; looks again until `wait_s` seconds have passed."""
         deadline = time.monotonic() + wait_s
         while True:
-            standing = None if self.standing else self._ask(partial(_values, keys=["verdict"]))
-            if standing is not None:
-                self.standing = Verdict(**json.loads(standing[0]))
-            if self.standing or self._line.trouble or time.monotonic() >= deadline:
+            standing = self.standing or self._learn(lambda store: (_values(store, ["verdict"]) or [b""])[0])
+            if standing or self._line.trouble or time.monotonic() >= deadline:
                 return self.standing
             time.sleep(0.02)
+
+    def _learn(self, verdict: Callable[[dist.Store], bytes]) -> Verdict | None:
+        """The standing verdict, of which this rank has heard from now on."""
+
+        def hear(store: dist.Store) -> bytes:
+            if found := verdict(store):
+                store.set(f"heard/{self._rank}", "")
+            return found
+
+        if found := self._ask(hear):
+            self.standing = Verdict(**json.loads(found))
+        return self.standing
+
+    def linger(self, deadline: float) -> None:
+        """Waits, where the store may end with this process, until the others have heard of the verdict or have ended.
+
+        Who finds no store, and had not looked at the board before, takes its host for the rank at fault.
+        """
+        if self._rank != _HOST or _agent():
+            return
+        silent = tuple(range(dist.get_world_size()) if dist.is_initialized() else self._processes)
+        while self.standing and not self._line.trouble and time.monotonic() < deadline:
+            unheard = [rank for rank in silent if self._ask(partial(_values, keys=[f"heard/{rank}"])) is None]
+            silent = tuple(rank for rank in unheard if rank not in self.gone(tuple(unheard)))
+            if not silent:
+                return
+            time.sleep(0.01)
 
     def explain(self) -> Verdict | None:
         """The standing verdict, for who cannot go on. A refusal that some have not heard of becomes it then."""
@@ -231,8 +255,12 @@ def _values(store: dist.Store, keys: list[str]) -> list[bytes] | None:
 
 def _host() -> str:
     """Who hosts the job's store, and that this failed."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    return f"{'torchrun on the host of rank 0' if agent else 'rank 0'} failed in hosting the job's store"
+    return f"{'torchrun on the host of ' if _agent() else ''}rank {_HOST} failed in hosting the job's store"
+
+
+def _agent() -> bool:
+    """Whether torchrun hosts the store, and no rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _runs(pid: int) -> bool:

@@ -16,6 +16,7 @@ import errno
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -251,7 +252,7 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         dist.Backend(dist.get_backend()),
         c10d._get_default_store(),
         name,
-        timeout=patience,
+        timeout=_to_connect(patience),
     )
     try:
         with _unbound():
@@ -261,17 +262,31 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
                 with suppress(NoAnswer):
                     making.exception(LOOK_S)
             handle, _ = making.result(0.0)
+            c10d._set_pg_timeout(patience, handle)
     except (RuntimeError, NoAnswer) as error:
+        if isinstance(error, NoAnswer):
+            making.add_done_callback(_unmake)
         if str(error) in _NO_ROOM:
             text = f"{error}. Raise its limits of memory and of threads (ulimit -v, ulimit -u, the container's)"
             said = board.post(job.rank, operation, text)
             raise RankError(f"rank {job.rank}: {operation} over {where} ended because {said}") from error
         # Where the time was up, whoever is gone has been so for long.
         reason = str(error) or f"not all ranks came within {patience.total_seconds():g} s"
-        raise lost(job, ranks, operation, where, reason, exit_s=1.0) from error
+        exit_s = max(1.0, deadline - time.monotonic())
+        raise lost(job, ranks, operation, where, reason, exit_s) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
+
+
+def _unmake(making: Future[Any]) -> None:
+    """Frees a process group that was made when this rank did not wait for it any more."""
+    c10d: Any = dist.distributed_c10d
+    if making.exception() is None:
+        handle, _ = making.result()
+        c10d._world.pg_group_ranks[handle] = {}
+        with suppress(ValueError):  # it went with the default group
+            dist.destroy_process_group(handle)
 
 
 # What Gloo raises where the system has no thread for it.
@@ -315,6 +330,16 @@ def _patience(job: Job) -> timedelta:
     process from ending for as long as the default group's time-out says.
     """
     return timedelta(seconds=job.timeout_s + 2.0)
+
+
+def _to_connect(patience: timedelta) -> timedelta:
+    """The time-out with which a process group is made: what its thread waits for, if others end meanwhile.
+
+    Gloo waits five times as long for a connection, and nothing can end that wait. The ranks have just met.
+    """
+    if dist.get_backend() != "gloo":
+        return patience
+    return min(patience, max(patience / 5, timedelta(seconds=2)))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
+from datetime import timedelta
 from functools import partial
 from threading import Lock
 from typing import NamedTuple, TypeVar
@@ -60,7 +61,7 @@ class StoreLine:
             if self._last is not None and not self._last.done():
                 start = self._since
                 self._last.result(max(0.0, start + patience_s - time.monotonic()))
-            last = self._helper.begin(partial(self._asked.answer, question))
+            last = self._helper.begin(partial(self._asked.answer, question, patience_s))
             self._last, self._since = last, time.monotonic()  # type: ignore[assignment]
             found = last.result(max(0.0, start + patience_s - time.monotonic()))
         except NoAnswer:
@@ -85,15 +86,31 @@ class _Asked:
     def __init__(self, store: dist.Store) -> None:
         self._given: dist.Store | None = store
         self._own: dist.Store
+        self._broken = ""
 
-    def answer(self, question: Callable[[dist.Store], T]) -> T | _Broken:
+    def answer(self, question: Callable[[dist.Store], T], patience_s: float) -> T | _Broken:
+        if self._broken:
+            return _Broken(self._broken)
         try:
-            if self._given is not None:  # PyTorch 2.6 cannot have a second connection
-                base = self._given.clone() if hasattr(self._given, "clone") else self._given
-                self._own, self._given = dist.PrefixStore("fusedmoe", base), None
+            if self._given is not None:
+                given, self._given = self._given, None  # the line lives as long as this store: let go of it in any case
+                self._own = dist.PrefixStore("fusedmoe", _second(given, patience_s))
             return question(self._own)
         except RuntimeError as error:  # of the store's client; its own class is younger than some PyTorch
-            return _Broken(f"the connection to it broke: {error}")
+            self._broken = f"the connection to it broke: {error}"
+            return _Broken(self._broken)
+
+
+def _second(store: dist.Store, patience_s: float) -> dist.Store:
+    """A connection of its own to the same store.
+
+    Where its host is gone the client tries again until its time-out has passed. A clone would have that of the job's
+    store, half an hour; nobody waits for it longer than for the first answer.
+    """
+    if isinstance(store, dist.TCPStore):
+        bound, libuv = timedelta(seconds=patience_s), getattr(store, "libuvBackend", True)
+        return dist.TCPStore(store.host, store.port, timeout=bound, wait_for_workers=False, use_libuv=libuv)
+    return store.clone() if hasattr(store, "clone") else store  # PyTorch 2.6 cannot have a second connection
 
 
 _LINES: WeakKeyDictionary[dist.Store, StoreLine] = WeakKeyDictionary()

@@ -12,6 +12,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -22,6 +23,8 @@ from fusedmoe.comm.failure import Board
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _LONGEST = 500
 _END_S = 5.0
+# Ranks that wait look at the board a few times a second.
+_LINGER_S = 2.0
 
 
 class _TellOthers:
@@ -38,9 +41,11 @@ class _TellOthers:
 
     def tell(self, error: BaseException) -> None:
         self._failed = True
+        deadline = time.monotonic() + _LINGER_S
         for board in list(self.boards):
             with suppress(Exception):
                 board.explain() or board.post_own("the program", f"{type(error).__name__}: {error}"[:_LONGEST])
+                board.linger(deadline)
 
     def end(self) -> None:
         """Leaves what follows, the destructors, a few seconds. Native code then ends it with 1: no Python may run."""

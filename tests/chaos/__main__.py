@@ -187,6 +187,11 @@ def summary(results: list[Result], seed: int, seconds: float) -> dict[str, Any]:
             for layout in sorted({f"{r.case.spec.kind}, {r.case.spec.layout}" for r in results})
         },
         "rank_at_fault_named": {fault: [sum(of), len(of)] for fault, of in sorted(named.items())},
+        "not_named": [
+            {"only": r.case.index, "case": str(r.case), "errors": [_without_places(text) for text in r.more]}
+            for r in results
+            if r.named is False
+        ],
         "same_cause_on_all": [sum(bool(r.same) for r in results), sum(r.same is not None for r in results)],
         "seconds_to_error": {
             fault: {"median": round(statistics.median(of), 3), "max": round(max(of), 3)}

@@ -405,7 +405,7 @@ class _Run:
         seconds = named = same = None
         if others and case.index >= 0:
             causes = [_cause(self.answers[rank].error[1]) for rank in others]  # type: ignore[index]
-            named = all(re.search(rf"\branks? \[?{culprit}\b", cause) for cause in causes)
+            named = all(_names(cause, culprit, case.attack.fault) for cause in causes)
             same = len(set(causes)) == 1
             if self.fired_at is not None:
                 seconds = max(self.answers[rank].at_s for rank in others) - self.fired_at
@@ -482,6 +482,18 @@ class _Run:
 def _cause(text: str) -> str:
     """Of an error, what is the same on all ranks."""
     return text.split(" because ", 1)[-1].split("\n")[0]
+
+
+def _names(cause: str, culprit: int, fault: str) -> bool:
+    """Whether it says that the rank at fault failed.
+
+    Where a rank calls another operation than the others nobody can know which is right: the error then has to name it
+    among those that differ, whichever of them comes first.
+    """
+    failed = re.match(r"(?:torchrun on the host of )?rank (\d+) failed", cause)
+    if failed and fault != "order":
+        return int(failed[1]) == culprit
+    return bool(re.search(rf"\branks? \[?{culprit}\b", cause))
 
 
 def new_folder() -> tempfile.TemporaryDirectory[str]:

@@ -200,8 +200,8 @@ def _read(path: Path) -> str:
 
 
 def _left(idle: Counter[str], patience_s: float) -> dict[str, int]:
-    """What is held beyond what an idle rank holds. What native threads wait for may last as long as the backend's."""
-    deadline, pause = time.monotonic() + patience_s + 5.0, 0.005
+    """What is held beyond what an idle rank holds. Gloo waits for a connection for ten seconds, or for its time-out."""
+    deadline, pause = time.monotonic() + max(patience_s, 6.0) + 5.0, 0.005
     while (more := held() - idle) and time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(2 * pause, 0.2)

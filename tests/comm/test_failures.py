@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe.comm import group as groups
-from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.comm.collectives import all_gather_object, all_gather_rows, all_reduce, all_to_all_rows
+from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.failure import LOOK_S, RENEWED_S, Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.uncaught import tell_others_of_uncaught
@@ -235,6 +238,32 @@ def test_ranks_that_wait_for_each_other(cluster: Cluster) -> None:
     assert time.monotonic() - start < SOON_S  # what they began does not keep them either
 
 
+def out_of_order(rank: int, world: int, culprit: int, way: str) -> None:
+    """Where one rank calls another operation its bytes arrive as those of the operation that the other called."""
+    topology = Topology.from_sizes(2, timeout_s=2.0)
+    ep, ones, mine = topology.ep, [1] * world, rank == culprit
+    numbers = torch.randint(-(2**62), 2**62, (world, 7))
+    if way == "counts" and mine:
+        all_to_all_rows(ep, numbers, ones, ones, "an operation of its own")
+    elif way == "counts":
+        Exchange(make_all_to_all("direct", topology), topology.esp, torch.ones(10, dtype=torch.int64), torch.float32)
+    elif mine:
+        all_gather_rows(ep, numbers[:1, :2], ones, "an operation of its own")
+    else:
+        all_gather_object(ep, "a thing")
+    all_reduce(ep, torch.ones(1))
+
+
+@pytest.mark.parametrize("way", ["counts", "objects"])
+def test_bytes_of_another_operation_are_not_taken_for_sizes(cluster: Cluster, way: str) -> None:
+    culprit = random.randrange(2)
+    cluster.run(2, nothing)
+    for rank, outcome in enumerate(cluster.outcomes(2, out_of_order, culprit, way)):
+        match = rf"^rank {rank}: .* because rank {culprit} failed in .*: what it sent to rank .* is of another"
+        assert outcome.error is not None and outcome.error[0] == "RankError", outcome.error
+        assert re.search(match, outcome.error[1]), outcome.error
+
+
 def add_on(topology: Topology) -> None:
     """A single sum may not need a rank any more that has sent its share."""
     while True:
@@ -405,6 +434,30 @@ def test_what_nobody_catches_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     del board, boards
     hook(ValueError, error, None)
     assert seen == [error, error]
+
+
+def test_the_store_stays_until_the_others_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds no store, and has not looked at the board, would name its host instead of the rank at fault."""
+    store = torch.distributed.HashStore()
+    host, culprit, other = (Board(store, rank) for rank in range(3))
+    with ThreadPoolExecutor(3) as pool:  # the ranks
+        for ranks in (host, culprit, other):
+            pool.submit(ranks.meet, range(3), None, 10.0)
+    start = time.monotonic()
+    host.linger(start + 100.0)
+    assert time.monotonic() - start < 50, "nothing has happened"
+    culprit.post_own("the program", "it failed")
+    assert host.read() is not None
+    start = time.monotonic()
+    host.linger(start + 0.2)
+    assert time.monotonic() - start >= 0.2, "one of them does not know yet"
+    with ThreadPoolExecutor(1) as pool:
+        lingers = pool.submit(host.linger, time.monotonic() + 100.0)
+        assert not lingers.done() and other.read() is not None
+        lingers.result(50)
+    for board in (culprit, other):  # nobody else hosts it
+        board.linger(time.monotonic() + 100.0)
+    assert time.monotonic() - start < 50
 
 
 class Clock:

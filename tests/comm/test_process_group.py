@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +152,45 @@ def test_a_stopped_store(cluster: Cluster) -> None:
     text = cluster.run(2, beside_a_stopped_store)[0]
     assert "rank 0: making a process group over ranks [0, 1] ended because rank 0 failed in hosting the job's " in text
     assert "store: no answer for" in text and "start the job again" in text
+
+
+def made_too_late(rank: int, world: int) -> None:
+    """Of these ranks one group has the time-outs of the job; they then wait for another one no longer."""
+    topology, c10d, slow = Topology.from_sizes(2, timeout_s=20.0), dist.distributed_c10d, threading.Event()
+    handle, make = topology.world.handle, c10d._new_process_group_helper
+    assert handle is not None
+    assert handle._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=22)
+    before = held()
+
+    def make_slowly(*arguments: Any, **options: Any) -> Any:
+        slow.wait()
+        return make(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "_new_process_group_helper", make_slowly)
+        topology.fail("a test", "it failed")
+        with pytest.raises(RankError, match="failed in a test: it failed"):
+            group._make(topology.job, (0, 1), "too late")
+    during = held()
+    slow.set()
+    deadline = time.monotonic() + 20.0
+    while held()["threads"] >= during["threads"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    after = held()
+    assert all(after[what] <= before[what] for what in before), (after, before)
+
+
+def test_a_group_that_is_made_too_late_is_freed(cluster: Cluster) -> None:
+    cluster.run(2, made_too_late)
+
+
+def test_who_makes_a_group_does_not_wait_long_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's thread, which nothing can end, waits for each five times as long."""
+    seconds = {}
+    for backend in ("gloo", "nccl"):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        seconds[backend] = [group._to_connect(timedelta(seconds=of)).total_seconds() for of in (1, 4, 300)]
+    assert seconds == {"gloo": [1, 2, 60], "nccl": [1, 4, 300]}
 
 
 def without_threads(rank: int, world: int) -> str:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,19 @@ def test_one_line_that_ends_with_its_store() -> None:
     del boards
     assert Board(stores[0], 2).read() is not None and lines() == 1
     del stores, host
+    assert soon(lambda: lines() == 0)
+
+
+def test_a_host_that_is_gone_before_the_first_question() -> None:
+    """The connection is tried again for no longer than the answer is waited for, whatever the store's own time-out."""
+    assert soon(lambda: lines() == 0), "what other tests left has ended"
+    host: dist.Store | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, timeout=timedelta(minutes=30))  # type: ignore[union-attr]
+    board = Board(client, 1)
+    del host
+    with pytest.raises(RankError, match="rank 1: meeting ended because rank 0 failed in hosting the job's store"):
+        board.meet([0, 1], None, 0.5, operation="meeting")
+    del board, client
     assert soon(lambda: lines() == 0)
 
 
