@@ -219,8 +219,17 @@ def test_tensors_are_like_new_ones() -> None:
             given, gradient = gradient, grad
             return given
 
-    Given.apply(leaf).sum().backward()
-    assert leaf.grad is not None and leaf.grad.data_ptr() == place
+    other = leaf * 1
+    (other + Given.apply(leaf)).sum().backward()
+    assert leaf.grad is not None and leaf.grad.data_ptr() == place and (leaf.grad == 2).all()
+
+
+def test_results_that_users_hoard_are_new_memory() -> None:
+    owner = Workspace()
+    kept = [owner.empty((4 + which % 3,), torch.float32, result=True) for which in range(3 * workspace._RESULTS)]
+    assert sum(one is not None for one in kept) == workspace._RESULTS
+    kept.clear()
+    assert owner.empty((5,), torch.float32, result=True) is not None
 
 
 @pytest.mark.usefixtures("poisoned")
