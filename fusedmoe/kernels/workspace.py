@@ -69,6 +69,12 @@ class Workspace:
             self._take_back()
             return sum(free.size for free in self._free)
 
+    def clear(self) -> None:
+        """Gives back what is free."""
+        with self._lock:
+            self._take_back()
+            self._free.clear()
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype, result: bool = False) -> Tensor | None:
         """A contiguous tensor of at least one element, uninitialised; None: for too many results that are kept."""
         count = prod(shape)
