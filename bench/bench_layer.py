@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.layer_cost import Shape, layer_step, make_layer, measure, schedule_ratio
-from bench.meter import measure_use
+from bench.meter import measure_use, page_faults
 from fusedmoe import MoELayer
 
 
@@ -28,9 +28,11 @@ def test_layer_beside_dense_products(benchmark, threads: int) -> None:  # type: 
     x_SM = torch.randn(shape.S, shape.M).requires_grad_()
     dy_SM = torch.randn(shape.S, shape.M)
     use = measure_use(partial(forgotten_step, layer, x_SM, dy_SM), x_SM.device)
-    benchmark.extra_info.update(shape=asdict(shape), **asdict(cost), **use._asdict())
+    faults = page_faults(partial(layer_step, layer, x_SM, dy_SM))
+    benchmark.extra_info.update(shape=asdict(shape), **asdict(cost), **use._asdict(), page_faults=faults)
     benchmark.pedantic(layer_step, args=(layer, x_SM, dy_SM), rounds=5, warmup_rounds=1)
-    print(f"\n{threads} threads: layer / products = {cost.ratio:.3f}, gate + order + combine = {cost.routing:.1%}")
+    print(f"\n{threads} threads: layer / products = {cost.ratio:.3f}, / those into memory that is there already")
+    print(f"= {cost.bare_ratio:.3f}, gate + order + combine = {cost.routing:.1%}, {faults} page faults a step")
     if use.peak_bytes is not None:
         print(f"memory at its peak: {use.peak_bytes / 2**20:.0f} MiB above what was there, gradients included")
 

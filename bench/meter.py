@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from fusedmoe.kernels.workspace import shared_workspace
 
 Step = Callable[[], object]
 
@@ -63,6 +66,14 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
         return max(0, _status_bytes("VmHWM") - before)
     except (OSError, LookupError):  # not Linux, or not allowed
         return None
+
+
+def page_faults(step: Step) -> int:
+    """Pages that the system gives this process anew in one step, the second."""
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def energy_j(step: Step, device: torch.device, read_j: Callable[[], float], seconds: float) -> float | None:
@@ -117,7 +128,8 @@ def _status_bytes(name: str) -> int:
 
 
 def _give_back() -> None:
-    """Memory that was freed and that the C library keeps would hide what a step asks for."""
+    """Memory that was freed and that layers or the C library keep would hide what a step asks for."""
+    shared_workspace().clear()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

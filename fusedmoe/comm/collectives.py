@@ -21,6 +21,7 @@ from torch import Tensor
 from fusedmoe.comm.failure import LOOK_S, RENEWED_S, Note, stopped
 from fusedmoe.comm.group import Group, lost
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.kernels.workspace import empty
 
 T = TypeVar("T")
 
@@ -136,7 +137,7 @@ def all_to_all_rows(
     if _alone(group, operation):
         return rows
     rows = rows.contiguous()
-    out = rows.new_empty((sum(recv), *rows.shape[1:]))
+    out = empty(rows, (sum(recv), *rows.shape[1:]))
     # Backends that know no 8-bit floats still carry their bytes.
     wire, wire_out = (rows, out) if rows.element_size() > 1 else (rows.view(torch.uint8), out.view(torch.uint8))
     if group.downward is not None:
@@ -157,7 +158,7 @@ def all_gather_rows(group: Group, rows: Tensor, counts: Sequence[int], operation
         # Ragged, or both directions at once: nothing is padded, every rank sends its own rows to every other.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
         return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation)
-    out = rows.new_empty((sum(counts), *rows.shape[1:]))
+    out = empty(rows, (sum(counts), *rows.shape[1:]))
     wait(_all_gather_tensor(out, rows, group=group.handle, async_op=True), group, operation)
     return out
 

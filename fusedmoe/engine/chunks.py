@@ -27,6 +27,7 @@ from torch import Tensor
 from fusedmoe.autograd.moves import received_layout
 from fusedmoe.comm.exchange import Part
 from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.workspace import empty
 
 
 def chunk_order(counts_G: Tensor, rows: int, degree: int) -> Tensor:
@@ -72,25 +73,25 @@ class Kept:
 
     @cached_property
     def _whole(self) -> Tensor:
-        return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+        return concatenated(self._parts)
 
     def rows(self, index_R: Tensor) -> Tensor:
         """A copy of those with these numbers, along all parts."""
         if len(self._parts) == 1 or index_R.is_cuda:
-            return self._whole[index_R]
+            return _taken(self._whole, index_R)
         # A CPU copies runs of rows from where they are, once.
         part_R = torch.bucketize(index_R, self._ends, right=True)
         first = torch.ones_like(index_R, dtype=torch.bool)
         first[1:] = (index_R.diff() != 1) | (part_R.diff() != 0)
         begins = first.nonzero()[:, 0]
         if _SHORT * len(begins) > len(index_R):
-            return self._whole[index_R]
+            return _taken(self._whole, index_R)
         lengths = torch.diff(begins, append=torch.tensor([len(index_R)])).tolist()
         runs = []
         for part, index, length in zip(part_R[begins].tolist(), index_R[begins].tolist(), lengths, strict=True):
             rows = self._parts[part]
             runs.append(rows.narrow(0, index - int(self._ends[part]) + len(rows), length))
-        return torch.cat(runs or [self._parts[0][:0]])
+        return concatenated(runs) if len(runs) > 1 else torch.cat(runs or [self._parts[0][:0]])
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,13 @@ class Sent:
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         """Each piece's sorted rows -> all rows as they travel."""
-        return rows[0] if self._order_N is None else torch.cat(list(rows))[self._order_N]
+        return rows[0] if self._order_N is None else _taken(concatenated(rows), self._order_N)
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """The inverse of `join`."""
         if self._order_N is None:
             return [rows]
-        return list(torch.empty_like(rows).index_copy_(0, self._order_N, rows).split(self._sizes))
+        return list(empty(rows, rows.shape).index_copy_(0, self._order_N, rows).split(self._sizes))
 
 
 class Received:
@@ -205,6 +206,17 @@ def counts_of(sizes_QPG: np.ndarray, pieces: int, held: int | None, device: torc
     """
     shape = (sizes_QPG.shape[0] * sizes_QPG.shape[1], pieces, sizes_QPG.shape[2] // pieces)
     return torch.from_numpy(np.ascontiguousarray(sizes_QPG)).reshape(shape)[..., :held].to(device)
+
+
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Parts of a batch, not differentiable; one is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), out=empty(parts[0], (sum(map(len, parts)), *parts[0].shape[1:])))
+
+
+def _taken(rows: Tensor, index_N: Tensor) -> Tensor:
+    return torch.index_select(rows, 0, index_N, out=empty(rows, (len(index_N), *rows.shape[1:])))
 
 
 def _ranges(start_G: Tensor, count_G: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from fusedmoe.autograd.moves import received_layout
 from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.chunks import Kept, chunk_order, in_chunks, inverse
+from fusedmoe.engine.chunks import Kept, chunk_order, concatenated, in_chunks, inverse
 from fusedmoe.engine.run import BackwardPass, Chunk, ForwardPass, Pass, Run, present
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
@@ -144,7 +144,7 @@ class _OfTokens(Pass):
         self.execute()
         rows = [present(one) for one in self._rows]
         self._rows.clear()
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return concatenated(rows)
 
 
 class _Forward(_OfTokens, ForwardPass):

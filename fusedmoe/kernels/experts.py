@@ -7,9 +7,9 @@ output.
 
 Contract: tensors in, tensors out; no autograd; the caller owns every buffer that is returned.
 
-In plain torch the rows of an expert are worked through in blocks, so that activations are applied while a block is in
-the cache and no tensor of the size of H besides H itself is ever made. On CUDA that waits for the device once, to learn
-the counts. Definition: `define_experts`.
+In plain torch the rows of an expert are worked through in blocks, so that no tensor of the size of H besides H itself
+is ever made, and activations are applied in slices of these that stay in the cache. On CUDA that waits for the device
+once, to learn the counts. Definition: `define_experts`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Gradients, Hidden, Weights
+from fusedmoe.kernels.workspace import empty
 
-# Rows of a block: large enough for full speed in the matrix products, small enough for its activations to stay cached.
+# Rows of a block: enough for full speed in the matrix products.
 _BLOCK_ROWS = 512
+# Bytes of each tensor in a slice of a block, for each thread: what activations read and write stays in its cache.
+_SLICE_BYTES = 1 << 18
 
 
 def experts_forward(
@@ -122,14 +125,14 @@ def plain_forward(
     """`experts_forward` in plain torch: any device and dtype."""
     x_SM = x_SM.contiguous()
     hidden, dim = weights.w2.shape[2], weights.w2.shape[1]
-    h_NH = x_SM.new_empty((layout.rows, activation.halves * hidden))
-    out_NM = x_SM.new_empty((layout.rows, dim))
+    h_NH = empty(x_SM, (layout.rows, activation.halves * hidden))
+    out_NM = empty(x_SM, (layout.rows, dim))
     scratch = _Scratch(x_SM, layout)
     a = scratch.take(hidden)
     for expert, start, stop in scratch.blocks(layout):
         rows = stop - start
         h = h_NH[start:stop]
-        torch.mm(scratch.gather(x_SM, layout, start, stop), weights.up(expert).t(), out=h)
+        torch.mm(scratch.gather(start, stop), weights.up(expert).t(), out=h)
         if weights.b1 is not None:
             h.add_(weights.b1[expert].view(-1))
         _activate(h, a[:rows], activation)
@@ -162,8 +165,8 @@ def plain_backward(
     a, dh = rows.scratch.take(hidden), rows.scratch.take(activation.halves * hidden)
     for expert, start, stop in rows.scratch.blocks(layout):
         block = slice(0, stop - start)
-        rows.add(expert, start, stop, a[block], dh[block])
-        parameters.add(expert, start, stop, a[block], dh[block])
+        dy_b = rows.add(expert, start, stop, a[block], dh[block])
+        parameters.add(expert, start, stop, a[block], dh[block], dy_b)
     dx_SM, dweight_N = rows.gradients()
     return Gradients(dx_SM, dweight_N, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
 
@@ -180,7 +183,7 @@ def plain_backward_rows(
     """`experts_backward_rows` in plain torch."""
     rows = _Rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
     hidden = weights.w2.shape[2]
-    left = Hidden(x_SM.new_empty(layout.rows, hidden), x_SM.new_empty(layout.rows, activation.halves * hidden))
+    left = Hidden(*(empty(x_SM, (layout.rows, width)) for width in (hidden, activation.halves * hidden)))
     for expert, start, stop in rows.scratch.blocks(layout):
         rows.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
     return *rows.gradients(), left
@@ -197,8 +200,10 @@ def plain_backward_weights(
 ) -> Gradients:
     """`experts_backward_weights` in plain torch, with `into` of the dtype of x_SM."""
     parameters = _Parameters(dy_SM, x_SM, layout, weight_N, weights, into)
+    scratch_y = _Scratch(dy_SM.contiguous(), layout)
     for expert, start, stop in parameters.scratch.blocks(layout):
-        parameters.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
+        dy_b = scratch_y.gather(start, stop)
+        parameters.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop], dy_b)
     return Gradients(x_SM[:0], None, parameters.dw1, parameters.dw2, parameters.db1, parameters.db2)
 
 
@@ -215,37 +220,46 @@ class _Rows:
         weights: Weights,
         activation: Activation,
     ) -> None:
-        self._dy_SM, self._layout, self._weight_N = dy_SM.contiguous(), layout, weight_N
+        self._layout, self._weight_N = layout, weight_N
         self._weights, self._activation, self._hidden = weights, activation, weights.w2.shape[2]
         self._h_NH = h_NH.view(layout.rows, activation.halves * self._hidden)
-        self._dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
+        self._dx_NM = empty(x_SM, (layout.rows, x_SM.shape[1]))
         self._ds_N = None if weight_N is None else x_SM.new_zeros(layout.rows)  # padding has no gradient
-        self.scratch = _Scratch(self._dy_SM, layout)
+        self.scratch = _Scratch(dy_SM.contiguous(), layout)
         self._act, self._da = self.scratch.take(self._hidden), self.scratch.take(self._hidden)
 
-    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> None:
-        """Adds a block's gradients; its activations are put into a_b and the gradients of their inputs into dh_b."""
-        weights, activation, hidden = self._weights, self._activation, self._hidden
-        act_b, da_b = self._act[: stop - start], self._da[: stop - start]
-        dy_b = self.scratch.gather(self._dy_SM, self._layout, start, stop)
+    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> Tensor:
+        """Adds a block's gradients; its activations are put into a_b and the gradients of their inputs into dh_b.
+
+        Returns:
+            The block's rows of dy.
+        """
+        weights, da_b = self._weights, self._da[: stop - start]
+        dy_b = self.scratch.gather(start, stop)
         torch.mm(dy_b, weights.w2[expert], out=da_b)
-        h = self._h_NH[start:stop]
+        for part in _slices(a_b):
+            self._add_slice(slice(start + part.start, start + part.stop), da_b[part], a_b[part], dh_b[part])
+        if self._ds_N is not None and weights.b2 is not None:
+            self._ds_N[start:stop] += dy_b[:, weights.b2_columns()] @ weights.b2[expert]
+        torch.mm(dh_b, weights.up(expert), out=self._dx_NM[start:stop])
+        return dy_b
+
+    def _add_slice(self, rows: slice, da: Tensor, a: Tensor, dh: Tensor) -> None:
+        activation, hidden, h = self._activation, self._hidden, self._h_NH[rows]
+        act = self._act[: len(da)]
         if activation.gated:
             g, u = h[:, :hidden], h[:, hidden:]
-            activation.forward(g, act_b)
-            torch.mul(act_b, u, out=a_b)
-            torch.mul(da_b, act_b, out=dh_b[:, hidden:])
-            torch.mul(da_b, u, out=act_b)
-            activation.backward(act_b, g, dh_b[:, :hidden])
+            activation.forward(g, act)
+            torch.mul(act, u, out=a)
+            torch.mul(da, act, out=dh[:, hidden:])
+            torch.mul(da, u, out=act)
+            activation.backward(act, g, dh[:, :hidden])
         else:
-            activation.forward(h, a_b)
-            activation.backward(da_b, h, dh_b)
+            activation.forward(h, a)
+            activation.backward(da, h, dh)
         if self._ds_N is not None:
             # Two passes over what is cached; a product of a row and a column each takes four times as long.
-            torch.sum(torch.mul(da_b, a_b, out=act_b), 1, out=self._ds_N[start:stop])
-            if weights.b2 is not None:
-                self._ds_N[start:stop] += dy_b[:, weights.b2_columns()] @ weights.b2[expert]
-        torch.mm(dh_b, weights.up(expert), out=self._dx_NM[start:stop])
+            torch.sum(torch.mul(da, a, out=act), 1, out=self._ds_N[rows])
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """The gradients of x_SM and of weight_N."""
@@ -264,13 +278,12 @@ class _Parameters:
         weights: Weights,
         into: Gradients | None,
     ) -> None:
-        self._x_SM, self._dy_SM, self._layout = x_SM.contiguous(), dy_SM.contiguous(), layout
         self._weights, self._into, self._last = weights, into, -1
         self._factor_N1 = None if weight_N is None else weight_N.to(x_SM.dtype)[:, None]
         self.db1: Tensor | None
         self.db2: Tensor | None
         if into is None:
-            self.dw1, self.dw2 = torch.empty_like(weights.w1), torch.empty_like(weights.w2)
+            self.dw1, self.dw2 = (empty(matrix, matrix.shape) for matrix in (weights.w1, weights.w2))
             self.db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
             self.db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)
         else:
@@ -279,19 +292,19 @@ class _Parameters:
             if count == 0 and into is None:
                 self.dw1[expert].zero_()
                 self.dw2[expert].zero_()
-        self.scratch, self._scratch_y = _Scratch(self._x_SM, layout), _Scratch(self._dy_SM, layout)
+        self.scratch = _Scratch(x_SM.contiguous(), layout)
+        self._scaled_dy = None if weight_N is None else self.scratch.take(weights.w2.shape[1])
 
-    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor) -> None:
-        """Adds a block's gradients, from its activations and the gradients of their inputs."""
+    def add(self, expert: int, start: int, stop: int, a_b: Tensor, dh_b: Tensor, dy_b: Tensor) -> None:
+        """Adds a block's gradients, from its activations, the gradients of their inputs, and those of its results."""
         rows, factor_N1 = stop - start, self._factor_N1
-        x_b = self.scratch.gather(self._x_SM, self._layout, start, stop)
-        dy_b = self._scratch_y.gather(self._dy_SM, self._layout, start, stop)
-        if factor_N1 is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
+        x_b = self.scratch.gather(start, stop)
+        if factor_N1 is not None and self._scaled_dy is not None:  # dW1 = (s·dH')ᵀ·x = dH'ᵀ·(s·x), dW2 = (s·dy)ᵀ·A
             x_b = torch.mul(x_b, factor_N1[start:stop], out=self.scratch.gathered(rows))
-            dy_b = torch.mul(dy_b, factor_N1[start:stop], out=self._scratch_y.gathered(rows))
+            dy_b = torch.mul(dy_b, factor_N1[start:stop], out=self._scaled_dy[:rows])
         beta = 1 if expert == self._last or self._into is not None else 0
         self._last = expert
-        dw1_e, dw2_e = self.dw1[expert].view(-1, self._x_SM.shape[1]), self.dw2[expert]
+        dw1_e, dw2_e = self.dw1[expert].view(-1, x_b.shape[1]), self.dw2[expert]
         torch.addmm(dw1_e, dh_b.t(), x_b, beta=beta, out=dw1_e)
         torch.addmm(dw2_e, dy_b.t(), a_b, beta=beta, out=dw2_e)
         if self.db1 is not None:
@@ -301,37 +314,44 @@ class _Parameters:
             self.db2[expert] += dy_b[:, self._weights.b2_columns()].sum(0)
 
 
-def _activate(h: Tensor, out: Tensor, activation: Activation) -> None:
-    if activation.gated:
-        hidden = out.shape[1]
-        activation.forward(h[:, :hidden], out)
-        out.mul_(h[:, hidden:])
-    else:
-        activation.forward(h, out)
+def _activate(h_b: Tensor, a_b: Tensor, activation: Activation) -> None:
+    for part in _slices(a_b):
+        h, a = h_b[part], a_b[part]
+        if activation.gated:
+            activation.forward(h[:, : a.shape[1]], a)
+            a.mul_(h[:, a.shape[1] :])
+        else:
+            activation.forward(h, a)
+
+
+def _slices(block: Tensor) -> Iterator[slice]:
+    """Rows of a block that all threads' caches hold together."""
+    rows = max(1, _SLICE_BYTES * torch.get_num_threads() // max(1, block.shape[1] * block.itemsize))
+    return (slice(start, min(start + rows, len(block))) for start in range(0, len(block), rows))
 
 
 class _Scratch:
-    """Buffers of one block, reused from block to block."""
+    """Buffers of one block of x_SM's rows, reused from block to block."""
 
-    def __init__(self, like: Tensor, layout: Layout) -> None:
+    def __init__(self, x_SM: Tensor, layout: Layout) -> None:
         most = max(layout.counts, default=0)
         # In half precision a weight gradient must be one product: adding blocks would round after each.
-        exact = like.dtype in (torch.float32, torch.float64)
+        exact = x_SM.dtype in (torch.float32, torch.float64)
         self._rows = min(most, _BLOCK_ROWS) if exact else most
-        self._like = like
-        self._gathered = self.take(like.shape[1])
+        self._x_SM, self._source_N = x_SM, layout.source_N
+        self._gathered = self.take(x_SM.shape[1])
 
     def take(self, width: int) -> Tensor:
-        return self._like.new_empty((self._rows, width))
+        return empty(self._x_SM, (self._rows, width))
 
     def gathered(self, rows: int) -> Tensor:
         return self._gathered[:rows]
 
-    def gather(self, x_SM: Tensor, layout: Layout, start: int, stop: int) -> Tensor:
+    def gather(self, start: int, stop: int) -> Tensor:
         """The token rows of a block; a view where the rows lie in order already."""
-        if layout.source_N is None:
-            return x_SM[start:stop]
-        return torch.index_select(x_SM, 0, layout.source_N[start:stop], out=self.gathered(stop - start))
+        if self._source_N is None:
+            return self._x_SM[start:stop]
+        return torch.index_select(self._x_SM, 0, self._source_N[start:stop], out=self.gathered(stop - start))
 
     def blocks(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
         """(expert, start, stop), every expert's rows in even blocks, experts in order."""

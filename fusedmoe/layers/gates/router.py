@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedmoe.autograd.gate import router_product
 from fusedmoe.autograd.linear import linear
 from fusedmoe.kernels.gate import has_kernels
+from fusedmoe.kernels.workspace import empty
 
 
 def router_dtype(x: Tensor) -> torch.dtype:
@@ -43,10 +44,17 @@ class _RouterLogits(torch.autograd.Function):
         grad_x = grad_weight = None
         with outside_autocast(grad_SE.device.type):
             if ctx.needs_input_grad[0]:
-                grad_x = (grad_SE @ weight_EM.to(dtype)).to(x_SM.dtype)
+                grad_x = _product(grad_SE, weight_EM.to(dtype)).to(x_SM.dtype)
             if ctx.needs_input_grad[1]:
                 grad_weight = (grad_SE.t() @ x_SM.to(dtype)).to(weight_EM.dtype)
         return grad_x, grad_weight
+
+
+def _product(grad_SE: Tensor, weight_EM: Tensor) -> Tensor:
+    """Into used memory, where neither a second derivative nor a graph of the compiler is made of it."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return grad_SE @ weight_EM
+    return torch.mm(grad_SE, weight_EM, out=empty(grad_SE, (len(grad_SE), weight_EM.shape[1]), result=True))
 
 
 def router_logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from fusedmoe.engine.dispatcher import Collectives, Local, Routed, no_plans
 from fusedmoe.engine.run import Assigned, Plans
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
+from fusedmoe.kernels.workspace import shared_workspace
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.workload import Workload
@@ -122,6 +123,7 @@ class LayerDispatcher:
         if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
             self._collectives.streams = None
         self._plans: dict[tuple[Any, ...], Plans] = {}
+        self._workspace = shared_workspace()  # held, so that there is one
 
     def through_experts(
         self,
