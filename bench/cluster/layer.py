@@ -16,15 +16,17 @@ import fusedmoe
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
 from bench.cluster.turns import beside, first_of, in_turns, row
+from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.schedule import Schedule
+from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.policies import LAYER_POLICIES
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.timeline import PHASES, Timeline
 from fusedmoe.schedule.workload import Workload
 
 #: Experts that a token goes to.
@@ -56,7 +58,19 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
             degrees = [max(one.degrees.values()) for one in (plan.forward, plan.backward)]
             found |= {"predicted_s": predicted_s, "error": predicted_s / found["median_s"] - 1.0, "degrees": degrees}
     parts = {phase: {kind: vars(of) for kind, of in costs.layers[0].chunks[phase].items()} for phase in PHASES}
-    return {"rows": beside(rows, first), "parts": parts, "around_s": around_s, "layers": 1}
+    fastest = min((name for name in rows if name != "off"), key=lambda name: rows[name]["median_s"])
+    timelines = {name: _timeline(made[name], x_SM, dy_SM, topology).as_dict() for name in ("off", fastest)}
+    found = {"rows": beside(rows, first), "parts": parts, "around_s": around_s, "layers": 1}
+    return found | {"timelines": timelines}
+
+
+def _timeline(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor, topology: Topology) -> Timeline:
+    """Of this rank, in one more step."""
+    all_gather_object(topology.world, None, "beginning together")
+    layer.recorder = Recorder(topology.rank)
+    run(layer, x_SM, dy_SM)
+    found, layer.recorder = layer.recorder.timeline(), None
+    return found
 
 
 def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule | None) -> fusedmoe.MoELayer:
