@@ -5,19 +5,23 @@ after the last one comes what hangs on it. So for every set of tasks
 
     the shortest way to a start in the set + the work of the set + the shortest way from an end in the set
 
-is a bound, Carlier's for one machine ("The one-machine sequencing problem", 1982). Ways go along one micro-batch. So
-the bound knows what waits for what, what each chunk costs to start, how pipelines fill and drain, and that gradients
-are reduced only when there are any.
+is a bound, Carlier's for one machine ("The one-machine sequencing problem", 1982). The sets are all tasks of a resource
+from one part of a layer on to a part of a later one. Ways go along one micro-batch. So the bound knows what waits for
+what, what each chunk costs to start, how pipelines fill and drain, and that gradients are reduced only when there are
+any. Nothing of the backward pass starts before the forward pass and the loss have ended: each pass has a bound of its
+own, and a step takes at least their sum.
 
-More chunks make ways shorter, and work longer. Each of these sums adds up over the layers' passes, and what a pass adds
-hangs on its own chunks alone. A step takes at least the largest of the sums, so it takes at least any mean of them; and
-a mean is least where each pass by itself has the chunks that are best for it. The weights of the mean that bound most
+More chunks make ways shorter, and work longer. Each of these sums adds up over the layers, and what a layer adds hangs
+on its own chunks alone. A pass takes at least the largest of the sums, so it takes at least any mean of them; and a
+mean is least where each layer by itself has the chunks that are best for it. The weights of the mean that bound most
 are found by a linear programme.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +36,10 @@ from fusedmoe.schedule.step_costs import (
     pass_bound_s,
     work_s,
 )
-from fusedmoe.schedule.task import PIPELINE
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.task import LINKS, PIPELINE
+
+# Ranges of blocks that are looked at begin in one of so many layers at one end, and end in one at the other.
+_ENDS = 2
 
 
 def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
@@ -45,9 +51,7 @@ def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
     gradients by themselves, or none.
     """
     best = _by_layer_s(costs.by_layer(), limit)
-    if costs.can_split:
-        best = min(best, *(_split_s(costs, limit, weights) for weights in (False, True)))
-    return best
+    return min(best, _split_s(costs, limit)) if costs.can_split else best
 
 
 def _waits(layer: LayerCosts) -> bool:
@@ -55,25 +59,43 @@ def _waits(layer: LayerCosts) -> bool:
     return any(kind in layer.dense_s["backward"] for kind in ("gate", "attention"))
 
 
-class _Pass(NamedTuple):
-    """What a layer's pass adds to sums, [limit²] each, for all numbers of chunks of its dense part and its pipeline.
+class _Block(NamedTuple):
+    """A part of a layer's pass: its dense part, or one of its pipeline. Its resource, and the seconds of one chunk and
+    of all, [limit²] each: for all numbers of chunks of the dense part and of the pipeline."""
 
-    Seconds of one chunk: of the dense part, of dispatch, of combine, and of all it goes through (`way`). `together`: of
-    one chunk of the dense part and all chunks of the pipeline that have anything of it, which all come after it, or
-    all before it. Of all chunks: by resource, W tasks included; of the processor without these (`urgent`); and of the
-    dense part's W tasks.
+    on: str
+    one: Any
+    all: Any
+
+
+class _Pass(NamedTuple):
+    """A layer's pass.
+
+    Attributes:
+        blocks: in the order in which rows go through them, without W tasks.   dense: the place of the dense part.
+        together: seconds of one chunk of the dense part and all chunks of the pipeline that have anything of it, which
+            all come after it (forward), or all before it.
+        dense_later, later: seconds of the dense part's W tasks, and of all.
     """
 
-    dense: Any
-    dispatch: Any
-    combine: Any
-    way: Any
+    blocks: tuple[_Block, ...]
+    dense: int
     together: Any
-    compute: Any
-    intra: Any
-    inter: Any
-    urgent: Any
     dense_later: Any
+    later: Any
+
+    def way(self, start: int = 0, stop: int | None = None) -> Any:
+        """Seconds of one chunk through some blocks."""
+        return sum(block.one for block in self.blocks[start:stop])
+
+    def work(self, weights: Mapping[str, float], start: int = 0, stop: int | None = None) -> Any:
+        """Seconds of all chunks of some blocks, by the weights of their resources."""
+        return sum(weights.get(block.on, 0.0) * block.all for block in self.blocks[start:stop]) + 0.0 * self.together
+
+    @property
+    def beside(self) -> Any:
+        """`together` without the dense part's chunk."""
+        return self.together - self.blocks[self.dense].one
 
 
 def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, share: float) -> _Pass:
@@ -83,119 +105,147 @@ def _pass(layer: LayerCosts, phase: str, limit: int, weights: bool, share: float
     later = micro.weights if weights and phase == "backward" else {}
     dense_count, rows_count = np.repeat(counts, limit), np.tile(counts, limit)
     of = {kind: part.alpha_s + part.whole_s / rows_count for kind, part in chunks.items()}
-    dispatch, gathered, expert, reduced, combine = (of.get(kind, 0.0 * rows_count) for kind in PIPELINE)
     expert_later = later.get("expert", free) if "expert" in chunks else free
     if later and "expert" in chunks:
-        expert = expert + micro.apart_s / rows_count
-    urgent = expert - expert_later.alpha_s - expert_later.whole_s / rows_count
+        of["expert"] += (micro.apart_s - expert_later.whole_s) / rows_count - expert_later.alpha_s
     dense_later = later.get("attention", free) if "attention" in micro.dense[phase] else free
-    whole = sum(micro.dense[phase].values(), free)
-    dense = whole + dense_later * -1.0
+    dense = sum(micro.dense[phase].values(), free) + dense_later * -1.0
     one = dense.alpha_s + dense.whole_s / dense_count
-    all_dense = dense_count * one
+    dispatch, gathered, urgent, reduced, combine = (of.get(kind, 0.0 * rows_count) for kind in PIPELINE)
     of_one = np.ceil(rows_count / dense_count)
     inter, intra = (of_one - 1) * (dispatch + combine), of_one * (gathered + reduced)
     links = np.maximum(inter + share * intra, intra + share * inter)
     through = np.maximum(gathered + of_one * urgent + reduced, links)
-    return _Pass(
-        one,
-        dispatch,
-        combine,
-        one + dispatch + gathered + urgent + reduced + combine,
-        one + dispatch + through + combine,
-        dense_count * whole.alpha_s + whole.whole_s + rows_count * expert,
-        rows_count * (gathered + reduced),
-        rows_count * (dispatch + combine),
-        all_dense + rows_count * urgent,
-        dense_count * dense_later.alpha_s + dense_later.whole_s,
-    )
+    blocks = [_Block(LINKS.get(kind, "compute"), of[kind], rows_count * of[kind]) for kind in PIPELINE if kind in of]
+    place = 0 if phase == "forward" else len(blocks)
+    blocks.insert(place, _Block("compute", one, dense_count * one))
+    dense_later_s = dense_count * dense_later.alpha_s + dense_later.whole_s
+    later_s = dense_later_s + rows_count * expert_later.alpha_s + expert_later.whole_s
+    return _Pass(tuple(blocks), place, one + dispatch + through + combine, dense_later_s, later_s)
 
 
-def _split_s(costs: StepCosts, limit: int, weights: bool) -> float:
-    """Of micro-batches through all layers."""
-    layers, count = costs.layers, len(costs.layers)
-    share = min(1.0, (1 - costs.contention) / costs.contention)  # `links_bound_s`, which of the two is more
-    known: dict[tuple[int, str], _Pass] = {}  # layers are often one object many times
-    for layer in layers:
-        for phase in PHASES if (id(layer), PHASES[0]) not in known else ():
-            known[id(layer), phase] = _pass(layer, phase, limit, weights, share)
-    there, back = ([known[id(layer), phase] for layer in layers] for phase in PHASES)
-    passes = [*there, *reversed(back)]
-    way = [one.way for one in passes]
-    nothing = np.zeros(limit * limit)
-    loss, optimizer = costs.loss_s or 0.0, costs.optimizer_s or 0.0
-    # Of the loss what a micro-batch has of it; at the end the first layer's gradient.
-    own = costs.gradient_bytes[0] if _waits(layers[0]) else 0
-    along, end = loss / limit, (costs.all_reduce.seconds(own) if own else 0.0) + optimizer
-    gradients = sum(costs.gradient_bytes)
-    reduced = costs.all_reduce.seconds(gradients) if gradients else 0.0
-    # A way from the start may take at each layer the last of the chunks that wait for one of the dense part; backward,
-    # where this comes after, a way to the end the first of them.
-    there_way, back_way = way[:count], [one.together for one in reversed(back)]
-    sums: list[list[Any]] = [[*(one.together for one in there), *way[count:]], [*there_way, *back_way]]
-    sums.append([one.compute for one in passes])
-    fixed = [along + end, along + end, loss + optimizer]
-    for first, stop in ((0, 2 * count), (0, count), (count, 2 * count)):
-        last = stop - 1
+#: Of a sum what each pass adds to it, and seconds beside.
+_Sum = tuple[list[Any], float]
 
-        def with_ways(inside: Sequence[Any], first: int = first, stop: int = stop) -> list[Any]:
-            """What is in the set, and the ways to it and from it."""
-            return [*way[:first], *inside, *way[stop:]]
-
-        sums.append(with_ways([one.urgent for one in passes[first:stop]]))
-        fixed.append((loss if stop - first > count else along) + end)
-        for inter, intra in ((1.0, share), (share, 1.0)):
-            inside = [inter * one.inter + intra * one.intra for one in passes[first:stop]]
-            if first == 0:
-                inside[0] = inside[0] + passes[0].dense + (0.0 if inter else passes[0].dispatch)
-            if stop > count:
-                sums.append(with_ways(inside))  # with all gradients: nothing need follow them
-                fixed.append(along + inter * reduced + optimizer)
-                inside[-1] = inside[-1] + passes[last].dense
-            if not inter:
-                inside[-1] = inside[-1] + passes[last].combine
-            sums.append(with_ways(inside))
-            fixed.append(along + end)
-    # From each layer's backward pass on, what is left of the gradients.
-    for number in range(count):
-        left = sum(costs.gradient_bytes[: number + 1])
-        if _waits(layers[number]) and left:
-            until, rest_s = 2 * count - number, costs.all_reduce.seconds(left) + optimizer
-            before = [one.urgent for one in passes[:until]]
-            before[-1] = before[-1] + passes[until - 1].dense_later
-            sums.append([*before, *[nothing] * number])
-            fixed.append(loss + rest_s)
-            sums.append(
-                [*there_way, *back_way[: until - count], *(one.inter + share * one.intra for one in passes[until:])]
-            )
-            fixed.append(along + rest_s)
-    return _least_of_largest(np.array(sums), np.array(fixed))
+_Place = tuple[int, int]  # a pass, and a block of it
 
 
-def _least_of_largest(sums: Any, fixed: Any) -> float:
-    """At most the largest of fixed[k] + Σ_p sums[k, p, c(p)], however c is chosen.
+def _range(passes: Sequence[_Pass], weights: Mapping[str, float], first: _Place, last: _Place) -> list[Any]:
+    """The work of all blocks from one to another, by the weights of their resources, and the ways to it and from it.
 
-    Args:
-        sums: [sums, passes, choices].   fixed: [sums].
+    Chunks of a dense part run in order. So what ends with one forward ends with its last chunk, and all chunks of the
+    pipeline that have anything of this one follow; and what begins with one backward begins with its first.
     """
+    (p, b), (q, e) = first, last
+    forward = passes[0].dense == 0
+    after_all, before_all = forward and e == 0, not forward and b == passes[p].dense
+    found = []
+    for number, one in enumerate(passes):
+        if number < p:
+            seconds = one.together if before_all else one.way()
+        elif number > q:
+            seconds = one.together if after_all else one.way()
+        else:
+            seconds = one.work(weights, b if number == p else 0, e + 1 if number == q else None)
+            if number == p:
+                seconds = seconds + (one.beside if before_all else one.way(0, b))
+            if number == q:
+                seconds = seconds + (one.beside if after_all else one.way(e + 1))
+        found.append(seconds)
+    return found
+
+
+def _ranges(passes: Sequence[_Pass], machines: Sequence[Mapping[str, float]], beside_s: float) -> Iterator[_Sum]:
+    """The sums of one pass of all layers: on each machine, from a block of the first layers to one of the last."""
+    count, dense = len(passes), passes[0].dense
+    for weights in machines:
+        on = [(p, b) for p, one in enumerate(passes) for b, block in enumerate(one.blocks) if weights.get(block.on)]
+        for first, last in product(on, on):
+            if first <= last and first[0] < _ENDS and last[0] >= count - _ENDS:
+                yield _range(passes, weights, first, last), beside_s
+    # From the dense part at one end on no more than one way, in case it is not among those.
+    end = (0, 0) if dense == 0 else (count - 1, dense)
+    yield _range(passes, machines[0], end, end), beside_s
+
+
+def _split_s(costs: StepCosts, limit: int) -> float:
+    """Of micro-batches through all layers."""
+    share = min(1.0, (1 - costs.contention) / costs.contention)  # `links_bound_s`, which of the two is more
+    compute = {"compute": 1.0}
+    links = [{"inter": 1.0, "intra": share}, {"intra": 1.0, "inter": share}]
+
+    def passes(phase: str, weights: bool) -> list[_Pass]:
+        layers = {id(layer): layer for layer in costs.layers}  # often one object many times
+        known = {key: _pass(layer, phase, limit, weights, share) for key, layer in layers.items()}
+        return [known[id(layer)] for layer in costs.layers]
+
+    forward_s = _least_of_largest(_ranges(passes("forward", False), [compute, *links], 0.0))
+    backward_s = math.inf
+    for weights in (False, True):
+        back = passes("backward", weights)[::-1]
+        sums = list(_ranges(back, [compute, *links], _own_gradient_s(costs)))
+        head, nothing = back[0].way(0, [block.on for block in back[0].blocks].index("compute")), 0.0 * back[0].together
+        all_s = [one.work(compute) + one.later for one in back]
+        sums.append(([head + all_s[0], *all_s[1:]], 0.0))  # nothing need follow W tasks
+        for done in range(len(back) + 1):
+            # After so many passes, what is left of the gradients, and the passes that follow.
+            layer = min(len(back) - done, len(back) - 1)
+            left = sum(costs.gradient_bytes[: layer + 1])
+            if left and (done == 0 or _waits(costs.layers[layer])):
+                rest_s, before = costs.all_reduce.seconds(left), [one.together for one in back[:done]]
+                for of in links:
+                    sums.append(([*before, *(one.work(of) for one in back[done:])], of["inter"] * rest_s))
+                if done:
+                    urgent = [one.work(compute) for one in back[:done]]
+                    urgent[0], urgent[-1] = urgent[0] + head, urgent[-1] + back[done - 1].dense_later
+                    sums.append(([*urgent, *[nothing] * (len(back) - done)], rest_s))
+        backward_s = min(backward_s, _least_of_largest(sums))
+    return forward_s + (costs.loss_s or 0.0) + backward_s + (costs.optimizer_s or 0.0)
+
+
+def _own_gradient_s(costs: StepCosts) -> float:
+    """Of the first layer, whose gradient nothing hides."""
+    size = costs.gradient_bytes[0] if _waits(costs.layers[0]) else 0
+    return costs.all_reduce.seconds(size) if size else 0.0
+
+
+def _least_of_largest(sums: Iterable[_Sum]) -> float:
+    """At most the largest of fixed[k] + Σ_p sums[k, p, c(p)], however c is chosen."""
     from scipy.optimize import linprog
 
-    count, passes, choices = sums.shape
-    scale = float((fixed + sums.min(2).sum(1)).max()) or 1.0
+    found = list(sums)
+    fixed = np.array([beside_s for _, beside_s in found])
+    # [sums, choices] of each pass, without what is no better than another choice in any sum.
+    passes = [_undominated(np.stack(of, 0)) for of in zip(*(of for of, _ in found), strict=True)]
+    count = len(fixed)
+    scale = float((fixed + sum(of.min(1) for of in passes)).max()) or 1.0
     # Weights, and of each pass the least of its mean: as large as can be, and no larger than any choice's.
-    rows = np.concatenate([-sums.transpose(1, 2, 0).reshape(-1, count), np.repeat(np.eye(passes), choices, 0)], 1)
-    found = linprog(
-        -np.concatenate([fixed, np.ones(passes)]) / scale,
-        rows / scale,
-        np.zeros(len(rows)),
-        np.concatenate([np.ones(count), np.zeros(passes)])[None],
+    rows = [
+        np.concatenate([-of.T, np.tile(np.eye(len(passes))[place], (of.shape[1], 1))], 1)
+        for place, of in enumerate(passes)
+    ]
+    matrix = np.concatenate(rows)
+    solved = linprog(
+        -np.concatenate([fixed, np.ones(len(passes))]) / scale,
+        matrix / scale,
+        np.zeros(len(matrix)),
+        np.concatenate([np.ones(count), np.zeros(len(passes))])[None],
         [1.0],
-        [(0, None)] * (count + passes),
+        [(0, None)] * (count + len(passes)),
     )
     weights = [*np.eye(count)]  # each sum by itself bounds as well
-    if found.x is not None:
-        weights.append(np.maximum(found.x[:count], 0.0) / np.maximum(found.x[:count], 0.0).sum())
-    return max(float(of @ fixed + np.tensordot(of, sums, 1).min(1).sum()) for of in weights)
+    if solved.x is not None:
+        weights.append(np.maximum(solved.x[:count], 0.0) / np.maximum(solved.x[:count], 0.0).sum())
+    return max(float(of @ fixed + sum((of @ one).min() for one in passes)) for of in weights)
+
+
+def _undominated(sums: Any) -> Any:
+    """[sums, choices]: of choices of which one is at most another in all sums, only the one."""
+    left, kept = sums[:, np.argsort(sums.sum(0), kind="stable")], []
+    while left.size:
+        kept.append(left[:, 0])
+        left = left[:, ~(left >= left[:, :1]).all(0)]
+    return np.stack(kept, 1)
 
 
 def _by_layer_s(costs: StepCosts, limit: int) -> float:

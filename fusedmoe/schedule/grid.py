@@ -51,7 +51,8 @@ PUBLISHED: dict[str, dict[str, float]] = {
 
 ASSUMPTIONS = (
     "Coefficients: Fig. 5, in the units that give the times of Table 2; collectives in fp32, k = 2, E = nodes.",
-    "A step is {layers} equal layers, forward and backward; no optimizer. The last gradient is never hidden.",
+    "A step is {layers} equal layers, forward and backward; no loss, no optimizer. Backward begins when all of the "
+    "batch has gone forward. The last gradient is never hidden.",
     "The dense part is attention's matrix products (4·B·L·M² + 2·B·L²·M MAC over N_MP ranks) and the model-parallel "
     "reduce-scatter and all-gather of B·L rows; backward, products take twice as long. It does not contend.",
     "A layer's dense gradient is 4·M²/N_MP + M·E elements. Gates, orders and the heads' number take no time.",

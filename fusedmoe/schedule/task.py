@@ -91,8 +91,9 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     * A chunk goes through the parts of its layer in the order above; a part in one piece waits for all
       chunks of the one before, and all chunks after it wait for it.
     * Layers follow each other, forward from 0, then the loss, then backward from the last. A layer starts when the
-      one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i. Within a pass
-      one part may then be in other chunks than the next: a chunk waits for those that it has anything of.
+      one before has ended; but where attention is in chunks (micro-batches), chunk i goes on to chunk i. One part may
+      then be in other chunks than the next: a chunk waits for those that it has anything of.
+    * Nothing of the backward pass starts before all of the forward pass has ended, and the loss: it is a batch's.
     * Chunks of one layer's attention run in order, in both passes: chunk i waits for chunk i − 1, too.
     * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), and an
       attention-weight-gradient for the attention.
@@ -141,7 +142,7 @@ def _stages(phase: str, of: Mapping[str, list[Task]]) -> list[list[Task]]:
 
 
 def _in_micro_batches(found: Sequence[Sequence[Task]]) -> bool:
-    return any(stage[0].kind in ("attention", "loss") and stage[0].chunk is not None for stage in found)
+    return any(stage[0].kind == "attention" and stage[0].chunk is not None for stage in found)
 
 
 def _in_order(after: dict[Task, tuple[Task, ...]], stage: Iterable[Task]) -> None:
@@ -156,16 +157,17 @@ def _link(after: dict[Task, tuple[Task, ...]], before: Sequence[Task], stage: Se
     """Makes `stage` wait for `before`: chunk by chunk where both are in chunks, else for all of it.
 
     Between two layers only micro-batches go on chunk by chunk: other chunks are put together at a layer's end. From one
-    pass to the other they do where they are as many.
+    pass to the other nothing does.
     """
     together = {task.chunk: task for task in before}
-    micro = within or any(of and of[0].kind in ("attention", "loss") for of in (before, stage))
+    micro = within or any(of and of[0].kind == "attention" for of in (before, stage))
+    micro = micro and bool(before) and before[0].phase == stage[0].phase
     chunks, here, there = {task.chunk for task in stage}, len(stage), len(before)
     all_chunks = chunks == {*range(here)} and together.keys() == {*range(there)}
     if micro and None not in together and together.keys() == chunks:
         for task in stage:
             after[task] = (together[task.chunk],)
-    elif micro and all_chunks and before and before[0].phase == stage[0].phase:
+    elif micro and all_chunks:
         for task in stage:  # chunk i of n is what stands between shares i/n and (i + 1)/n
             chunk = task.chunk or 0
             after[task] = tuple(together[one] for one in range(chunk * there // here, -(-(chunk + 1) * there // here)))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -63,8 +62,10 @@ def test_every_task_is_there_once_and_nobody_waits_without_need():
 
 def require_good(over_best: Sequence[float]) -> None:
     """A list schedule leaves no time in which nothing runs, so it takes at most all tasks of two classes of resources
-    one after the other: twice the best. Of random steps one in twenty-five is a quarter above the best."""
-    assert min(over_best) >= 1 - 1e-12 and max(over_best) <= 2 and statistics.median(over_best) < 1.25
+    one after the other: twice the best. Of random steps one in twenty-five is a quarter above the best: eight of
+    twelve are, once in 300 million times."""
+    assert min(over_best) >= 1 - 1e-12 and max(over_best) <= 2 + 1e-12
+    assert sum(one >= 1.25 for one in over_best) < len(over_best) * 2 / 3
 
 
 def test_it_is_as_good_as_any_order_of_a_small_step():
