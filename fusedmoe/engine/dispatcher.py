@@ -185,12 +185,26 @@ class Collectives(Dispatcher):
         `bad`: how many router logits are not finite, a scalar; all ranks end where there are any.
         """
         layout, weight_N = routed.layout, _weight_of_rows(routed.weight_SK, routed.layout)
-        rows_NM, way = permute(routed.x_SM, layout), self.way.name
-        send_PE, come_QPE = exchange_operators.meet(layout.counts_E, bad, rows_NM.dtype, way)
-        rows_RM, weight_R, *received = exchange_operators.dispatch(rows_NM, weight_N, send_PE, come_QPE, way)
-        out_RM = experts(rows_RM, _received(received), None if weight_N is None else weight_R)
-        back_NM = exchange_operators.combine(out_RM, send_PE, come_QPE, rows_NM.shape[0], way)
-        return unpermute(back_NM, layout)
+        rows_RM, handle = self.dispatch_by_operators(permute(routed.x_SM, layout), weight_N, layout, bad)
+        out_RM = experts(rows_RM, handle.layout, handle.weight_N)
+        return unpermute(self.combine_by_operators(out_RM, handle), layout)
+
+    def dispatch_by_operators(
+        self, rows_NM: Tensor, weight_N: Tensor | None, layout: Layout, bad: Tensor | None = None
+    ) -> tuple[Tensor, Handle]:
+        """[N, M] rows that the layout has sorted, with their weights, at their experts' ranks."""
+        send_PE, come_QPE = exchange_operators.meet(layout.counts_E, bad, rows_NM.dtype, self.way.name)
+        found = exchange_operators.dispatch(rows_NM, weight_N, send_PE, come_QPE, self.way.name)
+        rows_RM, weight_R, counts_E, offsets_E1, source_N, pair_N, row_SK = found
+        received = Layout(counts_E, offsets_E1, source_N, pair_N, row_SK, verified=True)
+        return rows_RM, Handle(
+            received, None if weight_N is None else weight_R, state=(send_PE, come_QPE, rows_NM.shape[0])
+        )
+
+    def combine_by_operators(self, out_RM: Tensor, handle: Handle) -> Tensor:
+        """[N, M] the results of the rows that were sent."""
+        combined: Tensor = exchange_operators.combine(out_RM, *handle.state, self.way.name)
+        return combined
 
     def meet(self, routed: Routed) -> Crossing:
         """The ranks tell each other how many rows come. Collective."""
@@ -236,11 +250,6 @@ class Collectives(Dispatcher):
             received = received_layout(exchange.counts_RE, exchange.rows)
             weight_R = None if weight_R is None else weight_R[received.pair_N]
         return rows_RM, Handle(received, weight_R, exchange.counts_RE, crossing)
-
-
-def _received(parts: Sequence[Tensor]) -> Layout:
-    counts_E, offsets_E1, source_N, pair_N, row_SK = parts
-    return Layout(counts_E, offsets_E1, source_N, pair_N, row_SK, verified=True)
 
 
 def _weight_of_rows(weight_SK: Tensor | None, layout: Layout) -> Tensor | None:

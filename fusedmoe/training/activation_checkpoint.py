@@ -9,8 +9,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fusedmoe.autograd import exchange_operators, gate  # noqa: F401  they register the operators
 
-# Which experts see a token, and all that ranks do together.
-_KEPT = frozenset(
+#: Which experts see a token, and all that ranks do together: for a policy of one's own.
+KEPT = frozenset(
     getattr(torch.ops.fusedmoe, name).default
     for name in ("gate", "gate_from_logits", "order", "meet", "dispatch", "combine")
 ) | {torch.ops.aten.topk.default}
@@ -31,4 +31,4 @@ def save_communication() -> tuple[Any, Any]:
 
 
 def _policy(ctx: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

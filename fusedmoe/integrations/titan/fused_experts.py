@@ -1,0 +1,107 @@
+"""Torchtitan's routed experts by this library's kernels: no copies of rows sorted by expert, nor of their results.
+
+Shape suffixes are torchtitan's, as in `fusedmoe.integrations.titan.token_dispatcher`; F is the experts' hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+from fusedmoe import ops
+from fusedmoe.integrations.titan.token_dispatcher import TokenDispatcher
+from fusedmoe.kernels import operators
+
+
+class FusedExperts(GroupedExperts):
+    """The parameters of torchtitan's experts, with another forward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_SD: Tensor, layout: ops.Layout, score_N: Tensor) -> Tensor:
+        """[S, D] for each token (or received row) the sum of its sorted rows' results, times their scores."""
+        w1_EFD, w2_EDF, w3_EFD = (
+            parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            for parameter in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        )
+        y_SD: Tensor = _SwiGLU.apply(x_SD, score_N, w1_EFD, w2_EDF, w3_EFD, layout)
+        return y_SD
+
+
+class FusedRoutedExperts(RoutedExperts):
+    """Dispatch, experts and combine as one.
+
+    Products run, and rows travel, in the dtype of the tokens, which is that of FSDP's mixed precision; under autocast
+    in its dtype. (Torchtitan's own experts always compute in bfloat16.) Scores are float32, and multiply the experts'
+    results in float32. Where tensor parallelism splits each expert, a rank has a part of F, and returns a part of the
+    sum, as in torchtitan.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        inner_experts: FusedExperts.Config
+        token_dispatcher: TokenDispatcher.Config
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """[B, L, D] the sum of each token's results, in the dtype of x_BLD."""
+        kind = x_BLD.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BLD.dtype
+        # Their type checks know no operators of ours; they are told what they need where this module begins and ends.
+        with spmd.no_typecheck():
+            scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
+            x_TD = x_BLD.flatten(0, 1).to(dtype)
+            y_TD = self.token_dispatcher.through_experts(x_TD, scores_TK, ids_TK, self.inner_experts)
+            return y_TD.view(x_BLD.shape).to(x_BLD.dtype)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """The kernels' operator with both halves of the up projection as parameters of their own.
+
+    The kernels read them as one tensor, and parameters in the dtype of the rows. That copy lives while a pass runs:
+    what is saved for backward is the parameters themselves, so that FSDP can free what it gathered.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SD: Tensor,
+        score_N: Tensor,
+        w1_EFD: Tensor,
+        w2_EDF: Tensor,
+        w3_EFD: Tensor,
+        layout: ops.Layout,
+    ) -> Tensor:
+        w13, w2 = _as_read(x_SD.dtype, w1_EFD, w2_EDF, w3_EFD)
+        y_SD, h = operators.experts(x_SD, score_N, w13, w2, None, None, 0, *layout.tensors, "swiglu")
+        ctx.save_for_backward(h, x_SD, score_N, w1_EFD, w2_EDF, w3_EFD, *layout.tensors)
+        return y_SD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
+        h, x_SD, score_N, w1_EFD, w2_EDF, w3_EFD, *layout = ctx.saved_tensors
+        w13, w2 = _as_read(x_SD.dtype, w1_EFD, w2_EDF, w3_EFD)
+        given = (dy_SD, h, x_SD, score_N, w13, w2, None, None, 0, *layout, "swiglu")
+        dx_SD, dscore_N, dw13, dw2, *_ = operators.experts_backward(*given)
+        dw1, dw3 = (half.to(w1_EFD.dtype) for half in dw13.unbind(1))
+        return dx_SD, dscore_N, dw1, dw2.to(w2_EDF.dtype), dw3, None
+
+
+def _as_read(dtype: torch.dtype, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> tuple[Tensor, Tensor]:
+    """[e, 2, F, D] and [e, D, F], contiguous."""
+    return torch.stack((w1_EFD.to(dtype), w3_EFD.to(dtype)), 1), w2_EDF.to(dtype).contiguous()

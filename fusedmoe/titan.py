@@ -1,0 +1,86 @@
+"""Torchtitan's models with this library's exchange of rows and kernels, by the names of its overrides:
+
+    torchtitan … --override.imports fusedmoe.titan.routed_experts,fusedmoe.titan.selective_ac
+
+`token_dispatcher` sends rows by this library, and leaves the experts to torchtitan; `routed_experts` is both, with the
+experts by this library's kernels; take one of them. `selective_ac` has selective activation checkpointing run each
+exchange once. See `fusedmoe.integrations.titan`.
+"""
+
+from __future__ import annotations
+
+from torchtitan.config import derive, override
+from torchtitan.distributed import activation_checkpoint
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.integrations.titan import FusedExperts, FusedRoutedExperts, SelectiveAC, TokenDispatcher
+
+__all__ = ["routed_experts", "selective_ac", "token_dispatcher"]
+
+_TIMEOUT_S = 300.0
+
+
+@override(target=AllToAllTokenDispatcher.Config, description="Rows travel by fusedmoe's exchange")
+def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, *, timeout_s: float = _TIMEOUT_S) -> TokenDispatcher.Config:
+    """The dispatcher's configuration, with this library's.
+
+    Args:
+        timeout_s: how long a rank waits for others, in seconds.
+    Raises:
+        ConfigError: a dispatcher that pads rows, for quantised experts.
+    """
+    if type(cfg) is not AllToAllTokenDispatcher.Config:
+        raise ConfigError(
+            f"fusedmoe.titan.token_dispatcher: {_name(cfg)} does more than send rows, such as pad them for quantised "
+            "experts, which would be lost; leave this override or the quantisation of experts out"
+        )
+    return derive(cfg, TokenDispatcher.Config, timeout_s=timeout_s)
+
+
+@override(target=RoutedExperts.Config, description="Rows travel, and experts compute, by fusedmoe")
+def routed_experts(cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S) -> FusedRoutedExperts.Config:
+    """The routed experts' configuration, with this library's dispatcher and kernels.
+
+    Args:
+        timeout_s: how long a rank waits for others, in seconds.
+    Raises:
+        ConfigError: experts, or a dispatcher, of another kind than torchtitan's plain ones, named.
+    """
+    inner, dispatcher = cfg.inner_experts, cfg.token_dispatcher
+    if type(cfg) is not RoutedExperts.Config or type(inner) is not GroupedExperts.Config:
+        raise ConfigError(
+            f"fusedmoe.titan.routed_experts computes plain SwiGLU experts, and not {_name(inner)} in {_name(cfg)}; "
+            "take fusedmoe.titan.token_dispatcher, which leaves the experts as they are"
+        )
+    if type(dispatcher) not in (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config):
+        raise ConfigError(
+            f"fusedmoe.titan.routed_experts sends rows itself, but {_name(dispatcher)} was chosen; set the model's "
+            "moe_comm_backend to 'standard', or leave this override out"
+        )
+    return derive(
+        cfg,
+        FusedRoutedExperts.Config,
+        inner_experts=derive(inner, FusedExperts.Config),
+        token_dispatcher=derive(dispatcher, TokenDispatcher.Config, timeout_s=timeout_s),
+    )
+
+
+@override(target=activation_checkpoint.SelectiveAC.Config, description="Each exchange of fusedmoe runs once")
+def selective_ac(cfg: activation_checkpoint.SelectiveAC.Config) -> SelectiveAC.Config:
+    """The policy's configuration, with one that saves what travelled.
+
+    Raises:
+        ConfigError: a policy of another class, named.
+    """
+    if type(cfg) is not activation_checkpoint.SelectiveAC.Config:
+        raise ConfigError(
+            f"fusedmoe.titan.selective_ac would lose what {_name(cfg)} saves; leave this override out, and add "
+            "fusedmoe.training.activation_checkpoint.KEPT to what its get_save_ops returns"
+        )
+    return derive(cfg, SelectiveAC.Config)
+
+
+def _name(cfg: object) -> str:
+    return f"{type(cfg).__module__}.{type(cfg).__qualname__}"
