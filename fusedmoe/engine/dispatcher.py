@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -188,6 +188,18 @@ class Collectives(Dispatcher):
         rows_RM, handle = self.dispatch_by_operators(permute(routed.x_SM, layout), weight_N, layout, bad)
         out_RM = experts(rows_RM, handle.layout, handle.weight_N)
         return unpermute(self.combine_by_operators(out_RM, handle), layout)
+
+    def by_operators_of_none(self, routed: Routed, experts: nn.Module, bad: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same for a graph without tokens, and a zero to be added to the loss: a compiler leaves out what gives no
+        number, also where other ranks wait for it; so a row of padding ties them to the loss, and to a parameter.
+        """
+        x_0M = routed.x_SM
+        like = next((one for one in experts.parameters() if one.requires_grad), x_0M.new_zeros(1))
+        padding_1M = like.reshape(-1)[:1].to(x_0M.dtype).expand(1, x_0M.shape[1])
+        weight_1 = None if routed.weight_SK is None else routed.weight_SK.new_zeros(1)
+        rows_RM, handle = self.dispatch_by_operators(padding_1M, weight_1, routed.layout, bad)
+        back_1M = self.combine_by_operators(experts(rows_RM, handle.layout, handle.weight_N), handle)
+        return back_1M[:0], back_1M.sum()
 
     def dispatch_by_operators(
         self, rows_NM: Tensor, weight_N: Tensor | None, layout: Layout, bad: Tensor | None = None

@@ -221,10 +221,14 @@ class MoELayer(nn.Module):
         self.load.keep(ordered.kept_E)
         self.dispatcher.recorder = recorder
         routed = Routed(ordered.x_SM, ordered.layout, ordered.weight_SK, refusal)
-        if torch.compiler.is_compiling() and isinstance(self.dispatcher, Collectives):
+        aux = routing.aux_loss
+        if not torch.compiler.is_compiling() or not isinstance(self.dispatcher, Collectives):
+            y_SM = self.dispatcher.through_experts(routed, self.experts)
+        elif len(x_SM):
             y_SM = self.dispatcher.by_operators(routed, self.experts, self.checks.bad_logits(routing))
         else:
-            y_SM = self.dispatcher.through_experts(routed, self.experts)
+            y_SM, zero = self.dispatcher.by_operators_of_none(routed, self.experts, self.checks.bad_logits(routing))
+            aux = aux + zero
         with span(recorder, "unpermute", kind="unpermute", phase="forward"):
             y_SM = self.order.restore(y_SM, ordered)
         check_results(type(self.experts).__name__, y_SM, x_SM)
@@ -234,7 +238,7 @@ class MoELayer(nn.Module):
             shared_SM = self.mp_tokens.call(self.shared, x_SM, every, None)
             check_results(type(self.shared).__name__, shared_SM, x_SM)
             y_SM = y_SM + shared_SM
-        self._keep_aux(routing.aux_loss)
+        self._keep_aux(aux)
         return y_SM
 
     def set_plan(

@@ -165,9 +165,11 @@ def test_the_format_before_loads_with_a_warning(cluster: Cluster, tmp_path: Path
     shutil.copytree(OLD, path)
     with pytest.warns(UserWarning, match=r"of format 1, without checksums: .* Save it again"):
         _, _, right = load(path, ONE, 0, Topology(), trained=True)
+    # It was trained by other versions of the kernels, whose sums round in another order.
     trained = Toy()
     train(trained, optimizer := make_optimizer("adamw", trained), ONE, 0, range(2))
-    assert right == hold(trained, optimizer)
+    torch.testing.assert_close(right.model, dict(trained.state_dict()), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(right.optimizer["state"], optimizer.state_dict()["state"], rtol=1e-9, atol=1e-12)
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     flips = [flip for flip in draw(seed, 60, path) if flip.file != ".metadata"]
@@ -176,18 +178,16 @@ def test_the_format_before_loads_with_a_warning(cluster: Cluster, tmp_path: Path
         texts = flipped_loads(0, 1, ONE, path, flips)
     assert {text for text in texts if text}, "some are refused"
     assert all("is damaged: __0_0.distcp" in text and CURE in text for text in texts if text)
-    cluster.run(2, loads_old, path)
+    cluster.run(2, loads_old, path, right.model)
 
 
-def loads_old(rank: int, world: int, path: Path) -> None:
+def loads_old(rank: int, world: int, path: Path, right: dict[str, Tensor]) -> None:
     sizes = Sizes(2, ep=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         said, _, held = load(path, sizes, rank, sizes.topology(), trained=False)
     assert said is None and len([one for one in caught if "checksums" in str(one.message)]) == (rank == 0)
-    trained = Toy()
-    train(trained, make_optimizer("adamw", trained), ONE, 0, range(2))
-    for name, value in trained.state_dict().items():
+    for name, value in right.items():
         assert torch.equal(held.model[name], part(value, name, sizes, rank))
 
 
