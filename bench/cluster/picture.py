@@ -39,7 +39,8 @@ def picture(found: dict[str, Any]) -> Figure:
     for place, (name, line) in zip(axes, timelines.items(), strict=True):
         _draw(place, line)
         row = found["rows"][name]
-        title = "Without a schedule" if name == "off" else f"Scheduled by {name}: {row['over_off']:.2f} times as fast"
+        said = "auto" if found["rows"]["auto"].get("same_as", "auto") == name else name
+        title = 'schedule="off"' if name == "off" else f'schedule="{said}": {row["over_off"]:.2f} times as fast'
         place.set_title(f"{title} ({1e3 * row['median_s']:.0f} ms, median)", loc="left", fontsize=10, weight="bold")
         place.set_xlim(0, longest_ms)
     axes[-1].set_xlabel("ms", loc="right", fontsize=9)

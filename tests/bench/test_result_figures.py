@@ -1,4 +1,4 @@
-"""Every figure that the README takes from bench/results/ is what the file there says, as it is rounded in the text.
+"""Every figure that docs/results.md takes from bench/results/ is what the file there says, as it is rounded there.
 
 After a new measurement this test says which sentences are to be written anew: it has them with the numbers left out.
 """
@@ -30,71 +30,58 @@ def load(name: str) -> dict[str, Any]:
 
 
 def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Sentences with {} for each number, and the numbers."""
+    """Sentences and lines of tables with {} for each number, and the numbers."""
     settings = {name: of for file in ("cluster", "blocks", "placement") for name, of in load(file)["settings"].items()}
 
     def rows(setting: str, part: str) -> dict[str, Any]:
         found: dict[str, Any] = settings[setting][part]["rows"]
         return found
 
-    def ratio(setting: str, part: str, slow: str, fast: str) -> str:
-        of = rows(setting, part)
-        return f"{of[slow]['median_s'] / of[fast]['median_s']:.2f}"
+    for setting, part in (("layer", "layer"), ("emulated", "layer"), ("emulated", "model"), ("computed", "job")):
+        for name, of in rows(setting, part).items():
+            if "same_as" in of and name != "auto":
+                continue
+            error = f"{of['error']:+.1%}" if "error" in of else "–"
+            cells = (f"{of['median_s']:.2f}", error, f"{of['over_sequential']:.2f}")
+            yield f"| {setting}, {part} | `{name}` | {{}} s | {{}} | {{}} |", cells
 
-    def worst(setting: str) -> str:
-        percent = 100 * max(abs(row["error"]) for row in rows(setting, "steps").values())
-        return f"{-int(-percent // 1)}%"  # "within": up
-
-    yield "a step of three layers takes {} times as long", (ratio("emulated", "steps", "sequential", "fsmoe"),)
-    yield "`pipemoe` {} times as long", (ratio("emulated", "steps", "pipemoe", "fsmoe"),)
-    yield "every policy is within {} of its prediction. On two ranks", (worst("emulated"),)
-    computed = settings["computed"]["steps"]
-    above = f"{computed['rows']['fsmoe']['median_s'] / computed['bound_s'] - 1:.0%}"
-    yield "a step of four layers takes {} times as long", (ratio("computed", "steps", "sequential", "fsmoe"),)
-    yield "which is {} above what no order of the layers can beat", (above,)
-    yield "every policy is within {} of its prediction (`bench/results/cluster.json`", (worst("computed"),)
-    job = [ratio("computed", "job", "off", name) for name in ("fsmoe", "joint")]
-    yield "takes {} times as long without a schedule as by `fsmoe`, and {} times as long as by `joint`", tuple(job)
-
-    of, found = rows("blocks", "steps"), settings["blocks"]
-    seconds = {name: f"{row['median_s']:.2f}" for name, row in of.items()}
-    step = (seconds["sequential"], seconds["joint"], ratio("blocks", "steps", "sequential", "joint"))
-    yield "a step takes {} s one thing after the other and {} s, {} times less, by `joint`", step
-    others = ("flowmoe", "fsmoe", "lancet", "lancet, ranges", "lancet, weights", "experts")
-    text = "{} s by `flowmoe`, {} s by `fsmoe`, {} s by `lancet` ({} s and {} s by its two passes alone), {} s with"
-    yield text, tuple(seconds[name] for name in others)
-    exposed = tuple(f"{of[name]['exposed_s']:.2f}" for name in ("sequential", "joint", "flowmoe", "lancet"))
-    yield "Of {} s of exposed communication `joint` leaves {} s, `flowmoe` {} s, `lancet` {} s", exposed
-    bound = f"{found['steps']['bound_s']:.2f}"
-    yield "Every step is within {} of its prediction, and no order takes less than {} s", (worst("blocks"), bound)
-    yield "S_p is {} off the best of a fine sweep", (f"{found['buckets']['regret']:.1%}",)
+    of = rows("blocks", "steps")
+    for name, label in (("sequential", "one thing after the other"), ("experts", "only experts in chunks")):
+        yield f"| {label} | {{}} s |", (f"{of[name]['median_s']:.2f}",)
+    for name in ("lancet", "fsmoe", "flowmoe", "joint"):
+        yield f"| `{name}` | {{}} s | {{}} s |", (f"{of[name]['median_s']:.2f}", f"{of[name]['exposed_s']:.2f}")
+    yield "no order takes less than {} s", (f"{settings['blocks']['steps']['bound_s']:.2f}",)
+    worst = max(abs(row["error"]) for row in of.values())
+    yield "Each step is within {} of its prediction, and no order", (f"{-int(-100 * worst // 1)}%",)
+    yield "bucket sizes is {} off the best", (f"{settings['blocks']['buckets']['regret']:.1%}",)
 
     of = rows("placement", "placement")
-    seconds = {name: f"{row['median_s']:.2f}" for name, row in of.items()}
-    yield "16 experts takes {} s by expert parallelism", (seconds["ep"],)
-    yield (
-        "and {} s by Hecate's placements, {} times less",
-        (seconds["hecate"], ratio("placement", "placement", "ep", "hecate")),
-    )
-    again = seconds["hecate, re-materialising"]
-    text = (
-        "{} s where copies are given back, in as much memory as expert parallelism's; {} s by FlexMoE's replication, "
-    )
-    text += "{} s by FasterMoE's shadowing, {} s by SmartMoE's swaps"
-    yield text, (again, *(seconds[name] for name in ("flexmoe", "fastermoe", "smartmoe")))
+    for name, label in (
+        ("ep", "expert parallelism"),
+        ("smartmoe", "SmartMoE's swaps"),
+        ("fastermoe", "FasterMoE's shadowing"),
+        ("flexmoe", "FlexMoE's replication"),
+        ("hecate, re-materialising", "Hecate, copies given back"),
+        ("hecate", "Hecate"),
+    ):
+        yield f"| {label} | {{}} s |", (f"{of[name]['median_s']:.2f}",)
 
     one = load("placement_simulated")
+    yield "simulates {} iterations", (str(one["run"]["iterations"]),)
     of = one["simulations"]["m = 2, seed 0"]["policies"]
-    yield "Over {} iterations of a drifting router", (str(one["run"]["iterations"]),)
-    names = ("hecate", "algorithm1", "flexmoe", "fastermoe", "smartmoe")
-    text = "take {} times less than by expert parallelism by Hecate's placements, {} times by Algorithm 1 alone, "
-    text += "{} times by FlexMoE's, {} times by FasterMoE's and {} times by SmartMoE's"
-    yield text, tuple(f"{of[name]['speedup']:.2f}" for name in names)
-    peaks = tuple(f"{of[name]['peak_bytes'] / 1e9:.2f}" for name in (*names, "ep"))
-    yield "has {} GB of them at its height, {} GB, {} GB, {} GB and {} GB, by expert parallelism {} GB", peaks
+    for name, label in (
+        ("ep", "expert parallelism"),
+        ("smartmoe", "SmartMoE"),
+        ("fastermoe", "FasterMoE"),
+        ("flexmoe", "FlexMoE"),
+        ("algorithm1", "Hecate, Algorithm 1 alone"),
+        ("hecate", "Hecate, with this library's search"),
+    ):
+        cells = (f"{of[name]['speedup']:.2f}", f"{of[name]['peak_bytes'] / 1e9:.2f}")
+        yield f"| {label} | {{}} | {{}} GB |", cells
 
     chaos = load("chaos")
-    yield "Of {} such faults", (f"{chaos['cases']:,}",)
+    yield "Of {} faults", (f"{chaos['cases']:,}",)
     delays = [chaos["seconds_to_error"][kind] for kind in ("kill", "raise")]
     median, longest = (max(one[which] for one in delays) for which in ("median", "max"))
     yield "it took {} s in the median and {} s at most", (f"{median:.2f}", f"{longest:.1f}")
@@ -131,20 +118,20 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
             yield f"| {sizes} | {{}} | {{}} | {{}} |", cells
 
 
-TEXT = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+TEXT = re.sub(r"\s+", " ", (ROOT / "docs/results.md").read_text())
 
 
 @pytest.mark.parametrize(("sentence", "numbers"), [pytest.param(*one, id=one[0][:40]) for one in figures()])
 def test_a_figure_is_the_file_s(sentence: str, numbers: tuple[str, ...]) -> None:
     pattern = re.escape(sentence).replace(r"\{\}", r"(\S+(?: \(\d+%\))?(?:, \d+)?)")
     said = re.search(pattern, TEXT)
-    assert said is not None, f"the README does not say this any more, or in other words: {sentence}"
-    assert said.groups() == numbers, f"{sentence}: the README says {said.groups()}, the results {numbers}"
+    assert said is not None, f"docs/results.md does not say this any more, or in other words: {sentence}"
+    assert said.groups() == numbers, f"{sentence}: docs/results.md says {said.groups()}, the results {numbers}"
 
 
 def test_no_figure_is_left_out() -> None:
     """In paragraphs that name a file of results, every number with a decimal point or a percent sign is looked up."""
-    for paragraph in (ROOT / "README.md").read_text().split("\n\n"):
+    for paragraph in (ROOT / "docs/results.md").read_text().split("\n\n"):
         if not re.search(r"bench/results/\w[\w-]*\.json", paragraph) or "```" in paragraph:
             continue
         left = re.sub(r"\s+", " ", paragraph)
