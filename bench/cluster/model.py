@@ -26,7 +26,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.pipeline import Parts, PipelinedBlocks
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.observing import observe_steps
-from fusedmoe.runtime.recorder import Recorder, recorded, span
+from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
 from fusedmoe.schedule.candidates import OFF, PlanCandidate
 from fusedmoe.schedule.contest import Contest
 from fusedmoe.schedule.plan import Plan
@@ -102,7 +102,7 @@ class WaitingDense(nn.Module):
         self._row_s, self._number = setting.attention_flop / setting.emulated_flops / setting.S * 2, number
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = recorded(self.recorder, self._wait, x, kind="attention", layer=self._number)
+        y = recorded(in_layer(self.recorder, self._number), self._wait, x, kind="attention")
         return y, y
 
     def _wait(self, x: Tensor) -> Tensor:

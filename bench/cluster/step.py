@@ -34,6 +34,7 @@ START_S = 0.3e-3
 # Rows of a product, whatever the chunks: how they are split shall change what travels when, not what a product takes.
 _BLOCK = 128
 
+_DENSE = ("attention", "attention-weight-gradient")
 _KINDS = ("attention", *PIPELINE, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
 
 
@@ -272,6 +273,11 @@ class _State:
         layers = self._setting.layers
         self._buckets = gradient_ranges(plan, (self._computation.gradient_bytes,) * layers)
         self._degrees = plan.degrees
+        self._dense_degrees: dict[tuple[str | None, int | None], int] = {}  # a block's dense part has its own chunks
+        for task in plan:
+            if task.kind in _DENSE and task.chunk is not None:
+                at = task.phase, task.layer
+                self._dense_degrees[at] = max(self._dense_degrees.get(at, 0), task.chunk + 1)
         self._later = {(task.kind, task.layer) for task in plan.compute if task.kind in WEIGHT_GRADIENTS.values()}
         self._at: dict[tuple[str | None, int | None, int | None], Tensor] = {}
         self.gradient = torch.zeros(layers * self._computation.gradient_bytes // 4)
@@ -344,7 +350,8 @@ class _State:
     def _chunk(self, task: Task) -> slice:
         if task.chunk is None:
             return slice(0, self._step._capacity)
-        return self._step.chunk(task.chunk, self._degrees[task.phase, task.layer])
+        degrees = self._dense_degrees if task.kind in _DENSE else self._degrees
+        return self._step.chunk(task.chunk, degrees[task.phase, task.layer])
 
     def _rows(self, task: Task) -> slice:
         chunk = self._chunk(task)

@@ -37,7 +37,7 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         found: dict[str, Any] = settings[setting][part]["rows"]
         return found
 
-    for setting, part in (("layer", "layer"), ("emulated", "layer"), ("emulated", "model"), ("computed", "job")):
+    for setting, part in (("layer", "layer"), ("emulated", "layer"), ("computed", "job")):
         for name, of in rows(setting, part).items():
             if "same_as" in of and name != "auto":
                 continue
