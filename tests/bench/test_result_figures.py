@@ -85,6 +85,11 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     delays = [chaos["seconds_to_error"][kind] for kind in ("kill", "raise")]
     median, longest = (max(one[which] for one in delays) for which in ("median", "max"))
     yield "it took {} s in the median and {} s at most", (f"{median:.2f}", f"{longest:.1f}")
+    named = [sum(of) for of in zip(*chaos["rank_at_fault_named"].values(), strict=True)]
+    yield "was named in {} of {} errors", tuple(f"{count:,}" for count in named)
+    job = load("long_job")
+    yield "make long-job`, {} steps with {} faults", (f"{job['steps']:,}", str(sum(job["faults"].values())))
+    yield "of {} lines of losses", (f"{job['lines_compared']:,}",)
 
     for name, text in (
         ("tutel_cpu", "take Tutel {} times as long on one thread of a CPU and {} times on two"),
