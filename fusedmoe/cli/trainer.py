@@ -44,7 +44,7 @@ from fusedmoe.schedule.sparse_collectives import hidden_s
 from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.workload import IN_LAYERS, Workload
 from fusedmoe.training import PlanTuning, ShardedExperts, clip_grad_norm, sync_gradients
 from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
 from fusedmoe.training.plan_tuning import TUNED
@@ -146,7 +146,8 @@ class Trainer:
         if self._followed is None:
             return None
         plan, costs = self._followed
-        plan = plan if self.tuning is None else self.tuning.plan
+        if self.tuning is not None:
+            plan, costs = self.tuning.plan, self.tuning.costs
         return plan if len(plan) else POLICIES["sequential"].plan(costs), costs  # what nothing in chunks amounts to
 
     def measured(self, costs: CostModel, budget_s: float = BUDGET_S) -> CostModel:
@@ -162,12 +163,15 @@ class Trainer:
         settings = self._settings
         if self.sharded_experts is not None:
             return costs
-        facts = timing_facts(settings, self._topology, self._device)
-        seen = cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s))
-        return replace(costs, observed={**costs.observed, self._workload.shapes: seen})
+        found = dict(costs.observed)
+        for name, whole in observed_forms(settings, self._workload).items():
+            facts = timing_facts(settings, self._topology, self._device, whole)
+            blocks = self._blocks if whole else None
+            found[name] = cached_observed(self._topology, facts, lambda: self._observed(costs, budget_s, blocks))  # noqa: B023
+        return replace(costs, observed=found)
 
-    def _observed(self, costs: CostModel, budget_s: float) -> Observed:
-        topology, blocks, workload = self._topology, self._blocks, self._workload
+    def _observed(self, costs: CostModel, budget_s: float, blocks: PipelinedBlocks | None) -> Observed:
+        topology, workload = self._topology, self._workload
         step = PlannedStep(self.model, topology, costs, workload, blocks=blocks)
         self._buckets = step.buckets
         plans = probes(step.costs, micro_batch_limit(self._settings, topology.mp.size))
@@ -364,10 +368,18 @@ def splits_layers(settings: Settings) -> bool:
     return policy_of(settings) in WHOLE_POLICIES and why_not_split(settings) is None
 
 
-def timing_facts(settings: Settings, topology: Topology, device: torch.device) -> dict[str, Any]:
+def observed_forms(settings: Settings, workload: Workload) -> dict[str, bool]:
+    """By what name a model's costs hold what its steps took, and whether micro-batches went through whole layers then:
+    "auto" has plans of both forms to compare, each by its own."""
+    whole = splits_layers(settings)
+    layers = {workload.shapes + IN_LAYERS: False} if whole and settings.schedule == "auto" else {}
+    return {**layers, workload.shapes: whole}  # what the layers were told last is what blocks do not look at
+
+
+def timing_facts(settings: Settings, topology: Topology, device: torch.device, whole: bool) -> dict[str, Any]:
     """All that the time of a step's parts depends on, in plain types, the same on every rank. Collective."""
     facts = machine_facts(topology, device, compute_dtype(settings))
-    return facts | {name: settings.to_json()[name] for name in _TIMED} | {"blocks": splits_layers(settings)}
+    return facts | {name: settings.to_json()[name] for name in _TIMED} | {"blocks": whole}
 
 
 def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device: torch.device) -> CostModel:
@@ -375,9 +387,15 @@ def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device:
     Collective over all ranks."""
     if not follows_plan(settings, topology.ep.size, topology.esp.size) or settings.placement != "ep":
         return costs
-    seen = kept_observed(topology, timing_facts(settings, topology, device))
-    workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
-    return costs if seen is None else replace(costs, observed={**costs.observed, workload.shapes: seen})
+    workload, found = (
+        step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size),
+        dict(costs.observed),
+    )
+    for name, whole in observed_forms(settings, workload).items():
+        seen = kept_observed(topology, timing_facts(settings, topology, device, whole))
+        if seen is not None:
+            found[name] = seen
+    return replace(costs, observed=found)
 
 
 def follows_plan(settings: Settings, ep: int, esp: int) -> bool:

@@ -331,10 +331,14 @@ def choice_text(line: str, seconds: float, candidates: Sequence[PlanCandidate], 
     return json.dumps({**head, "table": table, "plans": plans})
 
 
-def read_choice(topology: Topology, costs: StepCosts, path: Path) -> tuple[float, list[PlanCandidate]] | None:
+def read_choice(
+    topology: Topology, costs_of: Callable[[bool], StepCosts], path: Path
+) -> tuple[float, list[PlanCandidate]] | None:
     """The seconds of a kept choice, and its plans; None where there is none. Collective over all ranks.
 
     A damaged file is a warning, and so is one whose plans are not of these layers.
+
+    `costs_of`: a step, by whether micro-batches go through whole layers.
     """
     text = read_kept(path) if topology.rank == 0 else None
     text = all_gather_object(topology.world, text, "reading what was measured")[0]
@@ -349,8 +353,10 @@ def read_choice(topology: Topology, costs: StepCosts, path: Path) -> tuple[float
             plan = Plan.parse("\n".join(one["plan"]))
             if plan.fingerprint != one["fingerprint"]:
                 raise ConfigError("a plan is not as it was written")
+            whole = bool(one["whole"])
+            costs = costs_of(whole)
             predicted_s = makespan(plan, costs) if len(plan) else makespan(sequential(costs), costs)
-            found.append(PlanCandidate(str(one["family"]), plan, bool(one["whole"]), predicted_s))
+            found.append(PlanCandidate(str(one["family"]), plan, whole, predicted_s))
         if not found:
             raise ConfigError("it has no plan")
     except (KeyError, TypeError, ValueError, ConfigError) as error:

@@ -12,6 +12,10 @@ from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, St
 from fusedmoe.schedule.task import FUSED, LINKS, PIPELINE
 from fusedmoe.schedule.timeline import PHASES
 
+#: What a model's costs know its shapes by where they are of steps whose chunks end with their layer, beside those of
+#: steps whose micro-batches go through whole layers.
+IN_LAYERS = ", chunks of layers"
+
 #: Matrix products of an expert's forward pass, by its network.
 GEMMS = {"ffn": 2, "swiglu": 3}
 
@@ -176,6 +180,8 @@ class Workload:
         layers = tuple(of_size[size] for size in gradient_bytes)
         found = StepCosts(layers, all_reduce, model.contention, task_s=model.task_s)
         seen = model.observed.get(self.shapes)
+        if not whole:
+            seen = model.observed.get(self.shapes + IN_LAYERS, seen)
         return found if seen is None else refit(found, seen, 1.0 if seen.rows is None else seen.rows / self.rows)
 
 

@@ -74,7 +74,7 @@ class PlanTuning:
             plan is followed without any other, unless steps drift.
         tell: is told on rank 0 what was chosen, in a line.
     Attributes:
-        now: what steps follow.   buckets: of gradients, for `sync_gradients`.   costs: of a step, for predictions.
+        now: what steps follow.   buckets: of gradients, for `sync_gradients`.
     Raises:
         ConfigError: another policy; for "flowmoe" no scikit-learn (`fusedmoe[plan]`); what `plan_step` refuses.
     """
@@ -102,7 +102,6 @@ class PlanTuning:
         )
         self._step, self._policy, self._tell = step, policy, tell
         self.buckets: GradientBuckets = step.buckets
-        self.costs: StepCosts = step.costs
         self._path = step.choice_path(policy)
         kept = None if resumed is None else step.kept(policy, resumed)
         kept = step.kept(policy, self._path) if kept is None else (kept[0], kept[1][:1])
@@ -111,7 +110,7 @@ class PlanTuning:
         if policy == AUTO:
             self.contest = Contest(self._families, self._beside, kept=kept, drift=drift)
         else:
-            if largest := max(self.costs.gradient_bytes):
+            if largest := max(step.costs.gradient_bytes):
                 self._search = BucketSearch(largest)
             self.contest = Contest(self._first_size, self._next_size, kept=kept, steps=_SIZE_STEPS, drift=drift)
         self._own: list[float] = []
@@ -123,6 +122,11 @@ class PlanTuning:
     def plan(self) -> Plan:
         """What steps follow now; without tasks: nothing in chunks."""
         return self.now.plan
+
+    @property
+    def costs(self) -> StepCosts:
+        """Of a step by what is followed now."""
+        return self._step.costs_of(self.now.whole)
 
     @property
     def settled(self) -> bool:
@@ -224,7 +228,8 @@ class PlanTuning:
             return []
         self._climbed.add(best.name)
         tried = {(one.candidate.plan.fingerprint, one.candidate.whole) for one in entries}
-        found = candidates_beside(best, self.costs, self._step.limit, self._step.samples)
+        costs = self._step.costs_of(best.whole)
+        found = candidates_beside(best, costs, self._step.limit, self._step.samples)
         return [one for one in found if (one.plan.fingerprint, one.whole) not in tried and self._step.runs(one)]
 
     def _first_size(self) -> list[PlanCandidate]:
@@ -232,7 +237,7 @@ class PlanTuning:
         if self._search is None:
             return [found]
         self._search.tried = []
-        return [with_bucket_bytes(found, self.costs, self._search.next() or 1)]
+        return [with_bucket_bytes(found, self._step.costs, self._search.next() or 1)]
 
     def _next_size(self, entries: Sequence[Entry]) -> list[PlanCandidate]:
         if self._search is None:
@@ -244,7 +249,7 @@ class PlanTuning:
             for one in entries
         ]
         size = self._search.next()
-        found = [] if size is None else [with_bucket_bytes(entries[0].candidate, self.costs, size)]
+        found = [] if size is None else [with_bucket_bytes(entries[0].candidate, self._step.costs, size)]
         return [one for one in found if self._step.runs(one) and one.plan not in [e.candidate.plan for e in entries]]
 
 

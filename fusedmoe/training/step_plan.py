@@ -17,7 +17,7 @@ from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.progress import WorkBar
-from fusedmoe.schedule.candidates import PlanCandidate, family_candidates
+from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candidates
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
@@ -123,9 +123,17 @@ class PlannedStep:
         )
         here = self._layers[0].topology
         self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
-        if isinstance(costs, CostModel):
-            costs = model_costs(model, blocks, costs, workload, self.buckets)
-        self.costs = costs
+        #: Of a step in which micro-batches go through whole layers, where they can; and of one in which they do not.
+        if isinstance(costs, StepCosts):
+            self.costs = self.layer_costs = costs
+        else:
+            self.costs = model_costs(model, blocks, costs, workload, self.buckets)
+            split = blocks is not None
+            self.layer_costs = model_costs(model, None, costs, workload, self.buckets) if split else self.costs
+
+    def costs_of(self, whole: bool) -> StepCosts:
+        """What a step costs by a plan of whole layers, or by one of their pipelines."""
+        return self.costs if whole else self.layer_costs
 
     def candidate(self, policy: str) -> PlanCandidate:
         """The plan by a policy, with "auto" the one that is kept as the fastest, else by prediction. Collective over
@@ -151,7 +159,11 @@ class PlannedStep:
         """The best plan of each family by prediction, as far as it runs here; the best one first."""
         with WorkBar("planning") as bar:
             show = bar.show if self.topology.rank == 0 else lambda done, total: None
-            return [one for one in family_candidates(self.costs, self.limit, self.samples, show) if self.runs(one)]
+            found = family_candidates(self.costs, self.limit, self.samples, show)
+            if self.layer_costs is not self.costs:
+                layers = family_candidates(self.layer_costs, self.limit, None, show)
+                found = distinct([*(one for one in found if one.whole), *layers])
+            return [one for one in found if self.runs(one)]
 
     def runs(self, candidate: PlanCandidate) -> bool:
         """Whether a plan can run here."""
@@ -215,7 +227,7 @@ class PlannedStep:
     def kept(self, policy: str, path: Path | None = None) -> tuple[float, list[PlanCandidate]] | None:
         """The fastest plan as measured by an earlier job, its seconds, and the plans after it; None where nothing is
         kept that runs here. Collective over all ranks."""
-        found = read_choice(self.topology, self.costs, path or self.choice_path(policy))
+        found = read_choice(self.topology, self.costs_of, path or self.choice_path(policy))
         runnable = [] if found is None else [one for one in found[1] if self.runs(one)]
         return (found[0], runnable) if found is not None and runnable[:1] == found[1][:1] else None
 

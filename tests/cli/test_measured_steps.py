@@ -19,6 +19,7 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.observed import Sample
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.workload import IN_LAYERS
 from tests.cluster import Cluster
 
 SHAPE = ModelConfig(layers=2, model_dim=16, heads=2, hidden=8, experts=4, k=2, batch=4, seq_len=8)
@@ -60,11 +61,15 @@ def test_steps_are_measured_and_undone(cluster: Cluster, tmp_path: Path, schedul
     model = SHAPE if whole else replace(SHAPE, gate="expert_choice")
     (costs, losses), other = cluster.run(2, measured, str(tmp_path), schedule, model)
     assert (costs, losses) == other
-    (seen,) = costs.observed.values()
+    seen = next(found for name, found in costs.observed.items() if not name.endswith(IN_LAYERS))
+    layers = [found for name, found in costs.observed.items() if name.endswith(IN_LAYERS)]
+    assert len(layers) == whole  # of "auto", whose plans have both forms
+    for found in layers:
+        assert found.get("expert", "forward").keys() == {1, 4} and found.get("attention", "forward").keys() == {1}
     phases = [(kind, phase) for kind in ("dispatch", "expert", "combine") for phase in ("forward", "backward")]
     for kind, phase in [*phases, ("attention", "forward"), ("attention", "backward")]:
         assert all(seconds > 0 for seconds in seen.get(kind, phase).values())
         assert seen.get(kind, phase).keys() == ({1, 4} if whole or kind != "attention" else {1}), (kind, phase)
     assert bool(seen.get("weight-gradient", "backward")) == whole
     assert {Sample("loss", None), Sample("optimizer", None), Sample("gate", "forward")} <= seen.seconds.keys()
-    assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"]
+    assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"] * (1 + whole)

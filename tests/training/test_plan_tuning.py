@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, family_candidates
 from fusedmoe.schedule.contest import WINDOW
 from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.observed import Observed, Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.schedule.workload import IN_LAYERS, Workload
 from fusedmoe.training import PlanTuning, plan_step, sync_gradients
+from fusedmoe.training.step_plan import PlannedStep
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import L, M, make_blocks
 from tests.layers.test_pipeline_plans import COSTS, workload
@@ -280,6 +284,30 @@ def test_candidates_are_distinct_plans_of_the_step_with_none_among_them(whole: b
                 assert max(other.plan.degrees.values()) <= 8
                 sent = sum(task.size or 0 for task in other.plan.inter)
                 assert sent == sum(costs.gradient_bytes), other.name
+
+
+def forms(rank: int, world: int) -> None:
+    """Chunks that cost little where they end with their layer, and much where micro-batches go through it."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    shape = workload(topology, 2)
+    slow, fast = (
+        Observed({Sample("expert", phase, chunks): s for phase in PHASES for chunks, s in ((1, 0.1), (4, s_4))})
+        for s_4 in (0.4, 0.1)
+    )
+    costs = replace(COSTS, observed={shape.shapes: slow, shape.shapes + IN_LAYERS: fast})
+    step = PlannedStep(Model(topology, whole=True), topology, costs, shape, limit=4, samples=4)
+    found = step.candidates()
+    assert {one.whole for one in found} == {True, False}
+    for one in found:
+        if one.family != OFF:
+            assert one.predicted_s == makespan(one.plan, step.costs_of(one.whole)), one.name
+    assert step.costs_of(False).layers[0].micro is None and step.costs_of(True).layers[0].micro is not None
+    of = {one.family: one for one in found}
+    assert of["flowmoe"].predicted_s > min(one.predicted_s for one in found if not one.whole and one.family != OFF)
+
+
+def test_each_form_is_predicted_by_what_was_seen_of_it(cluster: Cluster) -> None:
+    cluster.run(2, forms)
 
 
 def test_names_tell_chunks() -> None:
