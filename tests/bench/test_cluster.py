@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -511,7 +512,7 @@ def test_a_rank_that_fails_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="rank [01] ended with 1"):
         command.run(setting, ["layer"], 1, tmp_path, lambda *_: None, 60)
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
-    assert f"fusedmoe-{command.os.getpid()}-" not in listed
+    assert f"fusedmoe-{os.getpid()}-" not in listed
 
 
 def test_report_says_what_is_met(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
