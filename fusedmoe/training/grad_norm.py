@@ -33,8 +33,8 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
 
     Args:
         topology: of the model's layers. None: parameters are DTensors, over one mesh or several (FSDP2, tensor and
-            expert parallelism, as transformers and torchtitan have them), which say themselves who holds which part;
-            plain tensors of one name are copies of each other. Gradients that are summands (`Partial`) are summed.
+            expert parallelism), which say themselves who holds which part; other meshes hold other parts, and plain
+            tensors of one name are copies of each other. Gradients that are summands (`Partial`) are summed.
     Returns:
         The norm before clipping, a float64 scalar where the gradients are.
     Raises:
@@ -85,8 +85,9 @@ def _by_meshes(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, boo
     known = _known.get(model)
     if known is None or known[0] != held:
         topology = Topology.from_sizes() if dist.is_initialized() and dist.get_world_size() > 1 else Topology()
-        # Ranks of other meshes may hold copies, or other parameters (the stages of a pipeline): names tell them apart.
-        found = [(name, ranks) for name, ranks, _ in held]
+        # Plain tensors of one name are copies. Of DTensors other meshes hold other parts: experts have one for each.
+        plain = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+        found = [(name, ranks) for name, ranks, _ in held if name in plain]
         every = all_gather_object(topology.world, found, "comparing the meshes of a model")
         lowest: dict[str, int] = {}
         for name, ranks in (pair for each in every for pair in each):

@@ -36,11 +36,11 @@ def over_meshes(rank: int, world: int, seed: int) -> None:
     model.register_parameter("partial", partial)
     model.register_parameter("plain", nn.Parameter(plain.clone()))
     model.plain.grad = plain.clone()
-    # Each half of the world holds a copy of one, and a stage of its own.
-    for name, grad in (("shared", half), (f"stage{rank // (world // 2)}", half * (1 + rank // (world // 2)))):
+    # Each half of the world holds other experts under one name, and a stage of its own.
+    for name, grad in (("experts", half), (f"stage{rank // (world // 2)}", half * (1 + rank // (world // 2)))):
         model.register_parameter(name, nn.Parameter(distribute_tensor(half, mesh["inner"], [Shard(0)])))
         model.get_parameter(name).grad = distribute_tensor(grad, mesh["inner"], [Shard(0)])
-    wanted += [2 * summand, plain, half, half, 2 * half]
+    wanted += [2 * summand, plain, half, half, half, 2 * half]
     norm = torch.cat([grad.flatten() for grad in wanted]).norm()
     for expected in (norm, norm / 10):
         found = clip_grad_norm(model, None, float(norm) / 10)
