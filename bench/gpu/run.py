@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from bench.gpu.steps import PLANS, Plan, every_part, seconds
 from bench.gpu.suites import rows_file
 
 _REHEARSED = 3
+_LISTEN_S = 0.5
 # These are no reason to mend anything.
 _FINE = ("passed", "skipped", "alarm", "left out")
 
@@ -104,9 +105,12 @@ class Run:
         self.place.log.say(f"{', '.join(part.name for part in ready)}: {left:.0f} s for it")
         with ThreadPoolExecutor(len(ready)) as threads:
             try:  # around the start of the threads, too: the signal to end may come at any moment
-                tasks = [threads.submit(self._do, part, deadline) for part in ready]
-                for task in as_completed(tasks):
-                    self._note(*task.result())
+                tasks = {threads.submit(self._do, part, deadline) for part in ready}
+                while tasks:
+                    # Bounded: a signal that comes just before a wait without end is not heard in it.
+                    done, tasks = wait(tasks, _LISTEN_S, FIRST_COMPLETED)
+                    for task in done:
+                        self._note(*task.result())
             except BaseException:
                 self.place.stop.set()  # processes are ended; then the threads are done, too
                 raise
