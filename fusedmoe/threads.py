@@ -39,9 +39,12 @@ class Helper:
         self._thread._started = _Begun()  # type: ignore[attr-defined]
         try:
             self._thread.start()
-        except RuntimeError as error:
-            raise MemoryError(f"no memory for the thread {name!r}: {error}. {_CURE}") from error
-        self.end = finalize(self, self._calls.put, None)
+            self.end = finalize(self, self._calls.put, None)
+        except BaseException as error:
+            self._calls.put(None)  # it may run already
+            if isinstance(error, RuntimeError):
+                raise MemoryError(f"no memory for the thread {name!r}: {error}. {_CURE}") from error
+            raise
         self.end.atexit = False
 
     def begin(self, call: Callable[[], T]) -> Future[T]:

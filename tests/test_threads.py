@@ -50,6 +50,19 @@ def test_calls_are_made_in_order_and_the_thread_ends_with_its_owner() -> None:
     until(lambda: running() < before)
 
 
+def test_an_owner_that_is_interrupted_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(threads._Begun):
+        def wait(self, timeout: float | None = None) -> bool:
+            super().wait(timeout)
+            raise KeyboardInterrupt
+
+    before = running()
+    monkeypatch.setattr(threads, "_Begun", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Helper("one")
+    until(lambda: running() == before)
+
+
 def test_what_a_call_holds_is_gone_when_it_is_made() -> None:
     held, helper = threading.Event(), Helper("one")
     count = sys.getrefcount(held)

@@ -104,17 +104,23 @@ class Board:
 
         deadline, pause = time.monotonic() + timeout_s, 0.005
         keys = self._ask(come, timeout_s) or {}
-        everyone = partial(_values, keys=list(keys.values()))
+        everyone, noted = partial(_values, keys=list(keys.values())), False
         while (there := self._ask(everyone) if keys else None) is None:
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
             said: Verdict | str | None = self.read()
             if said is None and (self._line.broke or time.monotonic() > deadline):
                 missing = [rank for rank, key in keys.items() if not self._ask(partial(_values, keys=[key]))]
+                late = self.absent(missing) or missing or [self._rank]
                 text = f"did not come within {timeout_s:.0f} s; see its log, or {cure}"
-                said = self.blame((missing or [self._rank])[0], operation, text)
+                said = self.blame(late[0], operation, text)
             if said is not None:
                 raise RankError(f"rank {self._rank}: {operation} ended because {said}")
+            if pause == LOOK_S:
+                self.waits(operation, ranks)
+                noted = True
+        if noted:
+            self.waits("")
         brought = [json.loads(entry) for entry in there]
         self._processes |= {rank: (host, pid) for rank, (host, pid, _) in zip(ranks, brought, strict=True)}
         return [facts for _, _, facts in brought]
@@ -232,6 +238,10 @@ class Board:
                 found[rank] = Note(what, mark)
                 queue += others
         return found
+
+    def absent(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks`, and of those for whom these wait, that wait for nobody: they are late, or were stopped."""
+        return [rank for rank, note in self.waiting(ranks).items() if not note.what]
 
     def _ask(self, question: Callable[[dist.Store], T], patience_s: float = PATIENCE_S) -> T | None:
         """What the store answers; None if it does not in time."""

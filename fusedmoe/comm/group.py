@@ -257,12 +257,17 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     try:
         with _unbound():
             # In a thread that is left behind: where the store's host is stopped, its client blocks for ever.
-            making = Helper("fusedmoe-group").begin(make)
+            making, noted = Helper("fusedmoe-group").begin(make), False
             while not (making.done() or time.monotonic() > deadline or board.read() or board.gone(ranks)):
-                with suppress(NoAnswer):
+                try:
                     making.exception(LOOK_S)
+                except NoAnswer:
+                    board.waits(f"{operation} over {where}", ranks)
+                    noted = True
             handle, _ = making.result(0.0)
             c10d._set_pg_timeout(patience, handle)
+            if noted:
+                board.waits("")
     except (RuntimeError, NoAnswer) as error:
         if isinstance(error, NoAnswer):
             making.add_done_callback(_unmake)
@@ -273,7 +278,7 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         # Where the time was up, whoever is gone has been so for long.
         reason = str(error) or f"not all ranks came within {patience.total_seconds():g} s"
         exit_s = max(1.0, deadline - time.monotonic())
-        raise lost(job, ranks, operation, where, reason, exit_s) from error
+        raise lost(job, ranks, operation, where, reason, exit_s, board.absent(ranks)) from error
     c10d._world.pg_group_ranks[handle] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = handle
     return made
@@ -294,11 +299,18 @@ _NO_ROOM = {os.strerror(errno.EAGAIN), os.strerror(errno.ENOMEM)}
 
 
 def lost(
-    job: Job, ranks: Sequence[int], operation: str, where: str, reason: str, exit_s: float | None = None
+    job: Job,
+    ranks: Sequence[int],
+    operation: str,
+    where: str,
+    reason: str,
+    exit_s: float | None = None,
+    absent: Sequence[int] = (),
 ) -> RankError:
     """The error for a broken connection. A peer that raised has posted why; a peer that was killed has not.
 
-    `exit_s`: how long a peer may take to be gone; None: as an error makes it take.
+    `exit_s`: how long a peer may take to be gone; None: as an error makes it take. `absent`: who had not come when the
+    connection could not be made.
     """
     me, board = job.rank, job.board
     assert board is not None
@@ -319,7 +331,11 @@ def lost(
         silent = stopped(earlier or {}, board.waiting(others))  # on other hosts: those on this one have been asked
         mine = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error ({reason})"
         gone = f"its connection to rank {me} broke, and it waits no more: it ended, or its host; see its log ({reason})"
-        verdict = board.blame(silent[0], operation, gone) if silent else board.blame(me, operation, mine)
+        late = f"it did not come: it is late, or it was stopped, or its host; see its log ({reason})"
+        if absent:
+            verdict = board.blame(absent[0], operation, late)
+        else:
+            verdict = board.blame(silent[0], operation, gone) if silent else board.blame(me, operation, mine)
     return RankError(f"rank {me}: {here} ended because {verdict}")
 
 

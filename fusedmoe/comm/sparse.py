@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusedmoe.comm.collectives import all_to_all_rows, device_of
 from fusedmoe.comm.group import Group
+from fusedmoe.errors import RankError
 
 if TYPE_CHECKING:
     from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
@@ -175,9 +176,16 @@ class _Job:
 
     @torch.no_grad()
     def run(self, during: AbstractContextManager[None]) -> list[Arrived]:
-        with during:
-            steps = range(max(one[3] for one in self._transfers) + 1)
-            return [one for step in steps for one in self._step([one for one in self._transfers if one[3] == step])]
+        try:
+            with during:
+                steps = range(max(one[3] for one in self._transfers) + 1)
+                return [one for step in steps for one in self._step([one for one in self._transfers if one[3] == step])]
+        except RankError:
+            raise
+        except BaseException as error:
+            # Others wait for this one: what the thread does next must not reach them in its place.
+            self._group.board.post_own(self._operation, f"{type(error).__name__}: {error}")
+            raise
 
     def _step(self, transfers: Transfers) -> list[Arrived]:
         me, size = self._group.index, self._group.size

@@ -208,3 +208,38 @@ def without_threads(rank: int, world: int) -> str:
 def test_a_rank_that_has_no_room_for_threads(cluster: Cluster) -> None:
     for text in cluster.run(2, without_threads):
         assert "rank 1 failed in making a process group: Resource temporarily unavailable. Raise its limits" in text
+
+
+def one_is_late(rank: int, world: int) -> str:
+    """Ranks 1 and 2 make a group when rank 2 does not come, so that rank 0 waits in vain for rank 1."""
+    topology = Topology.from_sizes(3, timeout_s=1.0)
+    if rank == 2:
+        time.sleep(5.0)
+        return ""
+    others = [(0, 1)] if rank == 0 else [(1, 2), (0, 1)]
+    with pytest.raises(RankError) as caught:
+        for ranks in others:
+            group._make(topology.job, ranks, f"a test of {ranks}")
+    return str(caught.value)
+
+
+def test_who_has_not_come_is_named(cluster: Cluster) -> None:
+    for text in cluster.run(3, one_is_late)[:2]:
+        assert "because rank 2 failed in making a process group: it did not come" in text
+
+
+def one_meets_late(rank: int, world: int) -> str:
+    """Rank 1 waits for rank 2, and rank 0 for rank 1."""
+    topology = Topology.from_sizes(3, timeout_s=2.0)
+    if rank == 2:
+        time.sleep(4.0)
+        return ""
+    with pytest.raises(RankError) as caught:
+        for ranks in [(0, 1)] if rank == 0 else [(1, 2), (0, 1)]:
+            topology.job.board.meet(ranks, None, 2.0 if rank == 0 else 4.0, operation=f"meeting as {ranks}")
+    return str(caught.value)
+
+
+def test_who_has_not_met_is_named(cluster: Cluster) -> None:
+    for text in cluster.run(3, one_meets_late)[:2]:
+        assert "because rank 2 failed in meeting as (0, 1): did not come within 2 s" in text

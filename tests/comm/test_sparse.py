@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,35 @@ def test_a_rank_that_does_not_come(cluster: Cluster, tmp_path: Path):
     """The error names who is missing and what was to be done."""
     message = cluster.run(2, without_a_peer, tmp_path / "told", timeout_s=30.0)[0]
     assert "sparse all-gather" in message and "rank 1" in message
+
+
+def fails_on_the_way(rank: int, world: int) -> str:
+    """Rank 0 fails in the first of two; what it sends for the second, of other sizes, must not be taken for that."""
+    topology = Topology.from_sizes(ep=world)
+    sparse = SparseCollectives(topology.beside(topology.ep, "experts"))
+    both = Placement(2, (0,), ((1,),))
+    transfers, tables = gather(both.sharding, both, Nodes(2, 1)), [torch.ones(1, 4)]
+
+    @contextmanager
+    def fails():
+        if rank == 0:
+            raise ValueError("it failed")
+        yield
+
+    with pytest.raises((ValueError, RankError)) as first:
+        works = [sparse.gather(transfers, {0: 0}, tables, fails())]
+        works += [sparse.gather(transfers, {0: 0}, [torch.ones(1, 9)])]
+        for work in works:
+            work.wait()
+    with pytest.raises(RankError):
+        works[1].wait()
+    sparse.close()
+    return str(first.value)
+
+
+def test_what_follows_a_failure_does_not_travel(cluster: Cluster):
+    texts = cluster.run(2, fails_on_the_way)
+    assert texts[0] == "it failed" and "rank 0 failed in sparse all-gather: ValueError: it failed" in texts[1]
 
 
 def test_nothing_to_do():
