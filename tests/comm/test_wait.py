@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fusedmoe.comm import collectives
-from fusedmoe.comm.group import Group, Job
+from fusedmoe.comm.group import Group, Job, Lease
 from fusedmoe.errors import RankError
+from fusedmoe.tutel.impls.communicate import start_swap
 
 
 class Late:
@@ -31,6 +35,8 @@ class Late:
 
 class Board:
     """Of a job in which nobody failed."""
+
+    standing = None
 
     def __init__(self) -> None:
         self.posted: list[Any] = []
@@ -66,3 +72,39 @@ def test_what_broke_is_one() -> None:
     with pytest.raises(RankError, match="all-reduce over the ep group"):
         collectives.wait(Late("Connection closed by peer"), group(board), "all-reduce")  # type: ignore[arg-type]
     assert board.posted
+
+
+class Never:
+    """A process group's operation that nobody answers."""
+
+    def __init__(self) -> None:
+        self.held: list[torch.Tensor] = []
+
+    def __call__(self, *arguments: Any, **options: Any) -> Late:
+        self.held += [one for one in arguments if isinstance(one, torch.Tensor)]
+        return Late("the connection broke")
+
+
+def test_the_backend_holds_nothing_that_knows_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo lets go of it on a thread of the process group, which must not be the one that destroys that."""
+    never, group = Never(), Group("ep", (0, 1), 0, Lease(object()), Job(board=Board()))  # type: ignore[arg-type]
+    for name in ("all_to_all_single", "all_reduce"):
+        monkeypatch.setattr(dist, name, never)
+    monkeypatch.setattr(collectives, "_all_gather_tensor", never)
+    monkeypatch.setattr(collectives, "device_of", lambda group: torch.device("cpu"))
+    rows = torch.ones(4, 3, requires_grad=True) * 2
+    duplex = replace(group, downward=Lease(object()))  # type: ignore[arg-type]
+    for call in (
+        lambda: collectives.all_to_all_rows(group, rows, [2, 2], [1, 3]),
+        lambda: collectives.all_to_all_rows(duplex, rows, [2, 2], [2, 2]),
+        lambda: collectives.all_gather_rows(group, rows, [4, 4]),
+        lambda: collectives.all_gather_rows(group, rows, [4, 2]),
+        lambda: collectives.reduce_scatter_rows(group, rows, [2, 2]),
+        lambda: collectives.all_reduce(group, rows),
+        lambda: start_swap(group, rows)(),
+    ):
+        before = len(never.held)
+        with pytest.raises(RankError):
+            call()
+        assert len(never.held) > before
+    assert not any(one.requires_grad for one in never.held)
