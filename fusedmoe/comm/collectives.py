@@ -136,7 +136,7 @@ def all_to_all_rows(
     """
     if _alone(group, operation):
         return rows
-    rows = rows.contiguous()
+    rows = rows.detach().contiguous()
     out = empty(rows, (sum(recv), *rows.shape[1:]))
     # Backends that know no 8-bit floats still carry their bytes.
     wire, wire_out = (rows, out) if rows.element_size() > 1 else (rows.view(torch.uint8), out.view(torch.uint8))
@@ -153,7 +153,7 @@ def all_gather_rows(group: Group, rows: Tensor, counts: Sequence[int], operation
     """Returns the rows of all ranks, [sum(counts), ...], in rank order; `counts[i]` rows come from the i-th rank."""
     if _alone(group, operation):
         return rows
-    rows = rows.contiguous()
+    rows = rows.detach().contiguous()
     if len(set(counts)) > 1 or group.downward is not None:
         # Ragged, or both directions at once: nothing is padded, every rank sends its own rows to every other.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
@@ -183,7 +183,7 @@ def all_reduce(group: Group, tensor: Tensor, op: str = "sum", operation: str = "
     if _alone(group, operation):
         return tensor
     ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    wait(dist.all_reduce(tensor, ops[op], group=group.handle, async_op=True), group, operation)
+    wait(dist.all_reduce(tensor.detach(), ops[op], group=group.handle, async_op=True), group, operation)
     return tensor
 
 

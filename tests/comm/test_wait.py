@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -85,6 +87,19 @@ class Never:
         return Late("the connection broke")
 
 
+class Knows(torch.autograd.Function):
+    """A node that holds on to something, as those of exchanges do to their group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, thing: object) -> torch.Tensor:
+        ctx.thing = thing
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 2, None
+
+
 def test_the_backend_holds_nothing_that_knows_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo lets go of it on a thread of the process group, which must not be the one that destroys that."""
     never, group = Never(), Group("ep", (0, 1), 0, Lease(object()), Job(board=Board()))  # type: ignore[arg-type]
@@ -92,19 +107,20 @@ def test_the_backend_holds_nothing_that_knows_the_group(monkeypatch: pytest.Monk
         monkeypatch.setattr(dist, name, never)
     monkeypatch.setattr(collectives, "_all_gather_tensor", never)
     monkeypatch.setattr(collectives, "device_of", lambda group: torch.device("cpu"))
-    rows = torch.ones(4, 3, requires_grad=True) * 2
     duplex = replace(group, downward=Lease(object()))  # type: ignore[arg-type]
     for call in (
-        lambda: collectives.all_to_all_rows(group, rows, [2, 2], [1, 3]),
-        lambda: collectives.all_to_all_rows(duplex, rows, [2, 2], [2, 2]),
-        lambda: collectives.all_gather_rows(group, rows, [4, 4]),
-        lambda: collectives.all_gather_rows(group, rows, [4, 2]),
-        lambda: collectives.reduce_scatter_rows(group, rows, [2, 2]),
-        lambda: collectives.all_reduce(group, rows),
-        lambda: start_swap(group, rows)(),
+        lambda rows: collectives.all_to_all_rows(group, rows, [2, 2], [1, 3]),
+        lambda rows: collectives.all_to_all_rows(duplex, rows, [2, 2], [2, 2]),
+        lambda rows: collectives.all_gather_rows(group, rows, [4, 4]),
+        lambda rows: collectives.all_gather_rows(group, rows, [4, 2]),
+        lambda rows: collectives.reduce_scatter_rows(group, rows, [2, 2]),
+        lambda rows: collectives.all_reduce(group, rows),
+        lambda rows: start_swap(group, rows)(),
     ):
-        before = len(never.held)
+        thing = Never()
+        known, before = ref(thing), len(never.held)
         with pytest.raises(RankError):
-            call()
-        assert len(never.held) > before
-    assert not any(one.requires_grad for one in never.held)
+            call(Knows.apply(torch.ones(4, 3, requires_grad=True), thing).view(4, 3, 1)[:, :, 0])
+        del thing
+        gc.collect()
+        assert len(never.held) > before and known() is None

@@ -70,7 +70,7 @@ def start_swap(group: Group, rows: Tensor) -> Callable[[], Tensor]:
     if group.handle is None:
         return lambda: rows
     part_of(len(rows), group)
-    rows = rows.contiguous()
+    rows = rows.detach().contiguous()  # as in `collectives`
     out = torch.empty_like(rows)
     work = dist.all_to_all_single(out, rows, group=group.handle, async_op=True)
 
