@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -135,6 +136,27 @@ def ragged_stream(rank: int, world: int) -> None:
 
 def test_a_stream_cut_anywhere(cluster: Cluster) -> None:
     cluster.run(3, ragged_stream)
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.linear(x)
+
+
+def test_blocks_are_copied_after_their_buckets_were_reduced() -> None:
+    blocks = fusedmoe.pipeline([(Dense(), fusedmoe.MoELayer(8, fusedmoe.gates.TopK(4), fusedmoe.experts.SwiGLU(4)))])
+    buckets = GradientBuckets(blocks, Topology(), dense=blocks.dense_parameters)
+    blocks.set_plan(blocks.plans, buckets)
+    buckets.open()
+    buckets.begin([Task("gradient-all-reduce", 0, 0, "backward", 64)])
+    buckets.wait()
+    x = torch.randn(4, 8)
+    assert torch.equal(copy.deepcopy(blocks)(x), blocks(x))
+    assert torch.equal(pickle.loads(pickle.dumps(blocks))(x), blocks(x))
 
 
 def test_refusals() -> None:
