@@ -28,14 +28,14 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=_ITERATIONS, help=f"of a trace (default: {_ITERATIONS})")
     parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help="folder of the numbers")
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    run, found = provenance(MEASURED) | {"iterations": options.iterations}, dict[str, Any]()
     for memory in _MEMORIES:
         for seed in _SEEDS:
             name = f"m = {memory}, seed {seed}"
             found[name] = simulated(options.iterations, seed, memory)
             rows = found[name]["policies"].items()
             print(name, *(f"{policy} {one['speedup']:.2f}x" for policy, one in rows), sep="  ", flush=True)
-            data = {"run": provenance(MEASURED) | {"iterations": options.iterations}, "simulations": found}
+            data = {"run": run, "simulations": found}
             (options.results / FILE).write_text(json.dumps(data, indent=1) + "\n")
     return 0
 

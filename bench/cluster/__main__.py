@@ -233,9 +233,9 @@ def _run_ranks(
         _wait(running, time.monotonic() + seconds, look)
     finally:
         with _undisturbed():
-            look()
             for process in running.values():
                 process.ended(kill=True)
+            look()
 
 
 def _wait(running: dict[int, Process], deadline: float, look: Callable[[], None]) -> None:

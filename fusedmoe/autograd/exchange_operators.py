@@ -137,11 +137,11 @@ def dispatch_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rows` rows and of their weights (none of None)."""
     with _part(way, "dispatch_backward", send_PE, come_QPE, drows_RM.device) as part:
-        drows_NM = _with_padding(part.combine(part.reduce_scatter(drows_RM.contiguous())), rows)
+        drows_NM = _sent_back(part, drows_RM.contiguous(), rows)
         if dweight_R is None:
             return drows_NM, drows_RM.new_empty(0)
         arrived_R1 = torch.empty_like(dweight_R[:, None]).index_copy_(0, pair_R, dweight_R[:, None].contiguous())
-        return drows_NM, _with_padding(part.combine(part.reduce_scatter(arrived_R1)), rows)[:, 0].contiguous()
+        return drows_NM, _sent_back(part, arrived_R1, rows)[:, 0].contiguous()
 
 
 @dispatch_backward.register_fake
@@ -155,7 +155,7 @@ def _(drows_RM: Tensor, dweight_R: Tensor | None, *others: Any) -> tuple[Tensor,
 def combine(out_RM: Tensor, send_PE: Tensor, come_QPE: Tensor, rows: int, way: str) -> Tensor:
     """The results of the rows that were sent, and zeros for padding: `rows` in all."""
     with _part(way, "combine", send_PE, come_QPE, out_RM.device) as part:
-        return _with_padding(part.combine(part.reduce_scatter(out_RM.contiguous())), rows)
+        return _sent_back(part, out_RM.contiguous(), rows)
 
 
 @combine.register_fake
@@ -175,10 +175,11 @@ def _(dy_NM: Tensor, send_PE: Tensor, come_QPE: Tensor, received: int, way: str)
     return dy_NM.new_empty((received, dy_NM.shape[1]))
 
 
-def _with_padding(rows: Tensor, count: int) -> Tensor:
-    """A tensor of its own with so many rows, the last ones zero."""
-    padded = rows.new_zeros((count, *rows.shape[1:]))
-    padded[: len(rows)] = rows
+def _sent_back(part: Part, rows_RM: Tensor, rows: int) -> Tensor:
+    """What became of the rows that were sent, and zeros for padding: a tensor of its own, with `rows` in all."""
+    back = part.combine(part.reduce_scatter(rows_RM))
+    padded = back.new_zeros((rows, *back.shape[1:]))
+    padded[: len(back)] = back
     return padded
 
 

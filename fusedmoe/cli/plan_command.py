@@ -32,7 +32,7 @@ from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel, Costs
 from fusedmoe.schedule.draw import draw
 from fusedmoe.schedule.grid import TESTBEDS
-from fusedmoe.schedule.machines import MACHINES
+from fusedmoe.schedule.machines import MACHINES, Machine
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
@@ -409,14 +409,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.machine is None and (arguments.scale or arguments.spread is not None):
         raise ConfigError("--scale and --spread are for a machine of the list: give --machine NAME")
     machine = None if arguments.machine is None else MACHINES[arguments.machine]
+    if machine is not None and arguments.spread is not None:
+        machine = machine.with_spread(arguments.spread)
     if machine is not None and "dtype" not in changes_of(arguments):
         settings = settings.changed({"dtype": machine.dtype})
-    if arguments.scale:
-        return _scale(arguments, running, settings)
+    if machine is not None and arguments.scale:
+        return _scale(arguments, running, settings, machine)
     launch, settings = _planned_for(arguments, running, settings)
     sizes = choose_sizes(settings, launch)
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
-    costs = _costs(arguments, running, settings, sizes)
+    costs = _costs(arguments, running, settings, sizes, machine)
     if running.rank == 0:
         report = Report.from_costs(settings, launch, sizes, costs, again=arguments.again)
         if arguments.png is not None:
@@ -431,14 +433,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _scale(arguments: argparse.Namespace, running: Launch, settings: Settings) -> int:
+def _scale(arguments: argparse.Namespace, running: Launch, settings: Settings, machine: Machine) -> int:
     if arguments.ranks is not None:
         raise ConfigError(f"--ranks {arguments.ranks}: --scale goes through numbers of ranks by itself")
     if running.rank == 0:
-        name, spread = arguments.machine, arguments.spread
         with WorkBar("planning") as bar:
-            machine, again = MACHINES[name], arguments.again
-            scale = Scale.simulated(settings, machine, name, spread=spread, again=again, show=bar.show)
+            scale = Scale.simulated(settings, machine, arguments.machine, again=arguments.again, show=bar.show)
         if arguments.png is not None:
             scale.draw(arguments.png)
         if arguments.json:
@@ -480,9 +480,11 @@ def _planned_for(arguments: argparse.Namespace, running: Launch, settings: Setti
     return Launch(0, ranks, 0, settings.ranks_per_node or ranks), settings
 
 
-def _costs(arguments: argparse.Namespace, running: Launch, settings: Settings, sizes: Sizes) -> CostModel:
-    if arguments.machine is not None:
-        return machine_job(MACHINES[arguments.machine], settings, arguments.ranks, arguments.spread)[1]
+def _costs(
+    arguments: argparse.Namespace, running: Launch, settings: Settings, sizes: Sizes, machine: Machine | None
+) -> CostModel:
+    if machine is not None:
+        return machine_job(machine, settings, arguments.ranks)[1]
     if arguments.testbed is not None:
         return TESTBEDS[arguments.testbed].costs
     if arguments.costs is not None:

@@ -28,7 +28,7 @@ from fusedmoe.schedule.timeline import PHASES
 _POLICY, _SEQUENTIAL, _THIRD = "#f79a1c", "#0a2f66", "#1f7350"
 
 
-def machine_job(machine: Machine, settings: Settings, ranks: int, spread: float | None) -> tuple[Sizes, CostModel]:
+def machine_job(machine: Machine, settings: Settings, ranks: int) -> tuple[Sizes, CostModel]:
     """The layout of a job on a machine of the table, and its costs.
 
     Raises:
@@ -48,7 +48,7 @@ def machine_job(machine: Machine, settings: Settings, ranks: int, spread: float 
         )
     if settings.model.hidden % sizes.esp:
         raise ConfigError(f"esp = {sizes.esp} does not divide an expert's hidden dim {settings.model.hidden}")
-    return sizes, machine.costs(ranks, sizes.ep, sizes.esp, sizes.mp, spread=spread)
+    return sizes, machine.costs(ranks, sizes.ep, sizes.esp, sizes.mp)
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,11 @@ class Point:
         machine: Machine,
         ranks: int,
         *,
-        spread: float | None = None,
         again: bool = False,
         show: Callable[[int, int], None] | None = None,
     ) -> Point:
         """Raises `ConfigError` for what cannot be on so many ranks of the machine."""
-        sizes, costs = machine_job(machine, settings, ranks, spread)
+        sizes, costs = machine_job(machine, settings, ranks)
         settings = settings.changed({"model": settings.model.with_experts(ranks, sizes.ep)})
         launch, policy = Launch(0, ranks, 0, sizes.ranks_per_node), policy_followed(settings, sizes)
         plans = plans_of(settings, launch, sizes, costs, policies={"sequential", policy}, again=again, show=show)
@@ -108,7 +107,7 @@ class Point:
             timeline.exposed_s() + experts_s,
             sum(timeline.busy_s(link) for link in ("intra", "inter")) + experts_s,
             experts_s,
-            slowest_of(ranks, machine.spread.value if spread is None else spread),
+            slowest_of(ranks, machine.spread.value),
             {phase: [plan.degrees.get((phase, layer), 1) for layer in range(layers)] for phase in PHASES},
         )
 
@@ -140,7 +139,6 @@ class Scale:
         machine: Machine,
         name: str,
         *,
-        spread: float | None = None,
         again: bool = False,
         show: Callable[[int, int], None] = lambda done, total: None,
     ) -> Scale:
@@ -164,7 +162,7 @@ class Scale:
                 show(before * parts + parts * part // max(of, 1), parts * len(numbers))
 
             within(0, 1)
-            points.append(Point.simulated(settings, machine, ranks, spread=spread, again=again, show=within))
+            points.append(Point.simulated(settings, machine, ranks, again=again, show=within))
         return cls(settings, machine, name, tuple(points))
 
     @property

@@ -387,10 +387,8 @@ def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device:
     Collective over all ranks."""
     if not follows_plan(settings, topology.ep.size, topology.esp.size) or settings.placement != "ep":
         return costs
-    workload, found = (
-        step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size),
-        dict(costs.observed),
-    )
+    workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
+    found = dict(costs.observed)
     for name, whole in observed_forms(settings, workload).items():
         seen = kept_observed(topology, timing_facts(settings, topology, device, whole))
         if seen is not None:

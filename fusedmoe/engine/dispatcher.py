@@ -189,7 +189,9 @@ class Collectives(Dispatcher):
         out_RM = experts(rows_RM, handle.layout, handle.weight_N)
         return unpermute(self.combine_by_operators(out_RM, handle), layout)
 
-    def by_operators_of_none(self, routed: Routed, experts: nn.Module, bad: Tensor | None) -> tuple[Tensor, Tensor]:
+    def by_operators_without_tokens(
+        self, routed: Routed, experts: nn.Module, bad: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The same for a graph without tokens, and a zero to be added to the loss: a compiler leaves out what gives no
         number, also where other ranks wait for it; so a row of padding ties them to the loss, and to a parameter.
         """

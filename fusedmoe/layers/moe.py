@@ -227,7 +227,8 @@ class MoELayer(nn.Module):
         elif len(x_SM):
             y_SM = self.dispatcher.by_operators(routed, self.experts, self.checks.bad_logits(routing))
         else:
-            y_SM, zero = self.dispatcher.by_operators_of_none(routed, self.experts, self.checks.bad_logits(routing))
+            bad = self.checks.bad_logits(routing)
+            y_SM, zero = self.dispatcher.by_operators_without_tokens(routed, self.experts, bad)
             aux = aux + zero
         with span(recorder, "unpermute", kind="unpermute", phase="forward"):
             y_SM = self.order.restore(y_SM, ordered)

@@ -160,10 +160,10 @@ class Metrics(Collector):
         if any(layer.load.counters is not None for layer in layers):
             raise ConfigError("Metrics: a layer has metrics already: close() these first, or use them")
         number_layers(layers)
-        self._sampler = ExposedSampler(model, topology)
         watched = {name: _watch(layer) for name, layer in self._named_layers.items()}
         numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
-        super().__init__(watched, topology, exposed_s=self._sampler.exposed_s, **numbers)
+        super().__init__(watched, topology, exposed_s=lambda: self._sampler.exposed_s(), **numbers)
+        self._sampler = ExposedSampler(model, topology)  # once nothing is refused any more: it hooks the model
         for name, layer in self._named_layers.items():
             layer.load.counters = watched[name].counters
 

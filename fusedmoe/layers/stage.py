@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -86,11 +86,7 @@ class BlockStage:
     def whole(self, x: Tensor, recorder: Recorder | None) -> Tensor:
         """The block of a whole batch at once, [B, …, M] -> [B, …, M], its layer by the layer's own plans."""
         self._layer.recorder = recorder
-        if self._recompute and torch.is_grad_enabled():
-            with set_checkpoint_early_stop(False):
-                y, u = checkpoint(self._dense.whole, x, use_reentrant=False)
-        else:
-            y, u = self._dense.whole(x)
+        y, u = self._computed(self._dense.whole, x)
         z: Tensor = y + self._layer(u)
         return z
 
@@ -113,27 +109,6 @@ class BlockStage:
         past: Sequence[tuple[Tensor, ...]],
         later: DeferredGradients | None,
     ) -> Dense:
-        try:
-            return self._compute(parameters, x, share, drawn, past, later)
-        except ConfigError as error:
-            if self.communicates:  # others may wait in its dense part, not for an exchange
-                self._layer.checks.refuse(str(error))
-            raise
-
-    @property
-    def communicates(self) -> bool:
-        """Whether the dense part may: over the MP group."""
-        return self._layer.topology.mp.size > 1
-
-    def _compute(
-        self,
-        parameters: Sequence[Tensor],
-        x: Tensor,
-        share: Share,
-        drawn: tuple[Tensor, ...],
-        past: Sequence[tuple[Tensor, ...]],
-        later: DeferredGradients | None,
-    ) -> Dense:
         named, part = dict(zip(self._names, parameters, strict=True)), self._dense  # a graph may keep what computes
         for name, parameter in named.items():
             if not name.startswith("dense."):
@@ -143,20 +118,39 @@ class BlockStage:
             with nullcontext() if later is None else later:
                 return torch.func.functional_call(part, named, (x, share, drawn, past))
 
-        if self._recompute and torch.is_grad_enabled():
-            # To its end: a dense part that communicates must do so on all ranks alike.
-            with set_checkpoint_early_stop(False):
-                y, u, shared, scores, own = checkpoint(compute, x, past, use_reentrant=False)
-        else:
-            y, u, shared, scores, own = compute(x, past)
-        # Losses are the whole batch's.
-        gate = copy.copy(self._layer.gate)
-        gate.aux = {}
-        with outside_autocast(u.device.type):
-            routing = gate.choose(*scores)
-        check_routing(gate, routing, u.reshape(-1, u.shape[-1])[share.own])
+        with self._refusing():
+            y, u, shared, scores, own = self._computed(compute, x, past)
+            # Losses are the whole batch's.
+            gate = copy.copy(self._layer.gate)
+            gate.aux = {}
+            with outside_autocast(u.device.type):
+                routing = gate.choose(*scores)
+            check_routing(gate, routing, u.reshape(-1, u.shape[-1])[share.own])
         assert isinstance(routing, Routing)
         return Dense(y, u, shared, scores, routing, own)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the dense part may: over the MP group."""
+        return self._layer.topology.mp.size > 1
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Tells the other ranks of a refusal where they may wait in their dense parts, and not for an exchange."""
+        try:
+            yield
+        except ConfigError as error:
+            if self.communicates:
+                self._layer.checks.refuse(str(error))
+            raise
+
+    def _computed(self, compute: Callable[..., Any], *inputs: Any) -> Any:
+        """What it gives; where activations are not kept, all of it is computed again in the backward pass."""
+        if not (self._recompute and torch.is_grad_enabled()):
+            return compute(*inputs)
+        # To its end: a dense part that communicates must do so on all ranks alike.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(compute, *inputs, use_reentrant=False)
 
     def order(self, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> Ordered:
         routing = Routing(expert_SK, weight_SK, None, None, u_SM.new_zeros(()), None)

@@ -149,9 +149,7 @@ class Transformer(nn.Module):
         modules: Iterable[nn.Module] = self.modules()
         if self._micro is not None:
             self._micro.pipelined.recorder = recorder
-            if (
-                recorder is not None and self._micro.pipelined.plans is not None
-            ):  # its tasks are spans, with all in them
+            if recorder is not None and self._micro.pipelined.plans is not None:  # tasks are spans, with all in them
                 modules = (module for block in self._micro.rest for module in block.modules())
         for module in modules:
             if isinstance(module, (Attention, DenseFeedForward, MoELayer)):

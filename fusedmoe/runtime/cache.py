@@ -1,9 +1,9 @@
 """Files that jobs keep for the next ones, in `$FUSEDMOE_CACHE` or else in ~/.cache/fusedmoe: profiles and plans.
 
 A profile is one file for each machine, layout of ranks and versions, so that it is measured once; what the parts of a
-model take is another one, for its shapes as well. Rank 0 reads and
-writes; all ranks have what it read. A file that is damaged is a warning, measured again and replaced; so is one that
-cannot be written, which is all. Numbers of captured graphs lie there, too (`fusedmoe.graph`).
+model's steps take is one for its shapes as well. Rank 0 reads and writes, and all ranks have what it read. A damaged
+file is ignored with a warning, and replaced by what is measured again; where a file cannot be written there is a
+warning, and the job goes on. Numbers of captured graphs lie there, too (`fusedmoe.graph`).
 
 A plan of a whole model is one file for each policy, costs and version, so that it is searched once. Rank 0 reads and
 writes here, too; all ranks search for themselves what it did not find: the same numbers give the same plan. A file

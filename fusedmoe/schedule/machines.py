@@ -33,7 +33,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -111,11 +111,13 @@ class Machine:
             raise ConfigError(f"{ranks} ranks do not fill nodes of {self.ranks_per_node}; choose a multiple of that")
         return min(ranks, self.ranks_per_node)
 
-    def costs(self, ranks: int, ep: int = 1, esp: int = 1, mp: int = 1, *, spread: float | None = None) -> CostModel:
+    def with_spread(self, spread: float) -> Machine:
+        """The same with a spread that was measured (`spread_of`)."""
+        return replace(self, spread=Known(spread, "as given"))
+
+    def costs(self, ranks: int, ep: int = 1, esp: int = 1, mp: int = 1) -> CostModel:
         """What a job of so many ranks takes, by the axes of `Topology`.
 
-        Args:
-            spread: one that was measured (`spread_of`), in place of the machine's.
         Raises:
             ConfigError: axes that do not divide the ranks, groups that are not spread evenly over nodes, experts that
                 are split over more than a node, or a spread that is no number from 0.
@@ -126,7 +128,7 @@ class Machine:
                 raise ConfigError(f"{what} = {need} does not divide the {ranks} ranks")
         if node % esp:
             raise ConfigError(f"esp = {esp}: an expert is split over ranks of one node of {node}; choose a divisor")
-        sigma = self.spread.value if spread is None else spread
+        sigma = self.spread.value
         if not 0 <= sigma < math.inf:
             raise ConfigError(f"spread = {sigma} must be a number from 0")
         slowest = slowest_of(ranks, sigma)

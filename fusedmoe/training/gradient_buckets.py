@@ -90,6 +90,9 @@ class GradientBuckets:
         self._streams = Streams()
         self._beside: torch.cuda.Stream | None = None
 
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_helper": None, "_working": None}  # copies have a thread of their own, if any
+
     def open(self, recorder: Recorder | None = None) -> None:
         """Opens the buckets: call it before the backward pass that ends the step, the last where several add up.
 

@@ -178,16 +178,16 @@ class PlannedStep:
         if candidate.whole:
             if self.blocks is None:
                 raise ConfigError("plan_step: micro-batches go through blocks only (fusedmoe.pipeline)")
-            return self.blocks.require_runnable(_passes(plan), self.buckets)
+            self.blocks.require_runnable(_passes(plan), self.buckets)
+            return
         if not len(plan):
-            return None
+            return
         require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
         there, back = ([plan.degrees.get((phase, n)) for n in range(number)] for phase in PHASES)
         if None in there or None in back or len(plan.degrees) > 2 * number:
             raise ConfigError(f"plan_step: the plan by {candidate.family} is not of {number} layers")
         if there != back and not all(_any_degree(layer) for layer in self._layers):
             raise ConfigError("plan_step: experts that are modules of their own need one degree for both passes")
-        return None
 
     def follow(self, candidate: PlanCandidate) -> None:
         """From now on steps follow this plan. Collective over all ranks.
@@ -196,12 +196,12 @@ class PlannedStep:
             ConfigError: it cannot run here.
             RankError: ranks that come to different plans.
         """
+        self._require_runnable(candidate)
         plan = candidate.plan
-        if candidate.whole and self.blocks is not None:
+        if candidate.whole:
+            assert self.blocks is not None
             self.blocks.set_plan(_passes(plan), self.buckets)
             return
-        if len(plan):
-            require_runnable(plan, self._kinds, f"plan_step: the plan by {candidate.family}")
         if self.blocks is not None:
             self.blocks.set_plan(None)
         self.topology.agree({"plan": plan.fingerprint}, "plan of the training step")

@@ -422,6 +422,19 @@ def test_two_nodes_are_joined_and_leave_nothing() -> None:
     assert not any(name in listed for name in nodes.names)
 
 
+def test_ranks_end_also_where_their_results_cannot_be_kept(tmp_path: Path) -> None:
+    number = tmp_path / "number"
+
+    def look() -> None:
+        if number.exists() and number.read_text().endswith("\n"):
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        command._run_ranks([["sh", "-c", f"echo $$ > {number}; exec sleep 20"]], [{}], 20, look)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number.read_text()), 0)
+
+
 def test_without_root_it_says_so_and_ends_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

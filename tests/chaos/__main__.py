@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from torch.distributed import TCPStore
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.progress import WorkBar
 from tests.chaos.campaign import CLEAN_ERROR, FAILURES, OUTSIDE, RIGHT, Campaign, Result, Team, new_folder
+from tests.chaos.command import parser_of, write_record
 from tests.chaos.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +51,7 @@ examples:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m tests.chaos", None, DESCRIPTION, EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tests.chaos", DESCRIPTION, EXAMPLES)
     parser.add_argument("--seed", type=int, help="what all cases follow from (default: a new one, which is printed)")
     parser.add_argument("--faults", type=int, metavar="N", help="end after so many cases (default: 1000)")
     parser.add_argument("--minutes", type=float, help="end after so many minutes, whichever comes first")
@@ -61,7 +59,6 @@ def main() -> int:
     parser.add_argument("--only-faults", nargs="+", metavar="NAME", default=[], choices=list(FAULTS), help="of these")
     parser.add_argument("--only", type=int, metavar="I", help="just this case of the seed, with every rank's error")
     parser.add_argument("--teams", type=int, default=2, help="cases at a time (default: 2; most of them wait)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write what was found there, too")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     campaign = Campaign(seed, tuple(given.ranks), tuple(given.only_faults))
@@ -77,8 +74,7 @@ def main() -> int:
     damaged = 0
     if find_spec("tests.chaos.files") is not None and not given.only_faults:
         record["files"], damaged = damage_files(seed, len(results))
-    if given.json is not None:
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(record, given.json)
     return int(bool(record["failures"]) or bool(damaged))
 
 

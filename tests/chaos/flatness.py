@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import re
 import resource
@@ -22,6 +20,7 @@ import torch.distributed as dist
 
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.training import load_checkpoint, save_checkpoint
+from tests.chaos.command import parser_of, write_record
 from tests.chaos.conditions import conditions
 from tests.chaos.jobs import Rank, Spec
 from tests.chaos.ranks import held
@@ -138,14 +137,8 @@ def watched(file: Path, rounds: int) -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m tests.chaos.flatness",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("tests.chaos.flatness", DESCRIPTION, EXAMPLES)
     parser.add_argument("--rounds", type=int, default=200, help="of ten steps and a topology each (default: 200)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the record there, too")
     given = parser.parse_args()
     if given.rounds < 4 * len(LAYOUTS):
         parser.error(f"--rounds {given.rounds} must be at least {4 * len(LAYOUTS)}: each layout once in a quarter")
@@ -153,8 +146,7 @@ def main() -> int:
     ranks = lives(given.rounds)
     problems = [f"rank {rank}: {text}" for rank, looks in enumerate(ranks) for text in growth(looks)]
     record = {**where, "seconds": round(time.monotonic() - began, 1), "problems": problems, "ranks": ranks}
-    if given.json is not None:
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(record, given.json)
     for rank, looks in enumerate(ranks):
         for look in looks:
             threads = sum(count for what, count in look["held"].items() if what.startswith("thread"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -28,6 +27,7 @@ from fusedmoe.cli import train
 from fusedmoe.cli.main import main as command
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.runtime.progress import Display, make_display
+from tests.chaos.command import parser_of, write_record
 from tests.chaos.conditions import conditions
 from tests.cluster import Cluster, Outcome
 
@@ -298,18 +298,12 @@ def watched(display: Display, run: Path, before: int) -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m tests.chaos.long_jobs",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("tests.chaos.long_jobs", DESCRIPTION, EXAMPLES)
     parser.add_argument("--steps", type=int, default=2000, help="of each of the two jobs (default: 2000)")
     parser.add_argument("--every", type=int, default=100, metavar="N", help="steps between faults (default: 100)")
     parser.add_argument("--saves", type=int, default=20, metavar="N", help="steps between checkpoints (default: 20)")
     parser.add_argument("--seed", type=int, help="what faults follow from (default: a new one, which is printed)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for both jobs, which stays")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the record there, too")
     given = parser.parse_args()
     if given.saves < 1 or given.every < 2 * given.saves + OTHER_STEPS:
         parser.error(f"--every {given.every} must be at least 2 · {given.saves} (--saves) + {OTHER_STEPS}")
@@ -327,8 +321,7 @@ def main() -> int:
         finally:
             cluster.close()
     record = {**where, "every": given.every, "saves": given.saves, **found}
-    if given.json is not None:
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(record, given.json)
     print(json.dumps({key: value for key, value in found.items() if key != "events"}, indent=1))
     return int(bool(found["problems"]))
 

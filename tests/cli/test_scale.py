@@ -51,7 +51,7 @@ def test_from_8_to_4096_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path
     sizes = ["--experts", "128", "--ep", "128", "--esp", "8", "--spread", "0"]
     even = planned(capsys, *MODEL, "--machine", "dgx-h100", "--scale", *sizes)
     assert [point["ranks"] for point in even["points"]] == [1024, 2048, 4096]
-    assert all(one["slowest"] == pytest.approx(1) for one in even["points"])
+    assert all(one["slowest"] == pytest.approx(1) for one in even["points"]) and even["figures"]["spread"]["value"] == 0
 
 
 def test_one_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +59,7 @@ def test_one_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     data = planned(capsys, *flags)
     assert data["layout"] == {"ranks": 32, "ranks_per_node": 4, "ep": 8, "esp": 4, "mp": 4, "dp": 8}
     assert data["figures"].keys() == dict(MACHINES["fsmoe-b"].figures()).keys()
+    assert data["figures"]["spread"] == {"value": 0.0, "source": "as given", "estimate": False}
     assert "not measured" in data["machine"] and data["policies_s"].keys() == POLICIES.keys()
     # The same testbed by its measured lines, of which only two differ.
     measured = planned(capsys, *MODEL, "--testbed", "B")

@@ -62,6 +62,13 @@ def losses(run: Path) -> list[tuple[Any, ...]]:
     return [tuple(record.get(key) for key in keys) for record in metrics(run)]
 
 
+def check_losses(run: Path, right: Path) -> None:
+    """They are those of another run, but for the order of sums."""
+    for found, expected in zip(losses(run), losses(right), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
+
+
 def test_one_process_trains_and_leaves_a_run_folder(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,9 +179,7 @@ def test_a_schedule_changes_no_loss_and_lasts_over_a_stop(cluster: Cluster, tmp_
     cluster.run(4, train, settings, off, None, None)
     settings = settings.changed({"schedule": "fsmoe"})
     cluster.run(4, train_by_costs, settings, whole, None, None, COSTS)
-    for found, expected in zip(losses(whole), losses(off), strict=True):
-        for a, b in zip(found, expected, strict=True):
-            assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
+    check_losses(whole, off)
     assert CostModel.from_json((whole / "costs.json").read_text()) == COSTS
     plan = (whole / "plan.txt").read_text()
     assert "f0.D1" in plan and "b1.AR0" in plan  # chunks, and gradient buckets
@@ -200,9 +205,7 @@ def test_a_schedule_of_whole_models_changes_no_loss(
     off, whole = tmp_path / "off", tmp_path / "whole"
     cluster.run(4, train, settings, off, None, None)
     cluster.run(4, train_by_costs, settings.changed({"schedule": schedule}), whole, None, None, COSTS)
-    for found, expected in zip(losses(whole), losses(off), strict=True):
-        for a, b in zip(found, expected, strict=True):
-            assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
+    check_losses(whole, off)
     plan = (whole / "plan.txt").read_text()
     assert "b0.A" in plan and "b1.AR0" in plan
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
@@ -219,9 +222,7 @@ def test_a_schedule_that_is_measured_changes_no_loss_and_lasts_over_a_stop(
     cluster.run(2, train, settings, off, None, None)
     settings = settings.changed({"schedule": "auto"})
     cluster.run(2, train_by_costs, settings, whole, None, None, COSTS)
-    for found, expected in zip(losses(whole), losses(off), strict=True):
-        for a, b in zip(found, expected, strict=True):
-            assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
+    check_losses(whole, off)
     choice = json.loads((whole / "schedule.json").read_text())
     assert choice["line"].startswith("schedule: ") and len(choice["table"]) > 3
     assert (whole / "plan.txt").read_text().splitlines() == choice["plans"][0]["plan"]
@@ -252,9 +253,7 @@ def test_a_placement_changes_no_loss_and_lasts_over_a_stop(
     cluster.run(4, train, settings, even, None, None)
     settings = settings.changed({"placement": placement, "placement_overlap": 3, "rematerialise": True})
     cluster.run(4, train, settings, whole, None, None)
-    for found, expected in zip(losses(whole), losses(even), strict=True):
-        for a, b in zip(found, expected, strict=True):
-            assert a == b if b is None else a == pytest.approx(b, rel=1e-9)
+    check_losses(whole, even)
     kinds = {event["args"].get("kind") for event in json.loads((whole / "trace.json").read_text())["traceEvents"]}
     assert placement != "fssdp" or {"sparse-all-gather", "sparse-reduce-scatter", "dispatch"} <= kinds
     assert (whole / "loads.json").read_text() == (even / "loads.json").read_text()

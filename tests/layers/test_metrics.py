@@ -162,6 +162,7 @@ def on_two(rank: int, world: int) -> list[dict[str, float]]:
     other = nn.Sequential(*layers[: rank + 1])
     with pytest.raises(RankError, match=r"Metrics: layers is .* on ranks \[0\]"):
         Metrics(other)
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in other.modules())
     Metrics(layers[0]).close()  # a refusal leaves nothing behind
     return found
 

@@ -92,8 +92,8 @@ def test_more_ranks_never_make_an_all_to_all_faster(name: str) -> None:
 @pytest.mark.parametrize("name", TESTBEDS)
 def test_a_published_testbed_is_met_at_its_own_size(name: str) -> None:
     """All-reduce is none of what its figures were made of."""
-    testbed, machine = TESTBEDS[name], MACHINES[f"fsmoe-{name.lower()}"]
-    costs = machine.costs(testbed.nodes * testbed.gpus, testbed.nodes, testbed.gpus, testbed.gpus, spread=0.0)
+    testbed, machine = TESTBEDS[name], MACHINES[f"fsmoe-{name.lower()}"].with_spread(0.0)
+    costs = machine.costs(testbed.nodes * testbed.gpus, testbed.nodes, testbed.gpus, testbed.gpus)
     for line in ("all-to-all/ep", "all-gather/esp", "gemm"):
         published = testbed.costs.line(line)
         assert close(costs.line(line), published.alpha_s, published.beta_s)
@@ -111,7 +111,7 @@ def test_the_slowest_rank() -> None:
     assert expected_maximum(64) == pytest.approx(sum(drawn) / len(drawn), abs=0.1)  # seven standard errors
     rising = [slowest_of(ranks, 0.1) for ranks in (1, 8, 64, 512, 4096)]
     assert rising == sorted(rising) and rising[0] == pytest.approx(1) and rising[-1] == pytest.approx(1.363, abs=1e-3)
-    even, uneven = TINY.costs(16), TINY.costs(16, spread=0.1)
+    even, uneven = TINY.costs(16), TINY.with_spread(0.1).costs(16)
     factor = slowest_of(16, 0.1)
     for line in ("gemm", "copy"):
         assert close(uneven.line(line), factor * even.line(line).alpha_s, factor * even.line(line).beta_s)
@@ -151,13 +151,17 @@ def test_a_measured_spread() -> None:
         ({"ranks": 8, "mp": 3}, "mp = 3"),
         ({"ranks": 16, "esp": 8}, "one node of 4"),
         ({"ranks": 12, "ep": 6, "esp": 1}, "evenly"),
-        ({"ranks": 8, "spread": -0.1}, "spread"),
-        ({"ranks": 8, "spread": math.nan}, "spread"),
     ],
 )
-def test_what_cannot_be_is_refused(sizes: dict[str, float], message: str) -> None:
+def test_what_cannot_be_is_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TINY.costs(**sizes)  # type: ignore[arg-type]
+        TINY.costs(**sizes)
+
+
+@pytest.mark.parametrize("spread", [-0.1, math.nan, math.inf])
+def test_a_spread_that_cannot_be_is_refused(spread: float) -> None:
+    with pytest.raises(ConfigError, match="spread"):
+        TINY.with_spread(spread).costs(8)
 
 
 def test_every_figure_has_its_source() -> None:

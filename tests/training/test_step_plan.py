@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +18,15 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
+from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.passes import three_queues
+from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.task import Task
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step, sync_gradients
 from fusedmoe.training.gradient_buckets import GradientBuckets
+from fusedmoe.training.step_plan import PlannedStep
 from tests.cluster import Cluster
 
 CONFIG = ModelConfig(layers=3, model_dim=16, heads=2, hidden=24, experts=4, k=2, batch=2, seq_len=9)
@@ -137,9 +143,44 @@ def test_a_stream_cut_anywhere(cluster: Cluster) -> None:
     cluster.run(3, ragged_stream)
 
 
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.linear(x)
+
+
+def test_blocks_are_copied_after_their_buckets_were_reduced() -> None:
+    blocks = fusedmoe.pipeline([(Dense(), fusedmoe.MoELayer(8, fusedmoe.gates.TopK(4), fusedmoe.experts.SwiGLU(4)))])
+    buckets = GradientBuckets(blocks, Topology(), dense=blocks.dense_parameters)
+    blocks.set_plan(blocks.plans, buckets)
+    buckets.open()
+    buckets.begin([Task("gradient-all-reduce", 0, 0, "backward", 64)])
+    buckets.wait()
+    x = torch.randn(4, 8)
+    assert torch.equal(copy.deepcopy(blocks)(x), blocks(x))
+    assert torch.equal(pickle.loads(pickle.dumps(blocks))(x), blocks(x))
+
+
 def test_refusals() -> None:
     model = build(Topology())
     with pytest.raises(ConfigError, match="unknown schedule 'fast'; choose sequential"):
         plan_step(model, Topology(), "fast", COSTS, WORK)
     with pytest.raises(ConfigError, match="no MoELayer"):
         plan_step(nn.Linear(2, 2), Topology(), "fsmoe", COSTS, WORK)
+
+
+def test_a_plan_that_experts_cannot_follow_is_refused_before_the_step() -> None:
+    network = fusedmoe.experts.Custom(lambda model_dim: nn.Linear(model_dim, model_dim))
+    layer = fusedmoe.MoELayer(16, fusedmoe.gates.TopK(4), network)
+    work = replace(WORK, ep=1, esp=1)
+    step = PlannedStep(layer, Topology(), COSTS, work)
+    there, back = ([ChunkedPass(three_queues, degree)] for degree in (2, 3))
+    candidate = PlanCandidate("a test", step_plan(step.costs, there, back), False, 0.0)
+    assert not step.runs(candidate)
+    with pytest.raises(ConfigError, match="one degree for both passes"):
+        step.follow(candidate)
+    with pytest.raises(ConfigError, match="blocks only"):
+        step.follow(candidate._replace(whole=True))
