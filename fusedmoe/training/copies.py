@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ MpLoss = Literal["summands", "replicated"]
 # Small gradients share a collective, and no second copy of large ones, or of parameters, is made.
 BUCKET_BYTES = 32 * 2**20
 _NONE, _DENSE, _SPARSE = 0, 1, 2
+# What `fully_shard` has sharded with its experts, whose gradients FSDP then divides as the library does.
+sharded_with_experts: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,8 @@ class Replica:
         group: the ranks with a copy; each has a gradient of its own until they are summed. For a parameter that FSDP
             manages: the ranks with a copy of this rank's part, whose gradients FSDP has not joined.
         expert: an expert's, split over ranks or not: its gradient is a summand on every rank that holds a copy.
-        managed: FSDP shards the parameter over the dp group and averages its gradient there.
+        managed: FSDP shards the parameter over the dp group, or over the ranks with a copy of an expert, and leaves in
+            its gradient there the sum divided by the number of dp ranks.
     """
 
     name: str
@@ -57,13 +61,14 @@ def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
         ConfigError: a parameter that FSDP shards over other ranks than the dp group.
     """
     shardings = parameter_shardings(model)
+    spread = {id(part) for each in model.modules() if each in sharded_with_experts for part in each.parameters()}
     found = []
     for name, parameter in model.named_parameters():
         declared = shardings.get(name, {})
         sharding, expert = active(declared, topology), not declared.keys().isdisjoint(EXPERT_AXES)
         group, managed = holders(sharding, topology), isinstance(parameter, DTensor)
         if managed:
-            group = _unmanaged_holders(name, parameter, sharding, topology)
+            group = _unmanaged_holders(name, parameter, sharding, topology, id(parameter) in spread)
         found.append(Replica(name, parameter, sharding, group, expert, managed))
     return found
 
@@ -102,13 +107,18 @@ def holders(sharding: dict[str, int], topology: Topology) -> Group:
     return topology.subgroup(f"edp×{free[0]}", tuple(sorted(ranks.flatten().tolist())))
 
 
-def _unmanaged_holders(name: str, parameter: Tensor, sharding: dict[str, int], topology: Topology) -> Group:
+def _unmanaged_holders(
+    name: str, parameter: Tensor, sharding: dict[str, int], topology: Topology, spread: bool
+) -> Group:
     assert isinstance(parameter, DTensor)
     ranks = sorted(parameter.device_mesh.mesh.flatten().tolist())
+    if spread and not sharding.keys().isdisjoint(EXPERT_AXES):
+        return topology.subgroup("own", (topology.rank,))
     if ranks != sorted(topology.dp.ranks) or not sharding.keys() <= {"mp"}:
         raise ConfigError(
             f"rank {topology.rank}: {name} is a DTensor over ranks {ranks}, which does not go with {topology}. "
-            "Shard models with fusedmoe.training.fully_shard: the dense parts over the dp group, experts not at all."
+            "Shard models with fusedmoe.training.fully_shard: the dense parts over the dp group, experts not "
+            "at all or with experts=True."
         )
     return topology.subgroup("own", (topology.rank,)) if "mp" in sharding else topology.mp
 

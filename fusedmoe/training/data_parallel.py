@@ -11,24 +11,41 @@ replicated parameter is whole on each of them: it is the mean over all ranks. Th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as _fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import lost
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.expert_networks import NAMED, experts_of
 from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
-from fusedmoe.training.copies import MpLoss, active, broadcast, divisor, reduce_gradients, replicas
+from fusedmoe.training.copies import (
+    MpLoss,
+    active,
+    broadcast,
+    divisor,
+    holders,
+    reduce_gradients,
+    replicas,
+    sharded_with_experts,
+)
 from fusedmoe.training.gradient_buckets import GradientBuckets
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+except ImportError:  # PyTorch before there was a mesh for each parameter
+    ShardPlacementResult = None  # type: ignore[assignment, misc]
 
 # How long a rank may take to be gone after its connection broke, on top of the time that has passed.
 _EXIT_S = 6.0
@@ -181,29 +198,66 @@ def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Te
     return gradient if scale == 1.0 else gradient * scale
 
 
-def fully_shard(module: nn.Module, topology: Topology, **options: Any) -> nn.Module:
-    """PyTorch's FSDP2 for a model, or one part of it after another, with experts left to expert parallelism.
+def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False, **options: Any) -> nn.Module:
+    """PyTorch's FSDP2 for a model, or one part of it after another, beside expert parallelism.
 
-    The dense parameters are sharded over the dp group. Those split over ep or esp stay as they are: they are spread
-    over ranks already. The loop stays that of a model without FSDP: `sync_gradients`, then `clip_grad_norm`, then the
-    step, once for each optimizer step. Ranks must hold equal parameters beforehand (`broadcast_parameters` makes them
-    equal). With a dp group of one rank there is nothing to shard, and the module is returned as it is.
+    The dense parameters are sharded over the dp group. Those split over ep or esp stay as they are, or, with `experts`,
+    are sharded over the ranks that hold the same ones (edp): less memory, and each pass gathers them. The loop stays
+    that of a model without FSDP: `sync_gradients`, then `clip_grad_norm`, then the step, once for each optimizer step.
+    Ranks must hold equal parameters beforehand (`broadcast_parameters` makes them equal). With a dp group of one rank
+    there is nothing to shard, and the module is returned as it is.
 
         for block in model.blocks:
             fully_shard(block, topology)
         fully_shard(model, topology)
 
     Args:
-        options: for `torch.distributed.fsdp.fully_shard`, without `mesh` and `ignored_params`.
+        experts: along their first dimension, or their second where ranks are more than experts and divide it. What an
+            expert layer has on all ranks of ep or esp stays as it is.
+        options: for `torch.distributed.fsdp.fully_shard`, without `mesh` and `ignored_params`; with `experts` without
+            `shard_placement_fn`.
+    Raises:
+        ConfigError: `experts` with a PyTorch that has one mesh for all parameters of a module, or with experts that
+            move between ranks.
     """
     if topology.dp.size == 1:
         return module
-    assert topology.dense_mesh is not None
+    assert topology.dense_mesh is not None and topology.expert_mesh is not None
     shardings = parameter_shardings(module)
-    ignored = {
-        parameter
-        for name, parameter in module.named_parameters()
-        if not active(shardings.get(name, {}), topology).keys().isdisjoint(EXPERT_AXES)
-    }
-    _fully_shard(module, mesh=topology.dense_mesh["dp"], ignored_params=ignored, **options)
+    split: set[nn.Parameter] = set()
+    spread: set[nn.Parameter] = set()
+    for name, parameter in module.named_parameters():
+        axes = active(shardings.get(name, {}), topology)
+        if isinstance(parameter, DTensor) or axes.keys().isdisjoint(EXPERT_AXES):
+            continue
+        copies = holders(axes, topology) is topology.edp and NAMED not in axes.values()
+        (spread if experts and copies and topology.edp.size > 1 else split).add(parameter)
+    if spread:
+        options["shard_placement_fn"] = _over_copies(module, topology, spread)
+    _fully_shard(module, mesh=topology.dense_mesh["dp"], ignored_params=split, **options)
+    if spread:
+        # Tokens of all dp ranks reached the experts of each edp group. Dense parts have this divisor anyway.
+        cast(FSDPModule, module).set_gradient_divide_factor(topology.dp.size)
+        sharded_with_experts.add(module)
     return module
+
+
+def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter]) -> Callable[[nn.Parameter], Any]:
+    """For FSDP2: the edp group for parameters in `spread`."""
+    if ShardPlacementResult is None:
+        raise ConfigError(
+            f"fully_shard(experts=True) needs a PyTorch whose FSDP2 has a mesh for each parameter; {torch.__version__} "
+            "has one for all of a module. Update PyTorch, or leave experts=False."
+        )
+    if any(experts.numbers is not None for _, experts in experts_of(module)):
+        raise ConfigError("fully_shard(experts=True) of experts that move between ranks: leave experts=False")
+    assert topology.expert_mesh is not None
+    ranks, over = topology.edp.size, FSDPMeshInfo(mesh=topology.expert_mesh["edp"], shard_mesh_dim=0)
+
+    def placement(parameter: nn.Parameter) -> Any:
+        if parameter not in spread:
+            return None
+        few = parameter.shape[0] < ranks and parameter.dim() > 1 and parameter.shape[1] % ranks == 0
+        return ShardPlacementResult(Shard(1 if few else 0), over)
+
+    return placement

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
@@ -16,8 +17,8 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.training.copies import local_part, replicas
 
-# Of a parameter: its name, the ranks of its mesh, and whether this rank is the first of those with the same part.
-_Held = tuple[str, tuple[int, ...], bool]
+# Of a parameter: its name and its mesh.
+_Held = tuple[str, DeviceMesh | None]
 
 
 @torch.no_grad()
@@ -33,12 +34,14 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
 
     Args:
         topology: of the model's layers. None: parameters are DTensors, over one mesh or several (FSDP2, tensor and
-            expert parallelism), which say themselves who holds which part; other meshes hold other parts, and plain
-            tensors of one name are copies of each other. Gradients that are summands (`Partial`) are summed.
+            expert parallelism), which say themselves who holds which part. A parameter is whole on its mesh, a plain
+            tensor on its rank: those of one name elsewhere are copies. Whether they are is seen from some of their
+            values, in the first call. Gradients that are summands (`Partial`) are summed.
     Returns:
         The norm before clipping, a float64 scalar where the gradients are.
     Raises:
-        ConfigError: no topology, and a layer of this library that is split over ranks.
+        ConfigError: no topology, and a layer of this library that is split over ranks, or parameters of one name that
+            are no copies: experts without a mesh that says which ranks split them.
         RankError: another rank failed or did not come.
     """
     if topology is None:
@@ -70,7 +73,7 @@ def clip_grad_norm(model: nn.Module, topology: Topology | None, max_norm: float)
     return norm
 
 
-# Of a model: what its ranks held when they last compared, the whole job, and the names that other meshes count.
+# Of a model: what this rank held when ranks last compared, the whole job, and the names that others count.
 _known: WeakKeyDictionary[nn.Module, tuple[list[_Held], Topology, set[str]]] = WeakKeyDictionary()
 
 
@@ -81,37 +84,87 @@ def _by_meshes(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, boo
             "clip_grad_norm of a model with layers of fusedmoe that are split over ranks: give it their topology, "
             "clip_grad_norm(model, topology, max_norm)"
         )
-    held = list(_held(model))
+    held: list[_Held] = [
+        (name, parameter.device_mesh if isinstance(parameter, DTensor) else None)
+        for name, parameter in model.named_parameters()
+    ]
     known = _known.get(model)
     if known is None or known[0] != held:
         topology = Topology.from_sizes() if dist.is_initialized() and dist.get_world_size() > 1 else Topology()
-        # Plain tensors of one name are copies. Of DTensors other meshes hold other parts: experts have one for each.
-        plain = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
-        found = [(name, ranks) for name, ranks, _ in held if name in plain]
-        every = all_gather_object(topology.world, found, "comparing the meshes of a model")
-        lowest: dict[str, int] = {}
-        for name, ranks in (pair for each in every for pair in each):
-            lowest[name] = min(lowest.get(name, ranks[0]), ranks[0])
-        known = _known[model] = held, topology, {name for name, ranks in found if ranks[0] != lowest[name]}
-    held, topology, elsewhere = known
-    parameters = dict(model.named_parameters())
-    for parameter in parameters.values():
+        known = _known[model] = held, topology, _counted_elsewhere(model, topology)
+    _, topology, elsewhere = known
+    counted = []
+    for name, parameter in model.named_parameters():
         if isinstance(parameter.grad, DTensor):
             parameter.grad = _summed(parameter.grad)
-    return topology, [(parameters[name], first and name not in elsewhere) for name, _, first in held]
+        counted.append((parameter, name not in elsewhere and _is_first(parameter.grad)))
+    return topology, counted
 
 
-def _held(model: nn.Module) -> Iterator[_Held]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            yield name, (rank,), True
-            continue
-        mesh = parameter.device_mesh
-        place = mesh.get_coordinate()
-        assert place is not None  # a parameter is on this rank
-        first = all(at == 0 or split.is_shard() for at, split in zip(place, parameter.placements, strict=True))
-        yield name, tuple(sorted(mesh.mesh.flatten().tolist())), first
+def _counted_elsewhere(model: nn.Module, topology: Topology) -> set[str]:
+    """The names of parameters of which other ranks hold copies, and count them. Collective."""
+    own = {name: _ranks(parameter) for name, parameter in model.named_parameters()}
+    # Beside a mesh of all ranks there is no other one.
+    found = [
+        (name, own[name], _layout(parameter), _place(parameter), _some_values(parameter))
+        for name, parameter in model.named_parameters()
+        if len(own[name]) < topology.size
+    ]
+    holders: dict[str, tuple[int, ...]] = {}
+    layouts: dict[str, Any] = {}
+    values: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    for each in all_gather_object(topology.world, found, "comparing the meshes of a model"):
+        for name, ranks, layout, place, some in each:
+            # Ranks come in order: the first has the lowest.
+            first, one = holders.setdefault(name, ranks), torch.tensor(some, dtype=torch.float64)
+            other = values.setdefault((name, place), one)
+            if layouts.setdefault(name, layout) != layout or not _alike(one, other):
+                raise ConfigError(
+                    f"clip_grad_norm: {name} on ranks {list(ranks)} is no copy of {name} on ranks {list(first)}, and "
+                    "no mesh says how they belong together. Make it one DTensor on a mesh of all these ranks, with "
+                    "Shard where they hold different parts; or give different parts different names; or, where they "
+                    "should be copies, give them the same values before the first step"
+                )
+    return {name for name, ranks in own.items() if holders.get(name, ranks) != ranks}
+
+
+def _ranks(parameter: Tensor) -> tuple[int, ...]:
+    if isinstance(parameter, DTensor):
+        return tuple(parameter.device_mesh.mesh.flatten().tolist())
+    return (dist.get_rank() if dist.is_initialized() else 0,)
+
+
+def _layout(parameter: Tensor) -> Any:
+    split = (tuple(parameter.device_mesh.shape), str(parameter.placements)) if isinstance(parameter, DTensor) else None
+    return tuple(parameter.shape), split
+
+
+def _place(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank is in the tensor's mesh."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None  # a parameter is on this rank
+    return tuple(place)
+
+
+def _some_values(parameter: Tensor) -> list[float]:
+    flat = local_part(parameter).flatten()
+    return flat[:: max(1, flat.numel() // 8)][:8].double().tolist()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Copies may have drifted apart a little; other parts have nothing in common."""
+    return one.equal(other) or bool((one - other).norm() <= 0.1 * torch.maximum(one.norm(), other.norm()))
+
+
+def _is_first(gradient: Tensor | None) -> bool:
+    """This rank is the first of its mesh with the part of the gradient that it holds."""
+    if not isinstance(gradient, DTensor):
+        return True
+    # The gradient's placements, which need not be the parameter's. FSDP2's strided shards are no `Shard`.
+    splits = zip(_place(gradient), gradient.placements, strict=True)
+    return all(at == 0 or not split.is_replicate() for at, split in splits)
 
 
 def _summed(gradient: DTensor) -> DTensor:

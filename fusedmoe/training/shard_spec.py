@@ -207,18 +207,29 @@ def _shard_spec(
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
     starts = _check_chunk(name, tensor, shape, sharding, topology, numbers is not None)
     everywhere, group = NAMED not in sharding.values(), holders(sharding, topology)
+    alone = topology.subgroup("own", (topology.rank,))
     if "mp" not in sharding:
+        if isinstance(tensor, DTensor):
+            assert topology.expert_mesh is not None
+            by_axes = _placement(sharding.get("ep", NAMED)), _placement(sharding.get("esp", NAMED))
+            by_copies = _in_order(topology.expert_mesh, ("ep", "esp", "edp"))
+            return ShardSpec(tuple(shape), alone, True, everywhere, by_copies, (*by_axes, *tensor.placements))
         placements = tuple(_placement(sharding.get(axis, NAMED)) for axis in ("edp", "ep", "esp"))
         return ShardSpec(tuple(shape), group, True, everywhere, topology.expert_mesh, placements, numbers, starts)
     by_mp, mesh = _placement(sharding["mp"]), topology.dense_mesh
     if not isinstance(tensor, DTensor):
         return ShardSpec(tuple(shape), group, True, everywhere, mesh, (Replicate(), by_mp))
     assert mesh is not None
-    # FSDP has split what mp had split before: a mesh whose dimensions stand in that order says so. It serves only to
-    # find places, so it needs no process groups.
-    mesh = DeviceMesh(mesh.device_type, mesh.mesh.T, mesh_dim_names=("mp", "dp"), _init_backend=False)
-    alone = topology.subgroup("own", (topology.rank,))
+    mesh = _in_order(mesh, ("mp", "dp"))
     return ShardSpec(tuple(shape), alone, True, everywhere, mesh, (by_mp, *tensor.placements))
+
+
+def _in_order(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """FSDP has split what other axes had split before: a mesh whose dimensions stand in that order says so. It serves
+    only to find places, so it needs no process groups."""
+    old = mesh.mesh_dim_names or ()
+    grid = mesh.mesh.permute(*(old.index(name) for name in names))
+    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=names, _init_backend=False)
 
 
 def _placement(dim: int) -> Placement:

@@ -18,6 +18,7 @@ from fusedmoe.integrations.hf import ExpertParallel
 from fusedmoe.integrations.hf.expert_function import compute
 from fusedmoe.integrations.hf.metrics_callback import RouterMetrics
 from fusedmoe.training import clip_grad_norm
+from fusedmoe.training.copies import local_part
 from tests.cluster import Cluster
 from tests.integrations.models import VOCABULARY, make
 
@@ -64,11 +65,15 @@ def step(
         found[name] = grad, wanted[name].grad
     # Some gradients are zero but for rounding.
     least = 1e-3 * max(b.norm() for name, (_, b) in found.items() if name != "logits")
-    # No mesh has all gradients. Clipped to a tenth of their norm they have a tenth of it.
+    worst = max(float((a - b).norm() / b.norm().clamp(min=least)) for a, b in found.values())
+    # No mesh has all gradients. Clipped to a tenth of their norm they have a tenth of it, and so has each.
     norm = torch.stack([grad.norm() for name, (_, grad) in found.items() if name != "logits"]).norm()
-    for wants in (norm, norm / 10) if world == 2 else ():
+    before = {name: local_part(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    for wants in (norm, norm / 10):
         assert float(clip_grad_norm(model, None, float(norm) / 10)) == pytest.approx(float(wants), rel=1e-5)
-    return max(float((a - b).norm() / b.norm().clamp(min=least)) for a, b in found.values()), rows, told
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(local_part(parameter.grad), before[name] / 10, rtol=1e-4, atol=0)
+    return worst, rows, told
 
 
 def loss(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import fusedmoe
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import clip_grad_norm
+from fusedmoe.training.copies import local_part
 from tests.cluster import Cluster
 
 
@@ -36,11 +38,15 @@ def over_meshes(rank: int, world: int, seed: int) -> None:
     model.register_parameter("partial", partial)
     model.register_parameter("plain", nn.Parameter(plain.clone()))
     model.plain.grad = plain.clone()
-    # Each half of the world holds other experts under one name, and a stage of its own.
-    for name, grad in (("experts", half), (f"stage{rank // (world // 2)}", half * (1 + rank // (world // 2)))):
-        model.register_parameter(name, nn.Parameter(distribute_tensor(half, mesh["inner"], [Shard(0)])))
+    # Each half of the world holds a copy of what the mesh of one half has whole, nearly, and a stage of its own.
+    own = rank // (world // 2)
+    for name, value, grad in (("copied", half * (1 + 1e-3 * own), half), (f"stage{own}", half, half * (1 + own))):
+        model.register_parameter(name, nn.Parameter(distribute_tensor(value, mesh["inner"], [Shard(0)])))
         model.get_parameter(name).grad = distribute_tensor(grad, mesh["inner"], [Shard(0)])
-    wanted += [2 * summand, plain, half, half, half, 2 * half]
+    # A gradient is whole where its parameter is not.
+    model.register_parameter("whole", nn.Parameter(distribute_tensor(half, mesh, [Shard(0), Replicate()])))
+    model.whole.grad = distribute_tensor(half, mesh, [Replicate(), Replicate()])
+    wanted += [2 * summand, plain, half, half, 2 * half, half]
     norm = torch.cat([grad.flatten() for grad in wanted]).norm()
     for expected in (norm, norm / 10):
         found = clip_grad_norm(model, None, float(norm) / 10)
@@ -50,6 +56,56 @@ def over_meshes(rank: int, world: int, seed: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_over_several_meshes(cluster: Cluster, world: int) -> None:
     cluster.run(world, over_meshes, torch.seed())
+
+
+class Experts(nn.Module):
+    """One matrix for each expert; the gradient is what it is called with."""
+
+    def __init__(self, value: Tensor, ep: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(value, ep, [Shard(0)]))
+
+    def forward(self, grad: Tensor) -> Tensor:
+        return (self.weight * distribute_tensor(grad, self.weight.device_mesh, [Shard(0)])).to_local().sum()
+
+
+def sharded_twice(rank: int, world: int, seed: int) -> None:
+    """Experts over half of the ranks, and FSDP2 over those that have the same, in rows that are not adjacent."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("efsdp", "ep"))
+    value, grad = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+    model = fully_shard(Experts(value, mesh["ep"]), mesh=mesh["efsdp"])
+    model(grad).backward()
+    for expected in (grad.norm(), grad.norm() / 10):
+        found = clip_grad_norm(model, None, float(grad.norm()) / 10)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.weight.grad.full_tensor(), grad / 10, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_fully_sharded_experts(cluster: Cluster, world: int) -> None:
+    cluster.run(world, sharded_twice, torch.seed())
+
+
+def other_parts(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep", "fsdp"))
+    own, tall = torch.full((4, 3), 1.0 + rank // (world // 2)), torch.ones(4 + rank, 3)
+    split = [Shard(rank // (world // 2))]
+    for wrong in (
+        own,
+        tall,
+        distribute_tensor(own, mesh["fsdp"], [Shard(0)]),
+        distribute_tensor(own, mesh["fsdp"], split),
+    ):
+        model = nn.ParameterDict({"all": torch.ones(3), "experts": nn.Parameter(wrong)})
+        sum(parameter.sum() for parameter in model.values()).backward()
+        with pytest.raises(ConfigError, match="experts on ranks .* is no copy of experts on ranks .*mesh of all these"):
+            clip_grad_norm(model, None, 1.0)
+        assert all(float(local_part(parameter.grad).max()) == 1 for parameter in model.values())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_other_parts_of_one_name_are_refused(cluster: Cluster, world: int) -> None:
+    cluster.run(world, other_parts)
 
 
 def test_in_one_process() -> None:

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+import fusedmoe
 from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer
 from fusedmoe.training import (
     clip_grad_norm,
+    data_parallel,
     distributed_data_parallel,
     expert_parameter_names,
     fully_shard,
@@ -167,16 +171,22 @@ def test_edges_of_data_parallel(cluster: Cluster) -> None:
     cluster.run(4, _edges)
 
 
-def _sharded(rank: int, world: int, sizes: Sizes, path: str) -> None:
+def _sharded(rank: int, world: int, sizes: Sizes, path: str, with_experts: bool) -> None:
     topology = sizes.topology()
+    if with_experts:  # as other libraries name the axes
+        mesh = init_device_mesh("cpu", (1, world // sizes.ep, sizes.ep), mesh_dim_names=("dp_replicate", "efsdp", "ep"))
+        topology = Topology.from_mesh(mesh, ep="ep")
     model = _model(topology)
     for block in model.blocks:
-        fully_shard(block, topology)
-    fully_shard(model, topology)
+        fully_shard(block, topology, experts=with_experts)
+    fully_shard(model, topology, experts=with_experts)
     experts = {name for name in expert_parameter_names(model) if sizes.ep * sizes.esp > 1}
     assert experts or sizes.ep * sizes.esp == 1
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor) == (topology.dp.size > 1 and name not in experts), name
+        spread = topology.edp.size > 1 if with_experts and name in experts else name not in experts
+        assert isinstance(parameter, DTensor) == (topology.dp.size > 1 and spread), name
+        if with_experts and name in experts and spread:
+            assert sorted(parameter.device_mesh.mesh.tolist()) == sorted(topology.edp.ranks)
     for number in range(2):
         _backward(model, topology, number)
     sync_gradients(model, topology)
@@ -212,7 +222,62 @@ def _whole(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("sizes", WORLDS, ids=str)
 def test_fully_sharded(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
     path = str(tmp_path / "checkpoint")
-    cluster.run(sizes.world, _sharded, sizes, path)
+    cluster.run(sizes.world, _sharded, sizes, path, False)
+    _loads_on_one_rank(path)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(2),
+        Sizes(2, ep=2),
+        *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in (Sizes(4, ep=2), Sizes(8, ep=2))),
+    ],
+    ids=str,
+)
+def test_fully_sharded_with_experts(cluster: Cluster, tmp_path: Path, sizes: Sizes) -> None:
+    path = str(tmp_path / "checkpoint")
+    cluster.run(sizes.world, _sharded, sizes, path, True)
+    _loads_on_one_rank(path)
+
+
+def _few_experts(rank: int, world: int) -> None:
+    """One expert on each rank, beside one that has the same: its second dimension is sharded, where it can be."""
+    topology = Topology.from_sizes(ep=2)
+
+    def layer(**options: Any) -> fusedmoe.MoELayer:
+        torch.manual_seed(3)
+        gate, experts = fusedmoe.gates.TopK(2, k=1), fusedmoe.experts.FeedForward(5)
+        return fusedmoe.MoELayer(4, gate, experts, topology=topology, dtype=torch.float64, **options)
+
+    sharded, plain = fully_shard(layer(), topology, experts=True), layer()
+    splits = {name: part.placements for name, part in sharded.named_parameters() if name.startswith("experts.")}
+    assert {split for (split,) in splits.values()} == {Shard(0), Shard(1)}
+    x_SM = torch.randn(rank + 3, 4, dtype=torch.float64)
+    for model in (sharded, plain):
+        for _ in range(2):
+            (model(x_SM).square().sum() + model.aux_loss).backward()
+        sync_gradients(model, topology)
+    _compare(sharded, plain)
+    norms = [clip_grad_norm(model, topology, 0.1) for model in (sharded, plain)]
+    torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
+    _compare(sharded, plain)
+    with pytest.raises(ConfigError, match="move between ranks"):
+        fully_shard(layer(placement="fssdp"), topology, experts=True)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="Update PyTorch"):
+        patch.setattr(data_parallel, "ShardPlacementResult", None)
+        fully_shard(layer(), topology, experts=True)
+    other = layer()
+    torch.distributed.fsdp.fully_shard(other.experts, mesh=topology.expert_mesh["edp"])
+    with pytest.raises(ConfigError, match="experts=True"):
+        sync_gradients(other, topology)
+
+
+def test_few_experts_fully_sharded(cluster: Cluster) -> None:
+    cluster.run(4, _few_experts)
+
+
+def _loads_on_one_rank(path: str) -> None:
     # What four sharded ranks saved is a checkpoint of the model on one rank, its optimizer's state included.
     alone, model = Topology(), _model(Topology(), seed=9)
     optimizer = torch.optim.AdamW(model.parameters())
