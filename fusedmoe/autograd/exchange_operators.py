@@ -28,6 +28,7 @@ from fusedmoe.autograd.moves import received_layout
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
 
 _ways: WeakValueDictionary[str, Way] = WeakValueDictionary()
 _numbers = count()
@@ -51,7 +52,9 @@ class Way:
 
 @contextmanager
 def _guarded(way: str, operation: str) -> Iterator[Way]:
-    found = _ways[way]
+    found = _ways.get(way)
+    if found is None:
+        raise ConfigError(f"{operation}: the layer of {way} is gone; keep it until the backward pass has ended")
     with found.topology.guard(f"fusedmoe::{operation}"):
         yield found
 

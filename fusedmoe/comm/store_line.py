@@ -92,13 +92,19 @@ class _Asked:
         if self._broken:
             return _Broken(self._broken)
         try:
-            if self._given is not None:
-                given, self._given = self._given, None  # the line lives as long as this store: let go of it in any case
-                self._own = dist.PrefixStore("fusedmoe", _second(given, patience_s))
-            return question(self._own)
+            return question(self._connected(patience_s))
         except RuntimeError as error:  # of the store's client; its own class is younger than some PyTorch
             self._broken = f"the connection to it broke: {error}"
             return _Broken(self._broken)
+
+    def _connected(self, patience_s: float) -> dist.Store:
+        if self._given is not None:
+            given, self._given = self._given, None  # the line lives as long as this store: let go of it in any case
+            try:
+                self._own = dist.PrefixStore("fusedmoe", _second(given, patience_s))
+            except (OSError, ValueError, MemoryError) as error:
+                raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        return self._own
 
 
 def _second(store: dist.Store, patience_s: float) -> dist.Store:

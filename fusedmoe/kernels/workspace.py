@@ -84,7 +84,11 @@ class Workspace:
             places.pop()
         except IndexError:
             return None
-        buffer = self._buffer(size)
+        try:
+            buffer = self._buffer(size)
+        except BaseException:
+            places.append(None)
+            raise
         lease = buffer[:size]
         weakref.finalize(lease, _give_back, weakref.ref(self), buffer, places).atexit = False
         flat = torch.frombuffer(lease, dtype=dtype, count=count)  # its storage holds `lease`

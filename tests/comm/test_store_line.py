@@ -49,6 +49,18 @@ def test_a_store_that_does_not_answer_and_then_does(stuck: threading.Event) -> N
     assert line.trouble == line.broke == ""
 
 
+def test_a_store_without_a_second_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it fails with, also the second question has no answer."""
+
+    def none(*_: object) -> None:
+        raise MemoryError("for a socket")
+
+    monkeypatch.setattr(store_line, "_second", none)
+    line = StoreLine(dist.HashStore())
+    assert [line.ask(lambda _: "here") for _ in range(2)] == [None, None]
+    assert line.broke == "the connection to it broke: MemoryError: for a socket"
+
+
 def test_its_host_is_named(stuck: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     board = Board(store, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -259,3 +260,11 @@ def check_operators(rank: int, world: int) -> None:
 
 def test_exchange_operators(cluster: Cluster) -> None:
     cluster.run(2, check_operators)
+
+
+def test_a_layer_that_is_gone() -> None:
+    way = exchange_operators.Way(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
+    name = way.name
+    del way
+    with pytest.raises(fusedmoe.ConfigError, match=re.escape(f"meet: the layer of {name} is gone")):
+        torch.ops.fusedmoe.meet(torch.tensor([1]), None, torch.float32, name)

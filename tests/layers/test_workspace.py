@@ -232,6 +232,19 @@ def test_results_that_users_hoard_are_new_memory() -> None:
     assert owner.empty((5,), torch.float32, result=True) is not None
 
 
+def test_results_are_counted_where_memory_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(size: int) -> None:
+        raise MemoryError
+
+    owner = Workspace()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "_buffer", none)
+        for _ in range(workspace._RESULTS):
+            with pytest.raises(MemoryError):
+                owner.empty((4,), torch.float32, result=True)
+    assert owner.empty((4,), torch.float32, result=True) is not None
+
+
 @pytest.mark.usefixtures("poisoned")
 def test_what_nobody_asks_for_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_PATIENCE", 5)
