@@ -208,7 +208,8 @@ def write_folder(
         place: where a key's value stands in the nested dictionary that PyTorch's tools make of the folder.
     """
     path = Path(os.path.realpath(path))  # what a link stands for is replaced, not the link
-    partial = _beside(path, "partial")
+    room = _beside(path, "partial")
+    partial = room / "checkpoint"
     writer = FileSystemWriter(partial)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = Metadata({})
@@ -235,7 +236,7 @@ def write_folder(
         _install(partial, path)
 
     with ExitStack() as own:
-        on_all_ranks(topology.world, operation, lambda: own.enter_context(_room(path, partial)) if first else None)
+        on_all_ranks(topology.world, operation, lambda: own.enter_context(_room(path, room)) if first else None)
         plans = on_all_ranks(topology.world, operation, plan)
         of_ranks = on_all_ranks(topology.world, operation, lambda: write(plans))
         on_all_ranks(topology.world, operation, lambda: finish(of_ranks) if first else None)
@@ -348,21 +349,22 @@ def saved_at(path: Path) -> Path | None:
 
 
 @contextmanager
-def _room(path: Path, partial: Path) -> Iterator[None]:
-    """An empty folder `partial` that is this job's alone, and gone at the end unless it has become another one."""
-    if path.exists() and not _is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"{path} exists and is not a checkpoint; it will not be replaced. Save to another path.")
-    partial.mkdir(parents=True, exist_ok=True)
+def _room(path: Path, room: Path) -> Iterator[None]:
+    """An empty folder `room` that is this job's alone, and gone at the end. Who has it may change what is at `path`."""
+    busy = ConfigError(f"another job is saving to {path}. Save to another path, or when it is done.")
     try:
-        folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+        room.mkdir(parents=True, exist_ok=True)
+        folder = os.open(room, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if isinstance(error, FileExistsError | FileNotFoundError) and (room.is_dir() or not os.path.lexists(room)):
+            raise busy from error  # it has just gone
         with suppress(OSError):
-            partial.rmdir()
+            room.rmdir()
         raise
 
     def is_own() -> bool:
         with suppress(OSError):
-            return os.path.samestat(os.fstat(folder), partial.lstat())
+            return os.path.samestat(os.fstat(folder), room.lstat())
         return False
 
     try:
@@ -374,14 +376,18 @@ def _room(path: Path, partial: Path) -> Iterator[None]:
         except OSError:  # a file system without locks
             pass
         if not locked or not is_own():
-            raise ConfigError(f"another job is saving to {path}. Save to another path, or when it is done.")
+            raise busy
         try:
-            for left in partial.iterdir():
+            if path.exists() and not _is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
+                raise ConfigError(
+                    f"{path} exists and is not a checkpoint; it will not be replaced. Save to another path."
+                )
+            for left in room.iterdir():
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             yield
         finally:
             if is_own():
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(room, ignore_errors=True)
     finally:
         os.close(folder)
 

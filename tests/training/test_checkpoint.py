@@ -236,7 +236,7 @@ def test_save_killed_between_renames(tmp_path: Path, monkeypatch: pytest.MonkeyP
     true_rename = Path.rename
 
     def killed(self: Path, target: Path) -> Path:
-        if self.parent == tmp_path:  # not those that torch makes inside the folder
+        if target.parent == tmp_path:  # not those that torch makes inside the folder
             renames.append(self)
             if len(renames) == rename:
                 raise KeyboardInterrupt
