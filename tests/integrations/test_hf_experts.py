@@ -125,6 +125,38 @@ def test_a_number_that_does_not_exist_is_refused() -> None:
         experts(x_TH, number_TK, weight_TK)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_decoding(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens without gradients, on a CPU, are put in no order."""
+    experts, (_, number_TK, _) = module_of(family)
+    monkeypatch.setattr("fusedmoe.ops.order", lambda *_: pytest.fail("it was"))
+    for numbers in (number_TK[:rows], torch.full((rows, 2), 2, dtype=torch.int32), torch.tensor([[3, 3]] * rows)):
+        x_TH, number, weight_TK = routed(experts, numbers.view(rows, 2))
+        with torch.no_grad():
+            experts.config._experts_implementation = "eager"
+            wanted = experts(x_TH, number.long(), weight_TK)
+            experts.config._experts_implementation = fusedmoe.hf.NAME
+            torch.testing.assert_close(experts(x_TH, number, weight_TK), wanted, rtol=1e-12, atol=1e-14)
+            with torch.autocast("cpu", torch.bfloat16):
+                half = experts(x_TH.float(), number, weight_TK.float())
+            assert half.dtype == torch.float32
+            torch.testing.assert_close(half.double(), wanted, rtol=0.1, atol=0.1)
+
+
+def test_decoding_where_experts_are_elsewhere() -> None:
+    experts, (x_TH, number_TK, weight_TK) = module_of("mixtral")
+    experts.config._experts_implementation = fusedmoe.hf.NAME
+    number_TK[0, 1] = experts.num_experts
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match="chosen experts must be numbers from 0 to 3"):
+            experts(x_TH[:2], number_TK[:2], weight_TK[:2])
+        experts._is_expert_parallel = True
+        found = experts(x_TH[:2], number_TK[:2], weight_TK[:2])
+        wanted = experts(x_TH, number_TK, weight_TK)[:2]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
 def test_autocast() -> None:
     experts, inputs = module_of("mixtral")
     single, x_TH = copy.deepcopy(experts).float(), inputs[0].float().requires_grad_()

@@ -22,6 +22,8 @@ from fusedmoe.errors import ConfigError
 NAME = "fusedmoe"
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Pairs of a token and an expert up to which no order is worth while.
+_FEW = 32
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 
 
@@ -42,6 +44,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         ConfigError: a module that is none of these, named; shapes that do not fit.
     """
     check_experts(self)
+    if _is_few(self, hidden_states, top_k_index):
+        return few_tokens(self, hidden_states, top_k_index, top_k_weights)
     # Where nothing is split, a number that does not exist is a mistake, which `order` refuses.
     number_TK = (
         top_k_index.masked_fill(top_k_index >= self.num_experts, -1) if self._is_expert_parallel else top_k_index
@@ -50,6 +54,54 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     x_TH = hidden_states.to(row_dtype(self, hidden_states))
     y_TH = compute(self, x_TH, layout, ops.take_pairs(top_k_weights, layout))
     return y_TH.to(hidden_states.dtype)
+
+
+def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
+    """Whether calls cost more than rows do, as where a model decodes on a CPU."""
+    given = (hidden_states, top_k_index, experts.down_proj)
+    return (
+        top_k_index.numel() <= _FEW
+        and all(one.device.type == "cpu" for one in given)
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`experts_forward` for some tokens on a CPU, without gradients: one expert after the other, nothing in order.
+
+    Raises:
+        ConfigError: the number of an expert that does not exist.
+    """
+    dtype = row_dtype(experts, hidden_states)
+    x_TH, weight_TK = hidden_states.to(dtype), top_k_weights.tolist()
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    pairs: dict[int, list[tuple[int, float]]] = {}
+    for token, (numbers, weights) in enumerate(zip(top_k_index.tolist(), weight_TK, strict=True)):
+        for number, weight in zip(numbers, weights, strict=True):
+            pairs.setdefault(number, []).append((token, weight))
+    y_TH = torch.zeros(hidden_states.shape, dtype=torch.promote_types(dtype, torch.float32))
+    for number, of in pairs.items():
+        if not 0 <= number < experts.num_experts:
+            if number >= 0 and not experts._is_expert_parallel:
+                last = experts.num_experts - 1
+                raise ConfigError(f"fusedmoe.hf: chosen experts must be numbers from 0 to {last}, got {number}")
+            continue
+        tokens = [token for token, _ in of]
+        rows_RI = _linear(experts, x_TH if tokens == [*range(len(x_TH))] else x_TH[tokens], name, number)
+        rows_RI = experts._apply_gate(rows_RI) if experts.has_gate else experts.act_fn(rows_RI)
+        rows_RH = _linear(experts, rows_RI.to(dtype), "down_proj", number)
+        if experts.has_post_expert_norm:
+            rows_RH = experts.post_expert_norm(rows_RH)
+        for token, weight, row_H in zip(tokens, (weight for _, weight in of), rows_RH, strict=True):
+            y_TH[token].add_(row_H, alpha=weight)
+    return y_TH.to(hidden_states.dtype)
+
+
+def _linear(experts: Any, x_RI: Tensor, name: str, number: int) -> Tensor:
+    weight = getattr(experts, name)[number].to(x_RI.dtype)
+    bias = getattr(experts, f"{name}_bias")[number].to(x_RI.dtype) if experts.has_bias else None
+    return nn.functional.linear(x_RI, weight.t() if experts.is_transposed else weight, bias)
 
 
 def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:

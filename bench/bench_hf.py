@@ -1,0 +1,132 @@
+"""`make bench`: experts of Hugging Face's models on a CPU thread, ours beside transformers' own, by turns."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="pip install 'fusedmoe[hf]' to compare with transformers")
+
+OURS = "fusedmoe"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """T tokens, model dim H, expert hidden I, E experts, the best K of them."""
+
+    T: int
+    H: int
+    I: int  # noqa: E741
+    E: int
+    K: int
+
+
+#: The first is the one at which eager is to be far behind.
+TRAINING = (Shape(512, 1024, 512, 32, 4), Shape(2048, 512, 256, 16, 2), Shape(256, 768, 768, 64, 8))
+DECODING = (Shape(1, 1024, 512, 32, 4), Shape(4, 1024, 512, 32, 4), Shape(1, 512, 1024, 8, 2))
+
+
+def make(shape: Shape) -> Any:
+    """Mixtral's experts."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
+
+    config = MixtralConfig(
+        hidden_size=shape.H,
+        intermediate_size=shape.I,
+        num_local_experts=shape.E,
+        num_experts_per_tok=shape.K,
+        experts_implementation="eager",
+    )
+    experts = MixtralExperts(config)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return experts
+
+
+def implementations(experts: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """The same experts, computed by each of these; they share parameters."""
+    import fusedmoe.hf  # noqa: F401  it registers ours
+
+    found = {}
+    for name in names:
+        one = copy.copy(experts)
+        one.config = copy.copy(experts.config)
+        one.config._experts_implementation = name
+        found[name] = one
+    return found
+
+
+def train(experts: Any, x_TH: torch.Tensor, dy_TH: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+    for parameter in experts.parameters():
+        parameter.grad = None
+    x_TH.grad = None
+    y_TH = experts(x_TH, *routed)
+    y_TH.backward(dy_TH)
+    return y_TH.detach()
+
+
+@torch.no_grad()
+def decode(experts: Any, x_TH: torch.Tensor, dy_TH: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+    return experts(x_TH, *routed)
+
+
+def by_turns(
+    step: Callable[..., torch.Tensor], of: dict[str, Any], shape: Shape, rounds: int, repeat: int
+) -> dict[str, float]:
+    """Seconds of one call, medians over the rounds; each round calls each implementation `repeat` times.
+
+    Raises:
+        AssertionError: results differ.
+    """
+    torch.manual_seed(0)
+    x_TH, dy_TH = torch.randn(shape.T, shape.H).requires_grad_(), torch.randn(shape.T, shape.H)
+    weight_TK, number_TK = torch.rand(shape.T, shape.E).softmax(1).topk(shape.K)
+    calls = {name: partial(step, one, x_TH, dy_TH, number_TK, weight_TK) for name, one in of.items()}
+    wanted = calls[OURS]()
+    for call in calls.values():
+        torch.testing.assert_close(call(), wanted, rtol=1e-3, atol=1e-4)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in list(calls) if turn % 2 else reversed(calls):
+            start = time.perf_counter()
+            for _ in range(repeat):
+                calls[name]()
+            times[name].append((time.perf_counter() - start) / repeat)
+    return {name: statistics.median(of) for name, of in times.items()}
+
+
+def run(benchmark: Any, step: Callable[..., torch.Tensor], shape: Shape, names: tuple[str, ...], *counts: int) -> None:
+    torch.set_num_threads(1)
+    of = implementations(make(shape), (OURS, *names))
+    seconds = by_turns(step, of, shape, *counts)
+    ratios = {name: seconds[name] / seconds[OURS] for name in names}
+    benchmark.extra_info.update(
+        shape=asdict(shape), threads=1, seconds=seconds, ratios=ratios, transformers=transformers.__version__
+    )
+    x_TH, dy_TH = torch.randn(shape.T, shape.H).requires_grad_(), torch.randn(shape.T, shape.H)
+    weight_TK, number_TK = torch.rand(shape.T, shape.E).softmax(1).topk(shape.K)
+    benchmark.pedantic(step, args=(of[OURS], x_TH, dy_TH, number_TK, weight_TK), rounds=3, warmup_rounds=1)
+    told = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in ratios.items())
+    print(f"\n{shape}: {seconds[OURS] * 1e3:.2f} ms; {told}")
+
+
+def _name(shape: Shape) -> str:
+    return f"T{shape.T}-H{shape.H}-I{shape.I}-E{shape.E}-K{shape.K}"
+
+
+@pytest.mark.parametrize("shape", TRAINING, ids=_name)
+def test_training_beside_transformers(benchmark, shape: Shape) -> None:  # type: ignore[no-untyped-def]
+    run(benchmark, train, shape, ("grouped_mm", "eager"), 9, 1)
+
+
+@pytest.mark.parametrize("shape", DECODING, ids=_name)
+def test_decoding_beside_transformers(benchmark, shape: Shape) -> None:  # type: ignore[no-untyped-def]
+    run(benchmark, decode, shape, ("batched_mm", "grouped_mm", "eager"), 15, 5)
