@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import fusedmoe.hf
 from fusedmoe.errors import ConfigError
 from fusedmoe.integrations.hf import experts_forward
 from fusedmoe.integrations.hf.expert_function import fused_activation
+from fusedmoe.kernels import workspace
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 
 
@@ -155,6 +158,24 @@ def test_decoding_where_experts_are_elsewhere() -> None:
         found = experts(x_TH[:2], number_TK[:2], weight_TK[:2])
         wanted = experts(x_TH, number_TK, weight_TK)[:2]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a module of experts is there, copies included."""
+    monkeypatch.setattr(workspace, "_shared", weakref.WeakValueDictionary())
+    experts, _ = module_of("mixtral")
+    inputs = routed(experts, torch.rand(4096, experts.num_experts).topk(2).indices)
+    wanted = gradients(experts, inputs, torch.ones_like(inputs[0]), "eager")
+    for _ in range(3):
+        found = gradients(experts, inputs, torch.ones_like(inputs[0]), fusedmoe.hf.NAME)
+        assert worst(found, wanted) < 1e-12
+    twin = copy.deepcopy(experts)
+    owner = weakref.ref(experts._fusedmoe_workspace)
+    assert owner().free_bytes > 0 and twin._fusedmoe_workspace is owner()
+    assert not [name for name in experts.state_dict() if "workspace" in name]
+    del experts, twin, found, wanted
+    gc.collect()
+    assert owner() is None
 
 
 def test_autocast() -> None:

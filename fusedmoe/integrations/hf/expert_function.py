@@ -17,6 +17,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from fusedmoe import ops
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.workspace import shared_workspace
 
 #: The name in transformers' registries.
 NAME = "fusedmoe"
@@ -112,6 +113,8 @@ def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
 
 def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
     """[T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
+    if not torch.compiler.is_compiling() and "_fusedmoe_workspace" not in experts.__dict__:
+        experts._fusedmoe_workspace = shared_workspace()  # held, so that there is one
 
     def parameter(name: str) -> Tensor | None:
         found = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None
