@@ -160,15 +160,21 @@ def test_decoding_where_experts_are_elsewhere() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as a module of experts is there, copies included."""
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_memory_is_used_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a module of experts is there, copies included; nothing that lay in it shows."""
     monkeypatch.setattr(workspace, "_shared", weakref.WeakValueDictionary())
-    experts, _ = module_of("mixtral")
-    inputs = routed(experts, torch.rand(4096, experts.num_experts).topk(2).indices)
-    wanted = gradients(experts, inputs, torch.ones_like(inputs[0]), "eager")
-    for _ in range(3):
+    monkeypatch.setattr(workspace, "_SMALLEST", 1)
+    experts, _ = module_of(family)
+    for step in range(3):
+        number_TK = (torch.rand(512, experts.num_experts - 1).topk(2).indices + step) % experts.num_experts
+        inputs = routed(experts, number_TK)  # one expert has no rows
+        wanted = gradients(experts, inputs, torch.ones_like(inputs[0]), "eager")
         found = gradients(experts, inputs, torch.ones_like(inputs[0]), fusedmoe.hf.NAME)
         assert worst(found, wanted) < 1e-12
+        assert experts._fusedmoe_workspace.free_bytes > 0
+        for free in experts._fusedmoe_workspace._free:
+            free.buffer.fill(255)  # no number
     twin = copy.deepcopy(experts)
     owner = weakref.ref(experts._fusedmoe_workspace)
     assert owner().free_bytes > 0 and twin._fusedmoe_workspace is owner()
