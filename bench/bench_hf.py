@@ -31,21 +31,31 @@ class Shape:
 
 #: The first is the one at which eager is to be far behind.
 TRAINING = (Shape(512, 1024, 512, 32, 4), Shape(2048, 512, 256, 16, 2), Shape(256, 768, 768, 64, 8))
-DECODING = (Shape(1, 1024, 512, 32, 4), Shape(4, 1024, 512, 32, 4), Shape(1, 512, 1024, 8, 2))
+DECODING = (
+    Shape(1, 1024, 512, 32, 4),
+    Shape(4, 1024, 512, 32, 4),
+    Shape(32, 1024, 512, 32, 4),
+    Shape(1, 512, 1024, 8, 2),
+)
 
 
-def make(shape: Shape) -> Any:
-    """Mixtral's experts."""
+def make(shape: Shape, family: str = "mixtral") -> Any:
+    """Mixtral's experts, or gpt-oss's: with biases, transposed weights and an activation of their own."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
     from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
 
-    config = MixtralConfig(
+    of_config, of_experts = {
+        "mixtral": (MixtralConfig, MixtralExperts),
+        "gpt-oss": (GptOssConfig, GptOssExperts),
+    }[family]
+    config = of_config(
         hidden_size=shape.H,
         intermediate_size=shape.I,
         num_local_experts=shape.E,
         num_experts_per_tok=shape.K,
         experts_implementation="eager",
     )
-    experts = MixtralExperts(config)
+    experts = of_experts(config)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return experts
@@ -103,19 +113,31 @@ def by_turns(
     return {name: statistics.median(of) for name, of in times.items()}
 
 
-def run(benchmark: Any, step: Callable[..., torch.Tensor], shape: Shape, names: tuple[str, ...], *counts: int) -> None:
+def run(
+    benchmark: Any,
+    step: Callable[..., torch.Tensor],
+    shape: Shape,
+    names: tuple[str, ...],
+    *counts: int,
+    family: str = "mixtral",
+) -> None:
     torch.set_num_threads(1)
-    of = implementations(make(shape), (OURS, *names))
+    of = implementations(make(shape, family), (OURS, *names))
     seconds = by_turns(step, of, shape, *counts)
     ratios = {name: seconds[name] / seconds[OURS] for name in names}
     benchmark.extra_info.update(
-        shape=asdict(shape), threads=1, seconds=seconds, ratios=ratios, transformers=transformers.__version__
+        family=family,
+        shape=asdict(shape),
+        threads=1,
+        seconds=seconds,
+        ratios=ratios,
+        transformers=transformers.__version__,
     )
     x_TH, dy_TH = torch.randn(shape.T, shape.H).requires_grad_(), torch.randn(shape.T, shape.H)
     weight_TK, number_TK = torch.rand(shape.T, shape.E).softmax(1).topk(shape.K)
     benchmark.pedantic(step, args=(of[OURS], x_TH, dy_TH, number_TK, weight_TK), rounds=3, warmup_rounds=1)
     told = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in ratios.items())
-    print(f"\n{shape}: {seconds[OURS] * 1e3:.2f} ms; {told}")
+    print(f"\n{family}, {shape}: {seconds[OURS] * 1e3:.2f} ms; {told}")
 
 
 def _name(shape: Shape) -> str:
@@ -130,3 +152,13 @@ def test_training_beside_transformers(benchmark, shape: Shape) -> None:  # type:
 @pytest.mark.parametrize("shape", DECODING, ids=_name)
 def test_decoding_beside_transformers(benchmark, shape: Shape) -> None:  # type: ignore[no-untyped-def]
     run(benchmark, decode, shape, ("batched_mm", "grouped_mm", "eager"), 15, 5)
+
+
+@pytest.mark.parametrize("shape", TRAINING, ids=_name)
+def test_training_of_gpt_oss(benchmark, shape: Shape) -> None:  # type: ignore[no-untyped-def]
+    run(benchmark, train, shape, ("grouped_mm",), 9, 1, family="gpt-oss")
+
+
+@pytest.mark.parametrize("shape", DECODING, ids=_name)
+def test_decoding_of_gpt_oss(benchmark, shape: Shape) -> None:  # type: ignore[no-untyped-def]
+    run(benchmark, decode, shape, ("batched_mm", "grouped_mm", "eager"), 15, 5, family="gpt-oss")

@@ -8,7 +8,7 @@ functions between them.
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections import Counter
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fusedmoe.kernels.workspace import shared_workspace
 NAME = "fusedmoe"
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Pairs of a token and an expert up to which no order is worth while.
+# Pairs of a token and an expert up to which products wait for weights, and no order is worth while.
 _FEW = 128
 # Products with two or three rows wait for the weight alone; BLAS reads one that is [out, in] faster from the left.
 _SKINNY = 3
@@ -85,13 +85,12 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
         )
     pairs = [pair for pair, number in enumerate(number_P) if 0 <= number < experts.num_experts]
     pairs.sort(key=number_P.__getitem__)
-    numbers, pair_N = [number_P[pair] for pair in pairs], torch.tensor(pairs, dtype=torch.long)
+    pair_N, counts = torch.tensor(pairs, dtype=torch.long), Counter(number_P[pair] for pair in pairs)
     token_N = pair_N // K if K else pair_N
-    rows_NI = _product(
-        experts, hidden_states.to(dtype)[token_N], "gate_up_proj" if experts.has_gate else "up_proj", numbers
-    )
+    rows_NI = hidden_states.to(dtype)[token_N]
+    rows_NI = _product(experts, rows_NI, "gate_up_proj" if experts.has_gate else "up_proj", counts)
     rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
-    rows_NH = _product(experts, rows_NI.to(dtype), "down_proj", numbers)
+    rows_NH = _product(experts, rows_NI.to(dtype), "down_proj", counts)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH)
     total = torch.promote_types(dtype, torch.float32)
@@ -99,22 +98,22 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     return rows_NH.new_zeros(hidden_states.shape).index_add_(0, token_N, rows_NH).to(hidden_states.dtype)
 
 
-def _product(experts: Any, rows_NI: Tensor, name: str, numbers: list[int]) -> Tensor:
-    """[N, O]: each row times the matrix of its expert, plus its bias. `numbers`: the rows' experts, ascending."""
-    weight, transposed = getattr(experts, name), experts.is_transposed
-    out_NO = rows_NI.new_empty((len(rows_NI), weight.shape[2 if transposed else 1]))
-    swap = rows_NI.dtype in (torch.float32, torch.float64) and not transposed
-    start = 0
-    for number, same in groupby(numbers):
-        stop = start + len(list(same))
-        rows, out, matrix = rows_NI[start:stop], out_NO[start:stop], weight[number].to(rows_NI.dtype)
-        if swap and 1 < stop - start <= _SKINNY:
-            out.copy_(torch.mm(matrix, rows.t()).t())
+def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -> Tensor:
+    """[N, O]: each row times the matrix of its expert, plus its bias. `counts`: experts and their rows, in order."""
+    weight, transposed, dtype = getattr(experts, name), experts.is_transposed, rows_NI.dtype
+    weight_EIO = weight if transposed else weight.transpose(1, 2)
+    out_NO = rows_NI.new_empty((len(rows_NI), weight_EIO.shape[2]))
+    skinny = _SKINNY if dtype in (torch.float32, torch.float64) and not transposed else 0
+    sizes = list(counts.values())
+    for number, rows, out, size in zip(counts, rows_NI.split(sizes), out_NO.split(sizes), sizes, strict=True):
+        matrix_IO = weight_EIO.select(0, number).to(dtype)
+        if 1 < size <= skinny:
+            out.copy_(torch.mm(matrix_IO.t(), rows.t()).t())
         else:
-            torch.mm(rows, matrix if transposed else matrix.t(), out=out)
-        start = stop
+            torch.mm(rows, matrix_IO, out=out)
     if experts.has_bias:
-        out_NO += getattr(experts, f"{name}_bias")[numbers].to(out_NO.dtype)
+        bias_EO = getattr(experts, f"{name}_bias")
+        out_NO += bias_EO[[number for number, size in counts.items() for _ in range(size)]].to(dtype)
     return out_NO
 
 
