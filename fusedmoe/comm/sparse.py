@@ -7,9 +7,10 @@ step leave together, as one all-to-all of bytes; those of the next step, which m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from fusedmoe.comm.collectives import all_to_all_rows, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
+from fusedmoe.threads import Helper
 
 if TYPE_CHECKING:
     from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
@@ -43,7 +45,7 @@ class SparseWork:
     def __init__(
         self,
         sent_bytes: int = 0,
-        done: Future[list[Arrived]] | None = None,
+        done: Callable[[], list[Arrived]] = list,
         after: torch.cuda.Event | None = None,
     ) -> None:
         self.sent_bytes, self._done, self._after = sent_bytes, done, after
@@ -53,10 +55,11 @@ class SparseWork:
 
         Raises:
             RankError: another rank failed or did not come.
+            MemoryError: there was none for the thread.
         """
         if self._after is not None:
             torch.cuda.current_stream().wait_event(self._after)
-        return [] if self._done is None else self._done.result()
+        return self._done()
 
 
 class SparseCollectives:
@@ -72,7 +75,8 @@ class SparseCollectives:
 
     def __init__(self, group: Group, one_sided: OneSidedAllToAll | None = None) -> None:
         self._group, self._one_sided = group, one_sided
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Helper | None = None
+        self._last: Future[list[Arrived]] | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def gather(
@@ -113,9 +117,11 @@ class SparseCollectives:
 
     def close(self) -> None:
         """Ends the thread, once what was begun is done."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        if self._thread is not None and self._last is not None:
+            with suppress(Exception):  # whoever waits for the work has it
+                self._thread.result(self._last)
+            self._thread.end()
+        self._thread = self._last = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCollectives:
         return self  # process groups cannot be copied
@@ -130,12 +136,11 @@ class SparseCollectives:
         if device_of(self._group).type == "cuda":
             return self._on_stream(job, during)
         if self._one_sided is not None:
-            here: Future[list[Arrived]] = Future()
-            here.set_result(job.run(during))
-            return SparseWork(job.sent_bytes, here)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="fusedmoe sparse")
-        return SparseWork(job.sent_bytes, self._thread.submit(job.run, during))
+            here = job.run(during)
+            return SparseWork(job.sent_bytes, lambda: here)
+        self._thread = self._thread or Helper("fusedmoe sparse")
+        self._last = self._thread.begin(partial(job.run, during))
+        return SparseWork(job.sent_bytes, partial(self._thread.result, self._last))
 
     def _on_stream(self, job: _Job, during: AbstractContextManager[None]) -> SparseWork:
         if self._stream is None:
@@ -147,9 +152,7 @@ class SparseCollectives:
                 table.record_stream(self._stream)
         after = torch.cuda.Event()
         after.record(self._stream)
-        done: Future[list[Arrived]] = Future()
-        done.set_result(arrived)
-        return SparseWork(job.sent_bytes, done, after)
+        return SparseWork(job.sent_bytes, lambda: arrived, after)
 
 
 class _Job:
