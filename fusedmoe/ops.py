@@ -1,10 +1,10 @@
 """The layer's operations as functions, for models that bring their own modules.
 
 `gate` and `gate_from_logits` route tokens by a `GateRule`, `order` sorts routing decisions, `permute` and `unpermute`
-move rows by them and `take_pairs` router weights, `experts` computes (`grouped_linear` for networks that it does not
-know), `Exchange` with `dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses ranks, and `through_experts` is
-the whole way between permute and unpermute. `gather_rows`, `reduce_scatter_rows`, `split_rows` and `join_rows` serve
-model-parallel parts.
+move rows by them and `take_pairs` router weights, `experts` computes (`grouped_linear` and `clamped_swiglu` for
+networks that it does not know), `Exchange` with `dispatch`, `combine`, `all_gather` and `reduce_scatter` crosses ranks,
+and `through_experts` is the whole way between permute and unpermute. `gather_rows`, `reduce_scatter_rows`, `split_rows`
+and `join_rows` serve model-parallel parts.
 
 What does not fit (shapes, dtypes, devices, numbers of experts that do not exist) is refused before anything is computed
 or sent: ConfigError, or RankError where other ranks wait.
@@ -12,6 +12,7 @@ or sent: ConfigError, or RankError where other ranks wait.
 
 from __future__ import annotations
 
+from fusedmoe.autograd.clamped_swiglu import clamped_swiglu
 from fusedmoe.autograd.experts import experts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
 from fusedmoe.autograd.grouped_linear import grouped_linear
@@ -30,6 +31,7 @@ __all__ = [
     "Layout",
     "Weights",
     "all_gather",
+    "clamped_swiglu",
     "combine",
     "dispatch",
     "experts",

@@ -244,6 +244,7 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     operation, where, patience = "making a process group", f"ranks {list(ranks)}", _patience(job)
     deadline, board = time.monotonic() + patience.total_seconds(), job.board
     assert board is not None
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # public from PyTorch 2.14 on
     make = partial(
         c10d._new_process_group_helper,
         len(ranks),
@@ -265,7 +266,7 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
                     board.waits(f"{operation} over {where}", ranks)
                     noted = True
             handle, _ = making.result(0.0)
-            c10d._set_pg_timeout(patience, handle)
+            set_timeout(patience, handle)
             if noted:
                 board.waits("")
     except (RuntimeError, NoAnswer) as error:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmoe.kernels import clamped_swiglu as _clamped_swiglu
 from fusedmoe.kernels import experts as _experts
 from fusedmoe.kernels import gather_sum, wire
 from fusedmoe.kernels import grouped_linear as _grouped_linear
@@ -234,6 +235,26 @@ def grouped_linear_backward(
 def _(dout_NO: Tensor, rows_NK: Tensor, weight: Tensor, biased: bool, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     dbias = dout_NO.new_empty((weight.shape[0], dout_NO.shape[1]) if biased else 0)
     return rows_NK.new_empty(rows_NK.shape), weight.new_empty(weight.shape), dbias
+
+
+@_operator("clamped_swiglu")
+def clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return _clamped_swiglu.clamped_swiglu(h_NH, alpha, limit)
+
+
+@clamped_swiglu.register_fake
+def _(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return h_NH.new_empty((h_NH.shape[0], h_NH.shape[1] // 2))
+
+
+@_operator("clamped_swiglu_backward")
+def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return _clamped_swiglu.clamped_swiglu_backward(da_NI, h_NH, alpha, limit)
+
+
+@clamped_swiglu_backward.register_fake
+def _(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
+    return h_NH.new_empty(h_NH.shape)
 
 
 @_operator("gate")

@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
 from fusedmoe.integrations.hf import experts_forward
-from fusedmoe.integrations.hf.expert_function import fused_activation
+from fusedmoe.integrations.hf.expert_function import fused_activation, is_clamped_swiglu
 from fusedmoe.kernels import workspace
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 
@@ -91,6 +91,29 @@ def gradients(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], dy_TH: Tensor
     y_TH.backward(dy_TH)
     own = {"y": y_TH.detach(), "x": x_TH.grad, "weight": weight_TK.grad}
     return own | {name: p.grad for name, p in experts.named_parameters()}  # type: ignore[return-value]
+
+
+def test_only_gpt_oss_s_own_gate_is_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, (x_TH, number_TK, weight_TK) = module_of("gpt-oss")
+    assert is_clamped_swiglu(experts)
+    experts.config._experts_implementation = fusedmoe.hf.NAME
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda *_: pytest.fail("theirs"))
+    before = experts(x_TH, number_TK, weight_TK)
+    experts.limit /= 2  # a user's change counts from the next call on
+    assert not torch.allclose(experts(10 * x_TH, number_TK, weight_TK), 10 * before)
+
+    class SideBySide(GptOssExperts):
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            g, u = gate_up.chunk(2, -1)
+            return super()._apply_gate(torch.stack([g, u], -1).flatten(-2))
+
+    class Shifted(GptOssExperts):
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            return super()._apply_gate(gate_up) + 1e-6
+
+    monkeypatch.undo()
+    for kind in (SideBySide, Shifted, MixtralExperts):
+        assert not is_clamped_swiglu(kind(experts.config)), kind
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd import experts, gate, grouped_linear, order, wire_formats  # noqa: F401  they register the gradients
+from fusedmoe.autograd import clamped_swiglu, experts, gate, grouped_linear, order, wire_formats  # noqa: F401  they register the gradients
 from fusedmoe.kernels import operators
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from tests.kernels.routings import choose
@@ -43,6 +43,7 @@ def cases(device: torch.device) -> Cases:
             (random(full.rows, 8), random(4, 6, 8), random(4, 6), True, *full.tensors),
             (random(13, 8), random(4, 8, 6), None, False, *plain.tensors),
         ],
+        "clamped_swiglu": [(random(13, 8), 1.702, 0.5), (random(0, 8), 1.0, 7.0)],
         "pack_bf16": [(rows_NM.detach().requires_grad_(),)],
         "unpack_bf16": [(rows_NM.bfloat16().requires_grad_(), torch.float32)],
         "pack_fp8": [(rows_NM,)],

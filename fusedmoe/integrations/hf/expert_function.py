@@ -2,8 +2,8 @@
 
 What a module computes is read from the flags that `use_experts_implementation` gives it (transformers 5.23), never from
 shapes. Plain ones (weights [E, out, in], both halves in one, SiLU or another activation of ours) are one fused
-operation; others (transposed weights, gates and norms of their own) are grouped products with the module's own
-functions between them.
+operation; others (transposed weights, gates and norms of their own) are grouped products, and between them gpt-oss's
+activation by a kernel of ours or the module's own functions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from fusedmoe import ops
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.clamped_swiglu import define_clamped_swiglu
 from fusedmoe.kernels.workspace import shared_workspace
 
 #: The name in transformers' registries.
@@ -89,7 +90,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     token_N = pair_N // K if K else pair_N
     rows_NI = hidden_states.to(dtype)[token_N]
     rows_NI = _product(experts, rows_NI, "gate_up_proj" if experts.has_gate else "up_proj", counts)
-    rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
+    rows_NI = _activate(experts, rows_NI)
     rows_NH = _product(experts, rows_NI.to(dtype), "down_proj", counts)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH)
@@ -143,13 +144,50 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
         return ops.experts(x_TH, layout, weight_N, ops.Weights(w1, down, b1, down_bias), activation)
     transposed = not experts.is_transposed  # theirs is from the other side
     rows_NI = ops.grouped_linear(ops.permute(x_TH, layout), layout, up, up_bias, transposed=transposed)
-    rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
+    rows_NI = _activate(experts, rows_NI)
     rows_NH = ops.grouped_linear(rows_NI.to(x_TH.dtype), layout, down, down_bias, transposed=transposed)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH).to(x_TH.dtype)
     if weight_N is not None:
         rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
     return ops.unpermute(rows_NH, layout)
+
+
+def _activate(experts: Any, rows_NI: Tensor) -> Tensor:
+    """[N, I]: what lies between a module's two products."""
+    if not experts.has_gate:
+        activated: Tensor = experts.act_fn(rows_NI)
+        return activated
+    if is_clamped_swiglu(experts):
+        return ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
+    gated: Tensor = experts._apply_gate(rows_NI)
+    return gated
+
+
+def is_clamped_swiglu(experts: Any) -> bool:
+    """Whether a module's own gate is gpt-oss's, which is tried out once: another version's may be another function.
+
+    A graph that is compiled before any such call has the module's own function.
+    """
+    known: bool | None = experts.__dict__.get("_fusedmoe_clamped_swiglu")
+    if known is None and not torch.compiler.is_compiling():
+        known = experts._fusedmoe_clamped_swiglu = _computes_clamped_swiglu(experts)
+    return bool(known)
+
+
+def _computes_clamped_swiglu(experts: Any) -> bool:
+    alpha, limit = (getattr(experts, name, None) for name in ("alpha", "limit"))
+    if not (isinstance(alpha, (int, float)) and isinstance(limit, (int, float)) and limit > 0):
+        return False
+    side = torch.linspace(-2.0 * limit, 2.0 * limit, 16, dtype=torch.float64)
+    tried_NH = torch.cartesian_prod(side, side).view(-1, 8)  # halves side by side are another function of eight columns
+    try:
+        with torch.no_grad():
+            found: Tensor = experts._apply_gate(tried_NH)
+    except Exception:  # it needs rows of the module's own
+        return False
+    wanted = define_clamped_swiglu(tried_NH, alpha, limit)
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def fused_activation(experts: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Kernels that sort rows, cut them into tiles, copy, sum and pack them."""
+"""Kernels that sort rows, cut them into tiles, copy, sum, activate and pack them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from itertools import product
 import torch
 import triton
 
-from fusedmoe.kernels.triton import gather_sum, layout, wire
+from fusedmoe.kernels.triton import clamped_swiglu, gather_sum, layout, wire
 from fusedmoe.kernels.triton.grouped.tiles import block_sizes, tiles_kernel
 from tests.kernels.cases import AotCase
 
 
 def aot_cases() -> list[AotCase]:
-    return [*_of_layouts(), *_of_tiles(), *_of_sums(), *_of_wire_formats()]
+    return [*_of_layouts(), *_of_tiles(), *_of_sums(), *_of_activations(), *_of_wire_formats()]
 
 
 def _of_layouts() -> list[AotCase]:
@@ -103,6 +103,21 @@ def _of_sums() -> list[AotCase]:
                 cases.append(
                     AotCase(name, gather_sum.sum_rows_kernel, summands, {"num_warps": warps}, quick=quick, rare=rare)
                 )
+    return cases
+
+
+def _of_activations() -> list[AotCase]:
+    cases = []
+    numbers = {"count": "i32", "alpha": "fp32", "limit": "fp32", "BLOCK": clamped_swiglu.BLOCK}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        kernels = {
+            "": (clamped_swiglu.clamped_swiglu_kernel, ("h_ptr", "a_ptr")),
+            " backward": (clamped_swiglu.clamped_swiglu_backward_kernel, ("da_ptr", "h_ptr", "dh_ptr")),
+        }
+        for which, (kernel, pointers) in kernels.items():
+            arguments = {**dict.fromkeys(pointers, dtype), **numbers}
+            name, quick = f"clamped swiglu{which} {str(dtype)[6:]}", dtype == torch.bfloat16
+            cases.append(AotCase(name, kernel, arguments, {"num_warps": 4}, quick=quick))
     return cases
 
 

@@ -1,0 +1,33 @@
+"""gpt-oss's activation in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedmoe import ops
+from fusedmoe.errors import ConfigError
+from tests.kernels.clamped_swiglu_cases import ALPHA, DTYPES, SHAPES, check_bounds, check_shape, check_strides
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_values_and_gradients(rows: int, width: int, dtype: torch.dtype) -> None:
+    check_shape(rows, width, dtype, CPU)
+
+
+def test_on_the_bounds_and_beyond() -> None:
+    check_bounds(CPU)
+
+
+def test_strides() -> None:
+    check_strides(CPU)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    rows = torch.randn(3, 8)
+    for given, limit in ((rows[:, :7], 1.0), (rows[0], 1.0), (rows.long(), 1.0), (rows, 0.0), (rows, float("nan"))):
+        with pytest.raises(ConfigError, match="clamped_swiglu"):
+            ops.clamped_swiglu(given, ALPHA, limit)
