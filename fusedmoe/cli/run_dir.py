@@ -115,7 +115,7 @@ class LoadLog:
     def __init__(self, folder: RunDir, topology: Topology, source: str, done: int) -> None:
         self._path, self._picture, self._topology = folder.loads, folder.loads_picture, topology
         self._source = f"{source}, from step {done + 1}" if done else source
-        self._earlier = _read(self._path, done) if topology.rank == 0 else None
+        self._earlier = _read(self._path, done) if topology.is_first else None
         self._begun = False
         self._kept: list[Tensor] = []
 
@@ -132,7 +132,7 @@ class LoadLog:
         kept_ILE = torch.stack(self._kept).cpu().int().numpy()
         self._kept = []
         found = all_gather_object(self._topology.world, kept_ILE, "gathering expert loads")
-        if self._topology.rank == 0:
+        if self._topology.is_first:
             self._write(np.stack(found, axis=2).astype(np.int64))
 
     def draw(self, title: str) -> None:

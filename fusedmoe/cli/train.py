@@ -169,7 +169,7 @@ class TrainingJob:
             self.folder = RunDir(Path(made.path))
         if follows_plan(settings, topology.ep.size, topology.esp.size):
             self._follow(trainer)
-        if topology.rank == 0:
+        if topology.is_first:
             self._open(trainer, corpus, done)
         self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
@@ -183,12 +183,12 @@ class TrainingJob:
             raise RankError(f"{error}\nThe last checkpoint stands: --resume {self.folder.path}") from error
         if stopped or done < settings.steps:
             return self._stopped(done)
-        if topology.rank == 0:
+        if topology.is_first:
             print(f"held-out text: {settings.eval_batches * topology.dp.size} batches", flush=True)
         loss = trainer.held_out_loss()
         if loss is None:
             return self._stopped(done)
-        if topology.rank == 0:
+        if topology.is_first:
             self.folder.note(done, {"held_out_loss": loss})
             print(f"run folder: {self.folder.path}")
         return JobEnd(f"held-out loss: {loss:.4f} nats per byte", 0)
@@ -196,7 +196,7 @@ class TrainingJob:
     def _follow(self, trainer: Trainer) -> None:
         """Has the trainer follow its policy's plan, by what this machine takes; a resumed job by what it took."""
         path = self.folder.costs
-        text = read_text(path) if self.topology.rank == 0 and path.exists() else None
+        text = read_text(path) if self.topology.is_first and path.exists() else None
         text = all_gather_object(self.topology.world, text, "reading the run folder")[0]
         if text is None:
             found, _ = cached_profile(self.topology, self.device, dtype=compute_dtype(self.settings))
@@ -215,7 +215,7 @@ class TrainingJob:
 
         self._peak_flops = costs.line("gemm").per_s
         plan, _ = trainer.set_plan(costs, self.folder.choice, tell)
-        if self.topology.rank == 0:
+        if self.topology.is_first:
             write_text(self.folder.costs, costs.to_json() + "\n")
             write_text(self.folder.plan, str(plan))
 
@@ -238,7 +238,7 @@ class TrainingJob:
                 self.loads.note(load_LE)
             if metrics is not None and (done % METRICS_EVERY == 0 or done == last or stop):
                 found |= metrics.collect()
-            if self.topology.rank == 0:
+            if self.topology.is_first:
                 self.folder.note(done, _of_step(settings, done, report) | found)
                 now = report.tokens / report.seconds
                 speed = 0.9 * speed + 0.1 * now if speed else now
@@ -288,7 +288,7 @@ class TrainingJob:
         extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
         if type(extra.get("step")) is not int or "text" not in extra:
             raise ConfigError(f"{self.folder.checkpoint} is of something else than fusedmoe train")
-        if extra["text"] != corpus.fingerprint and self.topology.rank == 0:
+        if extra["text"] != corpus.fingerprint and self.topology.is_first:
             print(f"Note: the text in {corpus.source} is not what the checkpoint was trained on.")
         if trainer.sharded_experts is not None and "placement" in extra:
             trainer.sharded_experts.load_state_dict(extra["placement"])
@@ -334,7 +334,7 @@ class TrainingJob:
         """Writes the timelines of all ranks beside what was planned: rank 0 does, the others go on. Returns the seconds
         of communication that nothing hid, in the mean of ranks."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
-        if self.topology.rank == 0:
+        if self.topology.is_first:
             title = f"{self.settings.model.name}, step {step}, {self.topology.size} ranks"
             save_trace(timelines, self.folder.trace)
             draw(timelines[:MAX_TIMELINES], self.folder.picture, title=title)
@@ -352,7 +352,7 @@ class TrainingJob:
     def _on_rank_0(self, make: Callable[[], RunDir]) -> RunDir:
         """What rank 0 makes, on every rank; an error there is one everywhere."""
         made: RunDir | str = ""
-        if self.topology.rank == 0:
+        if self.topology.is_first:
             try:
                 made = make()
             except (ConfigError, OSError) as error:

@@ -229,7 +229,8 @@ def on_all_ranks(world: Group, operation: str, action: Callable[[], T]) -> list[
     refused = isinstance(failure, ConfigError)
     message = None if failure is None else (str(failure) if refused else f"{type(failure).__name__}: {failure}")
     outcomes = all_gather_object(world, (message, refused, result), operation)
-    failures = [(rank, text, its_own) for rank, (text, its_own, _) in enumerate(outcomes) if text is not None]
+    of_ranks = zip(world.ranks, outcomes, strict=True)
+    failures = [(rank, text, its_own) for rank, (text, its_own, _) in of_ranks if text is not None]
     if not failures:
         return [value for _, _, value in outcomes]
     if len(failures) == len(outcomes) and all(its_own for _, _, its_own in failures):

@@ -103,37 +103,48 @@ class Topology:
         ep: str | None = None,
         esp: str | None = None,
         mp: str | None = None,
+        pp: str | None = None,
         ranks_per_node: int | None = None,
         timeout_s: float = 300.0,
         duplex: bool = False,
     ) -> Topology:
         """Takes the axes from the named dimensions of a `DeviceMesh` over all ranks; the rest is data parallel.
 
-        `mp` and `esp` may name the same dimension. The other arguments are those of `from_sizes`.
-
+        Args:
+            ep, esp, mp: dimensions of the mesh; `mp` and `esp` may name the same.
+            pp: the dimension along which ranks hold different layers (pipeline stages). The topology is then of this
+                rank's stage: its ranks are all that there are for gradients, norms and checkpoints of its layers.
+            ranks_per_node, timeout_s, duplex: as for `from_sizes`.
         Raises:
-            ConfigError: a name is not a dimension of the mesh, ep and esp are the same, the mesh lacks ranks, or duplex
-                is asked for on GPUs.
+            ConfigError: a name is not a dimension of the mesh, two axes that need one each have the same, the mesh
+                lacks ranks, or duplex is asked for on GPUs.
             RankError: the ranks pass different arguments, or one of them does not come.
         """
         world = _world_size()
         per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        arguments = f"ep={ep}, esp={esp}, mp={mp}, ranks_per_node={per_node}, duplex={duplex}"
+        arguments = f"ep={ep}, esp={esp}, mp={mp}, pp={pp}, ranks_per_node={per_node}, duplex={duplex}"
         job, held = _meet(timeout_s, f"{mesh}, {arguments}")
         names = mesh.mesh_dim_names or ()
-        for axis, name in (("ep", ep), ("esp", esp), ("mp", mp)):
+        for axis, name in (("ep", ep), ("esp", esp), ("mp", mp), ("pp", pp)):
             if name is not None and name not in names:
                 raise ConfigError(f"{axis}={name!r} is not a dimension of the mesh, which has {list(names)}")
-        if ep is not None and ep == esp:
-            raise ConfigError(f"ep and esp name the same mesh dimension {ep!r}; they need one each")
+        apart = [("ep", ep, "esp", esp), *((axis, of, "pp", pp) for axis, of in (("ep", ep), ("esp", esp), ("mp", mp)))]
+        for axis, one, other_axis, other in apart:
+            if one is not None and one == other:
+                raise ConfigError(f"{axis} and {other_axis} name the same mesh dimension {one!r}; they need one each")
         if mesh.mesh.numel() != world:
             raise ConfigError(f"the mesh holds {mesh.mesh.numel()} ranks of a world of {world}; pass the whole mesh")
+        ranks = mesh.mesh.cpu()
+        if pp is not None:
+            stages = names.index(pp)
+            ranks = ranks.select(stages, int((ranks == job.rank).nonzero()[0, stages]))
+            names = (*names[:stages], *names[stages + 1 :])
 
         def grid(*last: str | None) -> torch.Tensor:
             inner = [names.index(name) for name in last if name is not None]
-            outer = [dim for dim in range(mesh.mesh.dim()) if dim not in inner]
-            sizes = [1 if name is None else mesh.mesh.shape[names.index(name)] for name in last]
-            return mesh.mesh.permute(*outer, *inner).reshape(-1, *sizes).cpu()
+            outer = [dim for dim in range(ranks.dim()) if dim not in inner]
+            sizes = [1 if name is None else ranks.shape[names.index(name)] for name in last]
+            return ranks.permute((*outer, *inner)).reshape(-1, *sizes)
 
         return cls._from_grids(grid(ep, esp), grid(mp), per_node, job, held, duplex)
 
@@ -189,8 +200,8 @@ class Topology:
         duplex: bool,
     ) -> Topology:
         topology = cls.__new__(cls)
-        if experts.numel() == 1:
-            topology._lay_out(job, None, None, ranks_per_node=1)
+        if experts.numel() == 1:  # alone in its stage perhaps
+            topology._lay_out(Job(timeout_s=job.timeout_s), None, None, ranks_per_node=1)
             return topology
         if duplex and dist.get_backend() == "nccl":
             raise ConfigError("duplex=True is for Gloo on CPUs; NCCL uses both directions of a link as it is")
@@ -226,10 +237,13 @@ class Topology:
         self.size = experts.numel()
         # The job's default group keeps its time-out; where ours matters, the library has a world group of its own.
         nccl = dist.get_backend() == "nccl"
-        everyone = tuple(range(self.size))
+        everyone = tuple(sorted(experts.flatten().tolist()))
         default: Any = dist.group.WORLD
-        world = Lease(default) if nccl else self._lease("world", everyone, held)
-        self.world = Group("world", everyone, self.rank, world, job)
+        if nccl and self.size == dist.get_world_size():
+            world = Lease(default)
+        else:
+            world = self._lease("world", everyone, held and [held[rank] for rank in everyone])
+        self.world = Group("world", everyone, everyone.index(self.rank), world, job)
         # Each axis has a group of its own, of the same ranks as another's, too: gradients travel over one while rows
         # travel over another.
         for grid, names in ((experts, ("edp", "ep", "esp")), (dense, ("dp", "mp"))):
@@ -262,6 +276,11 @@ class Topology:
         Collective over the group. The same for the same purpose.
         """
         return self._group(group.axis, f"{group.axis} {purpose}", group.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its world: the one that writes files and shows progress."""
+        return self.world.index == 0
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh | None:
@@ -314,7 +333,7 @@ class Topology:
         every = all_gather_object(self.world, facts, f"comparing {what}")
         for name in facts:
             holders: dict[str, list[int]] = {}
-            for rank, others in enumerate(every):
+            for rank, others in zip(self.world.ranks, every, strict=True):
                 holders.setdefault(repr(others.get(name)), []).append(rank)
             if len(holders) > 1:
                 found = " and ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
@@ -356,7 +375,8 @@ class Topology:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={getattr(self, name).size}" for name in ("dp", "mp", "edp", "ep", "esp"))
-        return f"Topology(rank {self.rank} of {self.size}; {sizes}; {self.ranks_per_node} ranks a node)"
+        of = self.size if self.world.index == self.rank else f"the ranks {list(self.world.ranks)}"
+        return f"Topology(rank {self.rank} of {of}; {sizes}; {self.ranks_per_node} ranks a node)"
 
 
 def _world_size() -> int:

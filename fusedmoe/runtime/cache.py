@@ -102,14 +102,14 @@ def cached_profile(
     """
     facts = machine_facts(topology, device, dtype)
     path = cache_dir() / f"costs-{fingerprint(facts)}.json"
-    text = read_kept(path) if topology.rank == 0 and not again else None
+    text = read_kept(path) if topology.is_first and not again else None
     found = _valid_profile(all_gather_object(topology.world, text, "reading the profile")[0], topology, device)
     if found is None:
         with WorkBar("measuring this machine") as bar:
-            show = bar.show if topology.rank == 0 else None
+            show = bar.show if topology.is_first else None
             machine = describe(facts)
             found = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
-        if topology.rank == 0:
+        if topology.is_first:
             write(path, found.to_json(), "what was measured")
     return found, path
 
@@ -125,14 +125,14 @@ def cached_observed(topology: Topology, facts: dict[str, Any], measure: Callable
     found = kept_observed(topology, facts)
     if found is None:
         found = measure()
-        if topology.rank == 0:
+        if topology.is_first:
             write(_observed_path(facts), json.dumps(found.as_dict()), "what was measured")
     return found
 
 
 def kept_observed(topology: Topology, facts: dict[str, Any]) -> Observed | None:
     """The same, as far as it is kept: None where it is not, or the file is of something else."""
-    text = read_kept(_observed_path(facts)) if topology.rank == 0 else None
+    text = read_kept(_observed_path(facts)) if topology.is_first else None
     text = all_gather_object(topology.world, text, "reading what steps take")[0]
     if text is not None:
         with suppress(ConfigError):
@@ -248,7 +248,7 @@ def cached_plans(
         ConfigError: layers that cannot be split.
     """
     paths = {name: plan_path(name, costs, limit, samples) for name in policies}
-    first = topology.rank == 0
+    first = topology.is_first
     texts = {name: read_kept(path) if first and not again else None for name, path in paths.items()}
     texts = all_gather_object(topology.world, texts, "reading plans")[0]
     found = {name: _valid_plan(texts[name], costs) for name in paths}
@@ -340,7 +340,7 @@ def read_choice(
 
     `costs_of`: a step, by whether micro-batches go through whole layers.
     """
-    text = read_kept(path) if topology.rank == 0 else None
+    text = read_kept(path) if topology.is_first else None
     text = all_gather_object(topology.world, text, "reading what was measured")[0]
     if text is None:
         return None
@@ -360,7 +360,7 @@ def read_choice(
         if not found:
             raise ConfigError("it has no plan")
     except (KeyError, TypeError, ValueError, ConfigError) as error:
-        if topology.rank == 0:
+        if topology.is_first:
             warnings.warn(f"{path}: {error}. It is ignored, and plans are measured again", stacklevel=2)
         return None
     return float(data["seconds"]), found

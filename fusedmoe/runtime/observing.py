@@ -46,7 +46,7 @@ def observe_steps(
             steps[number % len(plans)].append([timeline for timeline, _ in ranks])
             before_s, taken_s = taken_s, max(seconds for _, seconds in ranks)
             longest_s = max(longest_s, taken_s - before_s)
-            if topology.rank == 0:
+            if topology.is_first:
                 bar.show(number + 1, _ROUNDS * len(plans))
     found = Observed()
     for plan, timelines in zip(plans, steps, strict=True):

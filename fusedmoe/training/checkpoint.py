@@ -65,7 +65,7 @@ def save_checkpoint(
 
     def collect() -> None:
         entries.update(state.entries())
-        if topology.rank == 0:
+        if topology.is_first:
             entries.update({_EXTRA: extra or {}, _ABOUT: state.about()})
         for key, value in entries.items():
             if not isinstance(value, Tensor):
@@ -116,7 +116,7 @@ def load_checkpoint(
         folder.check(targets)
 
     on_all_ranks(topology.world, operation, compare)
-    if folders[0].checksums is None and topology.rank == 0:
+    if folders[0].checksums is None and topology.is_first:
         warnings.warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
             "damage to its index is not. Save it again with save_checkpoint.",

@@ -206,7 +206,7 @@ class PlanTuning:
         return choice_text(self.line(), best.median_s, plans, [row._asdict() for row in self.table()])
 
     def _keep(self) -> None:
-        if self._step.topology.rank == 0:
+        if self._step.topology.is_first:
             write(self._path, self.choice(), "what was measured")
             self._tell(self.line())
 

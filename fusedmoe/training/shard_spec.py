@@ -140,7 +140,7 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
     shapes = _exchange_shapes(split, whole, topology, operation)
     numbers = _row_numbers(model)
-    result = ShardSpecs({}, {name for on_rank in shapes for name in on_rank} - split.keys())
+    result = ShardSpecs({}, {name for on_rank in shapes.values() for name in on_rank} - split.keys())
 
     def build() -> None:
         for name, tensor in tensors.items():
@@ -156,12 +156,12 @@ def writes(key: str, group: Group) -> bool:
     return zlib.crc32(key.encode()) % group.size == group.index
 
 
-def _exchange_shapes(split: Shapes, whole: Shapes, topology: Topology, operation: str) -> list[Shapes]:
+def _exchange_shapes(split: Shapes, whole: Shapes, topology: Topology, operation: str) -> dict[int, Shapes]:
     """Every rank's split tensors; checks that the others are the same everywhere."""
     digest = hashlib.sha256(repr(sorted(whole.items())).encode()).hexdigest()
     facts = all_gather_object(topology.world, (digest, split), operation)
     if any(other != digest for other, _ in facts):
-        for rank, others in enumerate(all_gather_object(topology.world, whole, operation)):
+        for rank, others in zip(topology.world.ranks, all_gather_object(topology.world, whole, operation), strict=True):
             for name in sorted(whole.keys() | others.keys()):
                 if whole.get(name) != others.get(name):
                     raise RankError(
@@ -169,7 +169,7 @@ def _exchange_shapes(split: Shapes, whole: Shapes, topology: Topology, operation
                         f"{_told(others.get(name))} on rank {rank}. Build the same model on every rank; what is split "
                         "has to be in its module's `shardings`."
                     )
-    return [on_rank for _, on_rank in facts]
+    return {rank: on_rank for rank, (_, on_rank) in zip(topology.world.ranks, facts, strict=True)}
 
 
 def _told(shape: tuple[int, ...] | None) -> str:
@@ -195,7 +195,7 @@ def _shard_spec(
     name: str,
     tensor: Tensor,
     sharding: dict[str, int],
-    shapes: list[Shapes],
+    shapes: dict[int, Shapes],
     topology: Topology,
     numbers: tuple[int, ...] | None,
 ) -> ShardSpec:

@@ -158,7 +158,7 @@ class PlannedStep:
     def candidates(self) -> list[PlanCandidate]:
         """The best plan of each family by prediction, as far as it runs here; the best one first."""
         with WorkBar("planning") as bar:
-            show = bar.show if self.topology.rank == 0 else lambda done, total: None
+            show = bar.show if self.topology.is_first else lambda done, total: None
             found = family_candidates(self.costs, self.limit, self.samples, show)
             if self.layer_costs is not self.costs:
                 layers = family_candidates(self.layer_costs, self.limit, None, show)

@@ -213,7 +213,7 @@ def write_folder(
     writer = FileSystemWriter(partial)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = Metadata({})
-    first = topology.rank == 0
+    first = topology.is_first
 
     def plan() -> Any:
         planner.set_up_planner(entries, None, first)
