@@ -13,13 +13,23 @@ from torchtitan.config import derive, override
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.titan import FusedExperts, FusedRoutedExperts, SelectiveAC, TokenDispatcher
+from fusedmoe.integrations.titan import (
+    FusedExperts,
+    FusedGptOssExperts,
+    FusedRoutedExperts,
+    SelectiveAC,
+    TokenDispatcher,
+)
 
 __all__ = ["routed_experts", "selective_ac", "token_dispatcher"]
 
 _TIMEOUT_S = 300.0
+
+# Torchtitan's experts, and what computes them.
+_EXPERTS = {GroupedExperts.Config: FusedExperts.Config, GptOssGroupedExperts.Config: FusedGptOssExperts.Config}
 
 
 @override(target=AllToAllTokenDispatcher.Config, description="Rows travel by fusedmoe's exchange")
@@ -46,13 +56,13 @@ def routed_experts(cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S) 
     Args:
         timeout_s: how long a rank waits for others, in seconds.
     Raises:
-        ConfigError: experts, or a dispatcher, of another kind than torchtitan's plain ones, named.
+        ConfigError: experts, or a dispatcher, of another kind than torchtitan's plain ones and gpt-oss's, named.
     """
     inner, dispatcher = cfg.inner_experts, cfg.token_dispatcher
-    if type(cfg) is not RoutedExperts.Config or type(inner) is not GroupedExperts.Config:
+    if type(cfg) is not RoutedExperts.Config or type(inner) not in _EXPERTS:
         raise ConfigError(
-            f"fusedmoe.titan.routed_experts computes plain SwiGLU experts, and not {_name(inner)} in {_name(cfg)}; "
-            "take fusedmoe.titan.token_dispatcher, which leaves the experts as they are"
+            f"fusedmoe.titan.routed_experts computes plain SwiGLU experts and gpt-oss's, and not {_name(inner)} in "
+            f"{_name(cfg)}; take fusedmoe.titan.token_dispatcher, which leaves the experts as they are"
         )
     if type(dispatcher) not in (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config):
         raise ConfigError(
@@ -62,7 +72,7 @@ def routed_experts(cfg: RoutedExperts.Config, *, timeout_s: float = _TIMEOUT_S) 
     return derive(
         cfg,
         FusedRoutedExperts.Config,
-        inner_experts=derive(inner, FusedExperts.Config),
+        inner_experts=derive(inner, _EXPERTS[type(inner)]),
         token_dispatcher=derive(dispatcher, TokenDispatcher.Config, timeout_s=timeout_s),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fusedmoe.integrations.titan.checkpointing import SelectiveAC
 from fusedmoe.integrations.titan.fused_experts import FusedExperts, FusedRoutedExperts
+from fusedmoe.integrations.titan.gpt_oss_experts import FusedGptOssExperts
 from fusedmoe.integrations.titan.token_dispatcher import TokenDispatcher
 
-__all__ = ["FusedExperts", "FusedRoutedExperts", "SelectiveAC", "TokenDispatcher"]
+__all__ = ["FusedExperts", "FusedGptOssExperts", "FusedRoutedExperts", "SelectiveAC", "TokenDispatcher"]

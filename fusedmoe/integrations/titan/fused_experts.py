@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from fusedmoe import ops
+from fusedmoe.integrations.titan.gpt_oss_experts import FusedGptOssExperts
 from fusedmoe.integrations.titan.token_dispatcher import TokenDispatcher
 from fusedmoe.kernels import operators
 
@@ -48,7 +49,7 @@ class FusedRoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        inner_experts: FusedExperts.Config
+        inner_experts: FusedExperts.Config | FusedGptOssExperts.Config
         token_dispatcher: TokenDispatcher.Config
 
     def forward(

@@ -1,0 +1,158 @@
+"""gpt-oss's experts in torchtitan with this library's override, against their definition in float64."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan")
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common import Linear
+from torchtitan.models.common.config_utils import make_token_dispatcher_config
+from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
+from torchtitan.models.gpt_oss.sharding import _GPT_OSS_EXPERTS_PARAM_LAYOUT as LAYOUT
+
+import fusedmoe.titan
+from fusedmoe.kernels.clamped_swiglu import define_clamped_swiglu
+from tests.cluster import Cluster
+
+DIM, HIDDEN, EXPERTS, K, LIMIT = 16, 24, 4, 2, 1.5
+_NORMAL = partial(nn.init.normal_, std=0.5)
+
+
+def config() -> RoutedExperts.Config:
+    inner = GptOssGroupedExperts.Config(
+        dim=DIM,
+        hidden_dim=HIDDEN,
+        num_experts=EXPERTS,
+        swiglu_limit=LIMIT,
+        param_init={name: _NORMAL for name in LAYOUT},
+    )
+    sends = make_token_dispatcher_config(num_experts=EXPERTS, top_k=K, comm_backend="standard", hidden_dim=DIM)
+    return RoutedExperts.Config(inner_experts=inner, token_dispatcher=sends)
+
+
+def made(cfg: RoutedExperts.Config) -> Any:
+    torch.manual_seed(1)
+    module = cfg.build()
+    module.init_states()
+    return module
+
+
+def define(x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, experts: Any) -> Tensor:
+    """Σ over each token's experts of score·FFN(x), one after the other."""
+    rows = []
+    for x_D, scores_K, ids_K in zip(x_TD, scores_TK, ids_TK, strict=True):
+        y_D = torch.zeros_like(x_D)
+        for score, e in zip(scores_K, ids_K.tolist(), strict=True):
+            h_G = experts.mlp1_weight_EGD[e] @ x_D + experts.mlp1_bias_EG[e]
+            a_F = define_clamped_swiglu(h_G[None], 1.702, LIMIT)[0]
+            y_D = y_D + score * (experts.mlp2_weight_EDF[e] @ a_F + experts.mlp2_bias_ED[e])
+        rows.append(y_D)
+    return torch.stack(rows) if rows else x_TD * 1
+
+
+def inputs(tokens: int, experts: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[1, T, ·] tokens, scores and experts, the latter only of those given."""
+    chance = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, tokens, DIM, generator=chance, dtype=torch.float64)
+    scores = torch.rand(1, tokens, K, generator=chance, dtype=torch.float64)
+    order = torch.rand(1, tokens, len(experts), generator=chance).argsort(-1)[..., :K]
+    return x.requires_grad_(), scores.requires_grad_(), torch.tensor(experts)[order]
+
+
+def compare(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(9, [0, 1, 2, 3]), (1, [1, 3]), (0, [0, 1]), (30, [2, 0])])
+def test_is_the_definition(tokens: int, experts: list[int]) -> None:
+    """Values and all gradients, experts without a row included."""
+    module = made(fusedmoe.titan.routed_experts(config())).double()
+    given = inputs(tokens, experts, tokens)
+    y = module(*given, torch.zeros(EXPERTS))
+    exact = define(*(value[0] for value in given), module.inner_experts)[None]
+    wants = [*given[:2], *module.inner_experts.parameters()]
+    found, wanted = (torch.autograd.grad(out.square().sum(), wants, materialize_grads=True) for out in (y, exact))
+    compare([y, *found], [exact, *wanted])
+
+
+def test_is_what_torchtitan_computes() -> None:
+    """In bfloat16, as its own experts always do; names and shapes of parameters stay."""
+    theirs, ours = made(config()), made(fusedmoe.titan.routed_experts(config()))
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+    x, scores, ids = (value.detach() for value in inputs(50, [0, 1, 2, 3], 0))
+    count_E = torch.bincount(ids.flatten(), minlength=EXPERTS)
+    exact = define(x[0], scores[0], ids[0], deepcopy(ours.inner_experts).double()).detach()
+    errors = [
+        float((one(x.bfloat16(), scores.float(), ids, count_E)[0].detach().double() - exact).norm() / exact.norm())
+        for one in (ours, theirs)
+    ]
+    assert errors[0] < 1.5 * errors[1] < 0.05, errors
+
+
+def on_ranks(rank: int, world: int) -> None:
+    module, whole = (made(fusedmoe.titan.routed_experts(config(), timeout_s=40.0)).double() for _ in range(2))
+    module.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (world,)))
+    for part in module.inner_experts.parameters():
+        part.data = part.data.chunk(world)[rank].clone()
+    for tokens, experts in (((5, 9), [0, 1, 2, 3]), ((0, 7), [0, 1, 2, 3]), ((6, 0), [2, 3])):
+        batches = [inputs(count, experts, seed) for seed, count in enumerate(tokens)]
+        y = module(*batches[rank], torch.zeros(EXPERTS))
+        totals = [define(*(value[0] for value in found), whole.inner_experts)[None] for found in batches]
+        wants = [*batches[rank][:2], *module.inner_experts.parameters()]
+        found = torch.autograd.grad(y.square().sum(), wants, materialize_grads=True)
+        wants = [*batches[rank][:2], *whole.inner_experts.parameters()]
+        total = sum(one.square().sum() for one in totals)
+        of_tokens = torch.autograd.grad(total, wants, materialize_grads=True)
+        own = [*of_tokens[:2], *(grad.chunk(world)[rank] for grad in of_tokens[2:])]
+        compare([y, *found], [totals[rank], *own])
+    for ep in (1, world):
+        tensor_parallel(rank, world, ep)
+
+
+def tensor_parallel(rank: int, world: int, ep: int) -> None:
+    """A layer on ranks that share a sequence: each has a part of every expert, or all of some experts."""
+    set_spmd_backend("partial_dtensor")
+    sizes = {"dp_replicate": 1, "cp": 1, "pp": 1, "dp_shard": 1, "tp": world, "ep": ep}
+    dims = ParallelDims(**sizes, world_size=world, spmd_backend="partial_dtensor")
+    init = {"weight": _NORMAL, "bias": _NORMAL}
+    gate = Linear.Config(in_features=DIM, out_features=EXPERTS, bias=True, param_init=init)
+    router = TokenChoiceTopKRouter.Config(
+        num_experts=EXPERTS, score_func="softmax", route_norm=True, gate=gate, top_k=K
+    )
+    cfg = GptOssMoE.Config(num_experts=EXPERTS, load_balance_coeff=None, routed_experts=config(), router=router)
+    set_moe_sharding_config(cfg, enable_ep=ep > 1, enable_sp=True, expert_param_layout=LAYOUT)
+    cfg.routed_experts = fusedmoe.titan.routed_experts(cfg.routed_experts, timeout_s=40.0)
+    module = made(cfg)  # type: ignore[arg-type]  # made as routed experts are
+    whole = deepcopy(module)
+    with pytest.MonkeyPatch.context() as patch:
+        # Torchtitan makes meshes of GPUs, even where there are none.
+        patch.setattr("torchtitan.distributed.parallel_dims.device_type", "cpu")
+        module.parallelize(dims)
+    x = torch.randn(2, 4 * world, DIM, generator=torch.Generator().manual_seed(3))
+    part = x.chunk(world, 1)[rank].clone().requires_grad_()
+    x.requires_grad_()
+    exact, y = whole(x), module(part).full_tensor()
+    exact.square().sum().backward()
+    y.square().sum().backward()
+    found = [y, part.grad, *(parameter.grad.full_tensor() for parameter in module.parameters())]
+    wanted = [exact, x.grad.chunk(world, 1)[rank], *(parameter.grad for parameter in whole.parameters())]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm(), (ep, one.shape)
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+def test_two_ranks(cluster: Cluster) -> None:
+    cluster.run(2, on_ranks)
