@@ -90,7 +90,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     token_N = pair_N // K if K else pair_N
     rows_NI = hidden_states.to(dtype)[token_N]
     rows_NI = _product(experts, rows_NI, "gate_up_proj" if experts.has_gate else "up_proj", counts)
-    rows_NI = _activate(experts, rows_NI)
+    rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
     rows_NH = _product(experts, rows_NI.to(dtype), "down_proj", counts)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH)
@@ -144,24 +144,16 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
         return ops.experts(x_TH, layout, weight_N, ops.Weights(w1, down, b1, down_bias), activation)
     transposed = not experts.is_transposed  # theirs is from the other side
     rows_NI = ops.grouped_linear(ops.permute(x_TH, layout), layout, up, up_bias, transposed=transposed)
-    rows_NI = _activate(experts, rows_NI)
+    if experts.has_gate and is_clamped_swiglu(experts):
+        rows_NI = ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
+    else:
+        rows_NI = experts._apply_gate(rows_NI) if experts.has_gate else experts.act_fn(rows_NI)
     rows_NH = ops.grouped_linear(rows_NI.to(x_TH.dtype), layout, down, down_bias, transposed=transposed)
     if experts.has_post_expert_norm:
         rows_NH = experts.post_expert_norm(rows_NH).to(x_TH.dtype)
     if weight_N is not None:
         rows_NH = rows_NH * weight_N[:, None].to(x_TH.dtype)
     return ops.unpermute(rows_NH, layout)
-
-
-def _activate(experts: Any, rows_NI: Tensor) -> Tensor:
-    """[N, I]: what lies between a module's two products."""
-    if not experts.has_gate:
-        activated: Tensor = experts.act_fn(rows_NI)
-        return activated
-    if is_clamped_swiglu(experts):
-        return ops.clamped_swiglu(rows_NI, experts.alpha, experts.limit)
-    gated: Tensor = experts._apply_gate(rows_NI)
-    return gated
 
 
 def is_clamped_swiglu(experts: Any) -> bool:
