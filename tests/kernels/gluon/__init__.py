@@ -1,0 +1,1 @@
+"""Gluon kernels, in the interpreter that the library has for them."""
