@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
 from fusedmoe.kernels.gluon.interpreter.clocks import Clock
@@ -62,9 +63,10 @@ class ThreadCopies:
 class Descriptor:
     """Of a tensor, for bulk copies of boxes of it; elements outside of it are zero."""
 
-    def __init__(self, base: Tensor, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int]) -> None:
-        self.base = base.as_strided([*shape], [*strides])
-        self.block_shape, self.dtype = [*block_shape], language_dtype(base.dtype)
+    def __init__(self, host: TensorDescriptor) -> None:
+        self.base = host.base.as_strided([*host.shape], [*host.strides])
+        self.block_shape, self.layout = [*host.block_shape], host.layout
+        self.dtype = language_dtype(host.base.dtype)
 
     def box(self, at: Sequence[Any]) -> Tensor:
         out = torch.zeros(self.block_shape, dtype=self.base.dtype)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
 from fusedmoe.kernels.gluon.interpreter.copies import ThreadCopies, bulk_copy, cp_async
-from fusedmoe.kernels.gluon.interpreter.faults import NotInterpreted
+from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
 from fusedmoe.kernels.gluon.interpreter.products import TensorCores
 from fusedmoe.kernels.gluon.interpreter.schedule import Schedule
 from fusedmoe.kernels.gluon.interpreter.shared import SharedMemory, View
@@ -163,7 +163,7 @@ def _where(condition: Value, x: Any, y: Any) -> Value:
 
 def _static_assert(condition: Any, message: str = "") -> None:
     if not condition:
-        raise NotInterpreted(f"static_assert: {message}")
+        raise KernelFault(f"static_assert fails: {message}")
 
 
 _ARITHMETIC: list[tuple[Any, Callable[..., Any]]] = [

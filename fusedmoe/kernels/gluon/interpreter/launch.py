@@ -61,5 +61,5 @@ def _argument(argument: Any) -> Any:
             raise ValueError("only contiguous tensors have a plain pointer")
         return Pointer(argument, torch.tensor(0))
     if isinstance(argument, TensorDescriptor):
-        return Descriptor(argument.base, argument.shape, argument.strides, argument.block_shape)
+        return Descriptor(argument)
     return argument

@@ -63,12 +63,14 @@ class Allocation:
 
     def read(self, box: Box, actor: str, tick: int, clock: Clock, by_threads: bool) -> None:
         """Notes a read and refuses it where it may come before what it is to read."""
-        for note in self._notes.values():
-            if note.write and note.meets(box):
-                if not note.before(clock.seen):
-                    raise self.schedule.fault(f"{self._at(box)} is read without waiting for {note}")
-                if note.by_threads and not by_threads and not note.before(clock.fenced):
-                    raise self.schedule.fault(f"{self._at(box)} is read without a fence after {note}")
+        writes = [note for note in self._notes.values() if note.write and note.meets(box)]
+        if not writes:
+            raise self.schedule.fault(f"{self._at(box)} is read before anything was written there")
+        for note in writes:
+            if not note.before(clock.seen):
+                raise self.schedule.fault(f"{self._at(box)} is read without waiting for {note}")
+            if note.by_threads and not by_threads and not note.before(clock.fenced):
+                raise self.schedule.fault(f"{self._at(box)} is read without a fence after {note}")
         self._note(Access(False, by_threads, box, actor, tick, kernel_line()))
 
     def write(self, box: Box, actor: str, tick: int, clock: Clock, by_threads: bool) -> None:

@@ -46,6 +46,8 @@ def numbers(value: Any) -> Any:
         return value.data
     if isinstance(value, bool | int | float):
         return value
+    if isinstance(value, Pending):
+        raise value.unready("a number")
     raise NotInterpreted(f"{type(value).__name__} as a number")
 
 
@@ -206,12 +208,15 @@ class Pending:
         self.number, self.line, self.value = number, line, torch.empty(0)
 
     def __getattr__(self, name: str) -> Any:
-        raise KernelFault(f"registers of the product in {self.line} are read ({name}) before a wait for it")
+        raise self.unready(name)
+
+    def unready(self, name: str) -> KernelFault:
+        return KernelFault(f"registers of the product in {self.line} are read ({name}) before a wait for it")
 
 
 def _unready(name: str) -> Callable[..., Any]:
     def method(self: Pending, *others: Any) -> Any:
-        return Pending.__getattr__(self, name)
+        raise self.unready(name)
 
     return method
 

@@ -1,0 +1,165 @@
+"""Faults planted in the grouped kernels: each is found, whichever the order of events was going to be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from fusedmoe.kernels.gluon.grouped import pipeline
+from fusedmoe.kernels.gluon.interpreter import KernelFault
+from tests.kernels.gluon.grouped_cases import check_product, check_up
+
+COUNTS = (3, 0, 9, 11)
+SEEDS = range(50)
+Change = Callable[[Any], Any]
+
+
+def _without(place: int) -> Change:
+    """Leaves out the call of this number, in each program."""
+
+    def change(original: Any) -> Any:
+        calls = 0
+
+        def function(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return None if calls - 1 == place else original(*arguments, **keywords)
+
+        return function
+
+    return change
+
+
+def _never(original: Any) -> Any:
+    return lambda *arguments, **keywords: None
+
+
+def _fewer_in_flight(original: Any) -> Any:
+    return lambda num_outstanding=0, deps=(): original(num_outstanding + 1, deps)
+
+
+def _no_wait_at_the_end(original: Any) -> Any:
+    return lambda num_outstanding=0, deps=(): original(1, deps)
+
+
+# What is changed, what of, and what the message says.
+IN_BOTH: dict[str, tuple[Any, Change, str]] = {
+    "phases of full turned round": (
+        pipeline.await_full,
+        lambda wait: lambda full, it, stages: wait(full, it + stages, stages),
+        "deadlock|wrong phase|is read",
+    ),
+    "phases of empty turned round": (
+        pipeline.await_empty,
+        lambda wait: lambda empty, it, stages: wait(empty, it + stages, stages),
+        "deadlock|wrong phase",
+    ),
+    "phases of full begin again with each tile": (
+        pipeline.await_full,
+        lambda wait: lambda full, it, stages: wait(full, it % 4, stages),
+        "wrong phase|deadlock|is read|is written",
+    ),
+    "the load does not wait for empty stages": (pipeline.await_empty, _never, "is written without|too many"),
+    "the products do not wait for full stages": (pipeline.await_full, _never, "is read (before|without)"),
+    "the load waits for the stage beside": (
+        pipeline.await_empty,
+        lambda wait: lambda empty, it, stages: wait(empty, it + 1, stages),
+        "is written without|wrong phase|deadlock|too many",
+    ),
+    "the products read the stage beside": (
+        pipeline.await_full,
+        lambda wait: lambda full, it, stages: wait(full, it + 1, stages),
+        "is read (before|without)|deadlock|wrong phase",
+    ),
+    "a stage is given back a step early": (
+        pipeline.release,
+        lambda release: lambda empty, it, stages, pred: release(empty, it + 1, stages, True),
+        "is written without|too many|deadlock|wrong phase",
+    ),
+    "a stage is never given back": (pipeline.release, _never, "deadlock"),
+    "one arrival is lost": (mbarrier.arrive, _without(3), "deadlock|wrong phase|is written without|is read"),
+    "a product is not waited for while the next runs": (
+        warpgroup_mma_wait,
+        _fewer_in_flight,
+        "is written without waiting for the read|registers",
+    ),
+    "the last product is not waited for": (
+        warpgroup_mma_wait,
+        _no_wait_at_the_end,
+        "is written without waiting for the read|registers",
+    ),
+    "fewer bytes are expected": (
+        mbarrier.expect,
+        lambda expect: lambda bar, bytes: expect(bar, bytes // 2),
+        "more bytes came|is read without waiting|too many",
+    ),
+    "more bytes are expected": (
+        mbarrier.expect,
+        lambda expect: lambda bar, bytes: expect(bar, bytes + 16),
+        "deadlock.* 16 bytes missing",
+    ),
+    "one bulk copy is lost": (tma.async_copy_global_to_shared, _without(4), "deadlock|is read"),
+    "one expectation is lost": (mbarrier.expect, _without(2), "deadlock|more bytes came|too many|is read|is written"),
+    "barriers count one arrival more": (
+        mbarrier.init,
+        lambda init: lambda bar, count: init(bar, count + 1),
+        "deadlock",
+    ),
+    "barriers of both groups count one": (
+        mbarrier.init,
+        lambda init: lambda bar, count: init(bar, 1),
+        "is written without|wrong phase|deadlock|too many|is read",
+    ),
+}
+IN_UP: dict[str, tuple[Any, Change, str]] = {
+    "no fence at all": (fence_async_shared, _never, "is read without a fence"),
+    "one fence is lost": (fence_async_shared, _without(1), "is read without a fence"),
+    "copies are not waited for": (async_copy.wait_group, _never, "is read without waiting"),
+    "one group of copies too many is in flight": (
+        async_copy.wait_group,
+        lambda wait: lambda number: wait(number + 1),
+        "is read without waiting",
+    ),
+    "groups are never closed": (async_copy.commit_group, _never, "is read without waiting|under way"),
+    "rows are said to be there a step early": (
+        pipeline.fill,
+        lambda fill: lambda full, it, stages, pred: fill(full, it + 1, stages, True),
+        "is read|deadlock|too many|wrong phase",
+    ),
+}
+
+
+def _is_found(check: Callable[..., None], what: Any, change: Change, words: str) -> None:
+    """In at least nine of ten orders a fault is reported, and in each of these by one of the words."""
+    missed = 0
+    for seed in SEEDS[:10]:
+        try:
+            check(COUNTS, 40, 24, seed=seed, changed={what: change})
+        except KernelFault as fault:
+            assert re.search(words, str(fault).split("\n")[0])
+        else:
+            missed += 1
+    assert missed <= 1, f"{missed} of 10 orders without a report"
+
+
+@pytest.mark.parametrize("fault", IN_BOTH)
+def test_faults_in_product(fault: str) -> None:
+    _is_found(lambda *sizes, **more: check_product(*sizes, True, **more), *IN_BOTH[fault])
+
+
+@pytest.mark.parametrize("fault", [*IN_BOTH, *IN_UP])
+def test_faults_in_up(fault: str) -> None:
+    _is_found(check_up, *(IN_UP | IN_BOTH)[fault])
