@@ -23,19 +23,19 @@ from fusedmoe.kernels.gluon.interpreter import KernelFault
 from tests.kernels.gluon.grouped_cases import check_product, check_up
 
 COUNTS = (3, 0, 9, 11)
-SEEDS = range(50)
+SEEDS = range(10)
 Change = Callable[[Any], Any]
 
 
 def _without(place: int) -> Change:
-    """Leaves out the call of this number, in each program."""
+    """Leaves out the call of this number, in each program; those that do nothing do not count."""
 
     def change(original: Any) -> Any:
         calls = 0
 
         def function(*arguments: Any, **keywords: Any) -> Any:
             nonlocal calls
-            calls += 1
+            calls += bool(keywords.get("pred", True))
             return None if calls - 1 == place else original(*arguments, **keywords)
 
         return function
@@ -74,9 +74,9 @@ IN_BOTH: dict[str, tuple[Any, Change, str]] = {
     ),
     "the load does not wait for empty stages": (pipeline.await_empty, _never, "is written without|too many"),
     "the products do not wait for full stages": (pipeline.await_full, _never, "is read (before|without)"),
-    "the load waits for the stage beside": (
+    "the load waits for the stage before": (
         pipeline.await_empty,
-        lambda wait: lambda empty, it, stages: wait(empty, it + 1, stages),
+        lambda wait: lambda empty, it, stages: wait(empty, it + 2 * stages - 1, stages),
         "is written without|wrong phase|deadlock|too many",
     ),
     "the products read the stage beside": (
@@ -87,7 +87,7 @@ IN_BOTH: dict[str, tuple[Any, Change, str]] = {
     "a stage is given back a step early": (
         pipeline.release,
         lambda release: lambda empty, it, stages, pred: release(empty, it + 1, stages, True),
-        "is written without|too many|deadlock|wrong phase",
+        "is written without|is read without|too many|deadlock|wrong phase",
     ),
     "a stage is never given back": (pipeline.release, _never, "deadlock"),
     "one arrival is lost": (mbarrier.arrive, _without(3), "deadlock|wrong phase|is written without|is read"),
@@ -143,16 +143,12 @@ IN_UP: dict[str, tuple[Any, Change, str]] = {
 
 
 def _is_found(check: Callable[..., None], what: Any, change: Change, words: str) -> None:
-    """In at least nine of ten orders a fault is reported, and in each of these by one of the words."""
-    missed = 0
-    for seed in SEEDS[:10]:
-        try:
+    """In every order of events."""
+    for seed in SEEDS:
+        with pytest.raises(KernelFault) as found:
             check(COUNTS, 40, 24, seed=seed, changed={what: change})
-        except KernelFault as fault:
-            assert re.search(words, str(fault).split("\n")[0])
-        else:
-            missed += 1
-    assert missed <= 1, f"{missed} of 10 orders without a report"
+        first = str(found.value).split("\n")[0]
+        assert re.search(words, first), first
 
 
 @pytest.mark.parametrize("fault", IN_BOTH)

@@ -59,7 +59,9 @@ def test_a_copy_that_nobody_waits_for_is_not_read() -> None:
 
 
 def test_registers_are_not_read_before_the_wait_for_the_product() -> None:
-    with pytest.raises(KernelFault, match=r"registers of the product in test_interpreter.py:\d+ are read .* before a wait"):
+    with pytest.raises(
+        KernelFault, match=r"registers of the product in test_interpreter.py:\d+ are read .* before a wait"
+    ):
         interpret(_impatient_kernel, 1, LAYOUT, seed=0)
 
 

@@ -53,7 +53,18 @@ def _load(
 
 @gluon.jit
 def _store(
-    part, bias_ptr, out_ptr, expert, row, end, column, N, bias_start, bias_columns, OUT: gl.constexpr, BIAS: gl.constexpr
+    part,
+    bias_ptr,
+    out_ptr,
+    expert,
+    row,
+    end,
+    column,
+    N,
+    bias_start,
+    bias_columns,
+    OUT: gl.constexpr,
+    BIAS: gl.constexpr,
 ):
     x = gl.convert_layout(part, OUT)
     if BIAS:

@@ -81,7 +81,9 @@ def _load(
 
 
 @gluon.jit
-def _finish_gated(g, u, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr):
+def _finish_gated(
+    g, u, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr
+):
     """Adds the bias to some columns of a tile and stores both halves of H, and A."""
     g = gl.convert_layout(g, OUT)
     u = gl.convert_layout(u, OUT)
@@ -94,7 +96,9 @@ def _finish_gated(g, u, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: 
 
 
 @gluon.jit
-def _finish_plain(h, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr):
+def _finish_plain(
+    h, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr
+):
     """The same for an activation that is not gated."""
     h = gl.convert_layout(h, OUT)
     if BIAS:
@@ -200,8 +204,7 @@ def up_kernel(
             (_multiply, of_groups + (1, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
             (
                 _load,
-                (x_ptr, source_ptr, w_desc, bufs, ring, table, sizes)
-                + (HALVES, EVEN, BM, BN, BK, GROUP, STAGES, LAG),
+                (x_ptr, source_ptr, w_desc, bufs, ring, table, sizes) + (HALVES, EVEN, BM, BN, BK, GROUP, STAGES, LAG),
             ),
         ],
         [4, 4],
