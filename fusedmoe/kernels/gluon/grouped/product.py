@@ -74,13 +74,7 @@ def _store(
 
 @gluon.jit
 def _multiply(
-    bias_ptr,
-    out_ptr,
-    bufs,
-    ring,
-    table,
-    sizes,
-    bias_sizes,
+    of_tile,
     GROUP_OF_WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr,
@@ -90,6 +84,7 @@ def _multiply(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes = of_tile
     tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
     K, N = sizes
     bias_start, bias_columns = bias_sizes
@@ -149,11 +144,11 @@ def product_kernel(
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (K, N)
     bias_sizes = (bias_start, bias_columns)
-    of_groups = (bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes)
+    of_tile = (bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes)
     gl.warp_specialize(
         [
-            (_multiply, of_groups + (0, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES)),
-            (_multiply, of_groups + (1, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 0, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 1, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES)),
             (_load, (a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED, BM, BN, BK, GROUP, STAGES)),
         ],
         [4, 1],

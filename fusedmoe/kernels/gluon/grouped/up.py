@@ -109,13 +109,7 @@ def _finish_plain(
 
 @gluon.jit
 def _multiply(
-    b1_ptr,
-    h_ptr,
-    a_ptr,
-    bufs,
-    ring,
-    table,
-    sizes,
+    of_tile,
     GROUP_OF_WARPS: gl.constexpr,
     ACT: gl.constexpr,
     GATED: gl.constexpr,
@@ -126,6 +120,7 @@ def _multiply(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes = of_tile
     tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
     D, H = sizes
     ROWS: gl.constexpr = BM // 2
@@ -197,14 +192,14 @@ def up_kernel(
     ring = make_ring(STAGES, 2)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (D, H)
-    of_groups = (b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes)
+    of_tile = (b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes)
     gl.warp_specialize(
         [
-            (_multiply, of_groups + (0, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
-            (_multiply, of_groups + (1, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 0, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 1, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
             (
                 _load,
-                (x_ptr, source_ptr, w_desc, bufs, ring, table, sizes) + (HALVES, EVEN, BM, BN, BK, GROUP, STAGES, LAG),
+                (x_ptr, source_ptr, w_desc, bufs, ring, table, sizes, HALVES, EVEN, BM, BN, BK, GROUP, STAGES, LAG),
             ),
         ],
         [4, 4],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fusedmoe.kernels.gluon.interpreter.clocks import Clock
-from fusedmoe.kernels.gluon.interpreter.schedule import Schedule
+from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
 
 _MOST = (1 << 20) - 1  # arrivals and bytes that a barrier can count
 
@@ -19,7 +19,7 @@ class Barrier:
     """`phase`: how many are complete; `missing` arrivals and `bytes` of the current one."""
 
     name: str
-    schedule: Schedule
+    schedule: EventOrder
     count: int
     phase: int = 0
     bytes: int = 0

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
 from fusedmoe.kernels.gluon.interpreter.clocks import Clock
-from fusedmoe.kernels.gluon.interpreter.schedule import Late, Schedule
+from fusedmoe.kernels.gluon.interpreter.schedule import Late, EventOrder
 from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
 from fusedmoe.kernels.gluon.interpreter.values import Pointer, language_dtype
 
@@ -29,7 +29,7 @@ def cp_async(strand: str) -> str:
 class ThreadCopies:
     """cp.async: groups end in order, copies of one group in any."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: EventOrder) -> None:
         self._schedule = schedule
         self._open: defaultdict[str, list[Late]] = defaultdict(list)
         self._groups: defaultdict[str, list[list[Late]]] = defaultdict(list)
@@ -80,7 +80,7 @@ class Descriptor:
         return out
 
 
-def bulk_copy(schedule: Schedule, descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, view: View) -> None:
+def bulk_copy(schedule: EventOrder, descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, view: View) -> None:
     """Starts one."""
     if view.shape != descriptor.block_shape or view.dtype != descriptor.dtype:
         raise schedule.fault(f"a bulk copy of {descriptor.block_shape} to {view.shape}")

@@ -14,7 +14,7 @@ from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
 from fusedmoe.kernels.gluon.interpreter.copies import ThreadCopies, bulk_copy, cp_async
 from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
 from fusedmoe.kernels.gluon.interpreter.products import TensorCores
-from fusedmoe.kernels.gluon.interpreter.schedule import Schedule
+from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
 from fusedmoe.kernels.gluon.interpreter.shared import SharedMemory, View
 from fusedmoe.kernels.gluon.interpreter.values import Pointer, Value, calculate, numbers, torch_dtype
 
@@ -22,7 +22,7 @@ from fusedmoe.kernels.gluon.interpreter.values import Pointer, Value, calculate,
 class Language:
     """Gluon for one program: `functions` are pairs of Gluon's own and what stands for it."""
 
-    def __init__(self, schedule: Schedule, program: int, programs: int) -> None:
+    def __init__(self, schedule: EventOrder, program: int, programs: int) -> None:
         self._schedule, self._program, self._programs = schedule, program, programs
         self._memory = SharedMemory(schedule)
         self._copies, self._cores = ThreadCopies(schedule), TensorCores(schedule)

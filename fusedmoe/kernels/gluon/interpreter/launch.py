@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fusedmoe.kernels.gluon.interpreter.copies import Descriptor
 from fusedmoe.kernels.gluon.interpreter.functions import Functions
 from fusedmoe.kernels.gluon.interpreter.language import Language
-from fusedmoe.kernels.gluon.interpreter.schedule import Schedule
+from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
 from fusedmoe.kernels.gluon.interpreter.values import Pointer
 
 _NOTHING: Mapping[Any, Callable[[Any], Any]] = MappingProxyType({})
@@ -47,7 +47,7 @@ def interpret(
     given = [_argument(argument) for argument in arguments]
     named = {name: _argument(argument) for name, argument in keywords.items()}
     for program in range(programs):
-        schedule = Schedule(random)
+        schedule = EventOrder(random)
         functions = Functions(Language(schedule, program, programs).functions, changed)
         partial(functions.function(kernel), *given, **named)()
         if schedule.late:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedmoe.kernels.gluon.interpreter.faults import NotInterpreted
-from fusedmoe.kernels.gluon.interpreter.schedule import Late, Schedule
+from fusedmoe.kernels.gluon.interpreter.schedule import Late, EventOrder
 from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
 from fusedmoe.kernels.gluon.interpreter.values import Pending, Value
 
@@ -17,7 +17,7 @@ from fusedmoe.kernels.gluon.interpreter.values import Pending, Value
 class TensorCores:
     """The products of all partitions."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: EventOrder) -> None:
         self._schedule = schedule
         self._started: defaultdict[str, int] = defaultdict(int)
         self._queues: defaultdict[str, deque[Late]] = defaultdict(deque)

@@ -52,7 +52,7 @@ class _Stopped(BaseException):
     """Ends a partition because another has failed."""
 
 
-class Schedule:
+class EventOrder:
     """Runs one program; `running` is the partition whose turn it is."""
 
     def __init__(self, random: Random) -> None:

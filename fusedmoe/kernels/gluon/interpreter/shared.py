@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.gluon.interpreter.clocks import Clock, Ticks
-from fusedmoe.kernels.gluon.interpreter.schedule import Schedule, Strand
+from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Strand
 from fusedmoe.kernels.gluon.interpreter.values import Value
 
 Box = tuple[tuple[int, int], ...]
@@ -57,7 +57,7 @@ class Access:
 class Allocation:
     """One allocation."""
 
-    def __init__(self, schedule: Schedule, number: int, data: Tensor) -> None:
+    def __init__(self, schedule: EventOrder, number: int, data: Tensor) -> None:
         self.schedule, self.number, self.data = schedule, number, data
         self._notes: dict[tuple[bool, bool, Box, str], Access] = {}
 
@@ -156,7 +156,7 @@ class View:
 class SharedMemory:
     """Makes a program's allocations."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: EventOrder) -> None:
         self._schedule, self._numbers = schedule, count()
 
     def allocate(self, dtype: Any, torch_dtype: torch.dtype, shape: Sequence[int]) -> View:
