@@ -14,6 +14,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 
+from fusedmoe.kernels.gluon.grouped.pipeline import threads_barrier
+
+
+@gluon.jit
+def fence_barriers():
+    fence_async_shared()
+
+
+@gluon.jit
+def fence_rows():
+    fence_async_shared()
+
+
 @gluon.jit
 def hand_full(bar):
     mbarrier.arrive(bar, count=1)
@@ -33,7 +46,8 @@ def write(x_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
         mbarrier.wait(empty.index(i % 2), ((i // 2) & 1) ^ 1)
         x = gl.load(x_ptr + i * SIZE * SIZE + row[:, None] * SIZE + column[None, :])
         bufs.index(i % 2).store(x)
-        fence_async_shared()
+        fence_rows()
+        threads_barrier()
         hand_full(full.index(i % 2))
 
 
@@ -48,7 +62,8 @@ def copy(x_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
         async_copy.async_copy_global_to_shared(bufs.index(i % 2), ptrs)
         async_copy.commit_group()
         async_copy.wait_group(0)
-        fence_async_shared()
+        fence_rows()
+        threads_barrier()
         hand_full(full.index(i % 2))
 
 
@@ -85,6 +100,7 @@ def squares_kernel(x, out_ptr, N, HOW: gl.constexpr, SIZE: gl.constexpr, LAYOUT:
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
+    fence_barriers()
     if HOW == "bulk":
         gl.warp_specialize(
             [(square, (out_ptr, bufs, full, empty, N, SIZE)), (bulk, (x, bufs, full, empty, N, SIZE))], [1], [40]

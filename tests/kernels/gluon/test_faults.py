@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -45,6 +46,11 @@ def _without(place: int) -> Change:
 
 def _never(original: Any) -> Any:
     return lambda *arguments, **keywords: None
+
+
+def _all_but_first(original: Any) -> Any:
+    calls = count()
+    return lambda: original() if next(calls) == 0 else None
 
 
 def _fewer_in_flight(original: Any) -> Any:
@@ -118,6 +124,7 @@ IN_BOTH: dict[str, tuple[Any, Change, str]] = {
         lambda init: lambda bar, count: init(bar, count + 1),
         "deadlock",
     ),
+    "bulk copies may find barriers that are not initialised": (fence_async_shared, _without(0), "may not find"),
     "barriers of both groups count one": (
         mbarrier.init,
         lambda init: lambda bar, count: init(bar, 1),
@@ -125,8 +132,13 @@ IN_BOTH: dict[str, tuple[Any, Change, str]] = {
     ),
 }
 IN_UP: dict[str, tuple[Any, Change, str]] = {
-    "no fence at all": (fence_async_shared, _never, "is read without a fence"),
-    "one fence is lost": (fence_async_shared, _without(1), "is read without a fence"),
+    "no fence between copies and products": (fence_async_shared, _all_but_first, "is read without a fence"),
+    "one fence is lost": (fence_async_shared, _without(2), "is read without a fence"),
+    "one thread does not wait for the fences of the others": (
+        pipeline.threads_barrier,
+        _never,
+        "is read without a fence",
+    ),
     "copies are not waited for": (async_copy.wait_group, _never, "is read without waiting"),
     "one group of copies too many is in flight": (
         async_copy.wait_group,

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.gluon.interpreter import KernelFault, NotInterpreted, interpret
+from fusedmoe.kernels.gluon.grouped.pipeline import threads_barrier
 from tests.kernels.gluon import small
 
 SIZE, N = 16, 5
@@ -51,7 +52,16 @@ def _found(how: str, changed: Any, words: str) -> None:
 
 @pytest.mark.parametrize("how", ["copy", "write"])
 def test_what_threads_wrote_is_not_read_without_a_fence(how: str) -> None:
-    _found(how, {hopper.fence_async_shared: _nothing}, "is read without a fence after the write")
+    _found(how, {small.fence_rows: _nothing}, "is read without a fence after the write")
+
+
+@pytest.mark.parametrize("how", ["copy", "write"])
+def test_one_thread_does_not_arrive_before_the_fences_of_the_others(how: str) -> None:
+    _found(how, {threads_barrier: _nothing}, "is read without a fence after the write")
+
+
+def test_bulk_copies_find_barriers_that_are_initialised() -> None:
+    _found("bulk", {small.fence_barriers: _nothing}, "may not find barrier 1")
 
 
 def test_a_copy_that_nobody_waits_for_is_not_read() -> None:
@@ -105,7 +115,7 @@ def test_the_wrong_phase() -> None:
 
 def test_the_message_ends_with_what_came_before() -> None:
     with pytest.raises(KernelFault, match=r"small.py:\d+\nThe last events:\n  "):
-        _squares("write", 0, {hopper.fence_async_shared: _nothing})
+        _squares("write", 0, {small.fence_rows: _nothing})
 
 
 @gluon.jit
@@ -114,6 +124,7 @@ def _impatient_kernel(LAYOUT: gl.constexpr):
     buf = gl.allocate_shared_memory(gl.bfloat16, [16, 16], LAYOUT)
     buf.store(gl.zeros([16, 16], gl.bfloat16, mma))
     hopper.fence_async_shared()
+    threads_barrier()
     acc = hopper.warpgroup_mma(buf, buf, gl.zeros([16, 16], gl.float32, mma), is_async=True)
     acc = acc * 2
 

@@ -1,7 +1,7 @@
 """h = x[source]·W1_eᵀ + b1_e and a = act(h): rows are gathered by asynchronous copies of threads, weights by bulk ones.
 
 Tensor cores read shared memory through another path than threads copy into it. So the threads that copied wait for
-their copies, fence, and only then say that a stage is full. They do that LAG steps late, so that copies of some steps
+their copies, fence, wait for each other, and only then say that a stage is full. They do that LAG steps late, so that copies of some steps
 are always under way.
 """
 
@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.order import place, rows_of
-from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, make_ring, multiply
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, make_ring, multiply, threads_barrier
 
 
 @gluon.jit
@@ -21,6 +21,8 @@ def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
     """Rows of the step before the last BEHIND, of which there may be none, are there for the tensor cores to read."""
     async_copy.wait_group(BEHIND)
     fence_async_shared()
+    # One thread says so for all, whose fences it would not wait for.
+    threads_barrier()
     fill(full, it + STAGES - BEHIND, STAGES, pred)
 
 

@@ -24,6 +24,7 @@ class Barrier:
     phase: int = 0
     bytes: int = 0
     missing: int = field(init=False)
+    _made: tuple[str, int] = field(init=False)
     _coming: Clock = field(default_factory=Clock)  # what the current phase brings along
     _brought: Clock = field(default_factory=Clock)  # what the last one did
     _passed: dict[str, int] = field(default_factory=dict)
@@ -32,6 +33,13 @@ class Barrier:
         if not 0 < self.count <= _MOST:
             raise self.schedule.fault(f"{self.name} cannot count {self.count} arrivals")
         self.missing = self.count
+        self._made = self.schedule.running.name, self.schedule.running.tick()
+
+    def awaits_bulk(self) -> None:
+        """A bulk copy is to arrive, which must find the barrier initialised."""
+        actor, tick = self._made
+        if self.schedule.running.clock.fenced.get(actor, 0) < tick:
+            raise self.schedule.fault(f"a bulk copy may not find {self.name}, initialised without a fence")
 
     def __str__(self) -> str:
         return f"{self.name} (in phase {self.phase}: {self.missing} arrivals and {self.bytes} bytes missing)"

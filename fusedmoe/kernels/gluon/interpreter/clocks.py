@@ -25,10 +25,13 @@ class Clock:
         seen: what has come before.
         fenced: that part of it which tensor cores and bulk copies may read, had threads written it. A writer's own
             fence adds to it: a fence in another thread, after the barrier, is not relied on.
+        fencing: what each thread has fenced for itself. Where one arrives at a barrier for all of them it does not
+            speak for the others' fences, unless they have waited for each other.
     """
 
     seen: Ticks = field(default_factory=dict)
     fenced: Ticks = field(default_factory=dict)
+    fencing: Ticks = field(default_factory=dict)
 
     def join(self, other: Clock) -> None:
         join(self.seen, other.seen)
@@ -38,5 +41,9 @@ class Clock:
         return Clock(dict(self.seen), dict(self.fenced))
 
     def fence(self, actors: tuple[str, ...]) -> None:
-        """What these actors wrote may be read through the async proxy by all that learn of this."""
-        join(self.fenced, {actor: self.seen[actor] for actor in actors if actor in self.seen})
+        """What these actors wrote may be read through the async proxy, as far as each thread knows."""
+        join(self.fencing, {actor: self.seen[actor] for actor in actors if actor in self.seen})
+
+    def meet(self) -> None:
+        """All threads have come this far."""
+        join(self.fenced, self.fencing)

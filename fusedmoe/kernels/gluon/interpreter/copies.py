@@ -84,6 +84,7 @@ def bulk_copy(schedule: EventOrder, descriptor: Descriptor, at: Sequence[Any], b
     """Starts one."""
     if view.shape != descriptor.block_shape or view.dtype != descriptor.dtype:
         raise schedule.fault(f"a bulk copy of {descriptor.block_shape} to {view.shape}")
+    barrier.awaits_bulk()
     actor, tick = f"bulk copies for {barrier.name}", barrier.phase + 1
     view.write(actor, tick, schedule.running.clock, by_threads=False)
     data = descriptor.box(at)

@@ -28,7 +28,7 @@ class Language:
         self._copies, self._cores = ThreadCopies(schedule), TensorCores(schedule)
         self._barriers: dict[tuple[int, tuple[tuple[int, int], ...]], Barrier] = {}
         # Renamed after 3.6.
-        within_partition = getattr(gl, "barrier", None) or gl.thread_barrier
+        threads_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
         self.functions: list[tuple[Any, Callable[..., Any]]] = [
             (range, lambda *bounds: range(*(int(bound) for bound in bounds))),
             (gl.static_range, range),
@@ -38,7 +38,7 @@ class Language:
             (gl.store, self.store),
             (gl.allocate_shared_memory, self.allocate),
             (gl.warp_specialize, self.warp_specialize),
-            (within_partition, lambda: schedule.event("barrier")),
+            (threads_barrier, self.meet),
             (hopper.fence_async_shared, self.fence),
             (hopper.warpgroup_mma, self.multiply),
             (hopper.warpgroup_mma_wait, self.wait_for_products),
@@ -76,6 +76,10 @@ class Language:
         self._schedule.event("fence_async_shared")
         strand = self._schedule.running
         strand.clock.fence((strand.name, cp_async(strand.name)))
+
+    def meet(self) -> None:
+        self._schedule.event("barrier of threads")
+        self._schedule.running.clock.meet()
 
     def multiply(self, a: Any, b: Any, acc: Any, *, is_async: bool = False) -> Any:
         self._schedule.event("warpgroup_mma")

@@ -94,6 +94,7 @@ class EventOrder:
     def run(self, functions: Sequence[tuple[str, Callable[[], None]]]) -> None:
         """Runs all as partitions, which know what this one knows; it goes on when all have ended and knows it too."""
         before, self._partitions = self.running, []
+        before.clock.meet()
         threads = []
         for name, function in functions:
             partition = Strand(name, before.clock.copy(), weight=self.random.choice((1.0, 1.0, 20.0)))
@@ -116,6 +117,7 @@ class EventOrder:
             raise self._failure
         self.running = before
         for partition in self._partitions:
+            partition.clock.meet()
             before.clock.join(partition.clock)
 
     def _partition(self, partition: Strand, function: Callable[[], None], before: Strand) -> None:
