@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-
 from fusedmoe.kernels.gluon.grouped.pipeline import threads_barrier
 
 

@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fusedmoe.kernels.gluon.interpreter import KernelFault, NotInterpreted, interpret
 from fusedmoe.kernels.gluon.grouped.pipeline import threads_barrier
+from fusedmoe.kernels.gluon.interpreter import KernelFault, NotInterpreted, interpret
 from tests.kernels.gluon import small
 
 SIZE, N = 16, 5

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
 from fusedmoe.kernels.gluon.interpreter.clocks import Clock
-from fusedmoe.kernels.gluon.interpreter.schedule import Late, EventOrder
+from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Late
 from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
 from fusedmoe.kernels.gluon.interpreter.values import Pointer, language_dtype
 

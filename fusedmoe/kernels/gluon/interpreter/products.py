@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedmoe.kernels.gluon.interpreter.faults import NotInterpreted
-from fusedmoe.kernels.gluon.interpreter.schedule import Late, EventOrder
+from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Late
 from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
 from fusedmoe.kernels.gluon.interpreter.values import Pending, Value
 
