@@ -1,8 +1,8 @@
 """h = x[source]·W1_eᵀ + b1_e and a = act(h): rows are gathered by asynchronous copies of threads, weights by bulk ones.
 
 Tensor cores read shared memory through another path than threads copy into it. So the threads that copied wait for
-their copies, fence, wait for each other, and only then say that a stage is full. They do that LAG steps late, so that copies of some steps
-are always under way.
+their copies, fence, wait for each other, and only then say that a stage is full. They do that LAG steps late, so that
+copies of some steps are always under way.
 """
 
 from __future__ import annotations
