@@ -135,6 +135,16 @@ def _unknown_kernel(x_ptr):
 
 
 @gluon.jit
+def _unknown_of_tensor_kernel(x_ptr, LAYOUT: gl.constexpr):
+    gl.load(x_ptr).logical_and(True)
+
+
+@gluon.jit
+def _unknown_of_memory_kernel(x_ptr, LAYOUT: gl.constexpr):
+    gl.allocate_shared_memory(gl.float32, [4], LAYOUT)._reinterpret(gl.int32, [4], LAYOUT)
+
+
+@gluon.jit
 def _outside_kernel(x_ptr, N):
     gl.store(x_ptr + N, 1.0)
 
@@ -149,6 +159,32 @@ def _unwritten_kernel(out_ptr, N: gl.constexpr, LAYOUT: gl.constexpr, REGISTERS:
 def test_what_it_does_not_know_is_refused_by_name() -> None:
     with pytest.raises(NotInterpreted, match="atomic_add"):
         interpret(_unknown_kernel, 1, torch.zeros(1), seed=0)
+
+
+@pytest.mark.parametrize("kernel", [_unknown_of_tensor_kernel, _unknown_of_memory_kernel])
+def test_methods_that_it_does_not_know_are_refused_by_name(kernel: Any) -> None:
+    with pytest.raises(NotInterpreted, match="(logical_and of a tensor|_reinterpret of shared memory)"):
+        interpret(kernel, 1, torch.zeros(1), LAYOUT, seed=0)
+
+
+def _order(seed: int) -> list[str]:
+    """Who waited and arrived, one after the other."""
+    order = []
+
+    def change(original: Any) -> Any:
+        def function(bar: Any, *arguments: Any, **keywords: Any) -> Any:
+            order.append(f"{bar.memory.number} {bar.memory.schedule.running.name}")
+            return original(bar, *arguments, **keywords)
+
+        return function
+
+    _squares("bulk", seed, {hopper.mbarrier.wait: change, hopper.mbarrier.arrive: change})
+    return order
+
+
+def test_a_seed_is_an_order_and_others_are_others() -> None:
+    assert _order(3) == _order(3)
+    assert len({tuple(_order(seed)) for seed in range(12)}) >= 4
 
 
 def test_places_outside_of_a_tensor() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fusedmoe.kernels.gluon.interpreter.clocks import Clock
+from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
 from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
 
 _MOST = (1 << 20) - 1  # arrivals and bytes that a barrier can count
@@ -31,7 +32,7 @@ class Barrier:
 
     def __post_init__(self) -> None:
         if not 0 < self.count <= _MOST:
-            raise self.schedule.fault(f"{self.name} cannot count {self.count} arrivals")
+            raise KernelFault(f"{self.name} cannot count {self.count} arrivals")
         self.missing = self.count
         self._made = self.schedule.running.name, self.schedule.running.tick()
 
@@ -39,7 +40,7 @@ class Barrier:
         """A bulk copy is to arrive, which must find the barrier initialised."""
         actor, tick = self._made
         if self.schedule.running.clock.fenced.get(actor, 0) < tick:
-            raise self.schedule.fault(f"a bulk copy may not find {self.name}, initialised without a fence")
+            raise KernelFault(f"a bulk copy may not find {self.name}, initialised without a fence")
 
     def __str__(self) -> str:
         return f"{self.name} (in phase {self.phase}: {self.missing} arrivals and {self.bytes} bytes missing)"
@@ -47,7 +48,7 @@ class Barrier:
     def arrive(self, clock: Clock, count: int, bytes: int = 0) -> None:
         """`bytes` more are expected."""
         if count > self.missing:
-            raise self.schedule.fault(f"{count} arrivals are too many: {self}")
+            raise KernelFault(f"{count} arrivals are too many: {self}")
         self.missing -= count
         self.bytes += bytes
         self._coming.join(clock)
@@ -60,7 +61,7 @@ class Barrier:
 
     def _complete(self) -> None:
         if self.missing == 0 and self.bytes < 0:
-            raise self.schedule.fault(f"more bytes came than were expected: {self}")
+            raise KernelFault(f"more bytes came than were expected: {self}")
         if self.missing == 0 and self.bytes == 0:
             self._brought, self._coming = self._coming, Clock()
             self.missing = self.count
@@ -69,12 +70,12 @@ class Barrier:
     def wait(self, parity: int) -> None:
         """Returns once the current phase is not one of this parity. Before the first there was one of parity 1."""
         if parity not in (0, 1):
-            raise self.schedule.fault(f"a phase is 0 or 1, not {parity}: {self}")
+            raise KernelFault(f"a phase is 0 or 1, not {parity}: {self}")
         self.schedule.block(lambda: self.phase & 1 != parity, lambda: f"phase {parity} of {self}")
         waiter = self.schedule.running
         last, now = self._passed.get(waiter.name), self.phase - 1
         if last is not None and now != last + 1:
             what = "passes a phase that it has passed before" if now == last else "has missed a phase"
-            raise self.schedule.fault(f"wrong phase: it {what}, {self}")
+            raise KernelFault(f"wrong phase: it {what}, {self}")
         self._passed[waiter.name] = now
         waiter.clock.join(self._brought)

@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
 from fusedmoe.kernels.gluon.interpreter.clocks import Clock
+from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
 from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Late
 from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
 from fusedmoe.kernels.gluon.interpreter.values import Pointer, language_dtype
@@ -36,13 +37,16 @@ class ThreadCopies:
 
     def start(self, view: View, pointer: Pointer, mask: Any) -> None:
         if view.shape != pointer.shape:
-            raise self._schedule.fault(f"a copy from {pointer.shape} to {view.shape}")
+            raise KernelFault(f"a copy from {pointer.shape} to {view.shape}")
         strand = self._schedule.running
         actor = cp_async(strand.name)
         view.write(actor, len(self._groups[strand.name]) + 1, strand.clock, by_threads=True)
-        # What is masked is filled with zeros.
-        late = Late(f"{actor} in {kernel_line()}", lambda: _fill(view.data, pointer.load(mask, 0).data))
-        pointer.inside(mask)
+        data = pointer.load(mask, 0).data  # zeros where masked
+
+        def land() -> None:
+            view.data.copy_(data)
+
+        late = Late(f"{actor} in {kernel_line()}", land)
         self._schedule.late.append(late)
         self._open[strand.name].append(late)
 
@@ -83,7 +87,7 @@ class Descriptor:
 def bulk_copy(schedule: EventOrder, descriptor: Descriptor, at: Sequence[Any], barrier: Barrier, view: View) -> None:
     """Starts one."""
     if view.shape != descriptor.block_shape or view.dtype != descriptor.dtype:
-        raise schedule.fault(f"a bulk copy of {descriptor.block_shape} to {view.shape}")
+        raise KernelFault(f"a bulk copy of {descriptor.block_shape} to {view.shape}")
     barrier.awaits_bulk()
     actor, tick = f"bulk copies for {barrier.name}", barrier.phase + 1
     view.write(actor, tick, schedule.running.clock, by_threads=False)
@@ -94,7 +98,3 @@ def bulk_copy(schedule: EventOrder, descriptor: Descriptor, at: Sequence[Any], b
         barrier.bytes_came(Clock({actor: tick}), data.numel() * data.element_size())
 
     schedule.late.append(Late(f"a bulk copy for {barrier.name} in {kernel_line()}", land))
-
-
-def _fill(into: Tensor, data: Tensor) -> None:
-    into.copy_(data)

@@ -64,7 +64,7 @@ class Language:
 
     def warp_specialize(self, functions: Sequence[Any], warps: Sequence[int], registers: Any = None) -> None:
         if len(warps) != len(functions) - 1 or (registers is not None and len(registers) != len(warps)):
-            raise self._schedule.fault(f"{len(functions)} partitions, {len(warps)} numbers of warps")
+            raise KernelFault(f"{len(functions)} partitions, {len(warps)} numbers of warps")
         self._schedule.run(
             [
                 (f"{number} ({function.__name__})", partial(function, *values))
@@ -132,7 +132,7 @@ class Language:
     def _barrier(self, view: View) -> Barrier:
         barrier = self._barriers.get((view.memory.number, view.box))
         if barrier is None:
-            raise self._schedule.fault("a barrier that was not initialised")
+            raise KernelFault("a barrier that was not initialised")
         return barrier
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.gluon.interpreter.copies import Descriptor
+from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
 from fusedmoe.kernels.gluon.interpreter.functions import Functions
 from fusedmoe.kernels.gluon.interpreter.language import Language
 from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
@@ -49,9 +49,13 @@ def interpret(
     for program in range(programs):
         schedule = EventOrder(random)
         functions = Functions(Language(schedule, program, programs).functions, changed)
-        partial(functions.function(kernel), *given, **named)()
-        if schedule.late:
-            raise schedule.fault(f"ends while {schedule.late[0].what} is under way")
+        try:
+            functions.function(kernel)(*given, **named)
+            if schedule.late:
+                raise KernelFault(f"ends while {schedule.late[0].what} is under way")
+        except KernelFault as fault:
+            schedule.tell(fault)
+            raise
 
 
 def _argument(argument: Any) -> Any:

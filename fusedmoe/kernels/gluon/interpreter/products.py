@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedmoe.kernels.gluon.interpreter.faults import NotInterpreted
+from fusedmoe.kernels.gluon.interpreter.faults import KernelFault, NotInterpreted
 from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Late
 from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
 from fusedmoe.kernels.gluon.interpreter.values import Pending, Value
@@ -28,7 +28,7 @@ class TensorCores:
         strand = self._schedule.running
         (rows, depth), (depth_of_b, columns) = a.shape, b.shape
         if depth != depth_of_b or accumulator_shape(accumulator) != (rows, columns) or a.dtype != b.dtype:
-            raise self._schedule.fault(f"a product of {a.shape} and {b.shape}")
+            raise KernelFault(f"a product of {a.shape} and {b.shape}")
         self._started[strand.name] = number = self._started[strand.name] + 1
         actor = f"wgmma of {strand.name}"
         for operand in (a, b):

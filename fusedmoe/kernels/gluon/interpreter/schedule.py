@@ -65,9 +65,9 @@ class EventOrder:
         self._changes = random.choice((0.02, 0.2, 0.7))
         self._lands = random.choice((0.0, 0.05, 0.3, 0.9))
 
-    def fault(self, what: str) -> KernelFault:
-        lines = "\n".join(f"  {event}" for event in self._events)
-        return KernelFault(f"partition {self.running.name}: {what}\nThe last events:\n{lines}")
+    def tell(self, fault: KernelFault) -> None:
+        """Adds who was running and what came before."""
+        fault.partition, fault.events = self.running.name, tuple(self._events)
 
     def event(self, what: str) -> None:
         """Comes before an operation that others can notice: here something else may come first."""
@@ -169,4 +169,4 @@ class EventOrder:
 
     def _deadlock(self) -> KernelFault:
         waiting = (f"{it.name} waits for {it.waits_for()}" for it in self._partitions if not it.done)
-        return self.fault(f"deadlock: {'; '.join(waiting)}")
+        return KernelFault(f"deadlock: {'; '.join(waiting)}")

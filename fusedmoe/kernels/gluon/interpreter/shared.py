@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.gluon.interpreter.clocks import Clock, Ticks
+from fusedmoe.kernels.gluon.interpreter.faults import KernelFault, NotInterpreted
 from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Strand
 from fusedmoe.kernels.gluon.interpreter.values import Value
 
@@ -65,12 +66,12 @@ class Allocation:
         """Notes a read and refuses it where it may come before what it is to read."""
         writes = [note for note in self._notes.values() if note.write and note.meets(box)]
         if not writes:
-            raise self.schedule.fault(f"{self._at(box)} is read before anything was written there")
+            raise KernelFault(f"{self._at(box)} is read before anything was written there")
         for note in writes:
             if not note.before(clock.seen):
-                raise self.schedule.fault(f"{self._at(box)} is read without waiting for {note}")
+                raise KernelFault(f"{self._at(box)} is read without waiting for {note}")
             if note.by_threads and not by_threads and not note.before(clock.fenced):
-                raise self.schedule.fault(f"{self._at(box)} is read without a fence after {note}")
+                raise KernelFault(f"{self._at(box)} is read without a fence after {note}")
         self._note(Access(False, by_threads, box, actor, tick, kernel_line()))
 
     def write(self, box: Box, actor: str, tick: int, clock: Clock, by_threads: bool) -> None:
@@ -79,7 +80,7 @@ class Allocation:
             if not note.meets(box):
                 continue
             if not note.before(clock.seen):
-                raise self.schedule.fault(f"{self._at(box)} is written without waiting for {note}")
+                raise KernelFault(f"{self._at(box)} is written without waiting for {note}")
             if all(low <= start and end <= high for (start, end), (low, high) in zip(note.box, box, strict=True)):
                 del self._notes[key]  # who knows of this write knows of that
         self._note(Access(True, by_threads, box, actor, tick, kernel_line()))
@@ -105,6 +106,9 @@ class View:
     @property
     def shape(self) -> list[int]:
         return [*self.data.shape]
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotInterpreted(f"{name} of shared memory")
 
     def index(self, index: Any) -> View:
         return self._part(0, int(index), 1, drop=True)
@@ -134,7 +138,7 @@ class View:
 
     def _part(self, dim: int, start: int, length: int, drop: bool) -> View:
         if not 0 <= start <= start + length <= self.data.shape[dim]:
-            raise self.memory.schedule.fault(
+            raise KernelFault(
                 f"{start}:{start + length} of a dimension of {self.data.shape[dim]} of shared memory, {kernel_line()}"
             )
         of, box = self.order[dim], [*self.box]

@@ -94,6 +94,9 @@ class Value:
             raise NotInterpreted("an index other than None and :")
         return Value(self.data[index])
 
+    def __getattr__(self, name: str) -> Any:
+        raise NotInterpreted(f"{name} of a tensor")
+
     def __index__(self) -> int:
         return int(self.data)
 
@@ -121,6 +124,9 @@ class Pointer:
     def __add__(self, other: Any) -> Pointer:
         places = numbers(other)
         return Pointer(self.base, self.places + (places.to(torch.int64) if isinstance(places, Tensor) else places))
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotInterpreted(f"{name} of a pointer")
 
     def inside(self, mask: Any) -> tuple[Tensor, Tensor]:
         """Places and mask, of one shape. Raises where a place that the mask takes is outside of the tensor."""
