@@ -145,6 +145,11 @@ def _unknown_of_memory_kernel(x_ptr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _unknown_argument_kernel(x_ptr):
+    gl.load(x_ptr, cache_modifier=".cg")
+
+
+@gluon.jit
 def _outside_kernel(x_ptr, N):
     gl.store(x_ptr + N, 1.0)
 
@@ -165,6 +170,11 @@ def test_what_it_does_not_know_is_refused_by_name() -> None:
 def test_methods_that_it_does_not_know_are_refused_by_name(kernel: Any) -> None:
     with pytest.raises(NotInterpreted, match="(logical_and of a tensor|_reinterpret of shared memory)"):
         interpret(kernel, 1, torch.zeros(1), LAYOUT, seed=0)
+
+
+def test_arguments_that_it_does_not_know_are_refused_by_name() -> None:
+    with pytest.raises(NotInterpreted, match="load: .*cache_modifier"):
+        interpret(_unknown_argument_kernel, 1, torch.zeros(1), seed=0)
 
 
 def _order(seed: int) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
-from fusedmoe.kernels.gluon.interpreter.clocks import Clock
+from fusedmoe.kernels.gluon.interpreter.clocks import Clock, join
 from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
 from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Late
 from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
@@ -61,7 +61,7 @@ class ThreadCopies:
             while group:
                 self._schedule.land(group.pop())
         if ended > 0:
-            strand.clock.seen[cp_async(strand.name)] = ended
+            join(strand.clock.seen, {cp_async(strand.name): ended})
 
 
 class Descriptor:
@@ -74,9 +74,10 @@ class Descriptor:
 
     def box(self, at: Sequence[Any]) -> Tensor:
         out = torch.zeros(self.block_shape, dtype=self.base.dtype)
-        sizes = [size for size in self.base.shape]
         low = [max(int(start), 0) for start in at]
-        high = [min(int(start) + box, size) for start, box, size in zip(at, self.block_shape, sizes, strict=True)]
+        high = [
+            min(int(start) + box, size) for start, box, size in zip(at, self.block_shape, self.base.shape, strict=True)
+        ]
         if all(start < end for start, end in zip(low, high, strict=True)):
             source = tuple(slice(start, end) for start, end in zip(low, high, strict=True))
             place = tuple(slice(s - int(a), e - int(a)) for s, e, a in zip(low, high, at, strict=True))

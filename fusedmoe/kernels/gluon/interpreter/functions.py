@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -36,7 +37,7 @@ class Functions:
     ) -> None:
         self._kept = [*changed]  # so that no other object gets their ids
         self._changed = {id(function): change for function, change in changed.items()}
-        self._known = {id(function): meant for function, meant in known}
+        self._known = {id(function): _refusing(function, meant) for function, meant in known}
         for key in self._changed.keys() & self._known.keys():
             self._known[key] = self._changed[key](self._known[key])
 
@@ -70,6 +71,20 @@ class Functions:
             elif id(getattr(builtins, name, self)) in self._known:
                 names[name] = self._known[id(getattr(builtins, name))]
         return called
+
+
+def _refusing(function: Any, meant: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but arguments that it does not take are refused as what is not known."""
+    taken = signature(meant)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            taken.bind(*arguments, **keywords)
+        except TypeError as error:
+            raise NotInterpreted(f"{getattr(function, '__name__', function)}: {error}") from None
+        return meant(*arguments, **keywords)
+
+    return call
 
 
 def _unknown(name: str) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ class Language:
         threads_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
         self.functions: list[tuple[Any, Callable[..., Any]]] = [
             (range, lambda *bounds: range(*(int(bound) for bound in bounds))),
-            (gl.static_range, range),
+            (gl.static_range, lambda *bounds: range(*bounds)),
             (gl.program_id, lambda axis: self._program),
             (gl.num_programs, lambda axis: self._programs),
             (gl.load, self.load),

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fusedmoe.kernels.gluon.interpreter.clocks import join
 from fusedmoe.kernels.gluon.interpreter.faults import KernelFault, NotInterpreted
 from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Late
 from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
@@ -55,8 +56,7 @@ class TensorCores:
             self._schedule.land(queue[0])
         ended = self._started[strand.name] - outstanding
         if ended > 0:
-            actor = f"wgmma of {strand.name}"
-            strand.clock.seen[actor] = max(ended, strand.clock.seen.get(actor, 0))
+            join(strand.clock.seen, {f"wgmma of {strand.name}": ended})
         ready = tuple(
             Value(result.value) if isinstance(result, Pending) and result.number <= ended else result
             for result in results
