@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,25 @@ from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.gluon.interpreter import interpret
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 
-BM, BK, GROUP = 8, 16, 2
-LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+GROUP = 2
+
+
+class Tile(NamedTuple):
+    """`bn`: of the product, both halves of a gated activation; `swizzle`: bytes of the layout in shared memory."""
+
+    bm: int = 8
+    bn: int = 32
+    bk: int = 16
+    swizzle: int = 32
+
+    @property
+    def layout(self) -> Any:
+        return gl.NVMMASharedLayout(swizzle_byte_width=self.swizzle, element_bitwidth=16, rank=2)
+
+
+SMALL = Tile()
+#: As the kernels are compiled for a GPU.
+LARGE = Tile(128, 256, 64, 128)
 
 # Rows of each expert: empty experts at both ends and between, one row, full tiles, tiles with a rest.
 ROUTINGS = {
@@ -36,6 +53,7 @@ class Rows:
     """The tables of a routing."""
 
     counts: Sequence[int]
+    bm: int
 
     @property
     def number(self) -> int:
@@ -49,7 +67,7 @@ class Rows:
         """Tiles, with some at the end that are not used; how many are; the ends of the experts' rows."""
         tiles, end, ends = [], 0, []
         for expert, count in enumerate(self.counts):
-            tiles += [(expert, end + first) for first in range(0, count, BM)]
+            tiles += [(expert, end + first) for first in range(0, count, self.bm)]
             end += count
             ends.append(end)
         table = torch.tensor([*tiles, (-1, 0), (-1, 0)], dtype=torch.int32)
@@ -76,38 +94,39 @@ def check_product(
     transposed: bool,
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = False,
-    bn: int = 16,
+    tile: Tile = SMALL,
     stages: int = 3,
     programs: int = 2,
     seed: int = 0,
     **changed: Any,
 ) -> None:
     """Runs the product and compares it with float64."""
-    rows, experts = Rows(counts), len(counts)
+    rows, experts = Rows(counts, tile.bm), len(counts)
     a = _random(max(rows.number, 1), depth, dtype=dtype, seed=1)
     b = _random(experts, *((columns, depth) if transposed else (depth, columns)), dtype=dtype, seed=2)
     # Some columns alone have a bias.
     start, width = (1, columns - 1) if bias else (0, 0)
     bias_EN = _random(experts, width, dtype=dtype, seed=3) if bias else None
     out = torch.full((rows.number, columns), torch.nan, dtype=dtype)
+    box = [tile.bn, tile.bk] if transposed else [tile.bk, tile.bn]
     interpret(
         product_kernel,
         programs,
-        TensorDescriptor.from_tensor(a, [BM, BK], LAYOUT),
-        TensorDescriptor.from_tensor(b.view(-1, b.shape[2]), [bn, BK] if transposed else [BK, bn], LAYOUT),
+        TensorDescriptor.from_tensor(a, [tile.bm, tile.bk], tile.layout),
+        TensorDescriptor.from_tensor(b.view(-1, b.shape[2]), box, tile.layout),
         bias_EN,
         out,
         *rows.tables(),
         depth,
         columns,
-        -(-columns // bn),
+        -(-columns // tile.bn),
         start,
         width,
         TRANSPOSED=transposed,
         BIAS=bias,
-        BM=BM,
-        BN=bn,
-        BK=BK,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
         GROUP=GROUP,
         STAGES=stages,
         CONSUMER_REGISTERS=232,
@@ -132,13 +151,14 @@ def check_up(
     bias: bool = False,
     stages: int = 3,
     lag: int = 1,
+    tile: Tile = SMALL,
     programs: int = 2,
     seed: int = 0,
     **changed: Any,
 ) -> None:
     """Runs the up projection and compares both results with float64."""
-    rows, experts, act = Rows(counts), len(counts), ACTIVATIONS[activation]
-    bn = 16 * act.halves
+    rows, experts, act = Rows(counts, tile.bm), len(counts), ACTIVATIONS[activation]
+    columns = tile.bn // act.halves
     tokens = rows.number // 2 + 1
     x = _random(tokens, dim, dtype=dtype, seed=1)
     source = torch.randint(tokens, (rows.number,), generator=torch.Generator().manual_seed(2))
@@ -151,21 +171,21 @@ def check_up(
         programs,
         x,
         source,
-        TensorDescriptor.from_tensor(w.view(-1, dim), [16, BK], LAYOUT),
+        TensorDescriptor.from_tensor(w.view(-1, dim), [columns, tile.bk], tile.layout),
         b,
         h,
         a,
         *rows.tables(),
         dim,
         hidden,
-        -(-hidden // 16),
+        -(-hidden // columns),
         ACT=ACT_CODES[activation],
         GATED=act.gated,
         BIAS=bias,
-        EVEN=dim % BK == 0,
-        BM=BM,
-        BN=bn,
-        BK=BK,
+        EVEN=dim % tile.bk == 0,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
         GROUP=GROUP,
         STAGES=stages,
         LAG=lag,

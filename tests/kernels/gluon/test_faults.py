@@ -158,7 +158,7 @@ def _is_found(check: Callable[..., None], what: Any, change: Change, words: str)
     """In every order of events."""
     for seed in SEEDS:
         with pytest.raises(KernelFault) as found:
-            check(COUNTS, 40, 24, seed=seed, changed={what: change})
+            check(COUNTS, 40, 40, seed=seed, changed={what: change})
         first = str(found.value).split("\n")[0]
         assert re.search(words, first), first
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from tests.kernels.gluon.grouped_cases import ROUTINGS, check_up
+from tests.kernels.gluon.grouped_cases import LARGE, ROUTINGS, check_up
 
 ALL_ODD = ROUTINGS["all odd"]
 
@@ -31,6 +31,11 @@ def test_sizes_that_divide_nothing(dim: int, hidden: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (3, 0, 1), (5, 3, 3), (4, 2, 50)])
 def test_rings_and_grids(stages: int, lag: int, programs: int) -> None:
     check_up(ALL_ODD, 40, 24, stages=stages, lag=lag, programs=programs)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+def test_tiles_as_on_a_gpu(activation: str) -> None:
+    check_up((130, 0, 70), 328, 264, activation, tile=LARGE, stages=4, lag=2)
 
 
 @pytest.mark.parametrize("seed", range(1, 9))
