@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel in every configuration ahead of time, for GPUs that need not be there.
+"""Compiles every Triton and Gluon kernel in every configuration ahead of time, for GPUs that need not be there.
 
     python -m tests.kernels.aot                 # all but the rare ones, and writes bench/aot.json: a quarter of an hour
     python -m tests.kernels.aot gather_sum 90   # those whose name contains the first word, for one target
@@ -120,16 +120,15 @@ def _cases_of(module: str) -> dict[str, AotCase]:
 
 def compile_case(task: tuple[str, str, int]) -> dict[str, Any]:
     """What is found of one case, (module, name, target)."""
-    import triton
     from triton.backends.compiler import GPUTarget
 
     module, name, target = task
     case = _cases_of(module)[name]
     try:
-        source = triton.compiler.ASTSource(case.kernel, *case.specialise())
         options = {**case.options, "extern_libs": dict(case.libraries())}
         with driving(target):
-            case.kernel.create_binder()  # so that it compiles as it does for launches
+            case.kernel.create_binder()  # so that it compiles as it does for launches, Gluon as Gluon
+            source = case.kernel.ASTSource(case.kernel, *case.specialise())
             compiled = case.kernel.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         return judge(compiled, target, case.expect.get(target, ()))
     except Exception as error:

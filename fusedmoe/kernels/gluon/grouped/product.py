@@ -1,0 +1,156 @@
+"""out[n] = a[n]·B_e (+ bias) by bulk copies: the down projection and the rows' gradient.
+
+B_e is stored [K, N] (`dX = dH·W1`) or transposed, [N, K] (`Y = A·W2ᵀ`).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from fusedmoe.kernels.gluon.grouped.columns import add_bias, halves, store_columns, stored_layout
+from fusedmoe.kernels.gluon.grouped.order import place, rows_of
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, make_ring, multiply
+
+
+@gluon.jit
+def _load(
+    a_desc,
+    b_desc,
+    bufs,
+    ring,
+    table,
+    sizes,
+    TRANSPOSED: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    a_bufs, b_bufs = bufs
+    full, empty = ring
+    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
+    K, N = sizes
+    it = 0
+    for tile in range(gl.program_id(0), n_row_tiles * n_col_tiles, gl.num_programs(0)):
+        row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
+        expert, start, _ = rows_of(tiles_ptr, ends_ptr, row_tile)
+        n0 = col_tile * BN
+        for k0 in range(0, K, BK):
+            await_empty(empty, it, STAGES)
+            announce(full, it, STAGES, (BM + BN) * BK * (a_desc.dtype.primitive_bitwidth // 8))
+            bar = full.index(it % STAGES)
+            # A tile's box may run into the next expert's rows, whose results are not stored.
+            tma.async_copy_global_to_shared(a_desc, [start, k0], bar, a_bufs.index(it % STAGES))
+            if TRANSPOSED:
+                tma.async_copy_global_to_shared(b_desc, [expert * N + n0, k0], bar, b_bufs.index(it % STAGES))
+            else:
+                tma.async_copy_global_to_shared(b_desc, [expert * K + k0, n0], bar, b_bufs.index(it % STAGES))
+            it += 1
+
+
+@gluon.jit
+def _store(
+    part,
+    bias_ptr,
+    out_ptr,
+    expert,
+    row,
+    end,
+    column,
+    N,
+    bias_start,
+    bias_columns,
+    OUT: gl.constexpr,
+    BIAS: gl.constexpr,
+):
+    x = gl.convert_layout(part, OUT)
+    if BIAS:
+        x = add_bias(x, bias_ptr, expert * bias_columns, bias_start, column, bias_columns)
+    store_columns(x, out_ptr, row, end, column, N, N)
+
+
+@gluon.jit
+def _multiply(
+    of_tile,
+    GROUP_OF_WARPS: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    BIAS: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes = of_tile
+    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
+    K, N = sizes
+    bias_start, bias_columns = bias_sizes
+    ROWS: gl.constexpr = BM // 2
+    WIDE: gl.constexpr = BN // 4
+    OUT: gl.constexpr = stored_layout(WIDE)
+    it = 0
+    for tile in range(gl.program_id(0), n_row_tiles * n_col_tiles, gl.num_programs(0)):
+        row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
+        expert, start, end = rows_of(tiles_ptr, ends_ptr, row_tile)
+        acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, BM, BN, BK, STAGES, TRANSPOSED)
+        row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        column = col_tile * BN + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
+        # Some columns at a time: all at once would not fit the registers.
+        left, right = halves(acc, ROWS, BN)
+        for half in gl.static_range(2):
+            first, second = halves(left if half == 0 else right, ROWS, BN // 2)
+            for quarter in gl.static_range(2):
+                part = first if quarter == 0 else second
+                at = column + (2 * half + quarter) * WIDE
+                _store(part, bias_ptr, out_ptr, expert, row, end, at, N, bias_start, bias_columns, OUT, BIAS)
+
+
+@gluon.jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])
+def product_kernel(
+    a_desc,
+    b_desc,
+    bias_ptr,
+    out_ptr,
+    tiles_ptr,
+    used_ptr,
+    ends_ptr,
+    K,
+    N,
+    n_col_tiles,
+    bias_start,
+    bias_columns,
+    TRANSPOSED: gl.constexpr,
+    BIAS: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """`a_desc`: boxes [BM, BK] of the rows; `b_desc`: [BN, BK] of all experts' matrices below each other, [E·N, K], or
+    [BK, BN] of [E·K, N]. BN at least 32 on a GPU; four warps, those of the first group."""
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK], a_desc.layout)
+    if TRANSPOSED:
+        b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
+    else:
+        b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BK, BN], b_desc.layout)
+    bufs = (a_bufs, b_bufs)
+    ring = make_ring(STAGES, 1)
+    table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
+    sizes = (K, N)
+    bias_sizes = (bias_start, bias_columns)
+    of_tile = (bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes)
+    gl.warp_specialize(
+        [
+            (_multiply, (of_tile, 0, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 1, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (_load, (a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED, BM, BN, BK, GROUP, STAGES)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

@@ -1,0 +1,210 @@
+"""h = x[source]·W1_eᵀ + b1_e and a = act(h): rows are gathered by asynchronous copies of threads, weights by bulk ones.
+
+Tensor cores read shared memory through another path than threads copy into it. So the threads that copied wait for
+their copies, fence, wait for each other, and only then say that a stage is full. They do that LAG steps late, so that
+copies of some steps are always under way.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, tma
+
+from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
+from fusedmoe.kernels.gluon.grouped.order import place, rows_of
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, make_ring, multiply, threads_barrier
+
+
+@gluon.jit
+def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
+    """Rows of the step before the last BEHIND, of which there may be none, are there for the tensor cores to read."""
+    async_copy.wait_group(BEHIND)
+    fence_async_shared()
+    # One thread says so for all, whose fences it would not wait for.
+    threads_barrier()
+    fill(full, it + STAGES - BEHIND, STAGES, pred)
+
+
+@gluon.jit
+def _load(
+    x_ptr,
+    source_ptr,
+    w_desc,
+    bufs,
+    ring,
+    table,
+    sizes,
+    HALVES: gl.constexpr,
+    EVEN: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAG: gl.constexpr,
+):
+    x_bufs, w_bufs = bufs
+    full, empty = ring
+    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
+    D, H = sizes
+    # A multiple of 8 that the compiler can see is one: it copies 16 bytes at a time.
+    D = D // 8 * 8
+    BH: gl.constexpr = BN // HALVES
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [4, 1], [1, 0])
+    k = gl.arange(0, BK, layout=gl.SliceLayout(0, rows))
+    it = 0
+    for tile in range(gl.program_id(0), n_row_tiles * n_col_tiles, gl.num_programs(0)):
+        row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
+        expert, start, end = rows_of(tiles_ptr, ends_ptr, row_tile)
+        # Rows past the end are clamped: what is computed of them is not stored.
+        row = gl.minimum(start + gl.arange(0, BM, layout=gl.SliceLayout(1, rows)), end - 1)
+        source = gl.load(source_ptr + row)
+        x_ptrs = x_ptr + source[:, None] * D + k[None, :]
+        for k0 in range(0, D, BK):
+            await_empty(empty, it, STAGES)
+            announce(full, it, STAGES, BN * BK * (w_desc.dtype.primitive_bitwidth // 8))
+            bar = full.index(it % STAGES)
+            w_buf = w_bufs.index(it % STAGES)
+            for half in gl.static_range(HALVES):
+                w_row = (expert * HALVES + half) * H + col_tile * BH
+                tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
+            if EVEN:
+                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs)
+            else:
+                mask = (k < D - k0)[None, :]
+                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
+            async_copy.commit_group()
+            x_ptrs += BK
+            _show(full, it, STAGES, LAG, it >= LAG)
+            it += 1
+    # The last steps.
+    for step in gl.static_range(LAG):
+        _show(full, it - 1, STAGES, LAG - 1 - step, it - LAG + step >= 0)
+
+
+@gluon.jit
+def _finish_gated(
+    g, u, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr
+):
+    """Adds the bias to some columns of a tile and stores both halves of H, and A."""
+    g = gl.convert_layout(g, OUT)
+    u = gl.convert_layout(u, OUT)
+    if BIAS:
+        g = add_bias(g, b1_ptr, expert * 2 * H, 0, column, H)
+        u = add_bias(u, b1_ptr, expert * 2 * H + H, 0, column, H)
+    store_columns(g, h_ptr, row, end, column, 2 * H, H)
+    store_columns(u, h_ptr + H, row, end, column, 2 * H, H)
+    store_columns(act_forward(g, ACT) * u, a_ptr, row, end, column, H, H)
+
+
+@gluon.jit
+def _finish_plain(
+    h, b1_ptr, h_ptr, a_ptr, expert, row, end, column, H, OUT: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr
+):
+    """The same for an activation that is not gated."""
+    h = gl.convert_layout(h, OUT)
+    if BIAS:
+        h = add_bias(h, b1_ptr, expert * H, 0, column, H)
+    store_columns(h, h_ptr, row, end, column, H, H)
+    store_columns(act_forward(h, ACT), a_ptr, row, end, column, H, H)
+
+
+@gluon.jit
+def _multiply(
+    of_tile,
+    GROUP_OF_WARPS: gl.constexpr,
+    ACT: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes = of_tile
+    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
+    D, H = sizes
+    ROWS: gl.constexpr = BM // 2
+    BH: gl.constexpr = BN // 2 if GATED else BN
+    WIDE: gl.constexpr = BH // 4
+    OUT: gl.constexpr = stored_layout(WIDE)
+    it = 0
+    for tile in range(gl.program_id(0), n_row_tiles * n_col_tiles, gl.num_programs(0)):
+        row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
+        expert, start, end = rows_of(tiles_ptr, ends_ptr, row_tile)
+        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, True)
+        row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        column = col_tile * BH + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
+        # Some columns at a time: all at once would not fit the registers.
+        left, right = halves(acc, ROWS, BN)
+        for half in gl.static_range(2):
+            if GATED:
+                g_left, g_right = halves(left, ROWS, BH)
+                u_left, u_right = halves(right, ROWS, BH)
+                g_first, g_second = halves(g_left if half == 0 else g_right, ROWS, BH // 2)
+                u_first, u_second = halves(u_left if half == 0 else u_right, ROWS, BH // 2)
+                at = column + 2 * half * WIDE
+                _finish_gated(g_first, u_first, b1_ptr, h_ptr, a_ptr, expert, row, end, at, H, OUT, ACT, BIAS)
+                _finish_gated(g_second, u_second, b1_ptr, h_ptr, a_ptr, expert, row, end, at + WIDE, H, OUT, ACT, BIAS)
+            else:
+                h_first, h_second = halves(left if half == 0 else right, ROWS, BN // 2)
+                at = column + 2 * half * WIDE
+                _finish_plain(h_first, b1_ptr, h_ptr, a_ptr, expert, row, end, at, H, OUT, ACT, BIAS)
+                _finish_plain(h_second, b1_ptr, h_ptr, a_ptr, expert, row, end, at + WIDE, H, OUT, ACT, BIAS)
+
+
+@gluon.jit(do_not_specialize=["n_col_tiles"])
+def up_kernel(
+    x_ptr,
+    source_ptr,
+    w_desc,
+    b1_ptr,
+    h_ptr,
+    a_ptr,
+    tiles_ptr,
+    used_ptr,
+    ends_ptr,
+    D,
+    H,
+    n_col_tiles,
+    ACT: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+    EVEN: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAG: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """`source_ptr` [rows] int64: the row of x [·, D] for each; `w_desc`: boxes [BN or, gated, BN/2, BK] of all experts'
+    matrices below each other, [E·(2·)H, D]; h [rows, (2·)H], a [rows, H]; EVEN: BK divides D; LAG at
+    most STAGES - 2.
+    Four warps, those of the first group."""
+    # A group gives a stage back once it has the next: with more in flight, all would wait for each other.
+    gl.static_assert(LAG + 2 <= STAGES)
+    HALVES: gl.constexpr = 2 if GATED else 1
+    x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], w_desc.layout)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
+    bufs = (x_bufs, w_bufs)
+    ring = make_ring(STAGES, 2)
+    table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
+    sizes = (D, H)
+    of_tile = (b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes)
+    gl.warp_specialize(
+        [
+            (_multiply, (of_tile, 0, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 1, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (
+                _load,
+                (x_ptr, source_ptr, w_desc, bufs, ring, table, sizes, HALVES, EVEN, BM, BN, BK, GROUP, STAGES, LAG),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

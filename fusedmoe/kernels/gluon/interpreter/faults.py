@@ -1,0 +1,25 @@
+"""What the interpreter raises."""
+
+from __future__ import annotations
+
+
+class KernelFault(Exception):
+    """A kernel does what could go wrong on a GPU.
+
+    Attributes:
+        what: it does.
+        partition: that does it.
+        events: the last ones before it.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what, self.partition, self.events = what, "", tuple[str, ...]()
+
+    def __str__(self) -> str:
+        head = f"partition {self.partition}: {self.what}\nThe last events:"
+        return "\n  ".join((head, *self.events))
+
+
+class NotInterpreted(Exception):
+    """A kernel uses a part of Gluon that the interpreter does not know."""

@@ -1,0 +1,69 @@
+"""`interpret`: a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fusedmoe.kernels.gluon.interpreter.copies import Descriptor
+from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
+from fusedmoe.kernels.gluon.interpreter.functions import Functions
+from fusedmoe.kernels.gluon.interpreter.language import Language
+from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
+from fusedmoe.kernels.gluon.interpreter.values import Pointer
+
+_NOTHING: Mapping[Any, Callable[[Any], Any]] = MappingProxyType({})
+
+
+def interpret(
+    kernel: Any,
+    programs: int,
+    *arguments: Any,
+    seed: int,
+    changed: Mapping[Any, Callable[[Any], Any]] = _NOTHING,
+    **keywords: Any,
+) -> None:
+    """Runs a Gluon kernel on CPU tensors, which it writes as it would on a GPU.
+
+    Args:
+        kernel: a `gluon.jit` function.
+        programs: the size of the grid, which has one dimension. They run one after the other.
+        arguments: its arguments, and keywords; tensors are contiguous.
+        seed: of the order of events.
+        changed: a function of the kernel's or of Gluon's -> makes, of what would be called, what is to be called
+            instead: so faults are planted.
+
+    Raises:
+        KernelFault: the kernel may go wrong on a GPU.
+        NotInterpreted: the kernel uses what the interpreter does not know.
+    """
+    random = Random(seed)
+    given = [_argument(argument) for argument in arguments]
+    named = {name: _argument(argument) for name, argument in keywords.items()}
+    for program in range(programs):
+        schedule = EventOrder(random)
+        functions = Functions(Language(schedule, program, programs).functions, changed)
+        try:
+            functions.function(kernel)(*given, **named)
+            if schedule.late:
+                raise KernelFault(f"ends while {schedule.late[0].what} is under way")
+        except KernelFault as fault:
+            schedule.tell(fault)
+            raise
+
+
+def _argument(argument: Any) -> Any:
+    """As a kernel sees it."""
+    if isinstance(argument, Tensor):
+        if not argument.is_contiguous():
+            raise ValueError("only contiguous tensors have a plain pointer")
+        return Pointer(argument, torch.tensor(0))
+    if isinstance(argument, TensorDescriptor):
+        return Descriptor(argument)
+    return argument

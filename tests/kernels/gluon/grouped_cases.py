@@ -1,0 +1,207 @@
+"""Cases of the grouped kernels in the interpreter, at tile sizes so small that a case takes a fraction of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
+from fusedmoe.kernels.gluon.grouped.product import product_kernel
+from fusedmoe.kernels.gluon.grouped.up import up_kernel
+from fusedmoe.kernels.gluon.interpreter import interpret
+from fusedmoe.kernels.triton.grouped.device import ACT_CODES
+
+GROUP = 2
+
+
+class Tile(NamedTuple):
+    """`bn`: of the product, both halves of a gated activation; `swizzle`: bytes of the layout in shared memory."""
+
+    bm: int = 8
+    bn: int = 32
+    bk: int = 16
+    swizzle: int = 32
+
+    @property
+    def layout(self) -> Any:
+        return gl.NVMMASharedLayout(swizzle_byte_width=self.swizzle, element_bitwidth=16, rank=2)
+
+
+SMALL = Tile()
+#: As the kernels are compiled for a GPU.
+LARGE = Tile(128, 256, 64, 128)
+
+# Rows of each expert: empty experts at both ends and between, one row, full tiles, tiles with a rest.
+ROUTINGS = {
+    "one row": (1,),
+    "nothing": (0, 0),
+    "one expert takes all": (0, 0, 21, 0),
+    "empty between": (0, 8, 0, 0, 5, 0),
+    "full tiles": (16, 8),
+    "all odd": (3, 1, 9, 11),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tables of a routing."""
+
+    counts: Sequence[int]
+    bm: int
+
+    @property
+    def number(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def expert_N(self) -> Tensor:
+        return torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
+
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tiles, with some at the end that are not used; how many are; the ends of the experts' rows."""
+        tiles, end, ends = [], 0, []
+        for expert, count in enumerate(self.counts):
+            tiles += [(expert, end + first) for first in range(0, count, self.bm)]
+            end += count
+            ends.append(end)
+        table = torch.tensor([*tiles, (-1, 0), (-1, 0)], dtype=torch.int32)
+        used = torch.tensor([len(tiles)], dtype=torch.int32)
+        return table, used, torch.tensor(ends, dtype=torch.int32)
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _close(found: Tensor, right: Tensor, scale: Tensor) -> None:
+    """Equal but for the rounding of results and of float32 sums, whose terms have the magnitude `scale` together."""
+    eps = torch.finfo(found.dtype).eps
+    assert not found.isnan().any()
+    wrong = (found.double() - right).abs() > eps * right.abs() + 2e-6 * scale + 1e-6
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements are wrong"
+
+
+def check_product(
+    counts: Sequence[int],
+    depth: int,
+    columns: int,
+    transposed: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+    tile: Tile = SMALL,
+    stages: int = 3,
+    programs: int = 2,
+    seed: int = 0,
+    **changed: Any,
+) -> None:
+    """Runs the product and compares it with float64."""
+    rows, experts = Rows(counts, tile.bm), len(counts)
+    a = _random(max(rows.number, 1), depth, dtype=dtype, seed=1)
+    b = _random(experts, *((columns, depth) if transposed else (depth, columns)), dtype=dtype, seed=2)
+    # Some columns alone have a bias.
+    start, width = (1, columns - 1) if bias else (0, 0)
+    bias_EN = _random(experts, width, dtype=dtype, seed=3) if bias else None
+    out = torch.full((rows.number, columns), torch.nan, dtype=dtype)
+    box = [tile.bn, tile.bk] if transposed else [tile.bk, tile.bn]
+    interpret(
+        product_kernel,
+        programs,
+        TensorDescriptor.from_tensor(a, [tile.bm, tile.bk], tile.layout),
+        TensorDescriptor.from_tensor(b.view(-1, b.shape[2]), box, tile.layout),
+        bias_EN,
+        out,
+        *rows.tables(),
+        depth,
+        columns,
+        -(-columns // tile.bn),
+        start,
+        width,
+        TRANSPOSED=transposed,
+        BIAS=bias,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
+        GROUP=GROUP,
+        STAGES=stages,
+        CONSUMER_REGISTERS=232,
+        PRODUCER_REGISTERS=40,
+        seed=seed,
+        **changed,
+    )
+    b_EKN, of = (b.mT if transposed else b).double(), rows.expert_N
+    right = (a[: rows.number].double()[:, None] @ b_EKN[of])[:, 0]
+    scale = (a[: rows.number].double().abs()[:, None] @ b_EKN[of].abs())[:, 0]
+    if bias_EN is not None:
+        right[:, start:] += bias_EN[of].double()
+    _close(out, right, scale)
+
+
+def check_up(
+    counts: Sequence[int],
+    dim: int,
+    hidden: int,
+    activation: str = "swiglu",
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+    stages: int = 3,
+    lag: int = 1,
+    tile: Tile = SMALL,
+    programs: int = 2,
+    seed: int = 0,
+    **changed: Any,
+) -> None:
+    """Runs the up projection and compares both results with float64."""
+    rows, experts, act = Rows(counts, tile.bm), len(counts), ACTIVATIONS[activation]
+    columns = tile.bn // act.halves
+    tokens = rows.number // 2 + 1
+    x = _random(tokens, dim, dtype=dtype, seed=1)
+    source = torch.randint(tokens, (rows.number,), generator=torch.Generator().manual_seed(2))
+    w = _random(experts, act.halves * hidden, dim, dtype=dtype, seed=3)
+    b = _random(experts, act.halves * hidden, dtype=dtype, seed=4) if bias else None
+    h = torch.full((rows.number, act.halves * hidden), torch.nan, dtype=dtype)
+    a = torch.full((rows.number, hidden), torch.nan, dtype=dtype)
+    interpret(
+        up_kernel,
+        programs,
+        x,
+        source,
+        TensorDescriptor.from_tensor(w.view(-1, dim), [columns, tile.bk], tile.layout),
+        b,
+        h,
+        a,
+        *rows.tables(),
+        dim,
+        hidden,
+        -(-hidden // columns),
+        ACT=ACT_CODES[activation],
+        GATED=act.gated,
+        BIAS=bias,
+        EVEN=dim % tile.bk == 0,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
+        GROUP=GROUP,
+        STAGES=stages,
+        LAG=lag,
+        CONSUMER_REGISTERS=232,
+        PRODUCER_REGISTERS=40,
+        seed=seed,
+        **changed,
+    )
+    of, x_ND = rows.expert_N, x[source].double()
+    right = (x_ND[:, None] @ w[of].double().mT)[:, 0]
+    scale = (x_ND.abs()[:, None] @ w[of].double().abs().mT)[:, 0]
+    if b is not None:
+        right += b[of].double()
+    _close(h, right, scale)
+    shape = (rows.number, act.halves, hidden) if act.gated else (rows.number, hidden)
+    # No derivative is greater than 1.13, and the other half of a gated activation multiplies errors.
+    parts, scales = right.view(shape), scale.view(shape)
+    size = 1.2 * (scales * parts.abs().flip(1)).sum(1) if act.gated else 1.2 * scales
+    _close(a, define_activation(activation, parts), size)

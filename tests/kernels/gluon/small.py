@@ -1,0 +1,114 @@
+"""Kernels of a few lines for the interpreter's own tests."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fusedmoe.kernels.gluon.grouped.pipeline import threads_barrier
+
+
+@gluon.jit
+def fence_barriers():
+    fence_async_shared()
+
+
+@gluon.jit
+def fence_rows():
+    fence_async_shared()
+
+
+@gluon.jit
+def hand_full(bar):
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def hand_back(bar):
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def write(x_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
+    for i in range(N):
+        mbarrier.wait(empty.index(i % 2), ((i // 2) & 1) ^ 1)
+        x = gl.load(x_ptr + i * SIZE * SIZE + row[:, None] * SIZE + column[None, :])
+        bufs.index(i % 2).store(x)
+        fence_rows()
+        threads_barrier()
+        hand_full(full.index(i % 2))
+
+
+@gluon.jit
+def copy(x_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
+    for i in range(N):
+        mbarrier.wait(empty.index(i % 2), ((i // 2) & 1) ^ 1)
+        ptrs = x_ptr + i * SIZE * SIZE + row[:, None] * SIZE + column[None, :]
+        async_copy.async_copy_global_to_shared(bufs.index(i % 2), ptrs)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_rows()
+        threads_barrier()
+        hand_full(full.index(i % 2))
+
+
+@gluon.jit
+def bulk(x_desc, bufs, full, empty, N, SIZE: gl.constexpr):
+    for i in range(N):
+        bar = full.index(i % 2)
+        mbarrier.wait(empty.index(i % 2), ((i // 2) & 1) ^ 1)
+        mbarrier.expect(bar, SIZE * SIZE * 2)
+        tma.async_copy_global_to_shared(x_desc, [i * SIZE, 0], bar, bufs.index(i % 2))
+
+
+@gluon.jit
+def square(out_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16])
+    acc = gl.zeros([SIZE, SIZE], gl.float32, mma)
+    for i in range(N):
+        mbarrier.wait(full.index(i % 2), (i // 2) & 1)
+        buf = bufs.index(i % 2)
+        acc = warpgroup_mma(buf, buf.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        hand_back(empty.index(i % 2))
+    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, mma))
+    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, mma))
+    gl.store(out_ptr + row[:, None] * SIZE + column[None, :], acc)
+
+
+@gluon.jit
+def squares_kernel(x, out_ptr, N, HOW: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """out = Σ x_i·x_iᵀ; the x_i get to shared memory by a bulk copy, cp.async or ordinary stores."""
+    bufs = gl.allocate_shared_memory(gl.bfloat16, [2, SIZE, SIZE], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_barriers()
+    if HOW == "bulk":
+        gl.warp_specialize(
+            [(square, (out_ptr, bufs, full, empty, N, SIZE)), (bulk, (x, bufs, full, empty, N, SIZE))], [1], [40]
+        )
+    elif HOW == "copy":
+        gl.warp_specialize(
+            [(square, (out_ptr, bufs, full, empty, N, SIZE)), (copy, (x, bufs, full, empty, N, SIZE))], [4], [40]
+        )
+    else:
+        gl.warp_specialize(
+            [(square, (out_ptr, bufs, full, empty, N, SIZE)), (write, (x, bufs, full, empty, N, SIZE))], [4], [40]
+        )

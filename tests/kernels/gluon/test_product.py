@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from tests.kernels.gluon.grouped_cases import LARGE, ROUTINGS, check_product
+
+ALL_ODD = ROUTINGS["all odd"]
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["down", "dinput"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing(routing: str, transposed: bool) -> None:
+    check_product(ROUTINGS[routing], 40, 40, transposed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("depth, columns", [(8, 8), (16, 16), (72, 40), (24, 104)])
+def test_sizes_that_divide_nothing(depth: int, columns: int, dtype: torch.dtype) -> None:
+    check_product(ALL_ODD, depth, columns, True, dtype)
+    check_product(ALL_ODD, depth, columns, False, dtype)
+
+
+def test_a_bias_of_some_columns() -> None:
+    check_product(ALL_ODD, 24, 40, True, bias=True)
+
+
+@pytest.mark.parametrize("stages, programs", [(2, 1), (4, 3), (3, 50)])
+def test_rings_and_grids(stages: int, programs: int) -> None:
+    check_product(ALL_ODD, 40, 40, True, stages=stages, programs=programs)
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["down", "dinput"])
+def test_tiles_as_on_a_gpu(transposed: bool) -> None:
+    check_product((130, 0, 70), 328, 264, transposed, tile=LARGE, stages=4)
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_orders_of_events(seed: int) -> None:
+    check_product(ALL_ODD, 56, 40, True, seed=seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_many_orders_of_events(routing: str) -> None:
+    for seed in range(60):
+        check_product(ROUTINGS[routing], 56, 40, seed % 2 == 0, stages=2 + seed % 3, programs=1 + seed % 2, seed=seed)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from fusedmoe.kernels.activation import ACTIVATIONS
+from tests.kernels.gluon.grouped_cases import LARGE, ROUTINGS, check_up
+
+ALL_ODD = ROUTINGS["all odd"]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing(routing: str) -> None:
+    check_up(ROUTINGS[routing], 40, 24)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str, bias: bool) -> None:
+    check_up(ALL_ODD, 32, 24, activation, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim, hidden", [(8, 3), (16, 16), (72, 37), (24, 50)])
+def test_sizes_that_divide_nothing(dim: int, hidden: int, dtype: torch.dtype) -> None:
+    check_up(ALL_ODD, dim, hidden, dtype=dtype)
+
+
+@pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (3, 0, 1), (5, 3, 3), (4, 2, 50)])
+def test_rings_and_grids(stages: int, lag: int, programs: int) -> None:
+    check_up(ALL_ODD, 40, 24, stages=stages, lag=lag, programs=programs)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+def test_tiles_as_on_a_gpu(activation: str) -> None:
+    check_up((130, 0, 70), 328, 264, activation, tile=LARGE, stages=4, lag=2)
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_orders_of_events(seed: int) -> None:
+    check_up(ALL_ODD, 56, 24, seed=seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_many_orders_of_events(routing: str) -> None:
+    for seed in range(60):
+        stages = 2 + seed % 3
+        check_up(ROUTINGS[routing], 56, 40, stages=stages, lag=seed % (stages - 1), programs=1 + seed % 2, seed=seed)
