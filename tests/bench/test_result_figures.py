@@ -85,6 +85,9 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     delays = [chaos["seconds_to_error"][kind] for kind in ("kill", "raise")]
     median, longest = (max(one[which] for one in delays) for which in ("median", "max"))
     yield "it took {} s in the median and {} s at most", (f"{median:.2f}", f"{longest:.1f}")
+    stop = chaos["seconds_to_error"]["stop"]
+    noticed = f"{stop['median']:.1f}", f"{stop['max']:.1f}"
+    yield "noticed after {} s in the median; once it took {} s", noticed
     named = [sum(of) for of in zip(*chaos["rank_at_fault_named"].values(), strict=True)]
     yield "was named in {} of {} errors", tuple(f"{count:,}" for count in named)
     job = load("long_job")
