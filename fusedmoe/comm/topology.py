@@ -125,13 +125,13 @@ class Topology:
         arguments = f"ep={ep}, esp={esp}, mp={mp}, pp={pp}, ranks_per_node={per_node}, duplex={duplex}"
         job, held = _meet(timeout_s, f"{mesh}, {arguments}")
         names = mesh.mesh_dim_names or ()
-        for axis, name in (("ep", ep), ("esp", esp), ("mp", mp), ("pp", pp)):
+        named = {"ep": ep, "esp": esp, "mp": mp, "pp": pp}
+        for axis, name in named.items():
             if name is not None and name not in names:
                 raise ConfigError(f"{axis}={name!r} is not a dimension of the mesh, which has {list(names)}")
-        apart = [("ep", ep, "esp", esp), *((axis, of, "pp", pp) for axis, of in (("ep", ep), ("esp", esp), ("mp", mp)))]
-        for axis, one, other_axis, other in apart:
-            if one is not None and one == other:
-                raise ConfigError(f"{axis} and {other_axis} name the same mesh dimension {one!r}; they need one each")
+        for one, other in (("ep", "esp"), ("ep", "pp"), ("esp", "pp"), ("mp", "pp")):
+            if named[one] is not None and named[one] == named[other]:
+                raise ConfigError(f"{one} and {other} name the same mesh dimension {named[one]!r}; they need one each")
         if mesh.mesh.numel() != world:
             raise ConfigError(f"the mesh holds {mesh.mesh.numel()} ranks of a world of {world}; pass the whole mesh")
         ranks = mesh.mesh.cpu()

@@ -6,7 +6,7 @@ An activation maps the pre-activation H to A. A gated one (SwiGLU and its kin) r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -86,3 +86,9 @@ def define_activation(name: str, h: Tensor) -> Tensor:
         return plain[name](h)
     g, u = h.unbind(-2)
     return plain[{"swiglu": "silu", "geglu": "gelu"}[name]](g) * u
+
+
+def cached_slices(rows: int, row_bytes: int, slice_bytes: int) -> Iterator[slice]:
+    """Of so many rows of that size: some that all threads' caches hold together, `slice_bytes` for each thread."""
+    step = max(1, slice_bytes * torch.get_num_threads() // max(1, row_bytes))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fusedmoe.kernels.activation import cached_slices
 from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.workspace import empty
 
@@ -36,10 +37,7 @@ def clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
 
         return kernels.clamped_swiglu(h_NH, alpha, limit)
     a_NI = empty(h_NH, (h_NH.shape[0], h_NH.shape[1] // 2))
-    buffers = _buffers(a_NI, 3)
-    for rows in _slices(a_NI):
-        g, u, glu = (buffer[: rows.stop - rows.start] for buffer in buffers)
-        _halves(h_NH[rows], g, u)
+    for rows, (g, u, glu) in _halves(h_NH, 1):
         g.clamp_(max=limit)
         torch.mul(g, alpha, out=glu).sigmoid_().mul_(g)
         torch.mul(u.clamp_(-limit, limit).add_(1), glu, out=a_NI[rows])
@@ -54,11 +52,8 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
 
         return kernels.clamped_swiglu_backward(da_NI, h_NH, alpha, limit)
     dh_NH = empty(h_NH, h_NH.shape)
-    buffers = _buffers(da_NI, 5)
-    for rows in _slices(da_NI):
-        g, u, sigma, slope, inside = (buffer[: rows.stop - rows.start] for buffer in buffers)
+    for rows, (g, u, sigma, slope, inside) in _halves(h_NH, 3):
         da, dh = da_NI[rows], dh_NH[rows].view(*g.shape, 2)
-        _halves(h_NH[rows], g, u)
         torch.le(torch.abs(u, out=inside), limit, out=inside)
         u.clamp_(-limit, limit).add_(1)
         torch.le(g, limit, out=slope)
@@ -73,24 +68,16 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
     return dh_NH
 
 
-def _halves(h_NH: Tensor, g: Tensor, u: Tensor) -> None:
-    pairs = h_NH.view(*g.shape, 2)
-    g.copy_(pairs[..., 0])
-    u.copy_(pairs[..., 1])
-
-
-def _buffers(like_NI: Tensor, count: int) -> list[Tensor]:
-    """Of a slice, in at least float32."""
-    dtype = torch.promote_types(like_NI.dtype, torch.float32)
-    return [like_NI.new_empty((_rows(like_NI), like_NI.shape[1]), dtype=dtype) for _ in range(count)]
-
-
-def _slices(like_NI: Tensor) -> Iterator[slice]:
-    rows, count = _rows(like_NI), like_NI.shape[0]
-    return (slice(start, min(start + rows, count)) for start in range(0, count, rows))
-
-
-def _rows(like_NI: Tensor) -> int:
-    """Of a slice, at most those that there are."""
-    rows = _SLICE_BYTES * torch.get_num_threads() // (4 * max(1, like_NI.shape[1]))
-    return max(1, min(rows, like_NI.shape[0]))
+def _halves(h_NH: Tensor, others: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Slices of rows: which; their g and u, and so many more buffers, in at least float32 and used again each time."""
+    N, I = h_NH.shape[0], h_NH.shape[1] // 2  # noqa: E741
+    dtype = torch.promote_types(h_NH.dtype, torch.float32)
+    made: list[Tensor] = []
+    for rows in cached_slices(N, I * dtype.itemsize, _SLICE_BYTES):
+        size = rows.stop - rows.start
+        made = made or [h_NH.new_empty((size, I), dtype=dtype) for _ in range(2 + others)]  # the first slice is largest
+        buffers = [buffer[:size] for buffer in made]
+        pairs = h_NH[rows].view(size, I, 2)
+        for half in range(2):
+            buffers[half].copy_(pairs[..., half])
+        yield rows, buffers

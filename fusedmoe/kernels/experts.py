@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.activation import Activation, define_activation
+from fusedmoe.kernels.activation import Activation, cached_slices, define_activation
 from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
@@ -237,7 +237,7 @@ class _Rows:
         weights, da_b = self._weights, self._da[: stop - start]
         dy_b = self.scratch.gather(start, stop)
         torch.mm(dy_b, weights.w2[expert], out=da_b)
-        for part in _slices(a_b):
+        for part in cached_slices(len(a_b), a_b.shape[1] * a_b.itemsize, _SLICE_BYTES):
             self._add_slice(slice(start + part.start, start + part.stop), da_b[part], a_b[part], dh_b[part])
         if self._ds_N is not None and weights.b2 is not None:
             self._ds_N[start:stop] += dy_b[:, weights.b2_columns()] @ weights.b2[expert]
@@ -315,19 +315,13 @@ class _Parameters:
 
 
 def _activate(h_b: Tensor, a_b: Tensor, activation: Activation) -> None:
-    for part in _slices(a_b):
+    for part in cached_slices(len(a_b), a_b.shape[1] * a_b.itemsize, _SLICE_BYTES):
         h, a = h_b[part], a_b[part]
         if activation.gated:
             activation.forward(h[:, : a.shape[1]], a)
             a.mul_(h[:, a.shape[1] :])
         else:
             activation.forward(h, a)
-
-
-def _slices(block: Tensor) -> Iterator[slice]:
-    """Rows of a block that all threads' caches hold together."""
-    rows = max(1, _SLICE_BYTES * torch.get_num_threads() // max(1, block.shape[1] * block.itemsize))
-    return (slice(start, min(start + rows, len(block))) for start in range(0, len(block), rows))
 
 
 class _Scratch:

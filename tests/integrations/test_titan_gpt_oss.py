@@ -25,8 +25,9 @@ from torchtitan.models.gpt_oss.sharding import _GPT_OSS_EXPERTS_PARAM_LAYOUT as 
 import fusedmoe.titan
 from fusedmoe.kernels.clamped_swiglu import define_clamped_swiglu
 from tests.cluster import Cluster
+from tests.integrations.test_titan import DIM, EXPERTS, HIDDEN, K, error_on_ranks, inputs
 
-DIM, HIDDEN, EXPERTS, K, LIMIT = 16, 24, 4, 2, 1.5
+LIMIT = 1.5
 _NORMAL = partial(nn.init.normal_, std=0.5)
 
 
@@ -60,15 +61,6 @@ def define(x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, experts: Any) -> Ten
             y_D = y_D + score * (experts.mlp2_weight_EDF[e] @ a_F + experts.mlp2_bias_ED[e])
         rows.append(y_D)
     return torch.stack(rows) if rows else x_TD * 1
-
-
-def inputs(tokens: int, experts: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[1, T, ·] tokens, scores and experts, the latter only of those given."""
-    chance = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, tokens, DIM, generator=chance, dtype=torch.float64)
-    scores = torch.rand(1, tokens, K, generator=chance, dtype=torch.float64)
-    order = torch.rand(1, tokens, len(experts), generator=chance).argsort(-1)[..., :K]
-    return x.requires_grad_(), scores.requires_grad_(), torch.tensor(experts)[order]
 
 
 def compare(found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -135,22 +127,7 @@ def tensor_parallel(rank: int, world: int, ep: int) -> None:
     cfg = GptOssMoE.Config(num_experts=EXPERTS, load_balance_coeff=None, routed_experts=config(), router=router)
     set_moe_sharding_config(cfg, enable_ep=ep > 1, enable_sp=True, expert_param_layout=LAYOUT)
     cfg.routed_experts = fusedmoe.titan.routed_experts(cfg.routed_experts, timeout_s=40.0)
-    module = made(cfg)  # type: ignore[arg-type]  # made as routed experts are
-    whole = deepcopy(module)
-    with pytest.MonkeyPatch.context() as patch:
-        # Torchtitan makes meshes of GPUs, even where there are none.
-        patch.setattr("torchtitan.distributed.parallel_dims.device_type", "cpu")
-        module.parallelize(dims)
-    x = torch.randn(2, 4 * world, DIM, generator=torch.Generator().manual_seed(3))
-    part = x.chunk(world, 1)[rank].clone().requires_grad_()
-    x.requires_grad_()
-    exact, y = whole(x), module(part).full_tensor()
-    exact.square().sum().backward()
-    y.square().sum().backward()
-    found = [y, part.grad, *(parameter.grad.full_tensor() for parameter in module.parameters())]
-    wanted = [exact, x.grad.chunk(world, 1)[rank], *(parameter.grad for parameter in whole.parameters())]
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).norm() < 1e-5 * other.norm(), (ep, one.shape)
+    assert error_on_ranks(cfg, rank, world, dims) < 1e-5, ep
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")

@@ -15,6 +15,7 @@ from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.gluon.interpreter import interpret
+from fusedmoe.kernels.grouped import define_tiles
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 
 GROUP = 2
@@ -65,14 +66,10 @@ class Rows:
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tiles, with some at the end that are not used; how many are; the ends of the experts' rows."""
-        tiles, end, ends = [], 0, []
-        for expert, count in enumerate(self.counts):
-            tiles += [(expert, end + first) for first in range(0, count, self.bm)]
-            end += count
-            ends.append(end)
-        table = torch.tensor([*tiles, (-1, 0), (-1, 0)], dtype=torch.int32)
-        used = torch.tensor([len(tiles)], dtype=torch.int32)
-        return table, used, torch.tensor(ends, dtype=torch.int32)
+        tiles = [*define_tiles([*self.counts], self.number, self.bm), [-1, 0], [-1, 0]]
+        used = sum(expert >= 0 for expert, _ in tiles)
+        ends = torch.tensor(self.counts).cumsum(0)
+        return *(torch.tensor(of, dtype=torch.int32) for of in (tiles, [used])), ends.to(torch.int32)
 
 
 def _random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:

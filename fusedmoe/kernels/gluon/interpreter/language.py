@@ -157,10 +157,6 @@ def _zeros(shape: Sequence[int], dtype: Any, layout: Any = None) -> Value:
     return Value(torch.zeros([*shape], dtype=torch_dtype(dtype)))
 
 
-def _cdiv(x: Any, div: Any) -> Any:
-    return (x + div - 1) // div
-
-
 def _where(condition: Value, x: Any, y: Any) -> Value:
     return Value(torch.where(condition.data, numbers(x), numbers(y)))
 
@@ -173,7 +169,6 @@ def _static_assert(condition: Any, message: str = "") -> None:
 _ARITHMETIC: list[tuple[Any, Callable[..., Any]]] = [
     (gl.arange, _arange),
     (gl.zeros, _zeros),
-    (gl.cdiv, _cdiv),
     (gl.where, _where),
     (gl.static_assert, _static_assert),
     (gl.convert_layout, lambda value, layout: value),

@@ -28,7 +28,7 @@ class TensorCores:
             raise NotInterpreted("a product of what is not in shared memory")
         strand = self._schedule.running
         (rows, depth), (depth_of_b, columns) = a.shape, b.shape
-        if depth != depth_of_b or accumulator_shape(accumulator) != (rows, columns) or a.dtype != b.dtype:
+        if depth != depth_of_b or _held(accumulator).shape != (rows, columns) or a.dtype != b.dtype:
             raise KernelFault(f"a product of {a.shape} and {b.shape}")
         self._started[strand.name] = number = self._started[strand.name] + 1
         actor = f"wgmma of {strand.name}"
@@ -62,10 +62,6 @@ class TensorCores:
             for result in results
         )
         return ready[0] if len(ready) == 1 else ready
-
-
-def accumulator_shape(accumulator: Any) -> tuple[int, ...]:
-    return tuple(_held(accumulator).shape)
 
 
 def _held(accumulator: Any) -> Tensor:
