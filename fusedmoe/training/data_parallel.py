@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
