@@ -22,7 +22,7 @@ from fusedmoe.schedule.observed import Observed, Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
-from fusedmoe.schedule.task import LINKS, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
 from fusedmoe.schedule.timeline import PHASES, Span, Timeline, idle_s
 
 _GRADIENT = "gradient-all-reduce"
@@ -35,8 +35,8 @@ _PARTS = frozenset(("attention", *PIPELINE, *WEIGHT_GRADIENTS.values()))
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
     """What was seen of steps that ran by a plan: the mean of a part's tasks in a step, and the median over the steps.
 
-    Of what computes the slowest rank counts, task by task; of what travels the fastest one, since the others wait there
-    for the slowest.
+    A task begins when the last rank begins it, and ends when the last one has ended it. So what ranks wait for each
+    other is part of a step once, where a rank is late, and the tasks of a step without a schedule add up to it.
 
     Args:
         costs: of the step, before: it says what each all-reduce carries.
@@ -89,12 +89,27 @@ def _part_name(kind: str, phase: str | None) -> str:
 def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
     """Of one step: seconds of each task, over the ranks, by what it is a sample of."""
     found: dict[Sample, list[float]] = {}
-    ranks = [_tasks(plan, costs, timeline) for timeline in timelines]
-    for task, sample in ranks[0].samples.items():
-        times = [rank.seconds[task] for rank in ranks if task in rank.seconds]
-        waits = task.kind in LINKS or task.kind == "optimizer"
-        found.setdefault(sample, []).append(min(times) if waits else max(times))
+    tasks = _tasks(plan, costs, _last(timelines))
+    for task, sample in tasks.samples.items():
+        found.setdefault(sample, []).append(tasks.seconds[task])
     return found
+
+
+def _last(timelines: Sequence[Timeline]) -> Timeline:
+    """When the last rank began each span, and when the last one had ended it.
+
+    Who is early waits in the next collective for who is late. Here that counts once, in what made the other late.
+    """
+    last: dict[tuple[object, ...], Span] = {}
+    for timeline in timelines:
+        times: Counter[tuple[object, ...]] = Counter()
+        for span in timeline.spans:
+            task = (span.kind, span.chunk, span.layer, span.phase)
+            number, times[task] = times[task], times[task] + 1
+            other = last.get((*task, number), span)
+            start_s, end_s = max(span.start_s, other.start_s), max(span.end_s, other.end_s)
+            last[*task, number] = other._replace(start_s=start_s, end_s=end_s)
+    return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
 class _Tasks(NamedTuple):
