@@ -93,9 +93,8 @@ train: $(READY)
 	else set -- --nproc-per-node $(CPU_RANKS) -m fusedmoe.cli train $(CPU_LAYOUT); fi; \
 	exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m torch.distributed.run --standalone "$$@" $(ARGS)
 
-# Tests wait for ranks half of their time, so three run at once; a file's tests share one process and its ranks.
 test: $(READY)
-	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m pytest -n 3 --dist loadfile $(ARGS)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m pytest $(ARGS)
 
 # All three report, also when an earlier one has found something.
 lint: $(READY)
