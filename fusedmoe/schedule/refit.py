@@ -89,9 +89,8 @@ def _part_name(kind: str, phase: str | None) -> str:
 def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
     """Of one step: seconds of each task, over the ranks, by what it is a sample of."""
     found: dict[Sample, list[float]] = {}
-    tasks = _tasks(plan, costs, _last(timelines))
-    for task, sample in tasks.samples.items():
-        found.setdefault(sample, []).append(tasks.seconds[task])
+    for sample, seconds in _tasks(plan, costs, _last(timelines)).values():
+        found.setdefault(sample, []).append(seconds)
     return found
 
 
@@ -112,14 +111,8 @@ def _last(timelines: Sequence[Timeline]) -> Timeline:
     return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
-class _Tasks(NamedTuple):
-    """Of one rank and step, by task: what it is a sample of, and its seconds."""
-
-    samples: dict[Task, Sample]
-    seconds: dict[Task, float]
-
-
-def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> _Tasks:
+def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple[Sample, float]]:
+    """Of one step, by task: what it is a sample of, and its seconds."""
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PARTS} | carried.keys()
@@ -132,7 +125,8 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> _Tasks:
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
-    found, shared = _Tasks({}, {}), _surrounding(timeline, runs)
+    found: dict[Task, tuple[Sample, float]] = {}
+    shared = _surrounding(timeline, runs)
     for span in filter(runs, timeline.spans):
         (kind, chunk, layer, phase), seconds = (span.kind, span.chunk, span.layer, span.phase), span.duration_s
         task = Task(kind, chunk, layer, phase)
@@ -148,18 +142,16 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> _Tasks:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
             apart = (weight_gradient(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], apart)
-        found.samples[task], found.seconds[task] = sample, seconds
+        found[task] = sample, seconds
     after = Sample("optimizer", None)
     if after in shared:
         # Gradients whose tasks nothing runs by itself are reduced at the end, with all others.
-        late_s = sum(
-            costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in found.seconds
-        )
+        late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in found)
         shared[after] = max(0.0, shared[after] - late_s)
     for sample, seconds in shared.items():
         of = [None] if sample.phase is None else range(layers)
-        for task in (Task(sample.kind, None, layer, sample.phase) for layer in of):
-            found.samples[task], found.seconds[task] = sample, seconds / len(of)
+        for layer in of:
+            found[Task(sample.kind, None, layer, sample.phase)] = sample, seconds / len(of)
     return found
 
 

@@ -31,7 +31,6 @@ CONDITIONS = (
         "PyTorch 2.11",
         "transformers 5.23",
     ),
-    "differ by 15% from run to run",
     "at least 3.5 times less",  # which tests/placement/test_replay.py holds it to
 )
 
