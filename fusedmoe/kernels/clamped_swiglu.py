@@ -4,16 +4,20 @@ With g and u the even and the odd columns of H, g at most `limit` and u between 
 
     A = g·σ(alpha·g) · (u + 1)
 
+A number on a bound has no gradient, as one beyond it: so `torch.clamp` does from PyTorch 2.15 on (before, it passed it).
+
 Contract: tensors in, tensors out; no autograd. Products are computed in at least float32 and rounded once. Definition:
 `define_clamped_swiglu`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardtanh
 
 from fusedmoe.kernels.activation import cached_slices
 from fusedmoe.kernels.backend import has_kernels
@@ -25,7 +29,8 @@ _SLICE_BYTES = 1 << 17
 
 def define_clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
     """[N, 2·I] -> [N, I], in plain differentiable torch."""
-    g_NI, u_NI = h_NH[..., ::2].clamp(max=limit), h_NH[..., 1::2].clamp(-limit, limit)
+    # As `clamp`, but with the same gradient on a bound in all versions of PyTorch.
+    g_NI, u_NI = hardtanh(h_NH[..., ::2], -math.inf, limit), hardtanh(h_NH[..., 1::2], -limit, limit)
     return g_NI * torch.sigmoid(alpha * g_NI) * (u_NI + 1)
 
 
@@ -45,7 +50,7 @@ def clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
-    """The gradient of h_NH, from that of the result and h_NH; none where a bound holds."""
+    """The gradient of h_NH, from that of the result and h_NH; none on a bound or beyond."""
     da_NI, h_NH = da_NI.contiguous(), h_NH.contiguous()
     if has_kernels(h_NH):
         from fusedmoe.kernels.triton import clamped_swiglu as kernels
@@ -54,9 +59,9 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
     dh_NH = empty(h_NH, h_NH.shape)
     for rows, (g, u, sigma, slope, inside) in _halves(h_NH, 3):
         da, dh = da_NI[rows], dh_NH[rows].view(*g.shape, 2)
-        torch.le(torch.abs(u, out=inside), limit, out=inside)
+        torch.lt(torch.abs(u, out=inside), limit, out=inside)
         u.clamp_(-limit, limit).add_(1)
-        torch.le(g, limit, out=slope)
+        torch.lt(g, limit, out=slope)
         inside.mul_(da)
         u.mul_(da).mul_(slope)
         g.clamp_(max=limit)

@@ -38,8 +38,7 @@ def check_shape(rows: int, width: int, dtype: torch.dtype, device: torch.device)
 
 
 def check_bounds(device: torch.device) -> None:
-    """A number on a bound has a gradient, as with `torch.clamp`, and one beyond has none, an infinite one either. NaN
-    stays NaN."""
+    """A number on a bound has no gradient, as one beyond, an infinite one too. NaN stays NaN."""
     inf, nan = float("inf"), float("nan")
     pairs = [(LIMIT, LIMIT), (-LIMIT, -LIMIT), (inf, 1.0), (1.0, inf), (1.0, -inf), (3.0, -3.0)]
     check(torch.tensor(pairs, device=device), torch.ones(len(pairs), 1, device=device))

@@ -45,7 +45,7 @@ def clamped_swiglu_backward_kernel(da_ptr, h_ptr, dh_ptr, count, alpha, limit, B
     g, u = _load(h_ptr, first, count, BLOCK)
     place = first + tl.arange(0, BLOCK)
     da = tl.load(da_ptr + place, mask=place < count, other=0.0).to(tl.float32)
-    dg, du = tl.where(g <= limit, da, 0.0), tl.where(tl.abs(u) <= limit, da, 0.0)
+    dg, du = tl.where(g < limit, da, 0.0), tl.where(tl.abs(u) < limit, da, 0.0)
     g, u = _bounded(g, u, limit)
     x = alpha * g
     s = sigmoid(x)

@@ -18,8 +18,8 @@ def gather_rows_kernel(x_ptr, source_ptr, kept_ptr, rows_ptr, M, stride, BLOCK: 
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(source_ptr + n)
-    kept = n < tl.load(kept_ptr)
-    x = tl.load(x_ptr + source * stride + column, mask=(column < M) & kept, other=0)
+    kept = tl.where(n < tl.load(kept_ptr), M, 0)
+    x = tl.load(x_ptr + source * stride + column, mask=column < kept, other=0)
     tl.store(rows_ptr + n * M + column, x, mask=column < M)
 
 
@@ -43,7 +43,7 @@ def sum_rows_kernel(
     for k in tl.static_range(K):
         row = tl.load(row_ptr + s * K + k)
         kept = row >= 0
-        value = tl.load(rows_ptr + row * stride + column, mask=(column < M) & kept, other=0).to(TOTAL)
+        value = tl.load(rows_ptr + row * stride + column, mask=column < tl.where(kept, M, 0), other=0).to(TOTAL)
         if WEIGHTED:
             value *= tl.load(weight_ptr + row, mask=kept, other=0).to(TOTAL)
         total += value
