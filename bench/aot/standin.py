@@ -30,7 +30,7 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.kernels import operators
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.triton import experts
-from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, by_table
+from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, to_try
 from fusedmoe.kernels.triton.grouped.correctness import COUNTS
 from fusedmoe.kernels.triton.grouped.tiles import make_tiles
 
@@ -195,7 +195,7 @@ def _tuner(capability: tuple[int, int], device: torch.device) -> Tuner:
         run()
         return 1.0
 
-    return Tuner(partial(by_table, capability), check, measure, Record(None), lambda: True)
+    return Tuner(partial(to_try, capability), check, measure, Record(None), lambda: True)
 
 
 class _Bodies(TorchDispatchMode):

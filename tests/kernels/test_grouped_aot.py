@@ -13,10 +13,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench.aot.standin import TARGETS
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.gluon.grouped import launch as gluon_launch
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, Network, Put, Wait
@@ -29,6 +31,7 @@ from fusedmoe.kernels.triton.grouped.configs import (
     Key,
     Variant,
     candidates,
+    gluon_candidates,
     has_bulk_copies,
     is_even,
 )
@@ -36,6 +39,7 @@ from fusedmoe.kernels.triton.jit import MOST_REGISTERS
 from fusedmoe.kernels.weights import Weights
 from tests.kernels import aot
 from tests.kernels.cases import AotCase
+from tests.kernels.cases import gluon as gluon_cases
 from tests.kernels.cases.grouped import EVEN, ODD, aot_cases, variants
 
 ROWS, EXPERTS, PEERS = 100, 3, 8
@@ -62,9 +66,10 @@ class Launch:
 
     @staticmethod
     def _is(value: Any, told: Any) -> bool:
-        if isinstance(value, TensorDescriptor):
+        if isinstance(value, TensorDescriptor | GluonDescriptor):
             kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[value.base.dtype]
-            return told == f"tensordesc<{kind}[{', '.join(map(str, value.block_shape))}]>"
+            layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+            return told == f"tensordesc<{kind}[{', '.join(map(str, value.block_shape))}]{layout}>"
         if isinstance(value, Tensor):
             return told == value.dtype
         return (told in ("i32", "i64") and type(value) is int) or (told == value and type(told) is type(value))
@@ -182,6 +187,23 @@ def test_what_is_launched_is_compiled(launches: list[Launch]) -> None:
             (case,) = cases[name]
             assert target in case.targets, name
             assert launch.is_case(case), (name, launch.arguments, case.arguments)
+
+
+def test_what_the_gluon_form_launches_is_compiled(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("up_kernel", "product_kernel"):
+        monkeypatch.setattr(gluon_launch, name, Recorder(getattr(gluon_launch, name), launches))
+    monkeypatch.setattr(gluon_launch, "_grid", lambda config, out, most: (1,))
+    cases = {case.name: case for case in gluon_cases.aot_cases()}
+    for variant in variants(True):
+        for candidate in gluon_candidates(variant, (9, 0)):
+            launches.clear()
+            assert run(variant, True, EVEN, candidate.config) == variant
+            (launch,) = launches
+            case = cases.pop(f"{variant} {candidate.config}")
+            assert launch.is_case(case), (case.name, launch.arguments, case.arguments)
+    assert not cases
 
 
 def test_what_is_launched_in_flight_is_compiled(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

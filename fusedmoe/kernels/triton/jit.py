@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import triton
 from triton import JITFunction, knobs
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.backend import INTERPRET
@@ -44,7 +43,7 @@ class Kernel(JITFunction):
 
     def run(self, *args: Any, **keywords: Any) -> Any:
         for argument in args:
-            tensor = argument.base if isinstance(argument, TensorDescriptor) else argument
+            tensor = getattr(argument, "base", argument)  # that of a descriptor, Triton's or Gluon's
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 with torch.cuda.device(tensor.device):
                     return super().run(*args, **keywords)

@@ -88,7 +88,7 @@ def _launches(target: int) -> Iterator[_Launch]:
     capability = divmod(target, 10)
     for variant in variants(has_bulk_copies(capability)):
         all_sides: tuple[tuple[int, int], ...] = (EVEN,) if variant.even else ODD[:1]
-        if not variant.even and _is_common(variant):
+        if not variant.even and is_common(variant):
             all_sides = ODD
         if not variant.even and variant.operation == "dw1":
             all_sides = tuple(dict.fromkeys(all_sides + _BIAS_GRADIENTS))
@@ -106,11 +106,11 @@ def _launches(target: int) -> Iterator[_Launch]:
 def _can_be_in_flight(variant: Variant) -> bool:
     """Rows are read out of a window and awaited, or put: of all these variants of which each stands for some."""
     if variant.operation in ("up", "dhidden"):
-        return variant.gather and _is_common(variant)
+        return variant.gather and is_common(variant)
     return variant.operation in ("down", "dinput")
 
 
-def _is_common(variant: Variant) -> bool:
+def is_common(variant: Variant) -> bool:
     """One variant of each operation, dtype and precision."""
     gather, extra = variant.operation in _WITH_GATHER, variant.operation in _WITH_EXTRA
     return variant.activation in ("", "swiglu") and (variant.gather, variant.extra) == (gather, extra)
@@ -124,7 +124,7 @@ def _case(launch: _Launch, targets: list[int]) -> AotCase:
     arguments |= {"PRECISION": variant.precision, "INTERPRET": False}
     known = {parameter.name for parameter in kernel.params}
     first = [candidates(variant.operation, launch.dtype, divmod(at, 10), variant.even)[0].config for at in targets]
-    common, chosen = _is_common(variant), config in first
+    common, chosen = is_common(variant), config in first
     rare = not common or sides not in (EVEN, ODD[0])
     words = [str(variant), str(config), *([] if variant.even else ["{}x{}".format(*sides)])]
     return AotCase(

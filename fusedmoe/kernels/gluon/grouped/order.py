@@ -16,8 +16,17 @@ def place(tile, n_row_tiles, n_col_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(tiles_ptr, ends_ptr, row_tile):
-    """Expert of a row tile, its first row and the end of the expert's."""
+def tiles_in(table):
+    """How many tiles there are. Programs walk them: from their own number on, in steps of as many as there are."""
+    _, _, n_row_tiles, n_col_tiles = table
+    return n_row_tiles * n_col_tiles
+
+
+@gluon.jit
+def locate(tile, table, GROUP: gl.constexpr):
+    """Expert of a tile, its first row, the end of the expert's rows, and its column tile."""
+    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
+    row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
     expert = gl.load(tiles_ptr + 2 * row_tile)
     start = gl.load(tiles_ptr + 2 * row_tile + 1)
-    return expert, start, gl.load(ends_ptr + expert)
+    return expert, start, gl.load(ends_ptr + expert), col_tile

@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon.grouped.columns import add_bias, halves, store_columns, stored_layout
-from fusedmoe.kernels.gluon.grouped.order import place, rows_of
+from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
 from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, make_ring, multiply
+from fusedmoe.kernels.gluon.jit import jit
 
 
 @gluon.jit
@@ -31,12 +32,10 @@ def _load(
 ):
     a_bufs, b_bufs = bufs
     full, empty = ring
-    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
     K, N = sizes
     it = 0
-    for tile in range(gl.program_id(0), n_row_tiles * n_col_tiles, gl.num_programs(0)):
-        row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
-        expert, start, _ = rows_of(tiles_ptr, ends_ptr, row_tile)
+    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
+        expert, start, _, col_tile = locate(tile, table, GROUP)
         n0 = col_tile * BN
         for k0 in range(0, K, BK):
             await_empty(empty, it, STAGES)
@@ -66,9 +65,12 @@ def _store(
     OUT: gl.constexpr,
     BIAS: gl.constexpr,
 ):
-    x = gl.convert_layout(part, OUT)
     if BIAS:
+        x = gl.convert_layout(part, OUT)
         x = add_bias(x, bias_ptr, expert * bias_columns, bias_start, column, bias_columns)
+    else:
+        # Narrowed first: half as much goes through shared memory.
+        x = gl.convert_layout(part.to(out_ptr.dtype.element_ty), OUT)
     store_columns(x, out_ptr, row, end, column, N, N)
 
 
@@ -85,16 +87,14 @@ def _multiply(
     STAGES: gl.constexpr,
 ):
     bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes = of_tile
-    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
     K, N = sizes
     bias_start, bias_columns = bias_sizes
     ROWS: gl.constexpr = BM // 2
     WIDE: gl.constexpr = BN // 4
     OUT: gl.constexpr = stored_layout(WIDE)
     it = 0
-    for tile in range(gl.program_id(0), n_row_tiles * n_col_tiles, gl.num_programs(0)):
-        row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
-        expert, start, end = rows_of(tiles_ptr, ends_ptr, row_tile)
+    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
+        expert, start, end, col_tile = locate(tile, table, GROUP)
         acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, BM, BN, BK, STAGES, TRANSPOSED)
         row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         column = col_tile * BN + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
@@ -108,7 +108,7 @@ def _multiply(
                 _store(part, bias_ptr, out_ptr, expert, row, end, at, N, bias_start, bias_columns, OUT, BIAS)
 
 
-@gluon.jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])
+@jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])
 def product_kernel(
     a_desc,
     b_desc,

@@ -12,8 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, tma
 
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
-from fusedmoe.kernels.gluon.grouped.order import place, rows_of
+from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
 from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, make_ring, multiply, threads_barrier
+from fusedmoe.kernels.gluon.jit import jit
 
 
 @gluon.jit
@@ -46,7 +47,6 @@ def _load(
 ):
     x_bufs, w_bufs = bufs
     full, empty = ring
-    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
     D, H = sizes
     # A multiple of 8 that the compiler can see is one: it copies 16 bytes at a time.
     D = D // 8 * 8
@@ -54,9 +54,8 @@ def _load(
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [4, 1], [1, 0])
     k = gl.arange(0, BK, layout=gl.SliceLayout(0, rows))
     it = 0
-    for tile in range(gl.program_id(0), n_row_tiles * n_col_tiles, gl.num_programs(0)):
-        row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
-        expert, start, end = rows_of(tiles_ptr, ends_ptr, row_tile)
+    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
+        expert, start, end, col_tile = locate(tile, table, GROUP)
         # Rows past the end are clamped: what is computed of them is not stored.
         row = gl.minimum(start + gl.arange(0, BM, layout=gl.SliceLayout(1, rows)), end - 1)
         source = gl.load(source_ptr + row)
@@ -124,16 +123,14 @@ def _multiply(
     STAGES: gl.constexpr,
 ):
     b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes = of_tile
-    tiles_ptr, ends_ptr, n_row_tiles, n_col_tiles = table
     D, H = sizes
     ROWS: gl.constexpr = BM // 2
     BH: gl.constexpr = BN // 2 if GATED else BN
     WIDE: gl.constexpr = BH // 4
     OUT: gl.constexpr = stored_layout(WIDE)
     it = 0
-    for tile in range(gl.program_id(0), n_row_tiles * n_col_tiles, gl.num_programs(0)):
-        row_tile, col_tile = place(tile, n_row_tiles, n_col_tiles, GROUP)
-        expert, start, end = rows_of(tiles_ptr, ends_ptr, row_tile)
+    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
+        expert, start, end, col_tile = locate(tile, table, GROUP)
         acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, True)
         row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         column = col_tile * BH + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
@@ -155,7 +152,7 @@ def _multiply(
                 _finish_plain(h_second, b1_ptr, h_ptr, a_ptr, expert, row, end, at + WIDE, H, OUT, ACT, BIAS)
 
 
-@gluon.jit(do_not_specialize=["n_col_tiles"])
+@jit(do_not_specialize=["n_col_tiles"])
 def up_kernel(
     x_ptr,
     source_ptr,

@@ -4,6 +4,9 @@ The rule: what is fast must first be right. A configuration is compared with its
 inputs, in exactly the variant that is about to run; one that differs is never chosen, and its fault is written down.
 The right ones are timed on the launch itself. Verdicts and choices are kept for each GPU in a file, for the next run.
 
+Those of the Gluon form, on Hopper, are checked in another process first: one that hangs or takes the GPU ends that
+process and no other. FUSEDMOE_GLUON=0 leaves them out.
+
 Not tuned, but run in what suits the shapes by the table of `configs`: launches too small to matter, launches under CUDA
 graph capture or with deterministic algorithms asked for (a choice by time may change the last bits from machine to
 machine), and all where the environment variable FUSEDMOE_AUTOTUNE is 0.
@@ -19,7 +22,7 @@ import re
 import statistics
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -27,18 +30,33 @@ import torch
 import triton
 
 from fusedmoe.files import read_kept, write_kept
+from fusedmoe.kernels.triton.grouped.apart import check_apart
 from fusedmoe.kernels.triton.grouped.call import Choose
-from fusedmoe.kernels.triton.grouped.configs import Candidate, Capability, Config, Key, Variant, by_shape, candidates
-from fusedmoe.kernels.triton.grouped.correctness import check
+from fusedmoe.kernels.triton.grouped.configs import (
+    Candidate,
+    Capability,
+    Config,
+    HopperConfig,
+    Key,
+    Variant,
+    by_shape,
+    candidates,
+    gluon_candidates,
+)
+from fusedmoe.kernels.triton.grouped.correctness import check, wait
 
 Candidates = Callable[[Key], Sequence[Candidate]]
 Check = Callable[[Variant, Config], str]
 Measure = Callable[[Callable[[], object], float], float]
+# Verdicts on several, as of `Check`; None where there is none, for lack of memory.
+CheckApart = Callable[[Variant, Sequence[HopperConfig]], Mapping[HopperConfig, str | None]]
 
 # A launch of fewer takes some twenty microseconds whatever its tiles.
 LEAST_FLOPS = 10**10
 # What all timings of one key may take together.
 _SECONDS = 1.0
+# A launch that takes longer never ends.
+_MOST_SECONDS = 30.0
 
 
 def untuned(capability: Capability | None) -> Choose:
@@ -51,6 +69,11 @@ def by_table(capability: Capability | None, key: Key) -> Sequence[Candidate]:
     """The configurations that the table has for a key."""
     variant = key.variant
     return candidates(variant.operation, getattr(torch, variant.dtype), capability, variant.even)
+
+
+def to_try(capability: Capability | None, key: Key) -> Sequence[Candidate]:
+    """The configurations that are worth trying: those of the table, and those of the Gluon form where there is one."""
+    return (*by_table(capability, key), *gluon_candidates(key.variant, capability))
 
 
 class Record:
@@ -109,12 +132,21 @@ class Tuner:
         measure: seconds that a call takes, found within so many seconds (or one call, if that takes longer).
         record: where verdicts and choices are kept.
         allowed: whether this is a moment to tune.
+        check_apart: the same as `check` in another process, for configurations of the Gluon form; without it `check`
+            serves for them, too.
     """
 
     def __init__(
-        self, candidates: Candidates, check: Check, measure: Measure, record: Record, allowed: Callable[[], bool]
+        self,
+        candidates: Candidates,
+        check: Check,
+        measure: Measure,
+        record: Record,
+        allowed: Callable[[], bool],
+        check_apart: CheckApart | None = None,
     ) -> None:
         self._candidates, self._check, self._measure = candidates, check, measure
+        self._check_apart = check_apart
         self._record, self._allowed = record, allowed
         self._chosen: dict[Key, Config] = {}
         self._lock = threading.Lock()
@@ -145,9 +177,10 @@ class Tuner:
         return self._record.faults.get(f"{key.variant}, {config}")
 
     def _untuned(self, key: Key, configs: Sequence[Config]) -> Config:
-        """The first that is not known to be wrong."""
+        """The first that is not known to be wrong; of the Gluon form one must be known to be right."""
         for config in configs:
-            if not self._fault(key, config):
+            fault = self._fault(key, config)
+            if fault == "" or (fault is None and not isinstance(config, HopperConfig)):
                 return config
         raise self._all_wrong(key, configs)
 
@@ -158,12 +191,18 @@ class Tuner:
         )
 
     def _recorded(self, key: Key, configs: Sequence[Config]) -> Config | None:
-        name = self._record.choices.get(str(key), {}).get("config")
-        return next((config for config in configs if str(config) == name and self._fault(key, config) == ""), None)
+        """The choice that was made among all of these: with FUSEDMOE_GLUON=0 there were fewer."""
+        found = self._record.choices.get(str(key), {})
+        name, timed = found.get("config"), found.get("microseconds")
+        right = {str(config): config for config in configs if not self._fault(key, config)}
+        if name not in right or self._fault(key, right[name]) is None:
+            return None
+        return right[name] if right.keys() <= {name, *(timed or ())} else None
 
     def _tune(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> Config:
         with _may_wait():
             try:
+                self._try_apart(key, configs)
                 right = [config for config in configs if self._is_right(key, config)]
                 if not right:
                     raise self._all_wrong(key, configs)
@@ -174,6 +213,8 @@ class Tuner:
                 # There is room for the launch alone. The choice is not written down: the next run may have more.
                 return self._untuned(key, configs)
         chosen = min(seconds or right, key=lambda config: seconds.get(config, 0.0))
+        if any(self._fault(key, config) is None for config in configs):
+            return chosen  # without a verdict on all the choice is for this run
         times = {str(config): round(1e6 * time, 1) for config, time in seconds.items()}
         self._record.choices[str(key)] = {"config": str(chosen), "microseconds": times}
         self._record.save()
@@ -193,8 +234,21 @@ class Tuner:
             raise self._all_wrong(key, configs)
         return seconds
 
+    def _try_apart(self, key: Key, configs: Sequence[Config]) -> None:
+        """Checks what might take the process that checks it along."""
+        new = [one for one in configs if isinstance(one, HopperConfig) and self._fault(key, one) is None]
+        if self._check_apart is None or not new:
+            return
+        for config, fault in self._check_apart(key.variant, new).items():
+            if fault is not None:
+                self._write_down(key, config, fault)
+            if fault:
+                _warn(key, config, fault)
+
     def _is_right(self, key: Key, config: Config) -> bool:
         fault = self._fault(key, config)
+        if fault is None and self._check_apart is not None and isinstance(config, HopperConfig):
+            return False  # there was no room for the other process
         if fault is None:
             try:
                 fault = self._check(key.variant, config)
@@ -255,19 +309,21 @@ def tuner(device: torch.device) -> Tuner:
             return _measure(device, run, seconds)
 
     return Tuner(
-        partial(by_table, capability),
+        partial(to_try, capability),
         check_there,
         measure_there,
         Record(None if folder is None else folder / f"grouped-{name}-{_sources()}.json"),
         lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),
+        lambda variant, configs: check_apart(variant, configs, device),
     )
 
 
 def _sources() -> str:
     """Stands for the kernels as they are written."""
     together = hashlib.sha256()
-    definitions = Path(__file__).parents[2] / "grouped.py"
-    for file in (definitions, *sorted(Path(__file__).parent.glob("*.py"))):
+    kernels = Path(__file__).parents[2]
+    forms = (kernels / "triton" / "grouped", kernels / "gluon" / "grouped")
+    for file in (kernels / "grouped.py", *(file for form in forms for file in sorted(form.glob("*.py")))):
         together.update(file.read_bytes())
     return together.hexdigest()[:12]
 
@@ -283,7 +339,7 @@ def _measure(device: torch.device, run: Callable[[], object], seconds: float) ->
         start.record()
         run()
         end.record()
-        end.synchronize()
+        wait(end.query, _MOST_SECONDS)
         return start.elapsed_time(end) / 1e3
 
     run()

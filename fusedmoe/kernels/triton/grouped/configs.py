@@ -6,6 +6,7 @@ entry is compiled again by the tests.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -48,6 +49,29 @@ class Config:
         """Options for Triton's compiler."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return {**options, "maxnreg": self.registers} if self.registers else options
+
+
+@dataclass(frozen=True)
+class HopperConfig(Config):
+    """A tile of the Gluon form: of a program four warps load, and two groups of four multiply half of the rows each.
+
+    Attributes:
+        registers: that a thread has at launch; those that multiply take more, and those that load give some up.
+        programs: that there are, each of which computes one tile after the other; 0: one a multiprocessor. A check has
+            fewer, so that each has several tiles.
+    """
+
+    warps: int = 4
+    stages: int = 4
+    registers: int = 168
+    programs: int = 0
+
+    def __str__(self) -> str:
+        return f"gluon {super().__str__()}" + f" p{self.programs}" * bool(self.programs)
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
 class Candidate(NamedTuple):
@@ -203,6 +227,29 @@ def candidates(
     return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
 
 
+# Operations that have a Gluon form. The order is what a model of their time predicts (python -m bench.forecast).
+_GLUON_WIDE = HopperConfig(128, 256, 64)
+_GLUON_SQUARE = HopperConfig(128, 128, 64, stages=6)
+_GLUON = (Candidate(_GLUON_WIDE), Candidate(_GLUON_SQUARE))
+GLUON_OPERATIONS = ("up", "down", "dinput")
+
+
+def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[Candidate, ...]:
+    """Configurations of the Gluon form, which may serve once they have been tried: on Hopper, in half precision, of
+    sizes that are even, and for an up projection that looks its rows up. None where the environment variable
+    FUSEDMOE_GLUON is 0."""
+    if capability != (9, 0) or os.environ.get("FUSEDMOE_GLUON") == "0":
+        return ()
+    if not variant.bulk or variant.dtype == "float32" or variant.operation not in GLUON_OPERATIONS:
+        return ()
+    return _GLUON if variant.gather or variant.operation != "up" else ()
+
+
 def by_shape(choices: Sequence[Candidate], rows: int, depth: int) -> list[Config]:
-    """The configurations of `choices`, those that suit the shape first: the first one serves without tuning."""
-    return [one.config for one in sorted(choices, key=lambda one: one.rows > rows or one.depth > depth)]
+    """The configurations of `choices`, those that suit the shape first: the first one serves without tuning. Last come
+    those of the Gluon form, which only serve once they have been tried."""
+
+    def order(one: Candidate) -> tuple[bool, bool]:
+        return isinstance(one.config, HopperConfig), one.rows > rows or one.depth > depth
+
+    return [one.config for one in sorted(choices, key=order)]

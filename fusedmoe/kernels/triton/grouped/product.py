@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusedmoe.kernels.one_sided import Put
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, putting, solid
-from fusedmoe.kernels.triton.grouped.configs import Config
+from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
 from fusedmoe.kernels.triton.grouped.device import halves, mac, swizzle
 from fusedmoe.kernels.triton.jit import MOST_REGISTERS, jit
 from fusedmoe.kernels.triton.one_sided.network import put_runs
@@ -183,6 +183,11 @@ def product(
         return a.new_empty((0, columns))
 
     def launch(config: Config) -> Tensor:
+        if isinstance(config, HopperConfig):
+            from fusedmoe.kernels.gluon.grouped.launch import launch_product
+
+            assert put is None, "calls that put are not tuned, and the Gluon form is no one's default"
+            return launch_product(call, config, a, b, transposed, bias, bias_start)
         if put is not None and put.addresses.network is not None:
             # Calls of NVSHMEM take a few registers more.
             config = replace(config, registers=MOST_REGISTERS)

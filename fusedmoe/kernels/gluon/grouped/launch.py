@@ -1,0 +1,122 @@
+"""Launches of the Gluon kernels, in place of Triton's: of the same operands, with the same results.
+
+As many programs as there are multiprocessors, or as tiles where those are fewer; how many tiles there really are only
+the device knows. A program takes the whole shared memory of its multiprocessor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.gluon.grouped.product import product_kernel
+from fusedmoe.kernels.gluon.grouped.up import up_kernel
+from fusedmoe.kernels.triton.grouped.call import GroupedCall
+from fusedmoe.kernels.triton.grouped.configs import HopperConfig
+from fusedmoe.kernels.triton.grouped.device import ACT_CODES
+
+# Of boxes in shared memory: rows of 128 bytes, as tensor cores read them without conflicts.
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Of a thread that multiplies beside the group that launches, which gets as many, and of one that loads.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+
+
+def launch_product(
+    call: GroupedCall,
+    config: HopperConfig,
+    a: Tensor,
+    b: Tensor,
+    transposed: bool,
+    bias: Tensor | None,
+    bias_start: int,
+) -> Tensor:
+    """a[n]·B_e for every row n, as `triton.grouped.product.product`."""
+    columns, depth = (b.shape[1], b.shape[2]) if transposed else (b.shape[2], b.shape[1])
+    out = a.new_empty((a.shape[0], columns))
+    table, n_col_tiles = call.tiles(config.bm), triton.cdiv(columns, config.bn)
+    product_kernel[_grid(config, out, len(table.table) * n_col_tiles)](
+        _described(a, [config.bm, config.bk]),
+        _described(b.view(-1, b.shape[2]), [config.bn, config.bk] if transposed else [config.bk, config.bn]),
+        bias,
+        out,
+        table.table,
+        table.used,
+        call.ends_E,
+        depth,
+        columns,
+        n_col_tiles,
+        bias_start,
+        0 if bias is None else bias.shape[1],
+        TRANSPOSED=transposed,
+        BIAS=bias is not None,
+        **_constants(config),
+    )
+    return out
+
+
+def launch_up(
+    call: GroupedCall,
+    config: HopperConfig,
+    x_SM: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    h: Tensor,
+    a: Tensor,
+    activation: Activation,
+) -> None:
+    """Writes the pre-activation h and a, as `triton.grouped.up.up`; rows are looked up."""
+    dim, hidden, columns = x_SM.shape[1], a.shape[1], config.bn // activation.halves
+    table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, columns)
+    up_kernel[_grid(config, a, len(table.table) * n_col_tiles)](
+        x_SM,
+        call.layout.source_N,
+        _described(w1.view(-1, dim), [columns, config.bk]),
+        b1,
+        h,
+        a,
+        table.table,
+        table.used,
+        call.ends_E,
+        dim,
+        hidden,
+        n_col_tiles,
+        ACT=ACT_CODES[activation.name],
+        GATED=activation.gated,
+        BIAS=b1 is not None,
+        EVEN=dim % config.bk == 0,
+        LAG=config.stages - 2,
+        **_constants(config),
+    )
+
+
+def _grid(config: HopperConfig, out: Tensor, most: int) -> tuple[int]:
+    """`most`: the bound on tiles."""
+    programs = config.programs or torch.cuda.get_device_properties(out.device).multi_processor_count
+    return (min(programs, most),)
+
+
+def _described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
+    """A descriptor for bulk copies. There is none of no rows: it is of one then, which nobody reads."""
+    if tensor.shape[0] == 0:
+        tensor = tensor.new_empty((1, *tensor.shape[1:]))
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, LAYOUT)
+
+
+def _constants(config: HopperConfig) -> dict[str, Any]:
+    """Constexprs and options of both."""
+    return {
+        "BM": config.bm,
+        "BN": config.bn,
+        "BK": config.bk,
+        "GROUP": config.group,
+        "STAGES": config.stages,
+        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        **config.options,
+    }

@@ -1,0 +1,107 @@
+"""The process in which the Gluon form is checked first, and what becomes of one that hangs, dies or finds a fault."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedmoe.kernels.triton.grouped import apart
+from fusedmoe.kernels.triton.grouped.apart import check_apart
+from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
+
+VARIANT = Variant("down", "bfloat16", "ieee", "", False, False, True, True)
+FIRST, SECOND, THIRD = (HopperConfig(128, 64 * 2**i, 64) for i in range(3))
+CPU = torch.device("cpu")
+
+# Stands for the program: it does what `how` says of each configuration, by its columns.
+PROGRAM = """
+import json, os, sys, time
+how = json.loads(sys.argv[1])
+for config in json.load(sys.stdin)["configs"]:
+    what = how.get(str(config["bn"]), "")
+    print("a compiler says something", flush=True)
+    if what == "die":
+        print("it was me", file=sys.stderr)
+        os._exit(7)
+    if what == "hang":
+        time.sleep(600)
+    last = what != "" and not what.endswith("are wrong")
+    print("checked: " + json.dumps({"fault": None if what == "no memory" else what, "last": last}), flush=True)
+    if last:
+        sys.exit(1)
+"""
+
+
+def checked(**how: str) -> dict[HopperConfig, str | None]:
+    told = {name.removeprefix("columns"): what for name, what in how.items()}
+    program = [sys.executable, "-S", "-c", PROGRAM, json.dumps(told)]
+    return check_apart(VARIANT, [FIRST, SECOND, THIRD], CPU, program)
+
+
+def test_all_are_right_or_wrong() -> None:
+    assert checked() == {FIRST: "", SECOND: "", THIRD: ""}
+    assert checked(columns128="3 values are wrong") == {FIRST: "", SECOND: "3 values are wrong", THIRD: ""}
+
+
+def test_a_process_that_dies_costs_one_configuration() -> None:
+    found = checked(columns128="die")
+    assert found.keys() == {FIRST, SECOND, THIRD} and found[FIRST] == found[THIRD] == ""
+    assert found[SECOND] == "the process that checks it ended with 7: it was me"
+
+
+def test_after_an_exception_another_process_goes_on() -> None:
+    assert checked(columns64="RuntimeError: illegal", columns256="no memory") == {
+        FIRST: "RuntimeError: illegal",
+        SECOND: "",
+        THIRD: None,
+    }
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "_START_S", 1.0)
+    monkeypatch.setattr(apart, "_CHECK_S", 0.0)
+    found = checked(columns256="hang")
+    assert found[FIRST] == found[SECOND] == "" and "has not ended after 1 seconds" in str(found[THIRD])
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (None, [{"fault": "", "last": False}, {"fault": "", "last": False}]),
+        (RuntimeError("illegal access"), [{"fault": "RuntimeError: illegal access", "last": True}]),
+        (torch.OutOfMemoryError("CUDA out of memory"), [{"fault": None, "last": True}]),
+    ],
+)
+def test_what_the_process_says(
+    raised: Exception | None, told: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"variant": VARIANT, "configs": [asdict(FIRST), asdict(SECOND)], "device": "cpu"}
+    given: list[tuple[Any, ...]] = []
+
+    def check(*args: Any) -> str:
+        given.append(args)
+        if raised is not None:
+            raise raised
+        return ""
+
+    monkeypatch.setattr(apart, "check", check)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
+    assert apart.main() == (raised is not None)
+    lines = [json.loads(line.removeprefix("checked: ")) for line in capsys.readouterr().out.splitlines()]
+    assert lines == told
+    assert given == [(VARIANT, config, CPU) for config in (FIRST, SECOND)][: len(given)] and len(given) == len(told)
+
+
+@pytest.mark.slow
+def test_the_program_itself() -> None:
+    """Without a GPU it cannot launch, and says so of each."""
+    found = check_apart(VARIANT, [FIRST, SECOND], CPU)
+    assert found.keys() == {FIRST, SECOND} and all("Error" in str(fault) for fault in found.values()), found

@@ -1,0 +1,111 @@
+"""The launchers of the Gluon form through the tuner's own check, in the interpreter: operands, tables and grid."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.gluon.grouped import launch
+from fusedmoe.kernels.gluon.interpreter import interpret
+from fusedmoe.kernels.grouped import define_tiles
+from fusedmoe.kernels.triton.grouped import call as grouped_call
+from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
+from fusedmoe.kernels.triton.grouped.correctness import check
+from fusedmoe.kernels.triton.grouped.tiles import Tiles
+
+SMALL = HopperConfig(32, 64, 64, stages=3, group=2)
+COUNTS, SIDES = (0, 1, 37, 0, 0, 65, 0), (128, 80)
+MULTIPROCESSORS = 4
+
+
+class Interpreted:
+    """A kernel whose launches run in the interpreter; it notes how many programs each has."""
+
+    def __init__(self, kernel: Any, programs: list[int]) -> None:
+        self._kernel, self._programs = kernel, programs
+        self._names = {parameter.name for parameter in kernel.params}
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        self._programs.append(grid[0])
+
+        def run(*args: Any, **keywords: Any) -> None:
+            own = {name: value for name, value in keywords.items() if name in self._names}
+            interpret(self._kernel, grid[0], *args, seed=0, **own)
+
+        return run
+
+
+def plain_tiles(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
+    table = torch.tensor(define_tiles(offsets_E1.diff().tolist(), rows, block_rows), dtype=torch.int32)
+    return Tiles(table, (table[:, :1] >= 0).sum(0, dtype=torch.int32))
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    for name in ("up_kernel", "product_kernel"):
+        monkeypatch.setattr(launch, name, Interpreted(getattr(launch, name), found))
+    gpu = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(grouped_call, "make_tiles", plain_tiles)
+    return found
+
+
+def variant(operation: str, *, activation: str = "", extra: bool = False, dtype: str = "bfloat16") -> Variant:
+    return Variant(operation, dtype, "ieee", activation, operation == "up", extra, True, True)
+
+
+def checked(of: Variant, config: HopperConfig = SMALL) -> str:
+    return check(of, config, torch.device("cpu"), COUNTS, SIDES)
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("operation", ["down", "dinput"])
+def test_products(operation: str, extra: bool, programs: list[int]) -> None:
+    assert checked(variant(operation, extra=extra)) == ""
+    assert programs == [3, MULTIPROCESSORS], "first by so few programs that each has several tiles"
+
+
+@pytest.mark.parametrize("extra", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_up(activation: str, extra: bool, programs: list[int]) -> None:
+    assert checked(variant("up", activation=activation, extra=extra)) == ""
+    assert programs == [3, MULTIPROCESSORS]
+
+
+def test_float16(programs: list[int]) -> None:
+    assert checked(variant("down", dtype="float16")) == ""
+
+
+def test_no_more_programs_than_tiles(programs: list[int]) -> None:
+    assert check(variant("down"), SMALL, torch.device("cpu"), (5,), (64, 64)) == ""
+    assert programs == [2, 2], "42 rows at the most: two tiles"
+
+
+@pytest.mark.parametrize("what", ["used", "table", "n_col_tiles"])
+def test_the_check_finds_a_wrong_argument(
+    what: str, programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number of tiles, or columns of them, that is one too small leaves results out; so does a lost tile."""
+    if what == "n_col_tiles":
+        monkeypatch.setattr(launch.triton, "cdiv", lambda size, block: size // block)
+    else:
+
+        def wrong(*args: Any) -> Tiles:
+            tiles = plain_tiles(*args)
+            if what == "used":
+                return tiles._replace(used=tiles.used - 1)
+            tiles.table[1] = tiles.table[0]
+            return tiles
+
+        monkeypatch.setattr(grouped_call, "make_tiles", wrong)
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: Tensor.new_zeros(self, *args, **kwargs))
+    fault = checked(variant("dinput"))
+    assert "are wrong" in fault and fault.endswith(", by 3 programs")
