@@ -221,6 +221,11 @@ class Board:
         known = [(rank, *self._processes[rank]) for rank in ranks if rank in self._processes]
         return [rank for rank, host, pid in known if host == here and not _runs(pid)]
 
+    def at_fault(self) -> int | None:
+        """The process that the standing verdict names, if it runs on this host; None otherwise."""
+        host, pid = self._processes.get(self.standing.rank, ("", 0)) if self.standing is not None else ("", 0)
+        return pid if host == socket.gethostname() and _runs(pid) else None
+
     def waits(self, what: str, ranks: Sequence[int] = ()) -> None:
         """Notes what this rank waits for, with which ranks; at each look again, so that all see it live; "" at last."""
         note = json.dumps([what, list(ranks), time.monotonic_ns()])  # the last makes each another one
