@@ -275,12 +275,15 @@ class Trainer:
         loss_sum: Tensor | float = 0.0
         aux_sum: Tensor | float = 0.0
         for share, weight, last in self._own_shares():
+            if not weight:
+                self.model.eval()  # gates do not learn from what counts nothing
             loss = self._loss(self._training.training(settings.seed, step, share))
             if self._buckets is not None and last:
                 self._buckets.open(recorder)
             whole = loss.nats + settings.aux_weight * loss.aux
             (whole if weight == 1 else weight * whole).backward()
             loss_sum, aux_sum = loss_sum + weight * loss.nats.detach(), aux_sum + weight * loss.aux.detach()
+        self.model.train()
         with span(recorder, "gradient sync", kind="gradient-all-reduce", resource="inter"):
             sync_gradients(self.model, topology, buckets=self._buckets)
         with span(recorder, "optimizer", kind="optimizer"):

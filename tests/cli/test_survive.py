@@ -21,6 +21,7 @@ from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig
 from tests.cli.agents import Agents, kept_files, metrics
+from tests.cli.test_train import COSTS
 from tests.cluster import Cluster
 
 # No loss is of a rank's own tokens and every expert takes what it is sent, so that any layout gives the same numbers.
@@ -52,6 +53,8 @@ def in_shares(rank: int, world: int, settings: Settings, shares: int | None, ste
     topology = make_topology(choose_sizes(settings, launch), 60.0)
     job = TrainingJob(settings, launch, choose_sizes(settings, launch), topology, torch.device("cpu"), StopRequest())
     trainer = Trainer(settings, topology, torch.device("cpu"), job._corpus(), StopRequest(), shares)
+    if settings.schedule != "off":
+        trainer.set_plan(COSTS)
     reports = [trainer.step(step) for step in range(steps)]
     held_out = trainer.held_out_loss()
     assert held_out is not None
@@ -60,7 +63,7 @@ def in_shares(rank: int, world: int, settings: Settings, shares: int | None, ste
 
 @pytest.mark.parametrize("schedule", ["off", "fsmoe"])
 def test_fewer_ranks_take_the_shares_of_all(cluster: Cluster, text: Path, schedule: str) -> None:
-    settings = settings_of(text)
+    settings = settings_of(text, schedule=schedule)
     whole = cluster.run(4, in_shares, settings, None, 3)[0]  # two replicas
     assert whole == pytest.approx(cluster.run(2, in_shares, settings, 2, 3)[0], rel=CLOSE)
     # Three shares on two replicas: what is too many counts nothing.

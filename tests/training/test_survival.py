@@ -160,7 +160,7 @@ def _go_on(
 
 def _job(cluster: Cluster, sizes: Sizes, nodes: list[int], folder: Path, steps: range, every: int = 1) -> list[Any]:
     given = (sizes, nodes, str(folder), steps, every, False)
-    return [_go_on(0, 1, *given)] if sizes.world == 1 else cluster.run(sizes.world, _go_on, *given)
+    return cluster.run(sizes.world, _go_on, *given)  # all of one agent, which is their parent
 
 
 def _reference(steps: int) -> dict[str, Any]:
