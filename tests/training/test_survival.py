@@ -17,7 +17,7 @@ import torch
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training.survival import NodeMemory, Survival, recovery, snapshot
-from fusedmoe.training.survival.buddies import Nodes
+from fusedmoe.training.survival.buddies import JobNodes
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
 from tests.training.toy import snapshot as held_by
@@ -29,7 +29,7 @@ def test_every_part_is_kept_once_on_each_node_and_buddies_are_elsewhere() -> Non
     rng = random.Random()
     for _ in range(200):
         shape = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
-        nodes = Nodes.from_names([f"node {n}" for n, ranks in enumerate(shape) for _ in range(ranks)])
+        nodes = JobNodes.from_names([f"node {n}" for n, ranks in enumerate(shape) for _ in range(ranks)])
         ranks = range(sum(shape))
         assert nodes.count == len(shape) and [nodes.ranks(n) for n in range(nodes.count)] == [
             [rank for rank in ranks if nodes.of_rank[rank] == n] for n in range(nodes.count)

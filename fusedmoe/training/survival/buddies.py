@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Nodes:
+class JobNodes:
     """The ranks of a job by node: `of_rank[r]` is the number of rank r's node, from 0."""
 
     of_rank: tuple[int, ...]
 
     @classmethod
-    def from_names(cls, names: Sequence[str]) -> Nodes:
+    def from_names(cls, names: Sequence[str]) -> JobNodes:
         """From the name of each rank's node, in rank order."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names))

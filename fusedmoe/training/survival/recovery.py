@@ -31,9 +31,9 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
 from fusedmoe.training.storage import PlainPlanner
-from fusedmoe.training.survival.buddies import Nodes
+from fusedmoe.training.survival.buddies import JobNodes
 from fusedmoe.training.survival.node_memory import NodeMemory
-from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, Part
+from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, StatePart
 
 Place = tuple[str, tuple[int, ...] | None]
 
@@ -44,7 +44,7 @@ class Held:
 
     node: int
     slot: str
-    part: Part
+    part: StatePart
 
 
 class KeptState:
@@ -67,7 +67,7 @@ class KeptState:
             self._sizes[node, slot] = header["bytes"]
             self._keys |= header["keys"]
             for fields in header["parts"]:
-                part = Part.from_json(fields)
+                part = StatePart.from_json(fields)
                 self.parts.setdefault(part.place, []).append(Held(node, slot, part))
 
     def missing(self) -> list[str]:
@@ -99,7 +99,7 @@ class KeptState:
         return self._sizes[slot]
 
 
-def find(memory: NodeMemory, topology: Topology, nodes: Nodes) -> tuple[KeptState | None, list[KeptState]]:
+def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> tuple[KeptState | None, list[KeptState]]:
     """The newest whole state, and newer ones that are not whole. Collective; the same on every rank.
 
     Raises:
@@ -132,7 +132,7 @@ def find(memory: NodeMemory, topology: Topology, nodes: Nodes) -> tuple[KeptStat
 class Reader:
     """Reads parts of a kept state; every call is collective over all ranks."""
 
-    def __init__(self, state: KeptState, memory: NodeMemory, topology: Topology, nodes: Nodes) -> None:
+    def __init__(self, state: KeptState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
         self._state, self._memory, self._topology, self._nodes = state, memory, topology, nodes
         self.metadata = state.metadata()
         self._open: dict[str, Tensor] = {}

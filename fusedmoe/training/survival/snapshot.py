@@ -25,7 +25,7 @@ from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
-from fusedmoe.training.survival.buddies import Nodes
+from fusedmoe.training.survival.buddies import JobNodes
 from fusedmoe.training.survival.node_memory import NodeMemory, Slot
 
 #: Of the headers.
@@ -36,7 +36,7 @@ CHUNK_BYTES = 2**25
 _ALIGN = 64
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """A part of a tensor, or a whole object, in a slot.
 
     Attributes:
@@ -61,7 +61,7 @@ class Part(NamedTuple):
         return self.key, self.start
 
     @classmethod
-    def from_json(cls, fields: list[Any]) -> Part:
+    def from_json(cls, fields: list[Any]) -> StatePart:
         return cls(*(tuple(value) if isinstance(value, list) else value for value in fields))
 
 
@@ -80,14 +80,14 @@ class Snapshots:
         generation: larger than that of any earlier process of the job.
     """
 
-    def __init__(self, memory: NodeMemory, topology: Topology, nodes: Nodes, generation: int) -> None:
+    def __init__(self, memory: NodeMemory, topology: Topology, nodes: JobNodes, generation: int) -> None:
         self._memory, self._topology, self._nodes, self._generation = memory, topology, nodes, generation
         rank = topology.world.index
         self._names = [slot_name(generation, rank, number) for number in (0, 1)]
         self._slots: list[Slot] = [memory.slot(name) for name in self._names]
         self._written = 0
         self._digests: list[str] = []
-        self._table: list[list[Part]] = []
+        self._table: list[list[StatePart]] = []
         self.price = Price(0, 0)
 
     @torch.no_grad()
@@ -135,7 +135,7 @@ class Snapshots:
         self._written += 1
         self.price = Price(2 * total, _sent_bytes(parts))
 
-    def _compare(self, parts: list[Part], world: Group, operation: str) -> None:
+    def _compare(self, parts: list[StatePart], world: Group, operation: str) -> None:
         """Every rank's parts, which are told again only where some have changed."""
         own = hashlib.sha256(repr(parts).encode()).hexdigest()
         digests = all_gather_object(world, own, operation)
@@ -169,12 +169,12 @@ def generation_of(slot: str) -> int:
     return int(slot.split("-")[0])
 
 
-def end_of(parts: Iterable[Part]) -> int:
+def end_of(parts: Iterable[StatePart]) -> int:
     """The bytes of a slot with these parts."""
     return max((_aligned(part.at + part.bytes) for part in parts), default=0)
 
 
-def _sent_bytes(parts: Iterable[Part]) -> int:
+def _sent_bytes(parts: Iterable[StatePart]) -> int:
     return end_of(part for part in parts if part.sent)
 
 
@@ -183,8 +183,8 @@ def _aligned(at: int) -> int:
 
 
 def _own_parts(
-    model: nn.Module, optimizer: Optimizer | None, topology: Topology, nodes: Nodes, extra: dict[str, Any]
-) -> tuple[list[Part], list[Tensor]]:
+    model: nn.Module, optimizer: Optimizer | None, topology: Topology, nodes: JobNodes, extra: dict[str, Any]
+) -> tuple[list[StatePart], list[Tensor]]:
     """What this rank keeps, those first that it sends, and the values."""
     me, alone = topology.world.index, set()
     places = {rank: place for place, rank in enumerate(topology.world.ranks)}
@@ -208,13 +208,13 @@ def _own_parts(
         key, data = item.index.fqn, planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
             value = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)  # type: ignore[union-attr]
-            part = Part(key, None, None, (), "", at, value.numel(), key in alone)
+            part = StatePart(key, None, None, (), "", at, value.numel(), key in alone)
         else:
             assert isinstance(data, Tensor) and item.tensor_data is not None
             value, chunk = data.detach().contiguous(), item.tensor_data.chunk
             size = value.numel() * value.element_size()
             place = tuple(chunk.offsets), tuple(chunk.sizes), tuple(item.tensor_data.size)
-            part = Part(key, *place, str(value.dtype).removeprefix("torch."), at, size, key in alone)
+            part = StatePart(key, *place, str(value.dtype).removeprefix("torch."), at, size, key in alone)
         parts.append(part)
         values.append(value)
         at = _aligned(at + part.bytes)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
-from fusedmoe.training.survival.buddies import Nodes
+from fusedmoe.training.survival.buddies import JobNodes
 from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.recovery import Reader, find, load
 from fusedmoe.training.survival.snapshot import Price, Snapshots, generation_of
@@ -34,7 +34,7 @@ class Survival:
     Collective over all ranks, as are all its methods.
 
     Args:
-        memory: of this node; by default that of this rank's launcher.
+        memory: of this node; by default that of this rank's launcher, with which it goes.
     Attributes:
         step: of the state that was found, None without one.
         lost: keys of a newer state of which some part was on no node any more, by step.
@@ -48,7 +48,9 @@ class Survival:
         self._earlier = self._memory.slots()  # unfinished ones, too
         last = max(map(generation_of, self._earlier), default=0)
         every = all_gather_object(topology.world, (self._memory.name, last), "comparing nodes")
-        self._nodes = Nodes.from_names([name for name, _ in every])
+        self._nodes = JobNodes.from_names([name for name, _ in every])
+        if memory is None and self._nodes.speaks(topology.world.index):
+            self._memory.keep()
         self._found, newer = find(self._memory, topology, self._nodes)
         self.step = None if self._found is None else self._found.step
         self.lost = {state.step: state.missing() for state in newer}
@@ -95,3 +97,10 @@ class Survival:
                 for slot in self._earlier:
                     self._memory.remove(slot)
             self._first, self._earlier, self._found = False, [], None
+
+    def close(self) -> None:
+        """Removes the state: the job is through. Collective; not for a job that ends with an error."""
+        all_gather_object(self._topology.world, None, "ending the job")
+        if self._nodes.speaks(self._topology.world.index):
+            for slot in self._memory.slots():
+                self._memory.remove(slot)
