@@ -18,7 +18,7 @@ from bench.cluster.network import ADDRESSES, TwoNodes
 ROOT = Path(__file__).parents[2]
 
 #: Of torchrun's rendezvous: how long it waits for more nodes than it needs, and after what silence a node is lost.
-RENDEZVOUS = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 6, "is_host": "false"}
+RENDEZVOUS = {"last_call_timeout": 15, "keep_alive_interval": 1, "keep_alive_max_attempt": 10, "is_host": "false"}
 
 _STORE = """
 import signal, sys

@@ -40,7 +40,7 @@ LARGER = ["--layers", "2", "--model-dim", "128", "--heads", "4", "--hidden", "51
 LARGER += ["--seq-len", "64", "--gate", "topk", "--batch", "2", "--eval-batches", "1"]
 AFTER = 50
 _GO_ON = re.compile(r"survival: (\d+) ranks? go on after step (\d+) with the state from (\w+)")
-_PRICE = re.compile(r"survival: .*? nodes?; ([\d.]+) MB .* every \d+ steps ([\d.]+) MB")
+_PRICE = re.compile(r"survival: \d+ nodes?, ([\d.e+]+) MB .*? s, ([\d.e+]+) MB")
 
 
 class Trials:

@@ -84,15 +84,10 @@ class Survivor:
         """From now on a restart goes on with this job. Collective."""
         if self._survival is None:
             self._survival = Survival(topology, self._memory)
-        self.refresh(trainer, done, extra)
+        self._survival.refresh(done, trainer.model, trainer.optimizer, extra)
         if self._launch.local_rank == 0:
             note = {"settings": self.settings.to_json(), "run_dir": str(run_dir.absolute()), "shares": trainer.shares}
             self._memory.write_note(note)
-        if topology.is_first:
-            nodes, price, every = self._survival.nodes, self._survival.price, self.settings.survive
-            kept = f"{price.memory_bytes / 1e6:.1f} MB of the host's memory for each rank"
-            sent = f"{price.sent_bytes / 1e6:.1f} MB to another node" if nodes > 1 else "nothing is sent: one node"
-            print(f"survival: {nodes} node{'s' * (nodes > 1)}; {kept}; every {every} steps {sent}", flush=True)
 
     def refresh(self, trainer: Trainer, done: int, extra: dict[str, Any]) -> float:
         """Keeps the state after `done` steps; returns the seconds it took. Collective."""
@@ -101,6 +96,15 @@ class Survivor:
         self._survival.refresh(done, trainer.model, trainer.optimizer, extra)
         trainer.interrupted()
         return time.perf_counter() - began
+
+    def price(self, seconds: float) -> str:
+        """In words what the last refresh took, which lasted so many seconds."""
+        assert self._survival is not None
+        nodes, price, every = self._survival.nodes, self._survival.price, self.settings.survive
+        steps = f"every {every} steps" if every > 1 else "every step"
+        sent = f"{price.sent_bytes / 1e6:.3g} MB to another node" if nodes > 1 else "nothing is sent: there is one node"
+        kept = f"{price.memory_bytes / 1e6:.3g} MB of the host's memory for each rank"
+        return f"{nodes} node{'s' * (nodes > 1)}, {kept}; {steps} {seconds:.2g} s, {sent}"
 
 
 def fitting_sizes(settings: Settings, launch: Launch) -> Sizes:
@@ -126,9 +130,9 @@ def leave(topology: Topology, error: RankError) -> NoReturn:
         _kill(process)
     board = topology.job.board
     deadline = time.monotonic() + _END_S
-    while board is not None and (process := board.at_fault()) is not None and process != os.getpid():
+    while board is not None and (guilty := board.at_fault()) is not None and guilty != os.getpid():
         if time.monotonic() > deadline:
-            _kill(process)
+            _kill(guilty)
             break
         time.sleep(0.02)
     sys.stdout.flush()

@@ -62,6 +62,10 @@ once and kept; then the most promising plans run in turn in the first steps, and
 kept. The folder also has costs.json, plan.txt and schedule.json, to which a resumed job keeps, and
 parts.txt, the drawn step beside its prediction.
 
+--survive N keeps the state, every N steps, in the host memory of two nodes. When a rank or a node is
+lost, torchrun starts the ranks anew on the nodes that are left, and they go on from there; no step
+counts twice. A node that comes back is taken in again. A line after the first step says what it costs.
+
 Ctrl-C finishes the step, saves and ends; --resume goes on to the same losses.
 """
 
@@ -79,6 +83,11 @@ examples:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --schedule auto
   experts copied to where their tokens are:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --placement fssdp
+  2 nodes, of which either may be lost (on each; "meet" is a host that does not train):
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 8 --max-restarts 100
+      --rdzv-backend c10d --rdzv-endpoint meet:29500 --rdzv-id job
+      --rdzv-conf last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3
+      -m fusedmoe.cli train --survive 10 --timeout 60
   your own text:
     fusedmoe train --data ~/notes --pattern '*.md' --seq-len 256
 """
@@ -247,9 +256,10 @@ class TrainingJob:
         settings = self.settings
         drawn = min(settings.timeline_step, settings.steps - 1)
         saved, stop, speed = done if self.survivor is None else -1, False, 0.0  # memory may be ahead of the disk
+        told, refreshed = False, dict[str, float]()  # what the refresh before a step took
         metrics = self._metrics(trainer)
         while done < last and not stop:
-            found: dict[str, float] = {}
+            found, refreshed = refreshed, {}
             if done == drawn:
                 report, timeline = trainer.recorded_step(done)
                 found["exposed_s"] = self._draw(timeline, done, trainer.planned)
@@ -261,13 +271,16 @@ class TrainingJob:
                 self.loads.note(load_LE)
             if metrics is not None and (done % METRICS_EVERY == 0 or done == last or stop):
                 found |= metrics.collect()
-            if self.survivor is not None and done % settings.survive == 0:
-                found["refresh_s"] = self.survivor.refresh(trainer, done, self._extra(trainer, corpus, done))
             if self.topology.is_first:
                 self.folder.note(done, _of_step(settings, done, report) | found)
                 now = report.tokens / report.seconds
                 speed = 0.9 * speed + 0.1 * now if speed else now
                 display.step(done, report.loss, speed)
+            if self.survivor is not None and done % settings.survive == 0:  # after its line: none may be missing
+                refreshed = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(trainer, corpus, done))}
+                if not told and self.topology.is_first:  # before, the optimizer had no state
+                    display.say(f"survival: {self.survivor.price(refreshed['refresh_s'])}")
+                told = True
             if settings.checkpoint_every and done % settings.checkpoint_every == 0:
                 self._save(trainer, corpus, done)
                 saved = done

@@ -138,7 +138,7 @@ def test_a_killed_rank_costs_no_step(cluster: Cluster, tmp_path: Path, text: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(230)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["a rank is killed", "a rank is frozen", "a node is lost", "a node comes back"])
 def test_two_nodes_go_on(cluster: Cluster, tmp_path: Path, text: Path, fault: str) -> None:
     """Each at a random moment, from a state every one to three steps; `bench.cluster.survive` does many."""

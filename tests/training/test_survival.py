@@ -8,14 +8,17 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fusedmoe import MoELayer, experts, gates
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.training import ShardedExperts, sync_gradients
 from fusedmoe.training.survival import NodeMemory, Survival, recovery, snapshot
 from fusedmoe.training.survival.buddies import JobNodes
 from tests.cluster import Cluster
@@ -325,3 +328,41 @@ def _in_pieces(rank: int, world: int, folder: str, nodes: list[int], run: int) -
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     return rank
+
+
+def _moved(rank: int, world: int, folder: str, nodes: list[int], first: bool) -> Any:
+    """A layer whose experts move: three steps and a refresh, or what was kept then; outputs of the whole batch."""
+    sizes = Sizes(world, ep=world)
+    topology = sizes.topology()
+    torch.manual_seed(1)
+    layer = MoELayer(
+        8, gates.TopK(experts=8, k=2), experts.SwiGLU(hidden=6), topology=topology, placement="fssdp", dtype=torch.float64
+    )
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    with closing(ShardedExperts(layer, optimizer, topology, memory=2, overlap=2)) as moving:
+        survival = Survival(topology, _memory(folder, nodes[rank]))
+        if first:
+            for step in range(3):
+                x_SM = torch.randn(16, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+                layer(x_SM * torch.linspace(0, 3, 8, dtype=torch.float64)).square().mean().backward()
+                sync_gradients(layer, topology)
+                optimizer.step()
+                optimizer.zero_grad()
+            survival.refresh(3, layer, optimizer, {"placement": moving.state_dict()})
+        else:
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.fill_(float("nan"))
+            extra = survival.restore(layer, optimizer)
+            assert extra is not None
+            moving.load_state_dict(extra["placement"])
+        layer.eval()
+        x_SM = torch.randn(16, 8, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+        with torch.no_grad():
+            return layer(x_SM)
+
+
+def test_experts_that_move_are_kept_where_they_are(cluster: Cluster, tmp_path: Path) -> None:
+    expected = cluster.run(4, _moved, str(tmp_path), [0, 0, 1, 1], True)
+    for found in cluster.run(2, _moved, str(tmp_path), [1, 1], False):
+        torch.testing.assert_close(found, expected[0], rtol=1e-10, atol=1e-12)

@@ -120,7 +120,7 @@ def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> tuple[KeptS
         for slot, header in headers.items():
             if header.get("format") == FORMAT:
                 found[header["generation"], header["step"]].append((node, slot, header))
-    damaged = []
+    damaged: list[KeptState] = []
     for generation, step in sorted(found, reverse=True):
         state = KeptState(generation, step, found[generation, step])
         if not state.missing():

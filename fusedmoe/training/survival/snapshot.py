@@ -62,7 +62,9 @@ class StatePart(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> StatePart:
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in fields))
+        """What JSON has made of one."""
+        plain: Any = [tuple(value) if isinstance(value, list) else value for value in fields]
+        return cls(*plain)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class Snapshots:
         me = world.index
         parts, values = _own_parts(model, optimizer, topology, nodes, extra)
         self._compare(parts, world, operation)
-        bases, total = {}, end_of(parts)
+        bases: dict[int, int] = {}
+        total = end_of(parts)
         for source in nodes.sources(me):
             bases[source] = total
             total += _sent_bytes(self._table[source])
@@ -186,7 +189,8 @@ def _own_parts(
     model: nn.Module, optimizer: Optimizer | None, topology: Topology, nodes: JobNodes, extra: dict[str, Any]
 ) -> tuple[list[StatePart], list[Tensor]]:
     """What this rank keeps, those first that it sends, and the values."""
-    me, alone = topology.world.index, set()
+    me = topology.world.index
+    alone: set[str] = set()
     places = {rank: place for place, rank in enumerate(topology.world.ranks)}
 
     def wanted(key: str, group: Group) -> bool:
@@ -197,13 +201,15 @@ def _own_parts(
 
     state = ModelState(model, optimizer, topology, "keeping the job's state")
     entries = state.entries(wanted)
-    for key, value in ((EXTRA, extra), (ABOUT, state.about())):
+    for key, thing in ((EXTRA, extra), (ABOUT, state.about())):
         if wanted(key, topology.world):
-            entries[key] = value
+            entries[key] = thing
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(entries, None, True)
     items = planner.create_local_plan().items
-    parts, values, at = [], [], 0
+    parts: list[StatePart] = []
+    values: list[Tensor] = []
+    at = 0
     for item in sorted(items, key=lambda item: item.index.fqn not in alone):
         key, data = item.index.fqn, planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
