@@ -14,6 +14,7 @@ from fusedmoe.cli.job import Launch, Sizes, choose_sizes
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.failure import RENEWED_S
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.uncaught import tell_others
 from fusedmoe.errors import ConfigError, RankError
@@ -59,10 +60,10 @@ class Survivor:
         with Topology.from_sizes(timeout_s=settings.timeout_s) as everyone:
             notes = all_gather_object(everyone.world, self._memory.note(), "asking what job this is")
         note: dict[str, Any] | None = next((note for note in notes if note is not None), None)
-        self.run_dir, self._shares = None, 1
+        self.run_dir: Path | None = None
         if note is not None:
-            settings = Settings.from_json(note["settings"])
-            self.run_dir, self._shares = Path(note["run_dir"]), int(note["shares"])
+            settings, self.run_dir = Settings.from_json(note["settings"]), Path(note["run_dir"])
+        self._shares = max((int(note["shares"]) for note in notes if note is not None), default=1)
         self.sizes = fitting_sizes(settings, launch)
         self.settings = settings.changed({"model": settings.model.with_experts(launch.ranks, self.sizes.ep)})
 
@@ -80,14 +81,17 @@ class Survivor:
                 print(f"survival: {lost}", flush=True)
         return self._survival.restore(trainer.model, trainer.optimizer)
 
-    def begin(self, trainer: Trainer, run_dir: Path, topology: Topology, done: int, extra: dict[str, Any]) -> None:
-        """From now on a restart goes on with this job. Collective."""
+    def announce(self, run_dir: Path, shares: int) -> None:
+        """From now on a restart goes on with this job."""
+        if self._launch.local_rank == 0:
+            note = {"settings": self.settings.to_json(), "run_dir": str(run_dir.absolute()), "shares": shares}
+            self._memory.write_note(note)
+
+    def begin(self, trainer: Trainer, topology: Topology, done: int, extra: dict[str, Any]) -> None:
+        """Keeps the state that the job begins with, or goes on from. Collective."""
         if self._survival is None:
             self._survival = Survival(topology, self._memory)
         self._survival.refresh(done, trainer.model, trainer.optimizer, extra)
-        if self._launch.local_rank == 0:
-            note = {"settings": self.settings.to_json(), "run_dir": str(run_dir.absolute()), "shares": trainer.shares}
-            self._memory.write_note(note)
 
     def refresh(self, trainer: Trainer, done: int, extra: dict[str, Any]) -> float:
         """Keeps the state after `done` steps; returns the seconds it took. Collective."""
@@ -117,6 +121,12 @@ def fitting_sizes(settings: Settings, launch: Launch) -> Sizes:
         with suppress(ConfigError):
             return choose_sizes(settings.changed(changes), launch)
     return choose_sizes(settings.changed({"ep": None, "esp": None, "mp": None}), launch)
+
+
+def hurry(topology: Topology) -> None:
+    """Has ranks of this topology wait less for the reason of a broken connection: all start again in any case."""
+    if topology.job.board is not None:
+        topology.job.board.exit_s = 2 * RENEWED_S
 
 
 def leave(topology: Topology, error: RankError) -> NoReturn:

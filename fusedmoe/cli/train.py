@@ -18,7 +18,7 @@ from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_device, choose_s
 from fusedmoe.cli.parts import table_of
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
-from fusedmoe.cli.survive import Survivor, check_launcher, fitting_sizes, leave
+from fusedmoe.cli.survive import Survivor, check_launcher, fitting_sizes, hurry, leave
 from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_plan
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
@@ -135,6 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
         if survivor is not None:
             settings, sizes = survivor.settings, survivor.sizes
         topology = make_topology(sizes, settings.timeout_s)
+        if survivor is not None:
+            hurry(topology)
         try:
             with topology.guard("fusedmoe train"):
                 job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor)
@@ -195,6 +197,8 @@ class TrainingJob:
         else:
             made = self._on_rank_0(lambda: RunDir.make(run_dir))
             self.folder = RunDir(Path(made.path))
+        if self.survivor is not None:
+            self.survivor.announce(self.folder.path, trainer.shares)
         if follows_plan(settings, topology.ep.size, topology.esp.size):
             self._follow(trainer)
         if topology.is_first:
@@ -203,7 +207,7 @@ class TrainingJob:
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
         if self.survivor is not None:
             extra = self._extra(trainer, corpus, done)
-            self.survivor.begin(trainer, self.folder.path, topology, done, extra)
+            self.survivor.begin(trainer, topology, done, extra)
         try:
             late: AbstractContextManager[object] = nullcontext() if self.survivor is None else self.stop
             with late, make_display(topology.rank, settings.steps, done) as self.display:

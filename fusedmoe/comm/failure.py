@@ -54,6 +54,7 @@ class Note(NamedTuple):
 
 # The rank whose process hosts the store, where no launcher does.
 _HOST = 0
+_EXIT_S = 10.0
 # How long a rank may wait without renewing its note: a few looks.
 RENEWED_S = 1.0
 
@@ -73,6 +74,8 @@ class Board:
         self._rank = rank
         self.standing: Verdict | None = None  # as far as this rank knows; it stays
         self._unheard = False
+        #: How long a rank may take to be gone, or to say why, after its connections broke: it closes them a while before.
+        self.exit_s = _EXIT_S
         # Asked for when the ranks meet: the store may be gone when it is needed.
         self._processes: dict[int, tuple[str, int]] = {}
 

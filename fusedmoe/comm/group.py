@@ -120,8 +120,8 @@ class Group:
         return f"{self.axis} group {list(self.ranks)}"
 
 
-# A process that ends by an error closes its connections a while before it is gone; the store that it hosts comes last.
-_EXIT_S, _HOST_EXIT_S = 10.0, 1.0
+# A store that a process hosts goes last when the process ends.
+_HOST_EXIT_S = 1.0
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
@@ -317,7 +317,7 @@ def lost(
     assert board is not None
     others = tuple(rank for rank in ranks if rank != me)
     here, earlier, cut_off = f"{operation} over {where}", None, False
-    deadline, dead = time.monotonic() + (_EXIT_S if exit_s is None else exit_s), board.gone(others)
+    deadline, dead = time.monotonic() + (board.exit_s if exit_s is None else exit_s), board.gone(others)
     while (said := board.explain()) is None and not dead and time.monotonic() < deadline:
         board.waits(here, ranks)
         earlier = earlier or board.waiting(others)

@@ -343,7 +343,8 @@ def _moved(rank: int, world: int, folder: str, nodes: list[int], first: bool) ->
         survival = Survival(topology, _memory(folder, nodes[rank]))
         if first:
             for step in range(3):
-                x_SM = torch.randn(16, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+                seeded = torch.Generator().manual_seed(10 * step + rank)
+                x_SM = torch.randn(16, 8, generator=seeded, dtype=torch.float64)
                 layer(x_SM * torch.linspace(0, 3, 8, dtype=torch.float64)).square().mean().backward()
                 sync_gradients(layer, topology)
                 optimizer.step()
