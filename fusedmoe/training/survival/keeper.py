@@ -51,5 +51,5 @@ def main(agent: int, since: str, folder: Path, prefix: str) -> None:
     remove(folder, prefix)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and os.fork() == 0:  # who starts it need not wait for it
     main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4])

@@ -55,23 +55,24 @@ class NodeMemory:
 
     def _sweep(self) -> None:
         for path in self._folder.glob(f"{_family()}*"):
-            agent, since = path.name.removeprefix(_family()).split("-")[:2]
-            if keeper.began(int(agent)) != since:
-                with suppress(OSError):
+            with suppress(OSError, ValueError):  # it is gone already, or no file of ours
+                agent, since = path.name.removeprefix(_family()).split("-")[:2]
+                if keeper.began(int(agent)) != since:
                     path.unlink()
 
     def keep(self) -> None:
         """Has a process remove all of it when the agent ends. To be called on one rank of the node; again does no harm.
 
-        The process holds nothing of this one: no memory, no pipe, no group of processes.
+        The process holds nothing of this one, and is no child of it.
         """
         command = [sys.executable, "-I", "-S", keeper.__file__, str(self._agent), self._since]
-        subprocess.Popen(
+        subprocess.run(
             [*command, str(self._folder), self._prefix],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            check=True,
         )
 
     def check(self) -> None:
