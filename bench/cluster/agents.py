@@ -59,7 +59,8 @@ class Agents:
         self.outputs: list[Path] = []
         self._places: dict[int, int] = {}
         command = self._in(0, sys.executable, "-c", _STORE, self._address, str(self._port))
-        self._store = subprocess.Popen(command, stdout=subprocess.PIPE)
+        # It warns of addresses without names.
+        self._store = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert self._store.stdout is not None
         self._store.stdout.readline()
         for node in range(nodes):

@@ -75,8 +75,9 @@ class Trials:
 
     def trial(self, number: int, fault: str, right: dict[int, float], most: int) -> dict[str, Any]:
         """What became of a job with this fault."""
+        # As many steps in all jobs: the learning rate follows from their number.
         rng, step = self._rng, self._rng.randint(2, most)
-        agents, run = self._agents(f"trial {number}", MODEL, step + AFTER, "--survive", str(self._every))
+        agents, run = self._agents(f"trial {number}", MODEL, most + AFTER, "--survive", str(self._every))
         with agents:
             agents.wait_for_step(run, step - 1, 300)
             time.sleep(rng.random() * 0.2)
@@ -104,7 +105,7 @@ class Trials:
             "from": source,
             "seconds_to_go_on": round(first["time"] - at, 2),
             "restarts": len(_GO_ON.findall(said)),
-            "steps_once": [record["step"] for record in lines] == list(range(1, step + AFTER + 1)),
+            "steps_once": [record["step"] for record in lines] == list(range(1, most + AFTER + 1)),
             "worst_difference": worst,
             "left": kept_files(),
         }
