@@ -74,7 +74,7 @@ class Board:
         self._rank = rank
         self.standing: Verdict | None = None  # as far as this rank knows; it stays
         self._unheard = False
-        #: How long a rank may take to be gone, or to say why, after its connections broke: it closes them a while before.
+        #: How long a rank may take to be gone, or to say why, once its connections broke: it closes them before.
         self.exit_s = _EXIT_S
         # Asked for when the ranks meet: the store may be gone when it is needed.
         self._processes: dict[int, tuple[str, int]] = {}
