@@ -335,9 +335,8 @@ def _moved(rank: int, world: int, folder: str, nodes: list[int], first: bool) ->
     sizes = Sizes(world, ep=world)
     topology = sizes.topology()
     torch.manual_seed(1)
-    layer = MoELayer(
-        8, gates.TopK(experts=8, k=2), experts.SwiGLU(hidden=6), topology=topology, placement="fssdp", dtype=torch.float64
-    )
+    gate, network, dtype = gates.TopK(experts=8, k=2), experts.SwiGLU(hidden=6), torch.float64
+    layer = MoELayer(8, gate, network, topology=topology, placement="fssdp", dtype=dtype)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     with closing(ShardedExperts(layer, optimizer, topology, memory=2, overlap=2)) as moving:
         survival = Survival(topology, _memory(folder, nodes[rank]))
