@@ -49,6 +49,9 @@ _CHOICES = (
 # A year; PyTorch counts it in nanoseconds, which have an end.
 _MOST_S = 3.2e7
 
+# Counts of steps, and numbers of them, that may be 0.
+_OF_STEPS = ("warmup", "checkpoint_every", "survive", "timeline_step")
+
 # More choices than this are listed in the help instead of beside the flag.
 _SHORT = 3
 
@@ -73,6 +76,7 @@ class Settings:
         data, pattern, held_out: text (None: the Python standard library's source), which files, the share held out.
         eval_batches: held-out batches of each replica at the end.
         checkpoint_every: steps between checkpoints; 0: only at the end.
+        survive: steps between refreshes of the state in the nodes' memory (`fusedmoe.cli.survive`); 0: none is kept.
         timeline_step: the step whose timeline is drawn.
         timeout_s: how long a rank waits for another.
     Raises:
@@ -106,6 +110,7 @@ class Settings:
     held_out: float = 0.05
     eval_batches: int = 32
     checkpoint_every: int = 200
+    survive: int = 0
     timeline_step: int = 10
     timeout_s: float = 300.0
 
@@ -118,7 +123,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be at least 1")
-        for name in ("lr", "warmup", "weight_decay", "clip", "aux_weight", "checkpoint_every", "timeline_step"):
+        for name in (*_OF_STEPS, "lr", "weight_decay", "clip", "aux_weight"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"{name} = {value} must be a number from 0")
@@ -286,6 +291,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "run": (
         Flag("--checkpoint-every", "checkpoint_every", "steps between checkpoints; 0: only at the end"),
+        Flag(
+            "--survive",
+            "survive",
+            "steps between copies of the state to two nodes' memory, from which the job goes on when a rank or a node "
+            "is lost; 0: no copies",
+            metavar="N",
+        ),
         Flag("--timeline-step", "timeline_step", "the step whose timeline is drawn"),
     ),
 }

@@ -6,7 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_device, choose_s
 from fusedmoe.cli.parts import table_of
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
+from fusedmoe.cli.survive import Survivor, check_launcher, fitting_sizes, hurry, leave
 from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_plan
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
@@ -61,6 +62,10 @@ once and kept; then the most promising plans run in turn in the first steps, and
 kept. The folder also has costs.json, plan.txt and schedule.json, to which a resumed job keeps, and
 parts.txt, the drawn step beside its prediction.
 
+--survive N keeps the state, every N steps, in the host memory of two nodes. When a rank or a node is
+lost, torchrun starts the ranks anew on the nodes that are left, and they go on from there; no step
+counts twice. A node that comes back is taken in again. A line after the first step says what it costs.
+
 Ctrl-C finishes the step, saves and ends; --resume goes on to the same losses.
 """
 
@@ -78,6 +83,11 @@ examples:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --schedule auto
   experts copied to where their tokens are:
     torchrun --standalone --nproc-per-node 4 -m fusedmoe.cli train --ranks-per-node 2 --placement fssdp
+  2 nodes, of which either may be lost (on each; "meet" is a host that does not train):
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 8 --max-restarts 100
+      --rdzv-backend c10d --rdzv-endpoint meet:29500 --rdzv-id job
+      --rdzv-conf last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3
+      -m fusedmoe.cli train --survive 10 --timeout 60
   your own text:
     fusedmoe train --data ~/notes --pattern '*.md' --seq-len 256
 """
@@ -112,14 +122,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stop_at is not None and arguments.stop_at < 1:
         raise ConfigError(f"--stop-at {arguments.stop_at} must be at least 1")
     settings = (Settings() if arguments.resume is None else read_settings(arguments.resume)).changed(changes)
-    sizes = choose_sizes(settings, launch)
+    if settings.survive:
+        check_launcher()
+    sizes = (fitting_sizes if settings.survive else choose_sizes)(settings, launch)
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
-    device = choose_device(settings, launch)
-    with StopRequest() as stop, process_group(launch, device, settings.timeout_s):
+    device, stop = choose_device(settings, launch), StopRequest()
+    with ExitStack() as held:
+        if not settings.survive:  # else torchrun may end a rank that waits for others to begin
+            held.enter_context(stop)
+        held.enter_context(process_group(launch, device, settings.timeout_s))
+        survivor = Survivor(launch, settings) if settings.survive else None
+        if survivor is not None:
+            settings, sizes = survivor.settings, survivor.sizes
         topology = make_topology(sizes, settings.timeout_s)
-        with topology.guard("fusedmoe train"):
-            job = TrainingJob(settings, launch, sizes, topology, device, stop)
-            verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
+        if survivor is not None:
+            hurry(topology)
+        try:
+            with topology.guard("fusedmoe train"):
+                job = TrainingJob(settings, launch, sizes, topology, device, stop, survivor)
+                verdict = job.run(arguments.run_dir, arguments.resume, arguments.stop_at)
+        except RankError as error:
+            if survivor is None:
+                raise
+            leave(topology, error)
     if launch.rank == 0:
         print(verdict.last_line, flush=True)
     return verdict.code
@@ -144,15 +169,17 @@ class TrainingJob:
         topology: Topology,
         device: torch.device,
         stop: StopRequest,
+        survivor: Survivor | None = None,
     ) -> None:
         self.settings, self.launch, self.sizes = settings, launch, sizes
-        self.topology, self.device, self.stop = topology, device, stop
+        self.topology, self.device, self.stop, self.survivor = topology, device, stop, survivor
         self._peak_flops: float | None = None
 
     def run(self, run_dir: Path | None, resume: Path | None, stop_at: int | None) -> JobEnd:
         """Trains up to the last step, or to `stop_at`, or until asked to stop; then the held-out loss."""
         corpus = self._corpus()
-        trainer = Trainer(self.settings, self.topology, self.device, corpus, self.stop)
+        shares = None if self.survivor is None else self.survivor.shares(self.topology)
+        trainer = Trainer(self.settings, self.topology, self.device, corpus, self.stop, shares)
         with closing(trainer):
             return self._run(trainer, corpus, run_dir, resume, stop_at)
 
@@ -161,20 +188,29 @@ class TrainingJob:
     ) -> JobEnd:
         settings, topology = self.settings, self.topology
         done = 0
-        if resume is not None:
+        if self.survivor is not None and self.survivor.run_dir is not None:
+            self.folder = RunDir(self.survivor.run_dir)
+            done = self._go_on(trainer, corpus, self.survivor)
+        elif resume is not None:
             self.folder = RunDir(resume)
             done = self._load(trainer, corpus)
         else:
             made = self._on_rank_0(lambda: RunDir.make(run_dir))
             self.folder = RunDir(Path(made.path))
+        if self.survivor is not None:
+            self.survivor.announce(self.folder.path, trainer.shares)
         if follows_plan(settings, topology.ep.size, topology.esp.size):
             self._follow(trainer)
         if topology.is_first:
             self._open(trainer, corpus, done)
         self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
+        if self.survivor is not None:
+            extra = self._extra(trainer, corpus, done)
+            self.survivor.begin(trainer, topology, done, extra)
         try:
-            with make_display(topology.rank, settings.steps, done) as self.display:
+            late: AbstractContextManager[object] = nullcontext() if self.survivor is None else self.stop
+            with late, make_display(topology.rank, settings.steps, done) as self.display:
                 done, stopped = self._train(trainer, corpus, self.display, done, last)
             self.loads.draw(f"Loads of experts: {describe(settings.model)}")
         except RankError as error:
@@ -223,10 +259,11 @@ class TrainingJob:
         """Steps `done` to `last`; returns how many are done, all of them saved, and whether some rank was to stop."""
         settings = self.settings
         drawn = min(settings.timeline_step, settings.steps - 1)
-        saved, stop, speed = done, False, 0.0
+        saved, stop, speed = done if self.survivor is None else -1, False, 0.0  # memory may be ahead of the disk
+        told, refreshed = False, dict[str, float]()  # what the refresh before a step took
         metrics = self._metrics(trainer)
         while done < last and not stop:
-            found: dict[str, float] = {}
+            found, refreshed = refreshed, {}
             if done == drawn:
                 report, timeline = trainer.recorded_step(done)
                 found["exposed_s"] = self._draw(timeline, done, trainer.planned)
@@ -243,6 +280,11 @@ class TrainingJob:
                 now = report.tokens / report.seconds
                 speed = 0.9 * speed + 0.1 * now if speed else now
                 display.step(done, report.loss, speed)
+            if self.survivor is not None and done % settings.survive == 0:  # after its line: none may be missing
+                refreshed = {"refresh_s": self.survivor.refresh(trainer, done, self._extra(trainer, corpus, done))}
+                if not told and self.topology.is_first:  # before, the optimizer had no state
+                    display.say(f"survival: {self.survivor.price(refreshed['refresh_s'])}")
+                told = True
             if settings.checkpoint_every and done % settings.checkpoint_every == 0:
                 self._save(trainer, corpus, done)
                 saved = done
@@ -275,17 +317,43 @@ class TrainingJob:
 
     def _save(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
         self.loads.flush()
+        extra = self._extra(trainer, corpus, done)
+        save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
+        if self.survivor is not None and done % self.settings.survive:
+            self.survivor.refresh(trainer, done, extra)  # what is in memory is never older than what is on the disk
+        trainer.interrupted()
+
+    def _extra(self, trainer: Trainer, corpus: Corpus, done: int) -> dict[str, Any]:
+        """What goes with model and optimizer."""
         extra = {"step": done, "text": corpus.fingerprint}
         if trainer.sharded_experts is not None:
             extra["placement"] = trainer.sharded_experts.state_dict()
-        save_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology, extra=extra)
-        trainer.interrupted()
+        return extra
+
+    def _go_on(self, trainer: Trainer, corpus: Corpus, survivor: Survivor) -> int:
+        """Takes up a job whose ranks were started anew, and returns how many steps its state has seen."""
+        extra = survivor.restore(trainer, self.topology)
+        if extra is not None:
+            source, done = "memory", self._taken(trainer, corpus, extra)
+        elif saved_at(self.folder.checkpoint) is not None:
+            source = f"the checkpoint {self.folder.checkpoint}: none was whole in memory"
+            done = self._load(trainer, corpus)
+        else:
+            source, done = "the beginning: none was whole in memory, and there is no checkpoint", 0
+        if self.topology.is_first:
+            ranks = f"{self.topology.size} rank{'s' * (self.topology.size > 1)}"
+            print(f"survival: {ranks} go on after step {done} with the state from {source}", flush=True)
+        return done
 
     def _load(self, trainer: Trainer, corpus: Corpus) -> int:
         """Loads the checkpoint and returns how many steps it has seen."""
         if saved_at(self.folder.checkpoint) is None:
             raise ConfigError(f"{self.folder.path} has no checkpoint: the job ended before its first; start it anew")
         extra = load_checkpoint(self.folder.checkpoint, trainer.model, trainer.optimizer, self.topology)
+        return self._taken(trainer, corpus, extra)
+
+    def _taken(self, trainer: Trainer, corpus: Corpus, extra: dict[str, Any]) -> int:
+        """Takes up what was saved with model and optimizer."""
         if type(extra.get("step")) is not int or "text" not in extra:
             raise ConfigError(f"{self.folder.checkpoint} is of something else than fusedmoe train")
         if extra["text"] != corpus.fingerprint and self.topology.is_first:

@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusedmoe.cli.data import Batches, ByteBatch, Corpus, mix
 from fusedmoe.cli.job import Launch, Sizes, StopRequest
+from fusedmoe.cli.model_of_settings import WIRE_DTYPES, make_model, make_optimizer, shard_experts
 from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.pipeline import Along, PipelinedBlocks
 from fusedmoe.layers.stage import must_wait
-from fusedmoe.layers.wire_hooks import Hooks, WireCast
 from fusedmoe.models.block import block_workload, make_gate, make_order
-from fusedmoe.models.config import ModelConfig
-from fusedmoe.models.transformer import Loss, Transformer
+from fusedmoe.models.transformer import Loss
 from fusedmoe.runtime.cache import cached_observed, kept_observed, machine_facts
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.runtime.observing import observe_steps
@@ -45,14 +44,12 @@ from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline
 from fusedmoe.schedule.workload import IN_LAYERS, Workload
-from fusedmoe.training import PlanTuning, ShardedExperts, clip_grad_norm, sync_gradients
+from fusedmoe.training import PlanTuning, clip_grad_norm, sync_gradients
 from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
 from fusedmoe.training.plan_tuning import TUNED
 from fusedmoe.training.step_plan import PlannedStep
 
-_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-_BETAS = (0.9, 0.95)
 # Settings that the time of a step depends on.
 _TIMED = ("model", "dispatch", "wire_dtype", "dtype", "recompute")
 # Chunks of the steps that are done to be measured, beside one.
@@ -85,6 +82,10 @@ class Trainer:
 
     A step is a function of the parameters, the optimizer's state, the settings and the step's number: batches and the
     gates' noise are drawn from generators seeded by them. So a resumed job goes on as if it had not been stopped.
+
+    Args:
+        shares: batches of a step, over all ranks; by default one for each data-parallel rank. Ranks that are fewer take
+            several, one after another, whose gradients add up: the step is of the same text.
     """
 
     def __init__(
@@ -94,15 +95,17 @@ class Trainer:
         device: torch.device,
         corpus: Corpus,
         stop: StopRequest,
+        shares: int | None = None,
     ) -> None:
         model = settings.model
+        self.shares = topology.dp.size if shares is None else shares
         mask = model.mask if model.objective == "masked" else None
         self._settings, self._topology, self._device, self._stop = settings, topology, device, stop
         self._training = Batches(corpus.train, model.batch, model.seq_len, mask=mask)
         self._held_out = Batches(corpus.held_out, model.batch, model.seq_len, mask=mask)
         self.model = make_model(settings, model, topology, device)
         self.optimizer = make_optimizer(self.model, settings)
-        self.sharded_experts = _shard_experts(self.model, self.optimizer, topology, settings)
+        self.sharded_experts = shard_experts(self.model, self.optimizer, topology, settings)
         self._buckets: GradientBuckets | None = None
         self._followed: tuple[Plan, StepCosts] | None = None
         self.tuning: PlanTuning | None = None
@@ -248,13 +251,15 @@ class Trainer:
         self._seed("held out", 0)
         self.model.eval()
         nats = targets = 0.0
-        for index in range(settings.eval_batches):
+        batches = settings.eval_batches * self.shares
+        for index in range(-(-batches // topology.dp.size)):
             place = index * topology.dp.size + topology.dp.index
-            batch = self._held_out.held_out(place, settings.eval_batches * topology.dp.size)
+            batch = self._held_out.held_out(place % batches, batches)
             with torch.no_grad():
                 loss = self._loss(batch)
-            count = loss.targets / topology.mp.size
-            part, number, stop = self._sum(loss.nats * loss.targets, count, float(self._stop.wanted))
+            count = loss.targets / topology.mp.size * (place < batches)
+            total = loss.nats * loss.targets * (place < batches)
+            part, number, stop = self._sum(total, count, float(self._stop.wanted))
             if stop:
                 return None
             nats, targets = nats + part, targets + number
@@ -267,10 +272,18 @@ class Trainer:
         self._seed("step", step)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(step)
-        loss = self._loss(self._training.training(settings.seed, step, topology.dp.index))
-        if self._buckets is not None:
-            self._buckets.open(recorder)
-        (loss.nats + settings.aux_weight * loss.aux).backward()
+        loss_sum: Tensor | float = 0.0
+        aux_sum: Tensor | float = 0.0
+        for share, weight, last in self._own_shares():
+            if not weight:
+                self.model.eval()  # gates do not learn from what counts nothing
+            loss = self._loss(self._training.training(settings.seed, step, share))
+            if self._buckets is not None and last:
+                self._buckets.open(recorder)
+            whole = loss.nats + settings.aux_weight * loss.aux
+            (whole if weight == 1 else weight * whole).backward()
+            loss_sum, aux_sum = loss_sum + weight * loss.nats.detach(), aux_sum + weight * loss.aux.detach()
+        self.model.train()
         with span(recorder, "gradient sync", kind="gradient-all-reduce", resource="inter"):
             sync_gradients(self.model, topology, buckets=self._buckets)
         with span(recorder, "optimizer", kind="optimizer"):
@@ -286,7 +299,7 @@ class Trainer:
             layers = list(self.model.moe_layers())
             dropped, slots = sum(layer.dropped for layer in layers), sum(int(layer.load_E.sum()) for layer in layers)
             nats, aux, lost, routed, stop = self._sum(
-                loss.nats, loss.aux, float(dropped), float(slots), float(self._stop.wanted)
+                loss_sum, aux_sum, float(dropped), float(slots), float(self._stop.wanted)
             )
         seconds = time.perf_counter() - began
         if self.tuning is not None and recorder is None:
@@ -296,10 +309,21 @@ class Trainer:
             aux_loss=aux / topology.dp.size,
             grad_norm=norm,
             dropped=lost / max(1.0, routed),
-            tokens=settings.model.batch * settings.model.seq_len * topology.dp.size,
+            tokens=settings.model.batch * settings.model.seq_len * self.shares,
             seconds=seconds,
             stop=stop > 0,
         )
+
+    def _own_shares(self) -> Iterator[tuple[int, float, bool]]:
+        """This replica's batches in a step: the number, its weight in the gradient, and whether it is the last.
+
+        Ranks exchange rows, so all take as many; what is too many counts nothing.
+        """
+        replicas, own = self._topology.dp.size, self._topology.dp.index
+        each = -(-self.shares // replicas)
+        for share in range(own * each, (own + 1) * each):
+            weight = replicas / self.shares if share < self.shares else 0.0
+            yield share % self.shares, weight, share == (own + 1) * each - 1
 
     def _loss(self, batch: ByteBatch) -> Loss:
         with self._autocast():
@@ -331,23 +355,6 @@ def probes(costs: StepCosts, samples: int) -> list[Plan]:
         return [micro_schedule(costs, split).plan() for split in dict.fromkeys(splits)]
     passes = ([ChunkedPass(three_queues, degree)] * len(costs.layers) for degree in (1, max(_DEGREES)))
     return [step_plan(costs, of, of) for of in passes]
-
-
-def _shard_experts(
-    model: Transformer, optimizer: torch.optim.Optimizer, topology: Topology, settings: Settings
-) -> ShardedExperts | None:
-    """Has the settings' policy move the experts; None where they stay."""
-    if settings.placement == "ep":
-        return None
-    return ShardedExperts(
-        model,
-        optimizer,
-        topology,
-        policy="hecate" if settings.placement == "fssdp" else settings.placement,
-        memory=settings.placement_memory,
-        overlap=settings.placement_overlap,
-        rematerialises=settings.rematerialise,
-    )
 
 
 def policy_of(settings: Settings) -> str:
@@ -426,7 +433,7 @@ def compute_dtype(settings: Settings) -> torch.dtype:
 
 def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
     """One of the layers of a step, as one of so many ranks sees it."""
-    travels = _WIRE.get(settings.wire_dtype, compute_dtype(settings))
+    travels = WIRE_DTYPES.get(settings.wire_dtype, compute_dtype(settings))
     return block_workload(settings.model, ep, esp, mp, travels.itemsize)
 
 
@@ -449,47 +456,3 @@ def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostMode
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
     waits = whole and must_wait(make_gate(model), make_order(model), cut == "positions")
     return workload.step_costs(costs, reduced, kinds, whole=whole, waits=waits)
-
-
-def make_hooks(settings: Settings) -> tuple[Hooks, ...]:
-    """What compresses rows on their way, if anything does."""
-    return (WireCast(_WIRE[settings.wire_dtype]),) if settings.wire_dtype in _WIRE else ()
-
-
-def make_model(settings: Settings, model: ModelConfig, topology: Topology, device: torch.device) -> Transformer:
-    """The model with its parameters drawn from the seed: the same ones in every world."""
-    torch.manual_seed(mix("parameters", settings.seed))
-    dtype = torch.float64 if settings.dtype == "fp64" else torch.float32
-    return Transformer(
-        model,
-        topology,
-        dispatch=settings.dispatch,
-        hooks=make_hooks(settings),
-        recompute=settings.recompute,
-        placement="ep" if settings.placement == "ep" else "fssdp",
-        device=device,
-        dtype=dtype,
-    )
-
-
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """AdamW; biases and norms do not decay."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        is_matrix = parameter.dim() > 1 and _is_weight(name)
-        groups[is_matrix].append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[True], "weight_decay": settings.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-        lr=settings.peak_lr,
-        betas=_BETAS,
-        fused=True,
-    )
-
-
-def _is_weight(name: str) -> bool:
-    """Experts stack their biases to matrices: the name tells them apart."""
-    last = name.rpartition(".")[2]
-    return "bias" not in last and last not in ("b1", "b2")

@@ -56,6 +56,7 @@ class Note(NamedTuple):
 
 # The rank whose process hosts the store, where no launcher does.
 _HOST = 0
+_EXIT_S = 10.0
 # How long a rank may wait without renewing its note: a few looks.
 RENEWED_S = 1.0
 
@@ -75,6 +76,8 @@ class Board:
         self._rank = rank
         self.standing: Verdict | None = None  # as far as this rank knows; it stays
         self._unheard = False
+        #: How long a rank may take to be gone, or to say why, once its connections broke: it closes them before.
+        self.exit_s = _EXIT_S
         # Asked for when the ranks meet: the store may be gone when it is needed.
         self._processes: dict[int, tuple[str, int]] = {}
         self._looker: Helper | None = None
@@ -223,6 +226,11 @@ class Board:
         here = socket.gethostname()
         known = [(rank, *self._processes[rank]) for rank in ranks if rank in self._processes]
         return [rank for rank, host, pid in known if host == here and not _runs(pid)]
+
+    def at_fault(self) -> int | None:
+        """The process that the standing verdict names, if it runs on this host; None otherwise."""
+        host, pid = self._processes.get(self.standing.rank, ("", 0)) if self.standing is not None else ("", 0)
+        return pid if host == socket.gethostname() and _runs(pid) else None
 
     def waits(self, what: str, ranks: Sequence[int] = ()) -> None:
         """Notes what this rank waits for, with which ranks; at each look again, so that all see it live; "" at last."""

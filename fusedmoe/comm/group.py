@@ -120,9 +120,9 @@ class Group:
         return f"{self.axis} group {list(self.ranks)}"
 
 
-# A process that ends by an error closes its connections a while before it is gone; the store that it hosts comes last.
-_EXIT_S, _HOST_EXIT_S = 10.0, 1.0
-# The same for a wait of PyTorch's own, on top of the time that has passed.
+# A store that a process hosts goes last when the process ends.
+_HOST_EXIT_S = 1.0
+# How long a peer may take to be gone after a wait of PyTorch's own broke, on top of the time that has passed.
 _SLOW_EXIT_S = 6.0
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -318,7 +318,7 @@ def lost(
     assert board is not None
     others = tuple(rank for rank in ranks if rank != me)
     here, earlier, cut_off = f"{operation} over {where}", None, False
-    deadline, dead = time.monotonic() + (_EXIT_S if exit_s is None else exit_s), board.gone(others)
+    deadline, dead = time.monotonic() + (board.exit_s if exit_s is None else exit_s), board.gone(others)
     while (said := board.explain()) is None and not dead and time.monotonic() < deadline:
         board.waits(here, ranks)
         earlier = earlier or board.waiting(others)
@@ -376,8 +376,9 @@ def bounded(group: Group, operation: str) -> Iterator[None]:
         reason = str(error)
         if not isinstance(error, dist.DistError) and "gloo" not in reason:
             raise
-        # Whoever was gone when the time was up has been so for long.
-        exit_s, absent = (1.0, group.board.absent(group.ranks)) if "Timed out" in reason else (_SLOW_EXIT_S, [])
+        exit_s, absent = min(_SLOW_EXIT_S, group.board.exit_s), []
+        if "Timed out" in reason:  # whoever was gone by then has been so for long
+            exit_s, absent = 1.0, group.board.absent(group.ranks)
         raise lost(job, group.ranks, operation, f"the {group}", reason, exit_s, absent) from error
     finally:
         _set_timeout(_patience(job), handle)

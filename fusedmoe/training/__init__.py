@@ -13,10 +13,12 @@ from fusedmoe.training.grad_norm import clip_grad_norm
 from fusedmoe.training.plan_tuning import PlanTuning
 from fusedmoe.training.sharded_experts import ShardedExperts
 from fusedmoe.training.step_plan import plan_step
+from fusedmoe.training.survival import Survival
 
 __all__ = [
     "PlanTuning",
     "ShardedExperts",
+    "Survival",
     "broadcast_parameters",
     "clip_grad_norm",
     "distributed_data_parallel",

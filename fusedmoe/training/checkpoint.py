@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,16 +22,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import on_all_ranks
+from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
 from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, unknown_class, write_folder
 
-_MODEL, _EXTRA, _ABOUT = "model.", "extra", "fusedmoe"
+_MODEL = "model."
 
+EXTRA, ABOUT = "extra", "fusedmoe"
 STATE = "optimizer.state."
 GROUPS = "optimizer.param_groups"
+
+#: Of a key and the ranks that hold it, whether this rank's entries have it.
+Wanted = Callable[[str, Group], bool]
 
 
 @torch.no_grad()
@@ -60,13 +66,13 @@ def save_checkpoint(
         RankError: saving failed on some rank; the message names it and says why.
     """
     path, operation = Path(path), f"saving checkpoint {path}"
-    state = _ModelState(model, optimizer, topology, operation)
+    state = ModelState(model, optimizer, topology, operation)
     entries: dict[str, Any] = {}
 
     def collect() -> None:
         entries.update(state.entries())
         if topology.is_first:
-            entries.update({_EXTRA: extra or {}, _ABOUT: state.about()})
+            entries.update({EXTRA: extra or {}, ABOUT: state.about()})
         for key, value in entries.items():
             if not isinstance(value, Tensor):
                 _check_plain(key, value, operation)
@@ -97,7 +103,7 @@ def load_checkpoint(
         RankError: loading failed on some ranks only; the message names the first and says why.
     """
     path, operation = Path(path), f"loading checkpoint {path}"
-    state = _ModelState(model, optimizer, topology, operation)
+    state = ModelState(model, optimizer, topology, operation)
     small: dict[str, Any] = {}
     targets: dict[str, Any] = {}
     folders: list[Folder] = []
@@ -106,7 +112,7 @@ def load_checkpoint(
         folder = Folder(path)
         folders.append(folder)
         _refuse(path, state.difference(folder.metadata))
-        keys = (_EXTRA, _ABOUT) if optimizer is None else (_EXTRA, _ABOUT, GROUPS)
+        keys = (EXTRA, ABOUT) if optimizer is None else (EXTRA, ABOUT, GROUPS)
         small.update(dict.fromkeys(key for key in keys if key in folder.metadata.state_dict_metadata))
         folder.check(small)
         folder.read(small)
@@ -124,10 +130,10 @@ def load_checkpoint(
         )
     on_all_ranks(topology.world, operation, lambda: folders[0].read(targets))
     state.install(targets, small)
-    return small[_EXTRA]
+    return small[EXTRA]
 
 
-class _ModelState:
+class ModelState:
     """The state of a model and its optimizer on this rank, by plain names. Making it is collective."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, topology: Topology, operation: str) -> None:
@@ -160,14 +166,14 @@ class _ModelState:
 
         self._scattered = on_all_ranks(topology.world, operation, name_parameters)
 
-    def entries(self) -> dict[str, Any]:
-        """What this rank has to write."""
+    def entries(self, wanted: Wanted = writes) -> dict[str, Any]:
+        """What this rank has to write: of what several ranks hold, what is `wanted` of it; by default it is of one."""
         entries: dict[str, Any] = {}
         for name, value in self._values.items():
             spec = self._specs.own.get(name)
-            if writes(_MODEL + name, self._topology.world if spec is None else spec.group):
+            if wanted(_MODEL + name, self._topology.world if spec is None else spec.group):
                 entries[_MODEL + name] = value if spec is None else spec.spread(value)
-        return entries if self._optimizer is None else entries | self._optimizer.entries(self._scattered)
+        return entries if self._optimizer is None else entries | self._optimizer.entries(self._scattered, wanted)
 
     def about(self) -> dict[str, Any]:
         return {"format": FORMAT, "optimizer": None if self._optimizer is None else self._optimizer.about()}
@@ -201,7 +207,7 @@ class _ModelState:
     def optimizer_difference(self, small: dict[str, Any]) -> str | None:
         if self._optimizer is None:
             return None
-        about = small[_ABOUT]["optimizer"]
+        about = small[ABOUT]["optimizer"]
         if about is None:
             return "it was saved without an optimizer. Pass optimizer=None."
         found = self._optimizer.compare(about, small[GROUPS], self._scattered)
@@ -248,11 +254,11 @@ def _refuse(path: Path, difference: str | None) -> None:
 
 def _unknown(small: dict[str, Any], folder: Folder) -> str | None:
     """Why the checkpoint is none that `save_checkpoint` left behind, None if it is one."""
-    if _ABOUT not in small:
+    if ABOUT not in small:
         return "save_checkpoint did not write it. Read it with torch.distributed.checkpoint."
-    about, groups = small[_ABOUT], small.get(GROUPS, [])
+    about, groups = small[ABOUT], small.get(GROUPS, [])
     if not (
-        isinstance(small.get(_EXTRA), dict)
+        isinstance(small.get(EXTRA), dict)
         and isinstance(about, dict)
         and isinstance(about.get("format"), int)
         and isinstance(about.get("optimizer", ()), dict | None)
@@ -261,7 +267,7 @@ def _unknown(small: dict[str, Any], folder: Folder) -> str | None:
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
     ):
         return f"it is damaged: what it says of itself is not what save_checkpoint writes. {CURE}"
-    if folder.checksums is None and small[_ABOUT]["format"] > 1:
+    if folder.checksums is None and small[ABOUT]["format"] > 1:
         return f"it is damaged: {NAME} is missing. {CURE}"
     return None
 
@@ -313,11 +319,12 @@ class OptimizerState:
         """The names of each group that not all ranks have."""
         return [[name for name in names if not self._specs[name].everywhere] for names in self.names]
 
-    def entries(self, scattered: list[list[list[str]]]) -> dict[str, Any]:
+    def entries(self, scattered: list[list[list[str]]], wanted: Wanted = writes) -> dict[str, Any]:
         """What this rank has to write.
 
         Args:
             scattered: every rank's `names_of_some()`.
+            wanted: as for `ModelState.entries`.
         Raises:
             ConfigError: state of a split parameter that has another shape than the parameter.
         """
@@ -327,7 +334,7 @@ class OptimizerState:
             for key, value in values.items():
                 entry = f"{STATE}{name}.{key}"
                 if isinstance(value, Tensor) and value.shape == shape:
-                    if writes(entry, spec.group):
+                    if wanted(entry, spec.group):
                         entries[entry] = spec.spread(value)
                     continue
                 if isinstance(value, Tensor) and value.numel() > 1 and spec.split:
@@ -336,9 +343,9 @@ class OptimizerState:
                         f"the parameter {list(shape)}. It cannot be split over another number of ranks; use an "
                         "optimizer whose state is shaped like the parameters."
                     )
-                if writes(entry, self._topology.world if spec.everywhere else spec.group):
+                if wanted(entry, self._topology.world if spec.everywhere else spec.group):
                     entries[entry] = value
-        if writes(GROUPS, self._topology.world):
+        if wanted(GROUPS, self._topology.world):
             entries[GROUPS] = [
                 _settings(group) | {"params": names}
                 for group, names in zip(self._groups, self._all_names(scattered), strict=True)

@@ -305,7 +305,7 @@ class Folder:
                 )
 
     def _plan(self, targets: dict[str, Any]) -> tuple[LoadPlan, DefaultLoadPlanner]:
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(targets, self.metadata, True)
         plan = planner.create_local_plan()
         return planner.finish_plan(self._reader.prepare_local_plan(plan)), planner
@@ -321,7 +321,7 @@ class Folder:
                 raise ConfigError(f"the checkpoint {self._path} is damaged: {name} has {size} bytes of {end}. {CURE}")
 
 
-class _Planner(DefaultLoadPlanner):
+class PlainPlanner(DefaultLoadPlanner):
     """Of what is no tensor, reads plain values alone: PyTorch's would run whatever they say."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:

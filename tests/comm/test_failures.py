@@ -316,8 +316,8 @@ def killed_on_another_host(rank: int, world: int, culprit: int) -> None:
     """Nobody there can be asked for processes; who waits on has been heard of since."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"host {rank}")
-        patch.setattr(groups, "_EXIT_S", 2 * RENEWED_S)
         topology = Topology.from_sizes(4)
+        topology.world.board.exit_s = 2 * RENEWED_S
         pids = all_gather_object(topology.world, os.getpid())
         if rank == (culprit + 1) % world:
             while not topology.world.board.waiting([culprit])[culprit].what:
@@ -493,6 +493,8 @@ class Clock:
 
 class Lonely:
     """A board whose store went when `until_s` had come; no process has ended."""
+
+    exit_s = 10.0
 
     def __init__(self, clock: Clock, until_s: float) -> None:
         self._clock, self._until_s = clock, until_s

@@ -1,0 +1,169 @@
+"""Nodes of a job on this machine: an agent of torchrun each, with its ranks, that can be lost one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bench.cluster.network import ADDRESSES, TwoNodes
+
+ROOT = Path(__file__).parents[2]
+
+#: Of torchrun's rendezvous: how long it waits for more nodes than it needs, and after what silence a node is lost.
+RENDEZVOUS = {"last_call_timeout": 15, "keep_alive_interval": 1, "keep_alive_max_attempt": 10, "is_host": "false"}
+
+_STORE = """
+import signal, sys
+from torch.distributed import TCPStore
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+class Agents:
+    """`fusedmoe train` on nodes of `per_node` ranks each, which meet in a store that is on none of them.
+
+    Args:
+        folder: where it runs, and where outputs go.
+        spaces: network namespaces, one a node; None: all on loopback.
+        rendezvous: changes to `RENDEZVOUS`.
+    Attributes:
+        running: the agents.   outputs: a file of each that was started.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int,
+        per_node: int,
+        *arguments: str,
+        spaces: TwoNodes | None = None,
+        rendezvous: dict[str, Any] | None = None,
+    ) -> None:
+        self._folder, self._arguments, self._nodes, self._per_node = folder, arguments, nodes, per_node
+        self._spaces, self._rendezvous = spaces, RENDEZVOUS | (rendezvous or {})
+        self._address = "127.0.0.1" if spaces is None else ADDRESSES[0]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.running: list[subprocess.Popen[bytes]] = []
+        self.outputs: list[Path] = []
+        self._places: dict[int, int] = {}
+        command = self._in(0, sys.executable, "-c", _STORE, self._address, str(self._port))
+        # It warns of addresses without names.
+        self._store = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert self._store.stdout is not None
+        self._store.stdout.readline()
+        for node in range(nodes):
+            self.start(node)
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in list(self.running):
+            self.lose(agent)
+        self._store.kill()
+        self._store.wait()
+        if self._store.stdout is not None:
+            self._store.stdout.close()
+
+    def _in(self, node: int, *command: str) -> list[str]:
+        return list(command) if self._spaces is None else self._spaces.command(node, *command)
+
+    def start(self, node: int) -> None:
+        """A node, the first time or again."""
+        address = "127.0.0.1" if self._spaces is None else ADDRESSES[node]
+        interface = "lo" if self._spaces is None else self._spaces.interfaces[node]
+        settings = ",".join(f"{name}={value}" for name, value in self._rendezvous.items())
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{self._nodes}"]
+        command += ["--nproc-per-node", str(self._per_node), "--max-restarts", "100", "--rdzv-backend", "c10d"]
+        command += ["--rdzv-endpoint", f"{self._address}:{self._port}", "--rdzv-id", f"agents-{os.getpid()}"]
+        command += ["--rdzv-conf", settings, "--local-addr", address, "-m", "fusedmoe.cli", "train"]
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": interface}
+        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
+        environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self.outputs.append(self._folder / f"agent-{len(self.outputs)}.txt")
+        with self.outputs[-1].open("wb") as output:
+            agent = subprocess.Popen(
+                [*self._in(node, *command), *self._arguments],
+                cwd=self._folder,
+                env={**os.environ, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._places[agent.pid] = node
+        self.running.append(agent)
+
+    def ranks(self, agent: subprocess.Popen[bytes]) -> list[int]:
+        """The processes of an agent's ranks."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError, IndexError):
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                command = (entry / "cmdline").read_bytes()
+                if int(fields[1]) == agent.pid and fields[0] != "Z" and b"fusedmoe.cli" in command:
+                    found.append(int(entry.name))
+        return sorted(found)
+
+    def lose(self, agent: subprocess.Popen[bytes]) -> int:
+        """Ends a node, all at once; returns which one it was."""
+        for _ in range(2):  # ranks that it had just begun to start
+            for process in (*self.ranks(agent), agent.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        agent.wait()
+        self.running.remove(agent)
+        return self._places[agent.pid]
+
+    def wait(self, seconds: float) -> list[int]:
+        """The exit codes of the nodes that are left; -1000 of one that goes on."""
+        deadline = time.monotonic() + seconds
+        for agent in self.running:
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(max(0.0, deadline - time.monotonic()))
+        return [-1000 if agent.poll() is None else agent.returncode for agent in self.running]
+
+    def wait_for_step(self, run: Path, step: int, seconds: float) -> None:
+        """Until so many steps are done."""
+        deadline = time.monotonic() + seconds
+        while max((record["step"] for record in metrics(run)), default=0) < step:
+            assert time.monotonic() < deadline, self.said()
+            assert any(agent.poll() is None for agent in self.running), self.said()
+            time.sleep(0.02)
+
+    def said(self) -> str:
+        """What all of them wrote, the end of it."""
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in self.outputs)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The whole lines of a job's metrics."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def kept_files() -> list[str]:
+    """What is left in this system's memory of jobs whose agents are gone, once their keepers had time."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        left = [path.name for path in Path("/dev/shm").glob("fusedmoe-survive-*") if not _lives(path.name)]
+        if not left:
+            return []
+        time.sleep(0.1)
+    return left
+
+
+def _lives(name: str) -> bool:
+    return Path("/proc", name.split("-")[3]).exists()

@@ -1,0 +1,165 @@
+"""`fusedmoe train --survive`: the job goes on after a rank or a node is lost, by torchrun's own restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fusedmoe.cli.job import Launch, Sizes, choose_sizes
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.trainer import Trainer
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.failure import RENEWED_S
+from fusedmoe.comm.topology import Topology
+from fusedmoe.comm.uncaught import tell_others
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.training.survival import NodeMemory, Survival
+
+_HOW = """\
+torchrun's flags for it, the same on every node, are
+  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes MIN:MAX --max-restarts 100 \\
+      --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME \\
+      --rdzv-conf last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3 …"""
+
+# A rank that is at fault and alive may be about to say why, and to end.
+_END_S = 2.0
+
+
+def check_launcher() -> None:
+    """Raises `ConfigError` where this process is not started in a way that `--survive` needs."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise ConfigError(f"--survive needs torchrun, which starts ranks again: {_HOW}")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+        raise ConfigError(f"--survive needs torchrun to start ranks again: give it --max-restarts. {_HOW}")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        raise ConfigError(
+            "--survive needs a store of its own for the ranks of each restart, as those before have left theirs full: "
+            f"set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun. {_HOW}"
+        )
+
+
+class Survivor:
+    """A job that outlives its processes: what it is, and its state. Making it is collective.
+
+    Attributes:
+        run_dir: the job's folder, None in a job that begins.
+        settings, sizes: those with which it began, and the layout that these ranks allow.
+    """
+
+    def __init__(self, launch: Launch, settings: Settings) -> None:
+        self._launch = launch
+        self._memory = NodeMemory()
+        self._survival: Survival | None = None
+        if launch.local_rank == 0:
+            self._memory.keep()
+        with Topology.from_sizes(timeout_s=settings.timeout_s) as everyone:
+            notes = all_gather_object(everyone.world, self._memory.note(), "asking what job this is")
+        note: dict[str, Any] | None = next((note for note in notes if note is not None), None)
+        self.run_dir: Path | None = None
+        if note is not None:
+            settings, self.run_dir = Settings.from_json(note["settings"]), Path(note["run_dir"])
+        self._shares = max((int(note["shares"]) for note in notes if note is not None), default=1)
+        self.sizes = fitting_sizes(settings, launch)
+        self.settings = settings.changed({"model": settings.model.with_experts(launch.ranks, self.sizes.ep)})
+
+    def shares(self, topology: Topology) -> int:
+        """Batches of a step: as many as the job had replicas when it had the most."""
+        return max(self._shares, topology.dp.size)
+
+    def restore(self, trainer: Trainer, topology: Topology) -> dict[str, Any] | None:
+        """Puts the newest whole state into the trainer and returns what `refresh` was given; None without one.
+        Collective."""
+        self._survival = Survival(topology, self._memory)
+        for step, keys in self._survival.lost.items():
+            if topology.is_first:
+                lost = f"of the state of step {step}, {len(keys)} parts are on no node that is left"
+                print(f"survival: {lost}", flush=True)
+        return self._survival.restore(trainer.model, trainer.optimizer)
+
+    def announce(self, run_dir: Path, shares: int) -> None:
+        """From now on a restart goes on with this job."""
+        if self._launch.local_rank == 0:
+            note = {"settings": self.settings.to_json(), "run_dir": str(run_dir.absolute()), "shares": shares}
+            self._memory.write_note(note)
+
+    def begin(self, trainer: Trainer, topology: Topology, done: int, extra: dict[str, Any]) -> None:
+        """Keeps the state that the job begins with, or goes on from. Collective."""
+        if self._survival is None:
+            self._survival = Survival(topology, self._memory)
+        self._survival.refresh(done, trainer.model, trainer.optimizer, extra)
+
+    def refresh(self, trainer: Trainer, done: int, extra: dict[str, Any]) -> float:
+        """Keeps the state after `done` steps; returns the seconds it took. Collective."""
+        assert self._survival is not None
+        began = time.perf_counter()
+        self._survival.refresh(done, trainer.model, trainer.optimizer, extra)
+        trainer.interrupted()
+        return time.perf_counter() - began
+
+    def price(self, seconds: float) -> str:
+        """In words what the last refresh took, which lasted so many seconds."""
+        assert self._survival is not None
+        nodes, price, every = self._survival.nodes, self._survival.price, self.settings.survive
+        steps = f"every {every} steps" if every > 1 else "every step"
+        sent = f"{price.sent_bytes / 1e6:.3g} MB to another node" if nodes > 1 else "nothing is sent: there is one node"
+        kept = f"{price.memory_bytes / 1e6:.3g} MB of the host's memory for each rank"
+        return f"{nodes} node{'s' * (nodes > 1)}, {kept}; {steps} {seconds:.2g} s, {sent}"
+
+
+def fitting_sizes(settings: Settings, launch: Launch) -> Sizes:
+    """The sizes that were asked for, or, where these ranks are too few for them, those that would be chosen.
+
+    Raises:
+        ConfigError: no sizes fit.
+    """
+    for changes in ({}, {"ep": None}, {"ep": None, "esp": None}):
+        with suppress(ConfigError):
+            return choose_sizes(settings.changed(changes), launch)
+    return choose_sizes(settings.changed({"ep": None, "esp": None, "mp": None}), launch)
+
+
+def hurry(topology: Topology) -> None:
+    """Has ranks of this topology wait less for the reason of a broken connection: all start again in any case."""
+    if topology.job.board is not None:
+        topology.job.board.exit_s = 2 * RENEWED_S
+
+
+def leave(topology: Topology, error: RankError) -> NoReturn:
+    """Ends this process at once, after the others have heard why, so that torchrun starts all ranks anew.
+
+    torchrun gives a rank that is frozen half a minute to end: it is ended here.
+    """
+    print(f"fusedmoe: error: {error}", file=sys.stderr, flush=True)
+    tell_others(error)
+    for process in _stopped_beside():
+        _kill(process)
+    board = topology.job.board
+    deadline = time.monotonic() + _END_S
+    while board is not None and (guilty := board.at_fault()) is not None and guilty != os.getpid():
+        if time.monotonic() > deadline:
+            _kill(guilty)
+            break
+        time.sleep(0.02)
+    sys.stdout.flush()
+    os._exit(1)  # destructors of process groups would wait for ranks that are gone
+
+
+def _stopped_beside() -> list[int]:
+    """Processes that the same launcher started here, and that are stopped."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[1]) == os.getppid() and fields[0] == "T":
+                found.append(int(entry.name))
+    return found
+
+
+def _kill(process: int) -> None:
+    with suppress(OSError):
+        os.kill(process, signal.SIGKILL)

@@ -1,0 +1,55 @@
+"""Removes what is left in a node's memory of a job once its agent (torchrun) has ended, however it ended.
+
+A script of its own, started by path: it imports the standard library alone, and so is a few megabytes of memory and no
+time. It ends with the agent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+# A rank that outlives the agent may be writing still.
+_AGAIN_S = 2.0
+
+
+def began(process: int) -> str:
+    """When a process began, in the system's ticks, so that its number with this is of no other; "" if it is gone."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def remove(folder: Path, prefix: str) -> None:
+    """Removes the files whose names begin so."""
+    for path in folder.iterdir():
+        if path.name.startswith(prefix):
+            with suppress(OSError):
+                path.unlink()
+
+
+def main(agent: int, since: str, folder: Path, prefix: str) -> None:
+    """Waits for the agent's end. A second keeper of the same memory ends at once."""
+    lock = os.open(folder / f"{prefix}keeper", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    with suppress(ProcessLookupError):
+        handle = os.pidfd_open(agent)
+        if began(agent) == since:
+            select.select([handle], [], [])
+    remove(folder, prefix)
+    time.sleep(_AGAIN_S)
+    remove(folder, prefix)
+
+
+if __name__ == "__main__" and os.fork() == 0:  # who starts it need not wait for it
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,204 @@
+"""Memory of a node that outlives its ranks: files under /dev/shm that live as long as the agent that starts the ranks.
+
+A snapshot is two files: bytes, and a header in JSON that says what they are. The header is removed before the first
+byte changes and comes back, by a rename, after the last one: where it is, the bytes are whole, whenever the writer was
+killed. Nothing is written to a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import stat
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.files import regular_bytes
+from fusedmoe.training.survival import keeper
+
+_FAMILY = "fusedmoe-survive-"
+_HEADER, _NEW = ".json", ".new"
+_MOST_BYTES = 2**30  # of a header
+
+
+class NodeMemory:
+    """What an agent's ranks, those of now and those after a restart, keep in the memory of their host.
+
+    Making it removes what agents that are gone have left there.
+
+    Args:
+        agent: the process that starts this node's ranks; by default this process's parent, as under torchrun.
+        folder: a file system in memory.
+    Attributes:
+        name: tells this node from others of the job, the same on all its ranks.
+    Raises:
+        ConfigError: there is no such folder.
+    """
+
+    def __init__(self, agent: int | None = None, folder: Path = Path("/dev/shm")) -> None:
+        if not folder.is_dir():
+            raise ConfigError(f"survival: this system has no {folder}, in which copies are kept; it needs Linux")
+        self._agent, self._folder = os.getppid() if agent is None else agent, folder
+        self._since = keeper.began(self._agent)
+        self._prefix = f"{_family()}{self._agent}-{self._since}-"
+        self.name = f"{socket.gethostname()}:{folder}/{self._prefix}"
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for path in self._folder.glob(f"{_family()}*"):
+            with suppress(OSError, ValueError):  # it is gone already, or no file of ours
+                agent, since = path.name.removeprefix(_family()).split("-")[:2]
+                if keeper.began(int(agent)) != since:
+                    path.unlink()
+
+    def keep(self) -> None:
+        """Has a process remove all of it when the agent ends. To be called on one rank of the node; again does no harm.
+
+        The process holds nothing of this one, and is no child of it.
+        """
+        command = [sys.executable, "-I", "-S", keeper.__file__, str(self._agent), self._since]
+        subprocess.run(
+            [*command, str(self._folder), self._prefix],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            check=True,
+        )
+
+    def check(self) -> None:
+        """Raises `RankError` if the agent is gone: what is written now nobody would ever remove."""
+        if keeper.began(self._agent) != self._since:
+            raise RankError("survival: the process that started this rank (torchrun) is gone; start the job again")
+
+    def slot(self, name: str) -> Slot:
+        return Slot(self._folder / f"{self._prefix}{name}")
+
+    def headers(self) -> dict[str, dict[str, Any]]:
+        """The headers of all whole snapshots here, by slot.
+
+        Raises:
+            ConfigError: one of them is damaged.
+        """
+        found = {}
+        for path in sorted(self._folder.glob(f"{self._prefix}*{_HEADER}")):
+            try:
+                found[path.name.removeprefix(self._prefix).removesuffix(_HEADER)] = json.loads(
+                    regular_bytes(path, _MOST_BYTES)
+                )
+            except FileNotFoundError:
+                continue  # another rank has just removed it
+            except (OSError, ValueError, RecursionError) as error:
+                raise ConfigError(f"survival: {path} is damaged: {error}. Remove it, and start again") from error
+        return found
+
+    def slots(self) -> list[str]:
+        """All slots there are, whole or not."""
+        names = (path.name.removeprefix(self._prefix) for path in self._folder.glob(f"{self._prefix}*"))
+        found = {name.split(".")[0] for name in names}
+        return sorted(name for name in found if name.count("-") == 2)
+
+    def remove(self, name: str) -> None:
+        """Removes a slot, if it is there: its header first."""
+        for suffix in (_HEADER, ""):
+            (self._folder / f"{self._prefix}{name}{suffix}").unlink(missing_ok=True)
+
+    def write_note(self, note: dict[str, Any]) -> None:
+        """Keeps a few facts of the job, in plain types."""
+        _write(self._folder / f"{self._prefix}note", json.dumps(note))
+
+    def note(self) -> dict[str, Any] | None:
+        """What `write_note` was given last, by any rank of this node; None before."""
+        try:
+            found: dict[str, Any] = json.loads(regular_bytes(self._folder / f"{self._prefix}note", _MOST_BYTES))
+        except FileNotFoundError:
+            return None
+        return found
+
+
+class Slot:
+    """A place for one snapshot."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._header = path, path.with_name(path.name + _HEADER)
+        self._bytes: Tensor | None = None
+
+    def begin(self, size: int) -> Tensor:
+        """[size] uint8: the memory to write into. What was there before is no snapshot from now on.
+
+        Raises:
+            OSError: there is no room; the message says how much it takes.
+        """
+        self._header.unlink(missing_ok=True)
+        if self._bytes is None or len(self._bytes) != size:
+            self._bytes = None
+            with _opened(self._path) as file:
+                try:
+                    os.ftruncate(file.fileno(), size)
+                    os.posix_fallocate(file.fileno(), 0, max(1, size))  # without it a full file system ends the process
+                except OSError as error:
+                    with suppress(OSError):
+                        self._path.unlink()
+                    room = os.statvfs(folder := self._path.parent)
+                    free = room.f_bavail * room.f_frsize / 1e6
+                    raise OSError(
+                        f"no room in {folder} for a copy of {size / 1e6:.0f} MB ({error.strerror}; "
+                        f"{free:.0f} MB are free). Give it more (mount -o remount,size=…; "
+                        "docker --shm-size), or train without copies"
+                    ) from error
+                self._bytes = _mapped(file.fileno(), size, mmap.ACCESS_WRITE)
+        return self._bytes
+
+    def commit(self, header: dict[str, Any]) -> None:
+        """The bytes are whole, and this is what they are."""
+        _write(self._header, json.dumps(header))
+
+    def read(self, size: int) -> Tensor:
+        """[size] uint8: the bytes of a whole snapshot; writing into them changes no file.
+
+        Raises:
+            ConfigError: they are fewer.
+        """
+        with _opened(self._path) as file:
+            there = os.fstat(file.fileno()).st_size
+            if there < size:
+                raise ConfigError(f"survival: {self._path} is damaged: it has {there} bytes of {size}")
+            return _mapped(file.fileno(), size, mmap.ACCESS_COPY)
+
+
+def _mapped(file: int, size: int, access: int) -> Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(file, size, access=access), dtype=torch.uint8)
+
+
+def _opened(path: Path) -> Any:
+    """A file of this user's own, made where it is not there: others can write to the folder, too."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+b")
+    found = os.fstat(file.fileno())
+    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        file.close()
+        raise ConfigError(f"survival: {path} is not a file of this user")
+    return file
+
+
+def _write(path: Path, text: str) -> None:
+    """Puts a file in its place whole. Its part has the same beginning of a name, by which it is removed."""
+    part = path.with_name(f"{path.name}-{os.getpid()}{_NEW}")
+    with _opened(part) as file:
+        file.write(text.encode())
+    part.replace(path)
+
+
+def _family() -> str:
+    """How names begin, of agents whose processes can be seen from here."""
+    return f"{_FAMILY}{os.stat('/proc/self/ns/pid').st_ino}-"

@@ -1,0 +1,254 @@
+"""Finds the newest state of a job that is whole in its nodes' memory, and hands each rank its parts of it.
+
+Whatever ranks wrote it, any others read it: a rank reads what its node has, and gets from other nodes what is only
+there. Only what it needs travels.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.optim import Optimizer
+
+from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device_of, on_all_ranks
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
+from fusedmoe.training.storage import PlainPlanner
+from fusedmoe.training.survival.buddies import JobNodes
+from fusedmoe.training.survival.node_memory import NodeMemory
+from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, StatePart
+
+Place = tuple[str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part in a slot of some node."""
+
+    node: int
+    slot: str
+    part: StatePart
+
+
+class KeptState:
+    """The state of a job at one step, as far as the nodes' memory has it.
+
+    Attributes:
+        generation, step: when it was kept.
+        parts: by what they are of, all that hold them.
+        slots: that have it, by node.
+    """
+
+    def __init__(self, generation: int, step: int, headers: Iterable[tuple[int, str, dict[str, Any]]]) -> None:
+        self.generation, self.step = generation, step
+        self.parts: dict[Place, list[Held]] = {}
+        self.slots: set[tuple[int, str]] = set()
+        self._sizes: dict[tuple[int, str], int] = {}
+        self._keys: dict[str, list[int] | None] = {}
+        for node, slot, header in headers:
+            self.slots.add((node, slot))
+            self._sizes[node, slot] = header["bytes"]
+            self._keys |= header["keys"]
+            for fields in header["parts"]:
+                part = StatePart.from_json(fields)
+                self.parts.setdefault(part.place, []).append(Held(node, slot, part))
+
+    def missing(self) -> list[str]:
+        """Keys of which some part is on no node."""
+        volumes: dict[str, int] = defaultdict(int)
+        for (key, _), (held, *_) in self.parts.items():
+            volumes[key] += 1 if held.part.size is None else math.prod(held.part.size)
+        return [
+            key
+            for key, whole in self._keys.items()
+            if key not in volumes or volumes[key] < (1 if whole is None else math.prod(whole))
+        ]
+
+    def metadata(self) -> Metadata:
+        """What it holds, as a checkpoint would say it."""
+        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+        entries: dict[str, Any] = {}
+        for (key, start), (held, *_) in sorted(self.parts.items(), key=lambda item: repr(item[0])):
+            part = held.part
+            if start is None or part.size is None:
+                entries[key] = BytesStorageMetadata()
+                continue
+            chunks[key].append(ChunkStorageMetadata(torch.Size(start), torch.Size(part.size)))
+            properties = TensorProperties(dtype=getattr(torch, part.dtype))
+            entries[key] = TensorStorageMetadata(properties, torch.Size(part.whole), chunks[key])
+        return Metadata(entries)
+
+    def bytes_of(self, slot: tuple[int, str]) -> int:
+        return self._sizes[slot]
+
+
+def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> tuple[KeptState | None, list[KeptState]]:
+    """The newest whole state, and newer ones that are not whole. Collective; the same on every rank.
+
+    Raises:
+        RankError: a header is damaged.
+    """
+    me = topology.world.index
+    own: dict[str, dict[str, Any]] = {}
+
+    def look() -> None:
+        if nodes.speaks(me):
+            own.update(memory.headers())
+
+    on_all_ranks(topology.world, "looking for the job's state in memory", look)
+    every = all_gather_object(topology.world, own, "comparing what is in memory")
+    found: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
+    for rank, headers in enumerate(every):
+        node = nodes.of_rank[rank]
+        for slot, header in headers.items():
+            if header.get("format") == FORMAT:
+                found[header["generation"], header["step"]].append((node, slot, header))
+    damaged: list[KeptState] = []
+    for generation, step in sorted(found, reverse=True):
+        state = KeptState(generation, step, found[generation, step])
+        if not state.missing():
+            return state, damaged
+        damaged.append(state)
+    return None, damaged
+
+
+class Reader:
+    """Reads parts of a kept state; every call is collective over all ranks."""
+
+    def __init__(self, state: KeptState, memory: NodeMemory, topology: Topology, nodes: JobNodes) -> None:
+        self._state, self._memory, self._topology, self._nodes = state, memory, topology, nodes
+        self.metadata = state.metadata()
+        self._open: dict[str, Tensor] = {}
+
+    def read(self, targets: dict[str, Any]) -> None:
+        """Reads what `targets` names: tensors in place, objects into the dictionary."""
+        planner = PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        items: list[Any] = []
+
+        def plan() -> None:
+            planner.set_up_planner(targets, self.metadata, True)
+            items.extend(planner.finish_plan(planner.create_local_plan()).items)
+
+        on_all_ranks(self._topology.world, "planning what to read from memory", plan)
+        found = self._fetch(list(dict.fromkeys(_place(item) for item in items)))
+        for item in items:
+            place = _place(item)
+            part, data = self._state.parts[place][0].part, found[place]
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, BytesIO(data.numpy().tobytes()))
+                continue
+            assert part.size is not None
+            value = data.view(getattr(torch, part.dtype)).view(part.size)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                value = value.narrow(dim, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(value)
+            planner.commit_tensor(item, target)
+
+    def _fetch(self, wanted: list[Place]) -> dict[Place, Tensor]:
+        """The bytes of these parts, from this node's memory or another's."""
+        world, nodes = self._topology.world, self._nodes
+        node = nodes.of_rank[world.index]
+        here = {place: held for place in wanted if (held := self._on(node, place)) is not None}
+        found = {place: self._bytes(held) for place, held in here.items()}
+        asked = all_gather_object(world, [place for place in wanted if place not in here], "asking for parts")
+        streams: dict[tuple[int, int], list[Place]] = defaultdict(list)  # from, to
+        for rank, places in enumerate(asked):
+            for place in places:
+                streams[self._source(place, rank), rank].append(place)
+        sizes = {pair: sum(self._size(place) for place in places) for pair, places in streams.items()}
+        outgoing = {
+            to: torch.cat([self._bytes(self._on(node, place)) for place in streams[world.index, to]])
+            for source, to in streams
+            if source == world.index
+        }
+        incoming: dict[int, list[Tensor]] = defaultdict(list)
+        for start in range(0, max(sizes.values(), default=0), CHUNK_BYTES):
+
+            def count(source: int, to: int, start: int = start) -> int:
+                return min(CHUNK_BYTES, max(0, sizes.get((source, to), 0) - start))
+
+            send = [count(world.index, rank) for rank in range(world.size)]
+            recv = [count(rank, world.index) for rank in range(world.size)]
+            rows = [outgoing[rank][start : start + size] for rank, size in enumerate(send) if size]
+            row = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
+            came = all_to_all_rows(world, row.to(device_of(world)), send, recv, "reading the state of other nodes")
+            for rank, piece in enumerate(came.cpu().split(recv)):
+                incoming[rank].append(piece)
+        for (source, to), places in streams.items():
+            if to != world.index:
+                continue
+            pieces = incoming[source] or [torch.empty(0, dtype=torch.uint8)]
+            parts = torch.cat(pieces).split([self._size(place) for place in places])
+            found |= {place: part.clone() for place, part in zip(places, parts, strict=True)}  # aligned for any dtype
+        return found
+
+    def _size(self, place: Place) -> int:
+        return self._state.parts[place][0].part.bytes
+
+    def _on(self, node: int, place: Place) -> Held | None:
+        return next((held for held in self._state.parts[place] if held.node == node), None)
+
+    def _source(self, place: Place, reader: int) -> int:
+        """The rank that sends a part to a reader: of the nodes that have it, by chance, but the same everywhere."""
+        having = sorted({held.node for held in self._state.parts[place]})
+        chance = zlib.crc32(repr(place).encode())
+        ranks = self._nodes.ranks(having[chance % len(having)])
+        return ranks[(chance // len(having) + reader) % len(ranks)]
+
+    def _bytes(self, held: Held | None) -> Tensor:
+        assert held is not None
+        if held.slot not in self._open:
+            size = self._state.bytes_of((held.node, held.slot))
+            self._open[held.slot] = self._memory.slot(held.slot).read(size)
+        return self._open[held.slot][held.part.at : held.part.at + held.part.bytes]
+
+
+def _place(item: Any) -> Place:
+    index = item.storage_index
+    return index.fqn, None if item.type is LoadItemType.BYTE_IO else tuple(index.offset)
+
+
+@torch.no_grad()
+def load(reader: Reader, model: nn.Module, optimizer: Optimizer | None, topology: Topology) -> dict[str, Any]:
+    """Loads a kept state into model and optimizer, in place, and returns its `extra`. Collective over all ranks.
+
+    Raises:
+        ConfigError: it is of another model or optimizer.
+        RankError: a rank failed, or did not come.
+    """
+    operation = "going on from memory"
+    state = ModelState(model, optimizer, topology, operation)
+    there = reader.metadata.state_dict_metadata
+    small: dict[str, Any] = dict.fromkeys(key for key in (EXTRA, ABOUT, GROUPS) if key in there)
+    reader.read(small)
+    targets: dict[str, Any] = {}
+
+    def compare() -> None:
+        found = state.difference(reader.metadata) or state.optimizer_difference(small)
+        if found is not None:
+            raise ConfigError(f"{operation}: {found}")
+        targets.update(state.targets(reader.metadata))
+
+    on_all_ranks(topology.world, operation, compare)
+    reader.read(targets)
+    state.install(targets, small)
+    extra: dict[str, Any] = small[EXTRA]
+    return extra

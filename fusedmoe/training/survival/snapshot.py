@@ -1,0 +1,227 @@
+"""A job's state in its nodes' memory, at one step: every part on two nodes.
+
+What several nodes hold anyway (the dense parts, experts with data-parallel copies) each of them keeps from its own
+ranks. What one node alone holds is also sent to a buddy on another. On a node each part is kept once, whichever of its
+ranks hold it.
+
+There are two slots, written in turn. A rank begins a refresh only with all others, and so after all have finished the
+one before: whenever some rank is killed, one of the two slots is whole on every node, of the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.optim import Optimizer
+
+from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device_of, on_all_ranks
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import Topology
+from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
+from fusedmoe.training.survival.buddies import JobNodes
+from fusedmoe.training.survival.node_memory import NodeMemory, Slot
+
+#: Of the headers.
+FORMAT = 1
+# Bytes that travel at once: what a transfer takes of a GPU's memory, twice.
+CHUNK_BYTES = 2**25
+# Parts begin where any dtype may.
+_ALIGN = 64
+
+
+class StatePart(NamedTuple):
+    """A part of a tensor, or a whole object, in a slot.
+
+    Attributes:
+        key: as in a checkpoint.   start, size: where in the tensor and how large; None of an object.
+        whole: the tensor's shape.   dtype: its name; "" of an object.
+        at, bytes: where in the slot, and how many.
+        sent: only one node holds it, so a buddy gets a copy.
+    """
+
+    key: str
+    start: tuple[int, ...] | None
+    size: tuple[int, ...] | None
+    whole: tuple[int, ...]
+    dtype: str
+    at: int
+    bytes: int
+    sent: bool
+
+    @property
+    def place(self) -> tuple[str, tuple[int, ...] | None]:
+        """What it is of, whoever holds it."""
+        return self.key, self.start
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> StatePart:
+        """What JSON has made of one."""
+        plain: Any = [tuple(value) if isinstance(value, list) else value for value in fields]
+        return cls(*plain)
+
+
+@dataclass(frozen=True)
+class Price:
+    """What copies cost: bytes of this rank's share of its node's memory (both slots), and bytes sent at a refresh."""
+
+    memory_bytes: int
+    sent_bytes: int
+
+
+class Snapshots:
+    """Writes the state of a model and its optimizer into the nodes' memory.
+
+    Args:
+        generation: larger than that of any earlier process of the job.
+    """
+
+    def __init__(self, memory: NodeMemory, topology: Topology, nodes: JobNodes, generation: int) -> None:
+        self._memory, self._topology, self._nodes, self._generation = memory, topology, nodes, generation
+        rank = topology.world.index
+        self._names = [slot_name(generation, rank, number) for number in (0, 1)]
+        self._slots: list[Slot] = [memory.slot(name) for name in self._names]
+        self._written = 0
+        self._digests: list[str] = []
+        self._table: list[list[StatePart]] = []
+        self.price = Price(0, 0)
+
+    @torch.no_grad()
+    def write(self, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> None:
+        """Keeps the state after `step` steps. Collective over all ranks.
+
+        Raises:
+            ConfigError: as for `save_checkpoint`.
+            RankError: a rank has no room for it, failed or did not come; the state kept before stands.
+        """
+        topology, nodes = self._topology, self._nodes
+        world, operation = topology.world, f"keeping the state of step {step}"
+        me = world.index
+        parts, values = _own_parts(model, optimizer, topology, nodes, extra)
+        self._compare(parts, world, operation)
+        bases: dict[int, int] = {}
+        total = end_of(parts)
+        for source in nodes.sources(me):
+            bases[source] = total
+            total += _sent_bytes(self._table[source])
+        slot, memory = self._slots[self._written % 2], torch.empty(0, dtype=torch.uint8)
+
+        def begin() -> None:
+            nonlocal memory
+            self._memory.check()
+            memory = slot.begin(total)
+
+        on_all_ranks(world, operation, begin)
+        for part, value in zip(parts, values, strict=True):
+            memory[part.at : part.at + part.bytes].copy_(value.view(-1).view(torch.uint8))
+        self._send(memory, bases, operation)
+        held = list(parts)
+        for source, base in bases.items():
+            held += [part._replace(at=base + part.at) for part in self._table[source] if part.sent]
+        keys = {part.key: None if part.start is None else part.whole for of_rank in self._table for part in of_rank}
+        slot.commit(
+            {
+                "format": FORMAT,
+                "generation": self._generation,
+                "step": step,
+                "bytes": total,
+                "parts": held,
+                "keys": keys,
+            }
+        )
+        self._written += 1
+        self.price = Price(2 * total, _sent_bytes(parts))
+
+    def _compare(self, parts: list[StatePart], world: Group, operation: str) -> None:
+        """Every rank's parts, which are told again only where some have changed."""
+        own = hashlib.sha256(repr(parts).encode()).hexdigest()
+        digests = all_gather_object(world, own, operation)
+        if digests != self._digests:
+            self._table = all_gather_object(world, parts, operation)
+            self._digests = digests
+
+    def _send(self, memory: Tensor, bases: dict[int, int], operation: str) -> None:
+        """What is sent stands at the beginning of each rank's parts."""
+        world, buddy = self._topology.world, self._nodes.buddy(self._topology.world.index)
+        sent = [_sent_bytes(parts) for parts in self._table]
+        if buddy is None:
+            return
+        for start in range(0, max(sent), CHUNK_BYTES):
+            counts = [min(CHUNK_BYTES, max(0, size - start)) for size in sent]
+            own = counts[world.index]
+            send = [own if rank == buddy else 0 for rank in range(world.size)]
+            recv = [counts[rank] if rank in bases else 0 for rank in range(world.size)]
+            rows = memory[start : start + own].to(device_of(world))
+            came = all_to_all_rows(world, rows, send, recv, operation).split(recv)
+            for source, base in bases.items():
+                memory[base + start : base + start + counts[source]].copy_(came[source])
+
+
+def slot_name(generation: int, rank: int, number: int) -> str:
+    return f"{generation}-{rank}-{number}"
+
+
+def generation_of(slot: str) -> int:
+    """Of a slot by its name."""
+    return int(slot.split("-")[0])
+
+
+def end_of(parts: Iterable[StatePart]) -> int:
+    """The bytes of a slot with these parts."""
+    return max((_aligned(part.at + part.bytes) for part in parts), default=0)
+
+
+def _sent_bytes(parts: Iterable[StatePart]) -> int:
+    return end_of(part for part in parts if part.sent)
+
+
+def _aligned(at: int) -> int:
+    return -(-at // _ALIGN) * _ALIGN
+
+
+def _own_parts(
+    model: nn.Module, optimizer: Optimizer | None, topology: Topology, nodes: JobNodes, extra: dict[str, Any]
+) -> tuple[list[StatePart], list[Tensor]]:
+    """What this rank keeps, those first that it sends, and the values."""
+    me = topology.world.index
+    alone: set[str] = set()
+    places = {rank: place for place, rank in enumerate(topology.world.ranks)}
+
+    def wanted(key: str, group: Group) -> bool:
+        holders = [places[rank] for rank in group.ranks]
+        if nodes.on_one(holders) and nodes.count > 1:
+            alone.add(key)
+        return nodes.keeps(key, holders, me)
+
+    state = ModelState(model, optimizer, topology, "keeping the job's state")
+    entries = state.entries(wanted)
+    for key, thing in ((EXTRA, extra), (ABOUT, state.about())):
+        if wanted(key, topology.world):
+            entries[key] = thing
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(entries, None, True)
+    items = planner.create_local_plan().items
+    parts: list[StatePart] = []
+    values: list[Tensor] = []
+    at = 0
+    for item in sorted(items, key=lambda item: item.index.fqn not in alone):
+        key, data = item.index.fqn, planner.resolve_data(item)
+        if item.type is WriteItemType.BYTE_IO:
+            value = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)  # type: ignore[union-attr]
+            part = StatePart(key, None, None, (), "", at, value.numel(), key in alone)
+        else:
+            assert isinstance(data, Tensor) and item.tensor_data is not None
+            value, chunk = data.detach().contiguous(), item.tensor_data.chunk
+            size = value.numel() * value.element_size()
+            place = tuple(chunk.offsets), tuple(chunk.sizes), tuple(item.tensor_data.size)
+            part = StatePart(key, *place, str(value.dtype).removeprefix("torch."), at, size, key in alone)
+        parts.append(part)
+        values.append(value)
+        at = _aligned(at + part.bytes)
+    return parts, values

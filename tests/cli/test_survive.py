@@ -1,0 +1,171 @@
+"""`fusedmoe train --survive` under torchrun: ranks and nodes are lost, and the losses are those of a job without."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.cluster.agents import Agents, kept_files, metrics
+from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
+from fusedmoe.cli.main import main
+from fusedmoe.cli.settings import Settings
+from fusedmoe.cli.survive import fitting_sizes
+from fusedmoe.cli.train import TrainingJob
+from fusedmoe.cli.trainer import Trainer
+from fusedmoe.errors import ConfigError
+from fusedmoe.models.config import ModelConfig
+from tests.cli.test_train import COSTS
+from tests.cluster import Cluster
+
+# No loss is of a rank's own tokens and every expert takes what it is sent, so that any layout gives the same numbers.
+MODEL: dict[str, Any] = dict(
+    layers=2, model_dim=16, heads=4, hidden=8, experts=4, gate="deepseek_v3", seq_len=16, batch=2, capacity_factor=None
+)
+FLAGS = ["--layers", "2", "--model-dim", "16", "--heads", "4", "--hidden", "8", "--experts", "4", "--seq-len", "16"]
+FLAGS += ["--gate", "deepseek_v3", "--batch", "2", "--capacity-factor", "none", "--dtype", "fp64"]
+FLAGS += ["--eval-batches", "2"]
+CLOSE = 1e-6
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(10):
+        (folder / f"{i}.txt").write_text(f"Text number {i} has {i * 17} words, or so it says. " * 20)
+    return folder
+
+
+def settings_of(text: Path, **more: Any) -> Settings:
+    made = Settings(model=ModelConfig(**MODEL), dtype="fp64", data=str(text), eval_batches=2, checkpoint_every=0)
+    return made.changed({"timeline_step": 10**6, "ranks_per_node": 2, **more})
+
+
+def in_shares(rank: int, world: int, settings: Settings, shares: int | None, steps: int) -> list[float]:
+    """Losses of some steps, norms of their gradients, and the loss on held-out text."""
+    launch = Launch(rank, world, rank % 2, 2)
+    topology = make_topology(choose_sizes(settings, launch), 60.0)
+    job = TrainingJob(settings, launch, choose_sizes(settings, launch), topology, torch.device("cpu"), StopRequest())
+    trainer = Trainer(settings, topology, torch.device("cpu"), job._corpus(), StopRequest(), shares)
+    if settings.schedule != "off":
+        trainer.set_plan(COSTS)
+    reports = [trainer.step(step) for step in range(steps)]
+    held_out = trainer.held_out_loss()
+    assert held_out is not None
+    return [held_out, *(report.loss for report in reports), *(report.grad_norm for report in reports)]
+
+
+@pytest.mark.parametrize("schedule", ["off", "fsmoe"])
+def test_fewer_ranks_take_the_shares_of_all(cluster: Cluster, text: Path, schedule: str) -> None:
+    settings = settings_of(text, schedule=schedule)
+    whole = cluster.run(4, in_shares, settings, None, 3)[0]  # two replicas
+    assert whole == pytest.approx(cluster.run(2, in_shares, settings, 2, 3)[0], rel=CLOSE)
+    # Three shares on two replicas: what is too many counts nothing.
+    three = settings.changed({"ep": 1, "esp": 1, "mp": 1, "ranks_per_node": 1})
+    expected = cluster.run(3, in_shares, three.changed({"ep": 1}), None, 2)[0]
+    assert expected == pytest.approx(cluster.run(2, in_shares, three.changed({"ep": 2}), 3, 2)[0], rel=CLOSE)
+
+
+def test_sizes_that_do_not_fit_fewer_ranks_are_chosen_anew(text: Path) -> None:
+    asked = settings_of(text, ep=2, esp=2, mp=2)
+    assert vars(fitting_sizes(asked, Launch(0, 4, 0, 2))) == vars(choose_sizes(asked, Launch(0, 4, 0, 2)))
+    assert vars(fitting_sizes(asked, Launch(0, 2, 0, 2))) == dict(ranks_per_node=2, ep=1, esp=2, mp=2)
+    wide = settings_of(text, ep=2, esp=4, mp=4, ranks_per_node=None)
+    assert vars(fitting_sizes(wide, Launch(0, 2, 0, 2))) == dict(ranks_per_node=2, ep=1, esp=2, mp=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "needs torchrun"),
+        ({"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_MAX_RESTARTS": "0"}, "--max-restarts"),
+        ({"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    ],
+)
+def test_without_torchruns_restarts_it_is_refused(
+    changes: dict[str, str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--survive", "1"]) == 2
+    assert said in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="survive"):
+        Settings(survive=-1)
+
+
+def reference(rank: int, world: int, settings: Settings, run: Path) -> None:
+    launch = Launch(rank, world, rank % 2, 2)
+    sizes = choose_sizes(settings, launch)
+    TrainingJob(settings, launch, sizes, make_topology(sizes, 60.0), torch.device("cpu"), StopRequest()).run(
+        run, None, None
+    )
+
+
+def check_metrics(run: Path, right: Path, steps: int) -> None:
+    """Every step once, with the numbers of a job without faults."""
+    found = {(record["step"], "held_out_loss" in record): record for record in metrics(run)}
+    expected = {(record["step"], "held_out_loss" in record): record for record in metrics(right)}
+    assert len(found) == len(metrics(run)) == steps + 1 and found.keys() == expected.keys()
+    for place, record in expected.items():
+        for key in ("loss", "grad_norm", "held_out_loss"):
+            assert found[place].get(key) == (pytest.approx(record[key], rel=CLOSE) if key in record else None), place
+
+
+def flags(text: Path, run: Path, steps: int, *more: str) -> list[str]:
+    common = ["--data", str(text), "--run-dir", str(run), "--steps", str(steps), "--timeline-step", "1000000"]
+    return [*FLAGS, *common, "--checkpoint-every", "0", *more]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_rank_costs_no_step(cluster: Cluster, tmp_path: Path, text: Path) -> None:
+    """One node of two ranks: what is killed was in its memory."""
+    run, right, steps = tmp_path / "run", tmp_path / "right", 60
+    with Agents(tmp_path, 1, 2, *flags(text, run, steps, "--survive", "1")) as agents:
+        agents.wait_for_step(run, 10, 250)
+        os.kill(random.choice(agents.ranks(agents.running[0])), signal.SIGKILL)
+        cluster.run(2, reference, settings_of(text, steps=steps), right)
+        assert agents.wait(300) == [0], agents.said()
+        said = agents.outputs[0].read_text()
+    assert "2 ranks go on after step " in said and "with the state from memory" in said
+    check_metrics(run, right, steps)
+    assert kept_files() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["a rank is killed", "a rank is frozen", "a node is lost", "a node comes back"])
+def test_two_nodes_go_on(cluster: Cluster, tmp_path: Path, text: Path, fault: str) -> None:
+    """Each at a random moment, from a state every one to three steps; `bench.cluster.survive` does many."""
+    seed = random.SystemRandom().randrange(10**6)
+    rng = random.Random(seed)
+    run, right, steps, at = tmp_path / "run", tmp_path / "right", 40, rng.randint(3, 20)
+    cluster.run(4, reference, settings_of(text, steps=steps), right)
+    more = ("--survive", str(rng.randint(1, 3)), "--timeout", "15")
+    with Agents(tmp_path, 2, 2, *flags(text, run, steps, *more)) as agents:
+        agents.wait_for_step(run, at, 250)
+        time.sleep(rng.random() * 0.3)
+        agent = rng.choice(agents.running)
+        if "a rank" in fault:
+            how = signal.SIGKILL if "killed" in fault else signal.SIGSTOP
+            os.kill(rng.choice(agents.ranks(agent)), how)
+        else:
+            node = agents.lose(agent)
+            if "back" in fault:
+                agents.wait_for_step(run, at + 5, 250)
+                agents.start(node)
+        codes = agents.wait(300)
+        assert set(codes) == {0}, f"seed {seed}: {codes}\n{agents.said()}"
+        said = agents.said()
+    ranks = [int(line.split()[1]) for line in said.splitlines() if line.startswith("survival: ") and "go on" in line]
+    assert ranks and ranks[-1] == (2 if "lost" in fault else 4), f"seed {seed}: {said}"
+    assert said.count("with the state from memory") == len(ranks), f"seed {seed}: {said}"
+    check_metrics(run, right, steps)
+    assert kept_files() == []

@@ -1,0 +1,368 @@
+"""State in the memory of nodes: kept on two, found whole or not at all, and handed to any other ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedmoe import MoELayer, experts, gates
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.training import ShardedExperts, sync_gradients
+from fusedmoe.training.survival import NodeMemory, Survival, recovery, snapshot
+from fusedmoe.training.survival.buddies import JobNodes
+from tests.cluster import Cluster
+from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
+from tests.training.toy import snapshot as held_by
+
+GRID = Sizes(4, ep=2, esp=2, mp=2)  # an expert's parts are on one node each
+
+
+def test_every_part_is_kept_once_on_each_node_and_buddies_are_elsewhere() -> None:
+    rng = random.Random()
+    for _ in range(200):
+        shape = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
+        nodes = JobNodes.from_names([f"node {n}" for n, ranks in enumerate(shape) for _ in range(ranks)])
+        ranks = range(sum(shape))
+        assert nodes.count == len(shape) and [nodes.ranks(n) for n in range(nodes.count)] == [
+            [rank for rank in ranks if nodes.of_rank[rank] == n] for n in range(nodes.count)
+        ]
+        holders = rng.sample(ranks, rng.randint(1, len(ranks)))
+        for key in ("a", "b", "experts.w1"):
+            keepers = [rank for rank in holders if nodes.keeps(key, holders, rank)]
+            assert sorted(nodes.of_rank[rank] for rank in keepers) == sorted({nodes.of_rank[r] for r in holders})
+        assert nodes.on_one(holders) == (len({nodes.of_rank[rank] for rank in holders}) == 1)
+        for rank in ranks:
+            buddy = nodes.buddy(rank)
+            assert (buddy is None) == (len(shape) == 1)
+            if buddy is not None:
+                assert nodes.of_rank[buddy] != nodes.of_rank[rank] and rank in nodes.sources(buddy)
+        assert sum(nodes.speaks(rank) for rank in ranks) == len(shape)
+
+
+def test_a_slot_is_whole_or_not_there(tmp_path: Path) -> None:
+    memory = NodeMemory(os.getpid(), tmp_path)
+    slot = memory.slot("1-0-0")
+    for size in (300, 5000, 0, 64):
+        data = torch.randint(256, (size,), dtype=torch.uint8)
+        slot.begin(size).copy_(data)
+        assert memory.headers() == {} and memory.slots() == ["1-0-0"]
+        slot.commit({"bytes": size})
+        assert memory.headers() == {"1-0-0": {"bytes": size}}
+        assert torch.equal(memory.slot("1-0-0").read(size), data)
+        memory.slot("1-0-0").read(size).fill_(7)  # a reader's own
+        assert torch.equal(memory.slot("1-0-0").read(size), data)
+    with pytest.raises(ConfigError, match="64 bytes of 65"):
+        memory.slot("1-0-0").read(65)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
+    memory.remove("1-0-0")
+    assert not list(tmp_path.iterdir())
+    memory.write_note({"run": 1})
+    assert NodeMemory(os.getpid(), tmp_path).note() == {"run": 1} and memory.slots() == []
+    assert NodeMemory(os.getppid(), tmp_path).note() is None
+
+
+def test_a_damaged_header_is_named(tmp_path: Path) -> None:
+    memory = NodeMemory(os.getpid(), tmp_path)
+    memory.slot("1-0-0").begin(1)
+    memory.slot("1-0-0").commit({"bytes": 1})
+    (header,) = tmp_path.glob("*.json")
+    header.write_text("{")
+    with pytest.raises(ConfigError, match=f"{header} is damaged"):
+        memory.headers()
+
+
+def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    memory = NodeMemory(os.getpid(), tmp_path)
+    name = NodeMemory(os.getpid(), tmp_path).name.rpartition("/")[2]
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / f"{name}1-0-0").symlink_to(target)
+    with pytest.raises(OSError):
+        memory.slot("1-0-0").begin(4)
+    assert target.read_text() == "mine"
+
+
+def test_memory_goes_with_its_agent(tmp_path: Path) -> None:
+    agent = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    try:
+        memory = NodeMemory(agent.pid, tmp_path)
+        memory.keep()
+        memory.keep()  # the second ends by itself
+        memory.write_note({})
+        memory.slot("1-0-0").begin(100)
+        memory.check()
+    finally:
+        agent.kill()
+        agent.wait()
+    with pytest.raises(RankError, match="torchrun"):
+        memory.check()
+    deadline = time.monotonic() + 60
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline, list(tmp_path.iterdir())
+        time.sleep(0.02)
+
+
+def test_what_is_left_of_others_is_swept(tmp_path: Path) -> None:
+    agent = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    try:
+        left, own = NodeMemory(agent.pid, tmp_path), NodeMemory(os.getpid(), tmp_path)
+        left.write_note({"of": "another"})
+        own.write_note({"of": "this"})
+        NodeMemory(os.getpid(), tmp_path)
+        assert left.note() is not None  # its agent lives
+    finally:
+        agent.kill()
+        agent.wait()
+    NodeMemory(os.getpid(), tmp_path)
+    assert left.note() is None and own.note() == {"of": "this"}
+
+
+def _memory(folder: str, node: int) -> NodeMemory:
+    place = Path(folder, f"node {node}")
+    place.mkdir(parents=True, exist_ok=True)
+    return NodeMemory(os.getppid(), place)
+
+
+def _go_on(
+    rank: int, world: int, sizes: Sizes, nodes: list[int], folder: str, steps: range, every: int, custom: bool
+) -> Any:
+    """A job on these nodes (the number of each rank's): goes on from memory if there is a state, with parameters of
+    nonsense before, and refreshes. Returns what it began with, what it holds, where it began and what was lost."""
+    topology, model = sizes.topology(), Toy(sizes, rank, custom)
+    optimizer = make_optimizer("adamw", model)
+    survival = Survival(topology, _memory(folder, nodes[rank]))
+    extra = None
+    if survival.step is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        extra = survival.restore(model, optimizer)
+    else:
+        assert survival.restore(model, optimizer) is None
+    before = held_by(model, optimizer)
+    start = 0 if extra is None else extra["step"]
+    assert start == (survival.step or 0)
+    for step in range(start, steps.stop):
+        train(model, optimizer, sizes, rank, range(step, step + 1))
+        if (step + 1) % every == 0:
+            survival.refresh(step + 1, model, optimizer, {"step": step + 1})
+    slots = len(_memory(folder, nodes[rank]).slots())
+    return before, held_by(model, optimizer), start, survival.lost, slots, survival.price
+
+
+def _job(cluster: Cluster, sizes: Sizes, nodes: list[int], folder: Path, steps: range, every: int = 1) -> list[Any]:
+    given = (sizes, nodes, str(folder), steps, every, False)
+    return cluster.run(sizes.world, _go_on, *given)  # all of one agent, which is their parent
+
+
+def _reference(steps: int) -> dict[str, Any]:
+    model = Toy()
+    optimizer = make_optimizer("adamw", model)
+    train(model, optimizer, ONE, 0, range(steps))
+    return held_by(model, optimizer)
+
+
+def _check(held: dict[str, Any], steps: int, sizes: Sizes, rank: int) -> None:
+    reference = _reference(steps)
+    for key, value in held.items():
+        expected = reference[key]
+        if value.shape != expected.shape:
+            expected = part(expected, key.split(" ")[0], sizes, rank)
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes"),
+    [
+        (Sizes(2, esp=2, mp=2), [1, 1]),  # node 0 is lost
+        (Sizes(2, ep=2), [0, 0]),  # node 1 is
+        (Sizes(4, ep=4), [2, 2, 1, 1]),  # one comes back empty, and the order of nodes is another
+        pytest.param(GRID, [0, 0, 1, 1], marks=pytest.mark.slow),  # a rank was killed
+        pytest.param(Sizes(3), [3, 0, 4], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_ranks_go_on_from_what_is_left(cluster: Cluster, tmp_path: Path, sizes: Sizes, nodes: list[int]) -> None:
+    for rank, (_, held, _, _, slots, price) in enumerate(_job(cluster, GRID, [0, 0, 1, 1], tmp_path, range(3))):
+        _check(held, 3, GRID, rank)
+        assert slots == 4 and price.memory_bytes > 2 * price.sent_bytes > 0
+    for rank, (before, after, start, lost, slots, _) in enumerate(_job(cluster, sizes, nodes, tmp_path, range(5))):
+        assert start == 3 and not lost
+        _check(before, 3, sizes, rank)
+        _check(after, 5, sizes, rank)
+        assert slots == 2 * nodes.count(nodes[rank])  # nothing is left of the first ranks'
+
+
+def test_a_world_of_one_goes_on_from_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    _job(cluster, Sizes(2, ep=2), [0, 1], tmp_path, range(2))
+    ((before, after, start, _, _, _),) = _job(cluster, ONE, [1], tmp_path, range(3))
+    assert start == 2
+    _check(before, 2, ONE, 0)
+    _check(after, 3, ONE, 0)
+
+
+def _torn(rank: int, world: int, folder: str, when: str) -> list[int]:
+    """Two states; in the second refresh rank 3's process is lost, at some moment."""
+    model, topology = Toy(GRID, rank), GRID.topology()
+    optimizer = make_optimizer("adamw", model)
+    memory = _memory(folder, rank // 2)
+    survival = Survival(topology, memory)
+    for step in (1, 2):
+        train(model, optimizer, GRID, rank, range(step - 1, step))
+        survival.refresh(step, model, optimizer, {"step": step})
+    # The third: as far as it comes.
+    train(model, optimizer, GRID, rank, range(2, 3))
+
+    def lose(*_: Any) -> Any:
+        raise RuntimeError("killed")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((RankError, RuntimeError)):
+        if rank == 3 and when == "sending":
+            patch.setattr(snapshot, "all_to_all_rows", lose)
+        elif rank == 3:
+            patch.setattr(snapshot.Slot, "commit", lose)
+        with topology.guard():
+            survival.refresh(3, model, optimizer, {"step": 3})
+            if rank != 3:
+                all_gather_object(topology.world, None)  # the next step
+    return sorted(header["step"] for header in memory.headers().values())
+
+
+@pytest.mark.parametrize("when", ["sending", "the end"])
+def test_a_refresh_that_is_cut_short_leaves_the_one_before(cluster: Cluster, tmp_path: Path, when: str) -> None:
+    steps = cluster.run(4, _torn, str(tmp_path), when)
+    assert steps[2] == ([2, 2] if when == "sending" else [2, 2, 3])
+    small = Sizes(2, ep=2)
+    for rank, (before, after, start, lost, _, _) in enumerate(_job(cluster, small, [1, 1], tmp_path, range(4))):
+        assert start == 2 and set(lost) == (set() if when == "sending" else {3})
+        _check(before, 2, small, rank)
+        _check(after, 4, small, rank)
+
+
+def test_where_no_copy_is_left_it_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    three = Sizes(3, ep=3)
+    _job(cluster, three, [0, 1, 2], tmp_path, range(2))
+    ((_, _, start, lost, _, _),) = _job(cluster, ONE, [2], tmp_path, range(1))
+    assert start == 0
+    assert set(lost) == {1, 2} and any("experts.w1" in key for key in lost[2])
+    assert not any("dense" in key for key in lost[2])
+
+
+def _full(rank: int, world: int, folder: str) -> str:
+    model, topology = Toy(Sizes(2, ep=2), rank), Sizes(2, ep=2).topology()
+    survival = Survival(topology, _memory(folder, rank))
+    for step in (1, 2):
+        survival.refresh(step, model, None, {"step": step})
+
+    def no_room(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    larger = torch.nn.Module()
+    larger.toy, larger.more = model, torch.nn.Linear(100, 100)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "posix_fallocate", no_room)
+        with pytest.raises(RankError) as caught:
+            survival.refresh(3, larger, None, {"step": 3})
+    again = Survival(topology, _memory(folder, rank))
+    assert again.step == 2
+    return str(caught.value)
+
+
+def test_no_room_is_an_error_of_all_and_the_state_before_stands(cluster: Cluster, tmp_path: Path) -> None:
+    for said in cluster.run(2, _full, str(tmp_path)):
+        assert "failed on rank 1" in said and "no room" in said and "--shm-size" in said
+
+
+def _other_model(rank: int, world: int, folder: str) -> str:
+    topology = Sizes(2, ep=2).topology()
+    survival = Survival(topology, _memory(folder, rank))
+    with pytest.raises(ConfigError) as caught:
+        survival.restore(torch.nn.Linear(3, 3), None)
+    return str(caught.value)
+
+
+def test_another_model_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    _job(cluster, Sizes(2, ep=2), [0, 1], tmp_path, range(1))
+    for said in cluster.run(2, _other_model, str(tmp_path)):
+        assert "of another model" in said and "weight is not in the checkpoint" in said
+
+
+def test_names_of_their_own_and_pieces_of_what_travels(cluster: Cluster, tmp_path: Path) -> None:
+    for rank, held in enumerate(cluster.run(2, _in_pieces, str(tmp_path), [0, 1], 0)):
+        assert held == rank
+    held = cluster.run(2, _in_pieces, str(tmp_path), [5, 1], 1)  # the first rank's node is a new one
+    assert held == [0, 1]
+
+
+def _in_pieces(rank: int, world: int, folder: str, nodes: list[int], run: int) -> int:
+    """Experts with names of their own on each rank, and few bytes at once."""
+    sizes = Sizes(2, ep=2)
+    topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
+    optimizer = make_optimizer("adamw", model)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (snapshot, recovery):
+            patch.setattr(module, "CHUNK_BYTES", 100)
+        survival = Survival(topology, _memory(folder, nodes[rank]))
+        train(model, optimizer, sizes, rank, range(2))
+        expected = held_by(model, optimizer)
+        if run == 0:
+            survival.refresh(2, model, optimizer, {"step": 2})
+            return rank
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        assert survival.restore(model, optimizer) == {"step": 2}
+        found = held_by(model, optimizer)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    return rank
+
+
+def _moved(rank: int, world: int, folder: str, nodes: list[int], first: bool) -> Any:
+    """A layer whose experts move: three steps and a refresh, or what was kept then; outputs of the whole batch."""
+    sizes = Sizes(world, ep=world)
+    topology = sizes.topology()
+    torch.manual_seed(1)
+    gate, network, dtype = gates.TopK(experts=8, k=2), experts.SwiGLU(hidden=6), torch.float64
+    layer = MoELayer(8, gate, network, topology=topology, placement="fssdp", dtype=dtype)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    with closing(ShardedExperts(layer, optimizer, topology, memory=2, overlap=2)) as moving:
+        survival = Survival(topology, _memory(folder, nodes[rank]))
+        if first:
+            for step in range(3):
+                seeded = torch.Generator().manual_seed(10 * step + rank)
+                x_SM = torch.randn(16, 8, generator=seeded, dtype=torch.float64)
+                layer(x_SM * torch.linspace(0, 3, 8, dtype=torch.float64)).square().mean().backward()
+                sync_gradients(layer, topology)
+                optimizer.step()
+                optimizer.zero_grad()
+            survival.refresh(3, layer, optimizer, {"placement": moving.state_dict()})
+        else:
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.fill_(float("nan"))
+            extra = survival.restore(layer, optimizer)
+            assert extra is not None
+            moving.load_state_dict(extra["placement"])
+        layer.eval()
+        x_SM = torch.randn(16, 8, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+        with torch.no_grad():
+            return layer(x_SM)
+
+
+def test_experts_that_move_are_kept_where_they_are(cluster: Cluster, tmp_path: Path) -> None:
+    expected = cluster.run(4, _moved, str(tmp_path), [0, 0, 1, 1], True)
+    for found in cluster.run(2, _moved, str(tmp_path), [1, 1], False):
+        torch.testing.assert_close(found, expected[0], rtol=1e-10, atol=1e-12)
