@@ -84,12 +84,12 @@ def run(wanted: Sequence[Part], file: Path, stored: Mapping[str, Any], console: 
 
 
 def _print(table: Table, console: Console) -> None:
-    console.print()
-    title = f"{table.title}. {table.paper}, {table.source}; ours is {table.how}"
+    console.print(f"\n{table.title}", style="bold", highlight=False, markup=False)
+    console.print(f"{table.paper}, {table.source}; ours is {table.how}", highlight=False, markup=False)
     if table.skipped is not None:
-        console.print(f"{title}\n  {table.skipped}", highlight=False, markup=False)
+        console.print(f"  {table.skipped}", highlight=False, markup=False)
         return
-    shown = Shown(title=escape(title), title_justify="left")
+    shown = Shown()
     for column in ("", "paper", *table.columns, "why"):
         shown.add_column(column, justify="left" if column in ("", "why") else "right")
     for row in table.rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.reproduce import fsmoe, flowmoe, hecate, lancet
+from bench.reproduce import flowmoe, fsmoe, hecate, lancet
 from bench.reproduce.table import HOW, PAPERS, Table, cells
 
 _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
@@ -29,8 +29,8 @@ What the four papers print and can be got from what they print, beside ours. `ma
 {minutes} min together. No GPU is needed: none of the authors' clusters is here, and their speeds are not imitated.
 
 - **paper**: typed from the paper, from the place that stands below the title. A dash: it prints none.
-- **ours**, all other columns. *Computed*: from definitions, the same in every run. *Simulated*: plans of this library on
-  published costs of machines, or on made loads. *Measured*: on the machine of the run. Each table says which.
+- **ours**, all other columns. *Computed*: from definitions, the same in every run. *Simulated*: schedules and placements
+  of this library under published costs or made loads. *Measured*: on the machine of the run. Each table says which.
 - **why**: the reasons for a difference, numbered below the table.
 """
 
@@ -75,7 +75,7 @@ def _table(one: Mapping[str, Any]) -> str:
     lines.append("\n".join(markdown(["", "paper", *table.columns, "why"], map(cells, table.rows))))
     lines += [
         "\n".join(f"{number}. {reason}" for number, reason in enumerate(table.reasons, start=1)),
-        f"`make reproduce ARGS=\"--only {one['part']}\"`, {one['seconds']:.0f} s.",
+        f'`make reproduce ARGS="--only {one["part"]}"`, {one["seconds"]:.0f} s.',
     ]
     return "\n\n".join(line for line in lines if line)
 

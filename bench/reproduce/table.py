@@ -75,7 +75,9 @@ class Table:
             raise ValueError(f"table {self.name}: no {self.how!r} figures, or no paper {self.paper!r}")
         for row in self.rows:
             if len(row.ours) != len(self.columns):
-                raise ValueError(f"table {self.name}, {row.what}: {len(row.ours)} figures for {len(self.columns)} columns")
+                raise ValueError(
+                    f"table {self.name}, {row.what}: {len(row.ours)} figures for {len(self.columns)} columns"
+                )
             if any(not 1 <= number <= len(self.reasons) for number in row.why):
                 raise ValueError(f"table {self.name}, {row.what}: a reason that is not there")
 

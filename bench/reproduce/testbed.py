@@ -21,9 +21,9 @@ from bench.reproduce.flowmoe import TABLE_5
 from bench.reproduce.table import Part, Progress, Row, Table
 
 _TEXT = (
-    "Two nodes of this machine with two ranks each, joined by 100 Mbit/s; four blocks. Communication is real; computation "
-    "is a timed wait, because two cores cannot compute for four ranks. Medians of {rounds} rounds in turn; the "
-    "prediction is made before, from the profile of the same machine."
+    "Two nodes of this machine with two ranks each, joined by 100 Mbit/s; four blocks. Communication is real; "
+    "computation is a timed wait, because two cores cannot compute for four ranks. Medians of {rounds} rounds in turn; "
+    "the prediction is made before, from the profile of the same machine."
 )
 
 FLOWMOE = Table(
@@ -35,8 +35,8 @@ FLOWMOE = Table(
     ("measured", "predicted"),
     text=_TEXT,
     reasons=(
-        "Another machine, other sizes: there one layer of M = H = 8192 on 16 GPUs, here four of M = 1024 and H = 2048 on "
-        "four ranks, where attention computes half as long as experts.",
+        "Another machine, other sizes: there one layer of M = H = 8192 on 16 GPUs, here four of M = 1024 and H = 2048 "
+        "on four ranks, where attention computes half as long as experts.",
         "Gradients of a layer are 448 KiB here; buckets of 32 KiB stand for the paper's of 1 MB.",
     ),
 )
@@ -49,8 +49,8 @@ LANCET = Table(
     ("measured", "predicted"),
     text=_TEXT,
     reasons=(
-        "Another machine and model. Two links are in use here, and a layer's all-reduce is small; the paper's figure is the "
-        "largest of its models.",
+        "Another machine and model. Two links are in use here, and a layer's all-reduce is small; the paper's figure "
+        "is the largest of its models.",
     ),
 )
 _ROWS = {
@@ -113,7 +113,13 @@ def from_rows(rows: Mapping[str, Mapping[str, Any]], rounds: int) -> list[Table]
         Row("Lancet", "83% (V100), 69% (A100)", less("lancet", "sequential"), "{:.0%}", (1,)),
         Row("… weight gradients alone", None, less("lancet, weights", "sequential"), "{:.0%}"),
         Row("… micro-batches alone", None, less("lancet, ranges", "sequential"), "{:.0%}"),
-        Row("Lancet, less than experts in chunks (Tutel)", "77% (V100), 66% (A100)", less("lancet", "experts"), "{:.0%}", (1,)),
+        Row(
+            "Lancet, less than experts in chunks (Tutel)",
+            "77% (V100), 66% (A100)",
+            less("lancet", "experts"),
+            "{:.0%}",
+            (1,),
+        ),
     )
     text = _TEXT.format(rounds=rounds)
     return [replace(FLOWMOE, rows=parts, text=text), replace(LANCET, rows=halves, text=text)]

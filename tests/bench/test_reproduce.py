@@ -77,7 +77,7 @@ def shortened(monkeypatch) -> None:
         (fsmoe, "workloads", lambda testbed: islice(workloads(testbed), 0, None, 97)),
         (fsmoe, "run_grid", lambda **of: few_layers(**of)),
         (fsmoe, "_RANDOM", 50),
-        (fsmoe, "_MODELS", tuple((name, testbed, 2, *of) for name, testbed, _, *of in fsmoe._MODELS)),
+        (fsmoe, "_MODELS", tuple((name, where, 2, *of) for name, where, _, *of in fsmoe._MODELS)),
         (lancet, "_RANDOM", 5),
         (lancet, "_LAYERS_OF_GRID", 1),
         (lancet, "CASES", 2),
@@ -103,7 +103,9 @@ def few_layers(**of):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", [part for part in command.PARTS if part not in testbed.PARTS], ids=lambda part: part.name)
+@pytest.mark.parametrize(
+    "part", [part for part in command.PARTS if part not in testbed.PARTS], ids=lambda part: part.name
+)
 def test_every_table_on_a_few_cases(part: Part, monkeypatch):
     shortened(monkeypatch)
     told: list[float] = []
@@ -163,7 +165,7 @@ def test_sizes_by_hand():
 
 
 def test_memory_by_hand():
-    """Four of parameters where one is owned; all 8 that a rank owns take 8: 3 copies, and a quarter of their gradients."""
+    """Four of parameters where one is owned, which takes 8 in all: 3 copies, and a quarter of their gradients."""
     assert hecate.memory_by_arithmetic(4.0, 0.25) == pytest.approx(((8 + 3 + 0.75) / 8, (8 + 0.75 + 0.75) / 8))
 
 
@@ -204,8 +206,8 @@ def test_a_layer_in_two_chunks_by_hand():
 
 
 def test_flowmoe_s_step_by_hand():
-    """One layer without all-reduces, attention or all-to-alls takes what its experts take; with all of them no less than
-    its computation and its communication, and no more than their sum."""
+    """Experts alone take their own time; with all the rest a step takes no less than its computation and than its
+    communication, and less than their sum."""
     assert flowmoe.flowmoe_s(1.0, 6.0, 0.0, 0.0, 2) == pytest.approx(12.0)
     compute, travel = 3 * (0.5 * 6 + 1.5), 3 * (0.5 * 6 + 0.8)
     assert max(compute, travel) < flowmoe.flowmoe_s(0.5, 6.0, 1.5, 0.8, 3) < compute + travel
@@ -231,7 +233,7 @@ def test_theorem_1_holds_where_the_link_never_waits():
 
 
 def test_parts_of_an_all_reduce_by_hand():
-    """Nothing of one layer of one chunk can hide: four tasks of a second, and two seconds with four starts of a fifth."""
+    """Nothing of one layer of one chunk can hide: four tasks of a second, two seconds, and four starts of a fifth."""
     chain = Plan.parse("phase: backward\ncompute: E0 A0\ninter: D0 C0")
     of = flowmoe.Pass(
         {"compute": list(chain.compute), "inter": list(chain.inter)}, dict.fromkeys(chain, 1.0), layers=1, reduce_s=2.0
@@ -244,7 +246,9 @@ def test_a_group_s_share_by_hand():
     """An expert on four ranks sends 3/4, one on two 1/2; the others do not travel."""
     holds = Placement.even(4, 4).holds_EW.copy()
     holds[0], holds[1, 3] = True, True
-    assert hecate.group_share(Placement.holding(Placement.even(4, 4).owners, holds)) == pytest.approx((3 / 4 + 1 / 2) / 2)
+    assert hecate.group_share(Placement.holding(Placement.even(4, 4).owners, holds)) == pytest.approx(
+        (3 / 4 + 1 / 2) / 2
+    )
 
 
 def test_against_itself_expert_parallelism_gains_nothing():
