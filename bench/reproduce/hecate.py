@@ -183,7 +183,9 @@ def straggler_rows(found: dict[tuple[str, int], Outcome]) -> list[Row]:
                 times,
                 (1,),
             ),
-            Row(f"layers faster, geometric mean, {what}", 11.87, of(name, lambda one: geomean(one, ep)), times, (1,)),
+            Row(
+                f"layers faster, geometric mean, {what}", 11.87, of(name, lambda one: geomean(one, ep)), "{:.2f}×", (1,)
+            ),
             Row(f"… the least, {what}", 2.8, of(name, lambda one: float(one.speedup_L(ep).min())), times, (1,)),
             Row(f"… the most, {what}", 18.8, of(name, lambda one: float(one.speedup_L(ep).max())), times, (1,)),
         ]

@@ -29,8 +29,9 @@ What the four papers print and can be got from what they print, beside ours. `ma
 {minutes} min together. No GPU is needed: none of the authors' clusters is here, and their speeds are not imitated.
 
 - **paper**: typed from the paper, from the place that stands below the title. A dash: it prints none.
-- **ours**, all other columns. *Computed*: from definitions, the same in every run. *Simulated*: schedules and placements
-  of this library under published costs or made loads. *Measured*: on the machine of the run. Each table says which.
+- **ours**, all other columns. *Computed*: from definitions, the same in every run. *Simulated*: schedules and
+  placements of this library under published costs or made loads. *Measured*: on the machine of the run. Each table says
+  which.
 - **why**: the reasons for a difference, numbered below the table.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from bench.reproduce import __main__ as command
 from bench.reproduce import flowmoe, fsmoe, hecate, lancet, testbed
 from bench.reproduce.page import page
-from bench.reproduce.table import HOW, PAPERS, Part, Row, Table, cells, reasons_of
+from bench.reproduce.table import HOW, PAPERS, Part, Row, Table, cells, reasons_of, shown
 from fusedmoe.placement.load_trace import WINDOW, make_loads
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.placement_policies import expert_parallelism
@@ -39,6 +40,13 @@ def made(name: str) -> list[Table]:
     return list(part.run(silent))
 
 
+def as_read(row: Row) -> float:
+    """The paper's figure as a reader of the table reads it."""
+    text = shown(row.paper, row.form)
+    number = float(re.sub(r"[^0-9.]", "", text))
+    return number / 100 if "%" in text else number
+
+
 def check(table: Table, head: Table) -> None:
     """It is the table that was announced, and each of its figures can be shown."""
     assert replace(table, rows=(), text="", reasons=()) == replace(head, text="", reasons=())
@@ -47,6 +55,9 @@ def check(table: Table, head: Table) -> None:
     for row in table.rows:
         assert all(one is None or math.isfinite(one) for one in row.ours), row
         assert row.paper is not None or any(one is not None for one in row.ours), row
+        assert isinstance(row.paper, str | None) or as_read(row) == pytest.approx(row.paper, rel=1e-12), (
+            "not as printed"
+        )
         assert reasons_of(row) != "not known", f"{table.name}, {row.what}: why do they differ?"
         assert len(cells(row)) == 3 + len(table.columns)
     used = {number for row in table.rows for number in row.why}
