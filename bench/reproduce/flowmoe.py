@@ -87,6 +87,8 @@ THEOREMS = Table(
 )
 _INSERTIONS, _SPLITS = 20_000, 400
 _PARTS, _START_SHARES = (1, 2, 4, 16, 64), (0.01, 0.1)
+# Insertions that take as long as all parts of one pass.
+_SPLIT_COST = 25
 # Bytes of an all-reduce, of any size.
 _UNIT, _REDUCE = 2**20, "gradient-all-reduce"
 
@@ -134,9 +136,10 @@ def inserted(rng: random.Random, of: Pass) -> tuple[bool, bool]:
 def keeps_waiting(plan: Plan, costs: Durations) -> bool:
     """Whether the link stands idle until an all-reduce is ready, while the next all-to-all is."""
     spans = {(span.kind, span.chunk, span.layer): span for span in simulate(plan, costs).spans}
-    for place, reduce in enumerate(plan.inter[:-1]):
-        if reduce.kind == _REDUCE:
-            earlier = [*plan.dependencies[plan.inter[place + 1]], *plan.inter[max(0, place - 1) : place]]
+    for place, reduce in enumerate(plan.inter):
+        behind = next((task for task in plan.inter[place + 1 :] if task.kind != _REDUCE), None)
+        if reduce.kind == _REDUCE and behind is not None:
+            earlier = [*plan.dependencies[behind], *plan.inter[max(0, place - 1) : place]]
             could_s = max((spans[task[:3]].end_s for task in earlier), default=0.0)
             if spans[reduce[:3]].start_s > could_s * (1 + ROUNDING):
                 return True
@@ -156,7 +159,7 @@ def theorems(progress: Progress) -> list[Table]:
     """How often each holds."""
     rng = random.Random(0)
     longer: dict[bool, list[bool]] = {False: [], True: []}
-    total = _INSERTIONS + _SPLITS * 20
+    total = _INSERTIONS + _SPLIT_COST * _SPLITS
     for number in range(_INSERTIONS):
         waits, worse = inserted(rng, random_pass(rng))
         longer[waits].append(worse)
@@ -171,7 +174,7 @@ def theorems(progress: Progress) -> list[Table]:
             dear = [in_parts(of, parts, share) for parts in _PARTS]
             dear_worse[share] += dear[_PARTS.index(16)] > dear[0] * (1 + ROUNDING)
             between[share] += min(dear) < min(dear[0], dear[-1]) * (1 - ROUNDING)
-        progress(_INSERTIONS + 20 * (number + 1), total)
+        progress(_INSERTIONS + _SPLIT_COST * (number + 1), total)
     rows = [
         Row("1: insertions for which the link never waits", None, (len(longer[False]),), "{:,.0f}"),
         Row("1: longer steps among these", 0.0, (_share(longer[False]),), "{:.1%}"),

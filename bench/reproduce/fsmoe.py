@@ -7,7 +7,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain
+from typing import Any
 
 from bench.paper_degree import paper_cases, paper_degree, unconstrained_degree
 from bench.reproduce.table import Part, Progress, Row, Table
@@ -339,21 +340,21 @@ def gains(
 
 def models(progress: Progress) -> list[Table]:
     """The averages that the text gives: the figures' bars are not numbers."""
-    steps = [(name, *of, _SEQUENCE[name], tuple(_OVER)) for _, name, *of in _MODELS]
-    steps += [(name, *of, length, ("pipemoe",)) for length in _FIG_7 for _, name, *of in _MODELS if name == "A"]
-    found = []
-    for number, step in enumerate(steps):
-        found.append([gains(*step, alone) for alone in (True, False)])  # type: ignore[arg-type]
-        progress(number + 1, len(steps))
-    starts = [0, len(_MODELS), *(len(_MODELS) + 3 * (one + 1) for one in range(len(_FIG_7)))]
-    groups = [found[start:stop] for start, stop in pairwise(starts)]
+    whole = [(name, *of, _SEQUENCE[name], tuple(_OVER)) for _, name, *of in _MODELS]
+    varied = {
+        length: [(name, *of, length, ("pipemoe",)) for _, name, *of in _MODELS if name == "A"] for length in _FIG_7
+    }
+    found: dict[tuple[Any, ...], list[list[float]]] = {}
+    for step in (steps := [*whole, *chain(*varied.values())]):
+        found[step] = [gains(*step, alone) for alone in (True, False)]
+        progress(len(found), len(steps))
     rows = [
-        Row(f"over {name}, all models", paper, _means(groups[0], place), "{:.2f}×", (1, 2))
+        Row(f"over {name}, all models", paper, _means([found[one] for one in whole], place), "{:.2f}×", (1, 2))
         for place, (name, paper) in enumerate(_OVER.values())
     ]
     rows += [
-        Row(f"over Tutel, A, L = {length}", paper, _means(group, 0), "{:.2f}×", (1, 3))
-        for (length, paper), group in zip(_FIG_7.items(), groups[1:], strict=True)
+        Row(f"over Tutel, A, L = {length}", paper, _means([found[one] for one in varied[length]], 0), "{:.2f}×", (1, 3))
+        for length, paper in _FIG_7.items()
     ]
     return [replace(MODELS_TABLE, rows=tuple(rows))]
 
