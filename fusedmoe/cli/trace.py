@@ -44,8 +44,9 @@ Predicted is what the parts of the model's own steps take, which is measured fir
 --costs it is matrix products and collectives alone: a step then ends when its gradients are
 reduced, and norms, gates, the order of rows and the loss are only in what is measured.
 
-Of what computes the slowest rank counts, of what travels the fastest: the others wait for the
-slowest there. "gate" is all that a pass takes beside its tasks: gate, order, norms, embedding.
+A part of a step begins when the last rank begins it and ends when the last one has ended it, so
+that waiting for a late rank counts once. "gate" is all that a pass takes beside its tasks: gate,
+order, norms, embedding.
 
 --schedule off runs without a plan, beside the prediction by costs for the policy sequential.
 """

@@ -12,9 +12,10 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from fusedmoe.comm.store_line import PATIENCE_S, line_to
 from fusedmoe.errors import RankError
+from fusedmoe.threads import Helper
 
 T = TypeVar("T")
 
@@ -75,6 +77,7 @@ class Board:
         self._unheard = False
         # Asked for when the ranks meet: the store may be gone when it is needed.
         self._processes: dict[int, tuple[str, int]] = {}
+        self._looker: Helper | None = None
 
     def meet(
         self,
@@ -225,6 +228,31 @@ class Board:
         """Notes what this rank waits for, with which ranks; at each look again, so that all see it live; "" at last."""
         note = json.dumps([what, list(ranks), time.monotonic_ns()])  # the last makes each another one
         self._ask(lambda store: store.set(f"waits/{self._rank}", note))
+
+    @contextmanager
+    def noted(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+        """A context around a wait of PyTorch's own, which looks at no board: a thread looks and renews the note.
+
+        After an error the note stays: this rank tells of it next, and is not late.
+        """
+        over = threading.Event()
+        self._looker = self._looker or Helper("fusedmoe-board")
+        looking = self._looker.begin(partial(self._renew, what, ranks, over))
+        try:
+            yield
+        finally:
+            over.set()
+            noted = self._looker.result(looking)
+        if noted:
+            self.waits("")
+
+    def _renew(self, what: str, ranks: Sequence[int], over: threading.Event) -> bool:
+        noted = False
+        while not over.wait(LOOK_S):
+            noted = True
+            self.waits(what, ranks)
+            self.read()
+        return noted
 
     def waiting(self, ranks: Iterable[int]) -> dict[int, Note]:
         """What `ranks`, this one aside, wait for, and what those wait for that they wait for; "" for none."""

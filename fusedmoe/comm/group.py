@@ -122,6 +122,8 @@ class Group:
 
 # A process that ends by an error closes its connections a while before it is gone; the store that it hosts comes last.
 _EXIT_S, _HOST_EXIT_S = 10.0, 1.0
+# The same for a wait of PyTorch's own, on top of the time that has passed.
+_SLOW_EXIT_S = 6.0
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
@@ -244,7 +246,6 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
     operation, where, patience = "making a process group", f"ranks {list(ranks)}", _patience(job)
     deadline, board = time.monotonic() + patience.total_seconds(), job.board
     assert board is not None
-    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # public from PyTorch 2.14 on
     make = partial(
         c10d._new_process_group_helper,
         len(ranks),
@@ -266,7 +267,7 @@ def _make(job: Job, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
                     board.waits(f"{operation} over {where}", ranks)
                     noted = True
             handle, _ = making.result(0.0)
-            set_timeout(patience, handle)
+            _set_timeout(patience, handle)
             if noted:
                 board.waits("")
     except (RuntimeError, NoAnswer) as error:
@@ -333,10 +334,12 @@ def lost(
         mine = f"it lost its connection to one of ranks {list(others)}; see their logs for the first error ({reason})"
         gone = f"its connection to rank {me} broke, and it waits no more: it ended, or its host; see its log ({reason})"
         late = f"it did not come: it is late, or it was stopped, or its host; see its log ({reason})"
-        if absent:
+        if silent:
+            verdict = board.blame(silent[0], operation, gone)
+        elif absent:
             verdict = board.blame(absent[0], operation, late)
         else:
-            verdict = board.blame(silent[0], operation, gone) if silent else board.blame(me, operation, mine)
+            verdict = board.blame(me, operation, mine)
     return RankError(f"rank {me}: {here} ended because {verdict}")
 
 
@@ -347,6 +350,37 @@ def _patience(job: Job) -> timedelta:
     process from ending for as long as the default group's time-out says.
     """
     return timedelta(seconds=job.timeout_s + 2.0)
+
+
+def _set_timeout(patience: timedelta, handle: dist.ProcessGroup) -> None:
+    c10d: Any = dist.distributed_c10d
+    (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(patience, handle)  # public from PyTorch 2.14 on
+
+
+@contextmanager
+def bounded(group: Group, operation: str) -> Iterator[None]:
+    """A context around collectives of PyTorch's own over a group: bounded by the job's time-out, noted on the board.
+
+    Raises:
+        RankError: a connection broke, or a rank did not come. What else they raise stays as it is.
+    """
+    job, handle = group.job, group.handle
+    if handle is None:
+        yield
+        return
+    _set_timeout(timedelta(seconds=job.timeout_s), handle)
+    try:
+        with group.board.noted(f"{operation} over the {group}", group.ranks):
+            yield
+    except RuntimeError as error:
+        reason = str(error)
+        if not isinstance(error, dist.DistError) and "gloo" not in reason:
+            raise
+        # Whoever was gone when the time was up has been so for long.
+        exit_s, absent = (1.0, group.board.absent(group.ranks)) if "Timed out" in reason else (_SLOW_EXIT_S, [])
+        raise lost(job, group.ranks, operation, f"the {group}", reason, exit_s, absent) from error
+    finally:
+        _set_timeout(_patience(job), handle)
 
 
 def _to_connect(patience: timedelta) -> timedelta:

@@ -84,7 +84,9 @@ class _Asked:
     """What the thread asks: a connection of its own, made at the first question. It knows nothing of the line."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._given: dist.Store | None = store
+        # The line lives as long as the Python object `store`, which must not be held here: a prefix of it holds what
+        # is below that, and until the first question only.
+        self._given: dist.PrefixStore | None = dist.PrefixStore("", store)
         self._own: dist.Store
         self._broken = ""
 
@@ -99,9 +101,9 @@ class _Asked:
 
     def _connected(self, patience_s: float) -> dist.Store:
         if self._given is not None:
-            given, self._given = self._given, None  # the line lives as long as this store: let go of it in any case
+            given, self._given = self._given, None
             try:
-                self._own = dist.PrefixStore("fusedmoe", _second(given, patience_s))
+                self._own = dist.PrefixStore("fusedmoe", _second(given.underlying_store, patience_s))
             except (OSError, ValueError, MemoryError) as error:
                 raise RuntimeError(f"{type(error).__name__}: {error}") from None
         return self._own

@@ -22,7 +22,7 @@ from fusedmoe.schedule.observed import Observed, Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
-from fusedmoe.schedule.task import LINKS, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
 from fusedmoe.schedule.timeline import PHASES, Span, Timeline, idle_s
 
 _GRADIENT = "gradient-all-reduce"
@@ -35,8 +35,8 @@ _PARTS = frozenset(("attention", *PIPELINE, *WEIGHT_GRADIENTS.values()))
 def observe(plan: Plan, costs: StepCosts, steps: Sequence[Sequence[Timeline]]) -> Observed:
     """What was seen of steps that ran by a plan: the mean of a part's tasks in a step, and the median over the steps.
 
-    Of what computes the slowest rank counts, task by task; of what travels the fastest one, since the others wait there
-    for the slowest.
+    A task begins when the last rank begins it, and ends when the last one has ended it. So what ranks wait for each
+    other is part of a step once, where a rank is late, and the tasks of a step without a schedule add up to it.
 
     Args:
         costs: of the step, before: it says what each all-reduce carries.
@@ -89,22 +89,30 @@ def _part_name(kind: str, phase: str | None) -> str:
 def _samples(plan: Plan, costs: StepCosts, timelines: Sequence[Timeline]) -> dict[Sample, list[float]]:
     """Of one step: seconds of each task, over the ranks, by what it is a sample of."""
     found: dict[Sample, list[float]] = {}
-    ranks = [_tasks(plan, costs, timeline) for timeline in timelines]
-    for task, sample in ranks[0].samples.items():
-        times = [rank.seconds[task] for rank in ranks if task in rank.seconds]
-        waits = task.kind in LINKS or task.kind == "optimizer"
-        found.setdefault(sample, []).append(min(times) if waits else max(times))
+    for sample, seconds in _tasks(plan, costs, _last(timelines)).values():
+        found.setdefault(sample, []).append(seconds)
     return found
 
 
-class _Tasks(NamedTuple):
-    """Of one rank and step, by task: what it is a sample of, and its seconds."""
+def _last(timelines: Sequence[Timeline]) -> Timeline:
+    """When the last rank began each span, and when the last one had ended it.
 
-    samples: dict[Task, Sample]
-    seconds: dict[Task, float]
+    Who is early waits in the next collective for who is late. Here that counts once, in what made the other late.
+    """
+    last: dict[tuple[object, ...], Span] = {}
+    for timeline in timelines:
+        times: Counter[tuple[object, ...]] = Counter()
+        for span in timeline.spans:
+            task = (span.kind, span.chunk, span.layer, span.phase)
+            number, times[task] = times[task], times[task] + 1
+            other = last.get((*task, number), span)
+            start_s, end_s = max(span.start_s, other.start_s), max(span.end_s, other.end_s)
+            last[*task, number] = other._replace(start_s=start_s, end_s=end_s)
+    return Timeline(spans=tuple(sorted(last.values(), key=lambda span: (span.start_s, -span.end_s))))
 
 
-def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> _Tasks:
+def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> dict[Task, tuple[Sample, float]]:
+    """Of one step, by task: what it is a sample of, and its seconds."""
     counts = Counter((task.kind, task.layer, task.phase) for task in plan)
     carried = {task[:4]: len(bucket) for task, bucket in gradient_ranges(plan, costs.gradient_bytes).items()}
     own = {task[:4] for task in plan if task.kind in _PARTS} | carried.keys()
@@ -117,7 +125,8 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> _Tasks:
             return in_one
         return (span.kind, span.chunk, span.layer, span.phase) in own
 
-    found, shared = _Tasks({}, {}), _surrounding(timeline, runs)
+    found: dict[Task, tuple[Sample, float]] = {}
+    shared = _surrounding(timeline, runs)
     for span in filter(runs, timeline.spans):
         (kind, chunk, layer, phase), seconds = (span.kind, span.chunk, span.layer, span.phase), span.duration_s
         task = Task(kind, chunk, layer, phase)
@@ -133,18 +142,16 @@ def _tasks(plan: Plan, costs: StepCosts, timeline: Timeline) -> _Tasks:
                 seconds = max(0.0, seconds - costs.layers[layer].regroup_s / back)
             apart = (weight_gradient(kind), layer, phase) in counts
             sample = Sample(kind, phase, counts[kind, layer, phase], apart)
-        found.samples[task], found.seconds[task] = sample, seconds
+        found[task] = sample, seconds
     after = Sample("optimizer", None)
     if after in shared:
         # Gradients whose tasks nothing runs by itself are reduced at the end, with all others.
-        late_s = sum(
-            costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in found.seconds
-        )
+        late_s = sum(costs.all_reduce.seconds(size) for name, size in carried.items() if Task(*name) not in found)
         shared[after] = max(0.0, shared[after] - late_s)
     for sample, seconds in shared.items():
         of = [None] if sample.phase is None else range(layers)
-        for task in (Task(sample.kind, None, layer, sample.phase) for layer in of):
-            found.samples[task], found.seconds[task] = sample, seconds / len(of)
+        for layer in of:
+            found[Task(sample.kind, None, layer, sample.phase)] = sample, seconds / len(of)
     return found
 
 

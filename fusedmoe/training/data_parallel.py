@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.comm.collectives import all_reduce, device_of
-from fusedmoe.comm.group import lost
+from fusedmoe.comm.group import bounded
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED, experts_of
@@ -46,9 +45,6 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 except ImportError:  # PyTorch before there was a mesh for each parameter
     ShardPlacementResult = None  # type: ignore[assignment, misc]
-
-# How long a rank may take to be gone after its connection broke, on top of the time that has passed.
-_EXIT_S = 6.0
 
 
 def sync_gradients(
@@ -140,7 +136,7 @@ class DataParallel(DistributedDataParallel):
         hidden += [f".{name}" for name in hidden if "." not in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, hidden)
         self._topology, self._split = topology, split
-        with _told(topology, "comparing the copies of a model"):
+        with bounded(topology.world, "comparing the copies of a model"):
             super().__init__(model, process_group=topology.world.handle, **options)
         if options.get("init_sync", True):
             for replica in split:
@@ -156,7 +152,7 @@ class DataParallel(DistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Where the ranks agree on buckets and bring buffers; the model itself comes after it."""
-        with _told(self._topology, "agreeing on gradient buckets"):
+        with bounded(self._topology.world, "agreeing on gradient buckets"):
             return super()._pre_forward(*inputs, **kwargs)
 
     def _finish_backward(self) -> None:
@@ -168,21 +164,6 @@ class DataParallel(DistributedDataParallel):
         world = self._topology.world
         if device_of(world).type == "cpu":
             all_reduce(world, torch.zeros(1), operation="the end of a backward pass of PyTorch's wrapper")
-
-
-@contextmanager
-def _told(topology: Topology, operation: str) -> Iterator[None]:
-    """Raises a `RankError` for a connection of PyTorch's wrapper that breaks, or a rank that does not come.
-
-    What the wrapper says of the model or its use, such as of unused parameters, stays as it is.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise
-        group = topology.world
-        raise lost(group.job, group.ranks, operation, f"the {group}", str(error), exit_s=_EXIT_S) from error
 
 
 def _arrived(wrapper: DataParallel | None, gradient: Tensor, scale: float) -> Tensor | None:

@@ -17,9 +17,20 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results"
 GPU = "gpu_nvidia-h100-80gb-hbm3_20261123T022338"
 
+MEASURED = (("layer", "layer"), ("emulated", "layer"), ("emulated", "model"), ("blocks", "model"), ("computed", "job"))
+
 # Numbers in those paragraphs that are no results: sizes, versions, time-outs.
 CONDITIONS = (
-    *("time-outs of 2.5 s", "Tutel 0.4", "0.3's", '"0.3"', "capacity factor 1.25", "Triton 3.6.0", "PyTorch 2.11"),
+    *(
+        "time-outs of 2.5 s",
+        "Tutel 0.4",
+        "0.3's",
+        '"0.3"',
+        "capacity factor 1.25",
+        "Triton 3.6.0",
+        "PyTorch 2.11",
+        "transformers 5.23",
+    ),
     "at least 3.5 times less",  # which tests/placement/test_replay.py holds it to
 )
 
@@ -37,7 +48,7 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         found: dict[str, Any] = settings[setting][part]["rows"]
         return found
 
-    for setting, part in (("layer", "layer"), ("emulated", "layer"), ("computed", "job")):
+    for setting, part in MEASURED:
         for name, of in rows(setting, part).items():
             if "same_as" in of and name != "auto":
                 continue
@@ -102,9 +113,17 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
             one["extra_info"]["threads"]: one["extra_info"] for one in load(name)["benchmarks"] if one["params"]
         }
         yield text, tuple(f"{of_threads[threads]['ratio']:.2f}" for threads in (1, 2))
+    yield "{} and {} times as long as products into", tuple(f"{of_threads[n]['bare_ratio']:.2f}" for n in (1, 2))
     yield "gate, order and combine are {} and {} of it", tuple(f"{of_threads[n]['routing']:.1%}" for n in (1, 2))
+    yield "asks the system for {} and {} fresh pages", tuple(str(of_threads[n]["page_faults"]) for n in (1, 2))
     alone = next(one for one in load("layer_cpu")["benchmarks"] if not one["params"])
     yield "costs nothing: {} times the step without", (f"{alone['extra_info']['ratio']:.3f}",)
+
+    for one in load("hf_cpu")["benchmarks"]:
+        of, kind = one["extra_info"], "training" if "training" in one["name"] else "decoding"
+        ways = [way for way in ("grouped_mm", "eager", "batched_mm") if way in of["ratios"]]
+        sizes = ", ".join(str(of["shape"][key]) for key in "THIEK")
+        yield f"| {kind}, {sizes} |{' {} |' * len(ways)}", tuple(f"{of['ratios'][way]:.2f}" for way in ways)
 
     gpu = load(GPU)
     limit = gpu["limit"]

@@ -98,6 +98,24 @@ def test_a_rank_that_ends_before_the_wrapper_of_pytorch(cluster: Cluster, calls:
     check(cluster, random.randrange(4), match, in_wrapper, calls)
 
 
+def stops_before_the_wrapper(rank: int, world: int, culprit: int) -> None:
+    """PyTorch's own wait, in which nobody looks at the board."""
+    layer = make(topology := Topology.from_sizes(4, timeout_s=2.0))
+    pids = all_gather_object(topology.world, os.getpid())
+    try:
+        if rank == culprit:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        distributed_data_parallel(layer, topology)
+    finally:
+        if rank == (culprit + 1) % world:
+            os.kill(pids[culprit], signal.SIGCONT)
+
+
+def test_a_rank_that_stops_before_the_wrapper_of_pytorch(cluster: Cluster) -> None:
+    texts = check(cluster, culprit := random.randrange(4), "comparing the copies", stops_before_the_wrapper)
+    assert all("it did not come" in text for rank, text in enumerate(texts) if rank != culprit), texts
+
+
 def in_reducer(rank: int, world: int, culprit: int, way: str) -> None:
     """In the backward pass of a model whose gradients PyTorch's wrapper alone reduces."""
     topology = Topology.from_sizes(1, timeout_s=8.0)

@@ -96,6 +96,17 @@ def lines() -> int:
     return sum(thread.name == "fusedmoe-store" for thread in threading.enumerate())
 
 
+def test_a_line_that_nobody_has_asked_ends_with_its_store() -> None:
+    gc.collect()
+    assert soon(lambda: lines() == 0), "what other tests left has ended"
+    store = dist.HashStore()
+    board = Board(store, 1)
+    assert lines() == 1
+    del board, store
+    gc.collect()
+    assert soon(lambda: lines() == 0)
+
+
 def test_one_line_that_ends_with_its_store() -> None:
     gc.collect()
     assert soon(lambda: lines() == 0), "what other tests left has ended"

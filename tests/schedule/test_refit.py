@@ -146,6 +146,27 @@ def test_the_slowest_rank_computes_and_the_last_one_does_not_wait() -> None:
     }
 
 
+def test_ranks_that_are_late_by_turns() -> None:
+    """Each gate is slow on another rank, and rows reach some ranks early: what the ranks lose is in the parts once."""
+    rng = random.Random(5)
+    names = [("expert", "compute"), ("combine", "inter")]
+    plan = Plan.parse("compute: E0 E1 E2\ninter: C0 C1 C2")
+    ranks: list[list[Span]] = [[] for _ in range(4)]
+    now = [0.0] * 4
+    for chunk in range(3):
+        for kind, resource in names:
+            begins = [one + rng.uniform(0, 0.01) for one in now]
+            free = max(begins) if kind == "combine" else 0.0
+            now = [max(begin, free) + rng.uniform(0.1, 0.2) for begin in begins]
+            for spans, begin, end in zip(ranks, begins, now, strict=True):
+                spans.append(Span(kind, kind, resource, begin, end, chunk=chunk, layer=0, phase="forward"))
+    costs = StepCosts((LayerCosts({"forward": {}, "backward": {}}, {"forward": {}, "backward": {}}),))
+    steps = [[Timeline(rank, tuple(spans)) for rank, spans in enumerate(ranks)]]
+    seen = observe(plan, costs, steps).seconds
+    tasks_s = 3 * (seen[Sample("expert", "forward", 3)] + seen[Sample("combine", "forward", 3)])
+    assert 0.95 * max(now) < tasks_s <= max(now)
+
+
 def test_no_task_takes_less_than_the_executor() -> None:
     costs = replace(WORK.step_costs(MODEL, [0, 0], KINDS), task_s=1e-3)
     seen = Observed({Sample("expert", "forward", 1): 0.1, Sample("expert", "forward", 4): 0.025})
