@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report docs dist clean
+.PHONY: help env train test lint chaos long-job flat nvshmem aot bench bench-gpu bench-cluster bench-placement bench-report reproduce docs dist clean
 
 VENV := .venv
 ARGS ?=
@@ -55,6 +55,8 @@ help:
 	@echo '                     make bench-cluster ARGS="--settings layer computed:job --minutes 20"    ARGS=--show    ARGS=--help'
 	@echo '  make bench-placement  placements of experts on long made loads, in simulation'
 	@echo '  make bench-report  the newest of its results as tables and a picture    make bench-report ARGS=--help'
+	@echo '  make reproduce  the tables of the four papers beside ours, ten minutes on two cores, and a page of them'
+	@echo '                     make reproduce ARGS="--only fsmoe-table5"    ARGS=--help'
 	@echo '  make docs     these pages as a site, with the reference, into build/docs'
 	@echo '  make dist     wheel and sdist into dist/, checked, and tried in an environment of their own'
 	@echo '  make env      only the environment, .venv (the others make it when needed)'
@@ -152,6 +154,10 @@ bench-placement: $(READY)
 
 bench-report: $(READY)
 	@exec env $(RUN_ENV) $(PY) -m bench.report $(ARGS)
+
+# In simulation, but for two nodes of this machine, which need root; elsewhere that is left out with a word.
+reproduce: $(READY)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m bench.reproduce $(ARGS)
 
 # What a target needs beyond the environment, from the same pins.
 $(VENV)/.extra-%: $(READY)

@@ -62,6 +62,17 @@ def paper_degree(chunks: Mapping[str, StageTime], gar: float = 0.0, *, limit: in
     return min(choices, key=lambda choice: choice.seconds)
 
 
+def unconstrained_degree(chunks: Mapping[str, StageTime], gar: float = 0.0, *, limit: int = MAX_DEGREE) -> DegreeChoice:
+    """The degree by Algorithm 1 as its lines stand, without the regions of §4.2: the least of the four minima wins.
+
+    Returns:
+        The degree, and the time that its case gives for it, whether that case holds there or not.
+    """
+    degrees = range(1, limit + 1)
+    found = (DegreeChoice(r, _case_s(number, r, _times(chunks, r), gar)) for number in range(1, 5) for r in degrees)
+    return min(found, key=lambda choice: choice.seconds)
+
+
 # Where each case holds: (index of a predicate's margin, +1 where it is true and −1 where it is not).
 _Q1, _Q2, _Q3, _Q4, _Q5, _Q6 = range(6)
 _REGIONS = (

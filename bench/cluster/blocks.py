@@ -38,12 +38,12 @@ def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
     parts = [k for k in PARTS if k <= limit]
     experts = pipemoe(costs, limit)
     sizes = [max(costs.gradient_bytes) // buckets for buckets in (1, 2, 4, 8, 16)]
-    tuned = (_with_buckets(costs, experts, size) for size in sizes)
+    tuned = (with_buckets(costs, experts, size) for size in sizes)
     return {
         "sequential": sequential(costs, limit),
         "experts": experts,
         "experts, attention": ablation(costs, limit)["attention"],
-        "experts, all-reduce": _with_buckets(costs, experts, UNTUNED_BYTES),
+        "experts, all-reduce": with_buckets(costs, experts, UNTUNED_BYTES),
         "experts, all-reduce, S_p": min(tuned, key=lambda plan: makespan(plan, costs)),
         "flowmoe": POLICIES["flowmoe"].plan(costs, limit),
         "lancet, ranges": lancet_plan(costs, parts, weights=False),
@@ -54,7 +54,7 @@ def plans_of(costs: StepCosts, limit: int) -> dict[str, Plan]:
     }
 
 
-def _with_buckets(costs: StepCosts, plan: Plan, bucket_bytes: int) -> Plan:
+def with_buckets(costs: StepCosts, plan: Plan, bucket_bytes: int) -> Plan:
     """The same degrees, and gradients in buckets wherever the one queue for communication is idle."""
     found = plan.degrees
     forward, backward = (

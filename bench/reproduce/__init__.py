@@ -1,0 +1,1 @@
+"""What the four papers print, beside what this library gives for it."""
