@@ -1,4 +1,4 @@
-"""How long the kernels of a layer take on Hopper, by a model: tiles, waves, what starts and ends a tile, caches, memory.
+"""How long a layer's kernels take on Hopper, by a model: tiles, waves, start and end of a tile, caches, memory.
 
 `python -m bench.forecast` prints it; `--help` says what the model takes for granted.
 

@@ -1,4 +1,4 @@
-"""The forecast as tables: kernels against what was measured, candidates, and passes beside what others have published."""
+"""The forecast as tables: kernels beside what was measured, candidates, and passes beside what others published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.forecast.work import PRODUCTS, work
 from bench.gpu.kernels import PASSES, kernel_costs
 from bench.gpu.shapes import Shape
 from bench.report import PUBLISHED
-from fusedmoe.kernels.triton.grouped.configs import Config, Variant, by_shape, bucket, gluon_candidates
+from fusedmoe.kernels.triton.grouped.configs import Config, Variant, bucket, by_shape, gluon_candidates
 
 _GLUON = {"up": "swiglu", "down": "", "dinput": ""}  # and their activations
 
@@ -75,7 +75,7 @@ def candidate_table(shapes: Sequence[Shape], gpu: Gpu, found: Measured | None) -
                 cells.append(f"{1e6 * seconds:.0f} ({flops / seconds / 1e12:.0f})")
             rows.append(cells)
     head = ["shape", "operation", "Triton forecast", "measured", *map(str, candidates("down", shapes[0]))]
-    title = f"Candidates of the Gluon form on an {gpu.name}: microseconds (TFLOP/s), in the order in which they are tried"
+    title = f"Candidates of the Gluon form on an {gpu.name}: microseconds (TFLOP/s), in the order of trying them"
     return _table(title, head, rows)
 
 

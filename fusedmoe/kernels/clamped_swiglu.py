@@ -4,7 +4,8 @@ With g and u the even and the odd columns of H, g at most `limit` and u between 
 
     A = g·σ(alpha·g) · (u + 1)
 
-A number on a bound has no gradient, as one beyond it: so `torch.clamp` does from PyTorch 2.15 on (before, it passed it).
+A number on a bound has no gradient, like one beyond it. `torch.clamp` has the same from PyTorch 2.15 on; before, it
+passed the gradient there.
 
 Contract: tensors in, tensors out; no autograd. Products are computed in at least float32 and rounded once. Definition:
 `define_clamped_swiglu`.

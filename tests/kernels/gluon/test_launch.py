@@ -90,9 +90,7 @@ def test_no_more_programs_than_tiles(programs: list[int]) -> None:
 
 
 @pytest.mark.parametrize("what", ["used", "table", "n_col_tiles"])
-def test_the_check_finds_a_wrong_argument(
-    what: str, programs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_finds_a_wrong_argument(what: str, programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A number of tiles, or columns of them, that is one too small leaves results out; so does a lost tile."""
     if what == "n_col_tiles":
         monkeypatch.setattr(launch.triton, "cdiv", lambda size, block: size // block)

@@ -57,9 +57,7 @@ def check_apart(
     return found
 
 
-def _run(
-    variant: Variant, configs: Sequence[HopperConfig], device: torch.device, program: Sequence[str]
-) -> _Ended:
+def _run(variant: Variant, configs: Sequence[HopperConfig], device: torch.device, program: Sequence[str]) -> _Ended:
     asked = json.dumps({"variant": variant, "configs": [*map(asdict, configs)], "device": str(device)})
     root = str(Path(__file__).parents[4])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
