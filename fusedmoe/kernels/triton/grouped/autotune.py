@@ -197,7 +197,7 @@ class Tuner:
         right = {str(config): config for config in configs if not self._fault(key, config)}
         if name not in right or self._fault(key, right[name]) is None:
             return None
-        return right[name] if right.keys() <= {name, *(timed or ())} else None
+        return right[name] if right.keys() <= {name, *(timed if isinstance(timed, dict) else ())} else None
 
     def _tune(self, key: Key, configs: Sequence[Config], launch: Callable[[Config], object]) -> Config:
         with _may_wait():
