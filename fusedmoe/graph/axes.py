@@ -17,28 +17,33 @@
 
 What is not in the table, and what draws random numbers or changes memory, is not split. All parts are equally large.
 
-Which axis each tensor of a range is split along (Lancet §5.2) is a constraint problem for OR-Tools CP-SAT. Every
-instruction of a range is split in one way, or runs as a whole, before all that is split or after it. One tensor has one
-axis. What is split takes parts of what ran before, or parts along the same axis of what is split; what it needs whole
-has run before. All all-to-alls are split; besides these as much computation as possible, by its seconds.
+Besides axes there are rows (`Rows`, Lancet's irregular axis). A product over the tokens that puts each token in a place
+of its own gives, of a part of the tokens, some rows of its result; all-to-alls carry these rows, experts compute them,
+and the product that reads them back gives that part of the tokens again:
+
+    a result of which a part has some rows         needs
+    mm, bmm over the tokens                        the tokens of both factors in parts
+    elementwise; view, permute; all-to-all         the same rows
+    mm, addmm, bmm, baddbmm of rows and weights    the same rows of the first factor
+    split, slice, chunk of what rows hold          the same rows
+    and in parts along the tokens:
+    mm, bmm over the places                        rows of the second factor, tokens of the first in parts
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from fusedmoe.errors import ConfigError
-from fusedmoe.graph.instructions import is_all_to_all, is_random, is_start, is_wait, mutates
-from fusedmoe.schedule.lancet import solved
+from fusedmoe.graph.instructions import is_all_to_all, is_random, is_start, is_wait, mutates, name_of
 
 _LIKE = frozenset({"_to_copy", "clone", "detach", "alias", "zeros_like", "ones_like", "full_like", "relu", "gelu"})
-_RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
+RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"})
 _REDUCES = frozenset({"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "var", "prod"})
 # Operators that go along one dimension, by the place of it among their arguments; and its default where it is not 0.
 _ALONG = {
@@ -46,11 +51,10 @@ _ALONG = {
     **dict.fromkeys(("topk", "split", "split_with_sizes", "chunk"), 2),
 }
 _DEFAULT_DIM = {"topk": -1, "sort": -1}
+PERMUTES = frozenset({"permute", "transpose", "t"})
+PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
 # Of the ways to see a dimension as joined: the more there are, the longer the search.
 _OUTERS = 6
-# Of the solver's work (`fusedmoe.schedule.lancet`).
-_LIMIT = 2.0
-_TICKS, _SCATTERED = 10_000, 256
 
 
 class Axis(NamedTuple):
@@ -64,11 +68,31 @@ class Axis(NamedTuple):
     outer: int = 1
 
 
-class OperatorSplit(NamedTuple):
-    """One way to split an operator: the axis of its result, or of all its results, and of each input (None: whole)."""
+class Rows(NamedTuple):
+    """Parts are rows. Which of them a part has it knows itself, at run time; no two parts have the same.
 
-    axis: Axis
-    inputs: dict[fx.Node, Axis | None]
+    `dims` count them, in order, without dimensions of size 1; what the others count a row holds. `trips`: the
+    all-to-alls that they have gone through, there and back.
+    """
+
+    dims: tuple[int, ...]
+    trips: int
+
+
+class OperatorSplit(NamedTuple):
+    """One way to split an operator: the axis of its result, or of all its results, and of each input (None: whole).
+
+    `crosses`: it is a product that makes rows of parts of the tokens, or parts of the tokens of rows.
+    """
+
+    axis: Axis | Rows
+    inputs: dict[fx.Node, Axis | Rows | None]
+    crosses: bool = False
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows go in or out."""
+        return any(isinstance(axis, Rows) for axis in (self.axis, *self.inputs.values()))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
@@ -81,7 +105,9 @@ def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(value.shape)
 
 
-def fits(shape: Sequence[int], axis: Axis, parts: int) -> bool:
+def fits(shape: Sequence[int], axis: Axis | Rows, parts: int) -> bool:
+    if isinstance(axis, Rows):
+        return bool(axis.dims) and 0 not in shape and all(shape[dim] > 1 for dim in axis.dims)
     return 0 <= axis.dim < len(shape) and shape[axis.dim] > 0 and shape[axis.dim] % (axis.outer * parts) == 0
 
 
@@ -99,45 +125,83 @@ def relocate(shape: Sequence[int], axis: Axis, other: Sequence[int], parts: int)
     return None
 
 
-def first_axes(node: fx.Node, parts: int) -> list[Axis]:
-    """The axes along which an all-to-all can be split, but for those that start within a joined dimension."""
+def same_rows(shape: Sequence[int], rows: Rows, other: Sequence[int]) -> Rows | None:
+    """The rows of a reshape to `other`; None where a dimension joins what counts rows with what they hold."""
+    left = [dim for dim, size in enumerate(shape) if size != 1]
+    right = [dim for dim, size in enumerate(other) if size != 1]
+    found: list[int] = []
+    while left:
+        joined, apart = [left.pop(0)], [right.pop(0)]
+        while (ours := math.prod(shape[dim] for dim in joined)) != (theirs := math.prod(other[dim] for dim in apart)):
+            if ours < theirs:
+                joined.append(left.pop(0))
+            else:
+                apart.append(right.pop(0))
+        counting = {dim in rows.dims for dim in joined}
+        if len(counting) > 1:
+            return None
+        found += apart if counting == {True} else []
+    return Rows(tuple(found), rows.trips)
+
+
+def first_axes(node: fx.Node, parts: int, rows: bool = False) -> list[Axis | Rows]:
+    """The axes along which an all-to-all can be split, but for those that start within a joined dimension; and, if
+    asked for, `rows` of it."""
     shape = shape_of(node)
     if shape is None:
         return []
-    found = []
+    found: list[Axis | Rows] = []
+    if rows and 0 not in shape:
+        counting = [tuple(dim for dim in range(last) if shape[dim] != 1) for last in range(1, len(shape))]
+        found += [Rows(dims, trips) for dims in dict.fromkeys(counting) if dims for trips in (1, 2)]
     for dim in range(1, len(shape)):
         outers = [outer for outer in range(1, shape[dim] // parts + 1) if fits(shape, Axis(dim, outer), parts)]
         found += [Axis(dim, outer) for outer in outers[:_OUTERS]]
     return found
 
 
-def outputs_from(node: fx.Node, given: fx.Node, axis: Axis, parts: int) -> list[OperatorSplit]:
-    """The ways to split `node` in which its input `given` is in parts along `axis`."""
+def outputs_from(
+    node: fx.Node, given: fx.Node, axis: Axis | Rows, parts: int, rows: bool = False
+) -> list[OperatorSplit]:
+    """The ways to split `node` in which its input `given` is in parts along `axis`. `rows`: also those that make rows."""
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
         return []
-    if _name(node) in _RESHAPES:
-        found = relocate(source, axis, shape, parts)
-        candidates = [] if found is None else [found]
+    name = name_of(node)
+    candidates: list[tuple[Axis | Rows, bool]] = []
+    if name in RESHAPES:
+        found = same_rows(source, axis, shape) if isinstance(axis, Rows) else relocate(source, axis, shape, parts)
+        candidates = [] if found is None else [(found, False)]
+    elif isinstance(axis, Rows):
+        moved = permuted(name, node.args, len(shape)) if name in PERMUTES else range(len(shape))
+        dims = tuple(dim for dim, of in enumerate(moved) if of in axis.dims)
+        candidates = [(Rows(dims, axis.trips + is_all_to_all(node)), False)]
+        if name in PRODUCTS:
+            candidates += [(Rows(_leading(shape), axis.trips), False), (Axis(len(shape) - 2), True)]
     else:
-        candidates = [Axis(dim, axis.outer) for dim in range(len(shape))]
-    ways = [way for way in (way_of(node, one, parts) for one in candidates) if way is not None]
+        candidates = [(Axis(dim, axis.outer), False) for dim in range(len(shape))]
+        if rows and name in PRODUCTS:
+            candidates.append((Rows(_leading(shape), 0), True))
+    ways = [way for way in (way_of(node, *one, parts=parts) for one in candidates) if way is not None]
     return [way for way in ways if way.inputs.get(given) == axis]
 
 
-def way_of(node: fx.Node, axis: Axis, parts: int) -> OperatorSplit | None:
+def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, parts: int) -> OperatorSplit | None:
     """The way to split `node` that gives its (first) result in parts along `axis`; None where there is none."""
     shape = shape_of(node)
     if shape is None or not fits(shape, axis, parts) or is_random(node) or mutates(node):
         return None
     if node.target is operator.getitem:
-        return _element(node, axis, parts)
+        return None if crosses else _element(node, axis, parts)
     if not isinstance(node.target, torch._ops.OpOverload) or any(shape_of(one) is None for one in node.all_input_nodes):
         return None
-    found = _inputs(node, axis, shape, parts)
+    if crosses:
+        found = _crossed(node, axis, shape)
+    else:
+        found = _rows_inputs(node, axis, shape) if isinstance(axis, Rows) else _inputs(node, axis, shape, parts)
     if found is None:
         return None
-    inputs: dict[fx.Node, Axis | None] = {}
+    inputs: dict[fx.Node, Axis | Rows | None] = {}
     for one, wanted in found:
         own = shape_of(one)
         assert own is not None
@@ -151,27 +215,27 @@ def way_of(node: fx.Node, axis: Axis, parts: int) -> OperatorSplit | None:
     value = node.meta["val"]
     if isinstance(value, (tuple, list)) and not all(_has(one, axis, parts) for one in value):
         return None
-    return OperatorSplit(axis, inputs)
+    return OperatorSplit(axis, inputs, crosses)
 
 
-def _element(node: fx.Node, axis: Axis, parts: int) -> OperatorSplit | None:
+def _element(node: fx.Node, axis: Axis | Rows, parts: int) -> OperatorSplit | None:
     source, index = node.args
     assert isinstance(source, fx.Node)
     if not isinstance(source.meta.get("val"), (tuple, list)) or not isinstance(index, int):
         return None
-    return None if way_of(source, axis, parts) is None else OperatorSplit(axis, {source: axis})
+    return None if way_of(source, axis, parts=parts) is None else OperatorSplit(axis, {source: axis})
 
 
-def _has(value: Any, axis: Axis, parts: int) -> bool:
+def _has(value: Any, axis: Axis | Rows, parts: int) -> bool:
     """Whether a result of several can be in parts along that axis; one that is not there can."""
     return value is None or isinstance(value, torch.Tensor) and fits(value.shape, axis, parts)
 
 
-Inputs = list[tuple[fx.Node, Axis | None]]
+Inputs = list[tuple[fx.Node, Axis | Rows | None]]
 
 
 def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> Inputs | None:
-    name, args = _name(node), node.args
+    name, args = name_of(node), node.args
     tensors = node.all_input_nodes
     first = args[0] if args else None
     if is_start(node):
@@ -180,16 +244,16 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> In
         return _joined(node, axis) if name in ("cat", "stack") else None
     source = shape_of(first)
     assert source is not None
-    if name in _RESHAPES:
+    if name in RESHAPES:
         found = relocate(shape, axis, source, parts)
         return None if found is None else [(first, found)]
     if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
         return [(one, _broadcast(shape_of(one), shape, axis)) for one in tensors]
     if name == "expand":
         return [(first, _broadcast(source, shape, axis))]
-    if name in ("permute", "transpose", "t"):
-        return [(first, Axis(_permuted(name, args, len(shape))[axis.dim], axis.outer))]
-    if name in ("mm", "bmm", "addmm", "baddbmm"):
+    if name in PERMUTES:
+        return [(first, Axis(permuted(name, args, len(shape))[axis.dim], axis.outer))]
+    if name in PRODUCTS:
         return _product(name, args, shape, axis)
     if name in _ALONG:
         place = _ALONG[name]
@@ -219,6 +283,59 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> In
     return None
 
 
+def _rows_inputs(node: fx.Node, rows: Rows, shape: tuple[int, ...]) -> Inputs | None:
+    """Of what computes each row by itself."""
+    name, args, first = name_of(node), node.args, node.args[0] if node.args else None
+    if not isinstance(first, fx.Node):
+        return None
+    source = shape_of(first)
+    assert source is not None
+    if is_start(node):
+        equal = is_all_to_all(node) and len({str(rows) for of in args[1:3] for rows in of}) == 1  # type: ignore[union-attr]
+        return [(first, rows._replace(trips=rows.trips - 1))] if equal and rows.dims[0] == 0 and rows.trips else None
+    if name in RESHAPES:
+        found = same_rows(shape, rows, source)
+        return None if found is None else [(first, found)]
+    if name in PERMUTES:
+        order = permuted(name, args, len(shape))
+        held = [order[dim] for dim, size in enumerate(shape) if size != 1 and dim not in rows.dims]
+        before = rows._replace(dims=tuple(sorted(order[dim] for dim in rows.dims)))
+        return [(first, before)] if held == sorted(held) else None
+    if is_wait(node) or torch.Tag.pointwise in node.target.tags or name in _LIKE:  # type: ignore[union-attr]
+        return [(one, rows if shape_of(one) == shape else None) for one in node.all_input_nodes]
+    if name == "expand":
+        return [(first, rows)] if source == shape else None
+    if name in PRODUCTS:
+        given = args[-2:]
+        if rows.dims != _leading(shape) or node.kwargs or not all(isinstance(one, fx.Node) for one in given):
+            return None
+        rest: Inputs = [(one, None) for one in node.all_input_nodes if one is not given[0]]
+        return [*rest, (given[0], rows)]  # type: ignore[list-item]
+    if name in ("slice", "split", "split_with_sizes"):
+        place = _ALONG[name]
+        dim = _dim(args[place] if len(args) > place else node.kwargs.get("dim", 0), len(source))
+        held = [one for one, size in enumerate(source) if size != 1 and one not in rows.dims]
+        return [(first, rows)] if held == [dim] else None
+    return None
+
+
+def _crossed(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...]) -> Inputs | None:
+    """Of a product of two matrices over the tokens, which makes rows, or over the places that rows have."""
+    last = len(shape) - 1
+    if name_of(node) not in ("mm", "bmm") or (last == 2 and shape[0] != 1):
+        return None
+    left, right = node.args[0], node.args[1]
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    if isinstance(axis, Rows):
+        return [(left, Axis(last)), (right, Axis(last - 1))] if axis == Rows((last - 1,), 0) else None
+    return [(left, axis), (right, Rows((last - 1,), 2))] if axis.dim == last - 1 else None
+
+
+def _leading(shape: Sequence[int]) -> tuple[int, ...]:
+    """All dimensions but the last, and but those of size 1."""
+    return tuple(dim for dim, size in enumerate(shape[:-1]) if size != 1)
+
+
 def _broadcast(own: tuple[int, ...] | None, shape: tuple[int, ...], axis: Axis) -> Axis | None:
     """The axis of an operand that is broadcast to `shape`: None where it has the same for all parts."""
     assert own is not None
@@ -226,7 +343,7 @@ def _broadcast(own: tuple[int, ...] | None, shape: tuple[int, ...], axis: Axis) 
     return None if dim < 0 or own[dim] != shape[axis.dim] else Axis(dim, axis.outer)
 
 
-def _permuted(name: str, args: Sequence[Any], count: int) -> list[int]:
+def permuted(name: str, args: Sequence[Any], count: int) -> list[int]:
     """For each dimension of the result that of the input."""
     if name == "permute":
         return [_dim(dim, count) for dim in args[1]]
@@ -267,7 +384,7 @@ def _joined(node: fx.Node, axis: Axis) -> Inputs | None:
     dim = _dim(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0), len(shape_of(node) or ()))
     if axis.dim == dim or not all(isinstance(one, fx.Node) for one in tensors):
         return None
-    moved = Axis(axis.dim - (_name(node) == "stack" and axis.dim > dim), axis.outer)
+    moved = Axis(axis.dim - (name_of(node) == "stack" and axis.dim > dim), axis.outer)
     return [(one, moved) for one in tensors if isinstance(one, fx.Node)]
 
 
@@ -291,116 +408,3 @@ def _looked_up(name: str, args: Sequence[Any], axis: Axis) -> Inputs | None:
 
 def _dim(dim: Any, count: int) -> int:
     return int(dim) % count if count else 0
-
-
-def _name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else str(schema.name).partition("::")[2]
-
-
-class RangeSplit(NamedTuple):
-    """How a range is split: what runs before, what in parts, what after; the way of each that is in parts."""
-
-    before: tuple[fx.Node, ...]
-    split: dict[fx.Node, OperatorSplit]
-    after: tuple[fx.Node, ...]
-
-
-def ways_in(nodes: Sequence[fx.Node], parts: int) -> dict[fx.Node, dict[Axis, OperatorSplit]]:
-    """All ways to split each instruction that lead to or from a split all-to-all of the range, by their axes."""
-    inside = set(nodes)
-    ways: dict[fx.Node, dict[Axis, OperatorSplit]] = {}
-    ends: list[tuple[fx.Node, OperatorSplit]] = []
-
-    def note(node: fx.Node, way: OperatorSplit | None) -> None:
-        if way is not None and node in inside and way.axis not in ways.setdefault(node, {}):
-            ways[node][way.axis] = way
-            ends.append((node, way))
-
-    for node in nodes:
-        if is_all_to_all(node):
-            for axis in first_axes(node, parts):
-                note(node, way_of(node, axis, parts))
-    while ends:
-        node, way = ends.pop()
-        for one, wanted in way.inputs.items():
-            if wanted is not None:
-                note(one, way_of(one, wanted, parts))
-        for user in node.users:
-            if user.target is operator.getitem:
-                note(user, way_of(user, way.axis, parts))
-            else:
-                for found in outputs_from(user, node, way.axis, parts):
-                    note(user, found)
-    return ways
-
-
-def infer(
-    nodes: Sequence[fx.Node], parts: int, seconds: Callable[[fx.Node], float], ordered: Sequence[tuple[int, int]] = ()
-) -> RangeSplit | None:
-    """How to split a range into so many parts; None where some all-to-all of it cannot be split.
-
-    Args:
-        ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
-    Raises:
-        ConfigError: OR-Tools is not installed.
-    """
-    ways = ways_in(nodes, parts)
-    if not all(node in ways for node in nodes if is_all_to_all(node)):
-        return None
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise ConfigError(
-            "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend parts=1"
-        ) from None
-    model = cp_model.CpModel()
-    inside = set(nodes)
-    early = {node: model.new_bool_var("") for node in nodes}
-    late = {node: model.new_bool_var("") for node in nodes}
-    chosen = {(node, axis): model.new_bool_var("") for node in nodes for axis in ways.get(node, ())}
-    never = model.new_constant(0)
-
-    def split(node: fx.Node) -> list[cp_model.IntVar]:
-        return [chosen[node, axis] for axis in ways.get(node, ())]
-
-    def follows(node: fx.Node, one: fx.Node) -> None:
-        model.add_implication(early[node], early[one])
-        model.add_implication(late[one], late[node])
-
-    for node in nodes:
-        model.add_exactly_one(early[node], late[node], *split(node))
-        if is_all_to_all(node):
-            model.add_bool_or(split(node))
-        for one in node.all_input_nodes:
-            if one not in inside:
-                continue
-            follows(node, one)
-            for axis, way in ways.get(node, {}).items():
-                wanted = way.inputs[one]
-                allowed = [] if wanted is None or (one, wanted) not in chosen else [chosen[one, wanted]]
-                # Parts are cut off tensors only, not off several at a time.
-                whole = [] if node.target is operator.getitem else [early[one]]
-                model.add_bool_or([chosen[node, axis].negated(), *allowed, *whole])
-            # Several results are put together one by one, and rows on the wire not at all.
-            if node.target is operator.getitem or is_wait(node):
-                for axis in ways.get(one, ()):
-                    model.add_implication(chosen[one, axis], chosen.get((node, axis), never))
-    for first, second in ordered:
-        follows(nodes[second], nodes[first])
-    costs = {node: seconds(node) for node in nodes}
-    tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
-    # Of ways that split the same, the one whose parts are consecutive: others cost copies.
-    worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
-    model.maximize(sum((worth[node] - min(axis.outer, _SCATTERED // 2)) * one for (node, axis), one in chosen.items()))
-    solver = solved(model, _LIMIT)
-    if solver is None:
-        return None
-    taken = {
-        node: way for node in nodes for axis, way in ways.get(node, {}).items() if solver.value(chosen[node, axis])
-    }
-    return RangeSplit(
-        tuple(node for node in nodes if solver.value(early[node])),
-        taken,
-        tuple(node for node in nodes if solver.value(late[node])),
-    )

@@ -21,19 +21,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.instructions import argument_of, group_of, is_all_to_all, is_assertion, is_wait
+from fusedmoe.graph.instructions import is_all_to_all, is_assertion
+from fusedmoe.graph.irregular import IrregularAllToAlls
 from fusedmoe.graph.operator_costs import OperatorCosts
 from fusedmoe.graph.planning import PassReport, PlanSettings, planned
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_all_to_all = torch.ops._c10d_functional.all_to_all_single
-_wait = torch.ops._c10d_functional.wait_tensor
 
 
 class GraphBackend:
@@ -44,6 +41,9 @@ class GraphBackend:
         groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
             consist of whole groups.
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
+        own_places: says of the model that each place of an expert's buffer takes at most one token of a rank's batch,
+            and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then the
+            rows of some tokens go to the experts and back by themselves, and micro-batches go on behind the layer.
         irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
             waits for a small all-to-all before each. Plans are made as if all rows travelled.
         costs: what operators and all-to-alls take; None: measured, once for each machine, and kept on disk.
@@ -62,6 +62,7 @@ class GraphBackend:
         parts: int = 8,
         groups: int = 5,
         reach: int | None = None,
+        own_places: bool = False,
         irregular: bool = False,
         costs: OperatorCosts | None = None,
         timeout_s: float = 1200.0,
@@ -72,7 +73,7 @@ class GraphBackend:
                 f"timeout_s = {timeout_s} above 0"
             )
         self.__name__ = "fusedmoe"
-        self.settings = PlanSettings(parts, groups, reach, timeout_s)
+        self.settings = PlanSettings(parts, groups, reach, own_places, timeout_s)
         self.irregular = IrregularAllToAlls() if irregular else None
         self.costs = costs
         self.reports: list[PassReport] = []
@@ -172,54 +173,3 @@ def _runnable(module: fx.GraphModule) -> Callable[..., Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-class StartedAllToAll(NamedTuple):
-    """An all-to-all that has started: the rows that come, and where each goes in a buffer of `shape`."""
-
-    came_NM: Tensor
-    place_N: Tensor
-    shape: torch.Size
-
-
-class IrregularAllToAlls:
-    """Irregular all-to-alls of captured passes, and how many of their rows travelled.
-
-    Attributes:
-        rows: of all buffers that were sent. `sent`: those of them that travelled.
-    """
-
-    def __init__(self) -> None:
-        self.rows = self.sent = 0
-
-    def put_into(self, graph: fx.Graph) -> None:
-        """Makes the all-to-alls of a graph irregular, but for vectors, complex numbers and unequal shares."""
-        for node in graph.nodes:
-            if not is_all_to_all(node) or len(node.users) != 1 or not is_wait(next(iter(node.users))):
-                continue
-            shares = {str(rows) for name in ("output", "input") for rows in argument_of(node, f"{name}_split_sizes")}
-            sent = argument_of(node, "input")
-            value = sent.meta["val"]
-            if len(shares) != 1 or value.dim() < 2 or value.is_complex() or value.element_size() not in _BITS:
-                continue
-            wait = next(iter(node.users))
-            ranks = len(argument_of(node, "input_split_sizes"))
-            node.target, node.args, node.kwargs = self.start, (sent, ranks, group_of(node)), {}
-            wait.target = self.wait
-
-    def start(self, x: Tensor, ranks: int, group: object) -> StartedAllToAll:
-        """Sends an equal share of the first dimension to each rank. The host learns how many rows come."""
-        x_NM = x.flatten(0, -2).contiguous()
-        sends_N = (x_NM.view(_BITS[x.element_size()]) != 0).any(-1)
-        share = [len(x_NM) // ranks] * ranks
-        comes_N = _wait(_all_to_all(sends_N.to(torch.uint8), share, share, group)).bool()
-        counts = torch.stack([comes_N.reshape(ranks, -1).sum(-1), sends_N.reshape(ranks, -1).sum(-1)]).tolist()
-        self.rows += len(x_NM)
-        self.sent += sum(counts[1])
-        return StartedAllToAll(_all_to_all(x_NM[sends_N], *counts, group), comes_N.nonzero().squeeze(-1), x.shape)
-
-    def wait(self, underway: StartedAllToAll) -> Tensor:
-        came_NM, place_N, shape = underway
-        out = came_NM.new_zeros(shape)
-        out.flatten(0, -2).index_copy_(0, place_N, _wait(came_NM))
-        return out

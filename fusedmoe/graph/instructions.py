@@ -31,17 +31,17 @@ def is_start(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    return _space(node) == _COLLECTIVES and _name(node) == "wait_tensor"
+    return _space(node) == _COLLECTIVES and name_of(node) == "wait_tensor"
 
 
 def is_all_to_all(node: fx.Node) -> bool:
-    return _space(node) == _COLLECTIVES and _name(node) == "all_to_all_single"
+    return _space(node) == _COLLECTIVES and name_of(node) == "all_to_all_single"
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node computes nothing: its result is its input, seen in another way."""
     return (
-        node.op == "get_attr" or node.target is operator.getitem or (_space(node) == "aten" and _name(node) in _VIEWS)
+        node.op == "get_attr" or node.target is operator.getitem or (_space(node) == "aten" and name_of(node) in _VIEWS)
     )
 
 
@@ -65,7 +65,7 @@ def mutates(node: fx.Node) -> bool:
 
 
 def is_assertion(node: fx.Node) -> bool:
-    return _space(node) == "aten" and _name(node) in ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")
+    return _space(node) == "aten" and name_of(node) in ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")
 
 
 def group_of(start: fx.Node) -> Any:
@@ -200,5 +200,7 @@ def _space(node: fx.Node) -> str:
     return getattr(node.target, "namespace", "") if node.op == "call_function" else ""
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target._schema.name).partition("::")[2]  # type: ignore[union-attr]
+def name_of(node: fx.Node) -> str:
+    """Of the operator, without its namespace; "" where the node calls none."""
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name).partition("::")[2]

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from fusedmoe.graph.axes import Axis, RangeSplit, infer, shape_of, way_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, shape_of, way_of
 from fusedmoe.graph.instructions import (
     Instructions,
     bytes_of,
@@ -26,7 +26,20 @@ from fusedmoe.graph.instructions import (
     mutates,
 )
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
-from fusedmoe.graph.splitting import Call, cut, fake_call, join, node_call, rebuilt, run_part
+from fusedmoe.graph.part_rows import check_places
+from fusedmoe.graph.range_split import RangeSplit, infer
+from fusedmoe.graph.splitting import (
+    Call,
+    cut,
+    fake_call,
+    join,
+    join_rows,
+    node_call,
+    part_like,
+    rebuilt,
+    rows_node,
+    run_part,
+)
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.lancet import best_ranges
 from fusedmoe.schedule.plan import Plan
@@ -56,23 +69,25 @@ class Pipelined:
 class InstructionRange(NamedTuple):
     """Instructions `start` to `stop` (without it) in so many parts.
 
-    `axes`: of the split ones, by their places from `start` on, as (place, dim, outer). `before`: the places of those
-    that run before.
+    `axes`: of the split ones, by their places from `start` on, as (place, the fields of an axis or of rows, crosses).
+    `before`: the places of those that run before.
     """
 
     start: int
     stop: int
     parts: int
-    axes: tuple[tuple[int, int, int], ...]
+    axes: tuple[tuple[int, Sequence[Any], bool], ...]
     before: tuple[int, ...]
 
     def split(self, of: Instructions) -> RangeSplit:
         """How the instructions are split, as they stand in the graph now."""
         nodes = of.nodes[self.start : self.stop]
         ways = {}
-        for place, dim, outer in self.axes:
-            way = way_of(nodes[place], Axis(dim, outer), self.parts)
-            assert way is not None, f"{nodes[place].name} was split along {dim} and cannot be"
+        for place, fields, crosses in self.axes:
+            first, second = fields
+            axis = Axis(first, second) if isinstance(first, int) else Rows(tuple(first), second)
+            way = way_of(nodes[place], axis, crosses, parts=self.parts)
+            assert way is not None, f"{nodes[place].name} was split along {axis} and cannot be"
             ways[nodes[place]] = way
         early = tuple(nodes[place] for place in self.before)
         taken = {*ways, *early}
@@ -88,12 +103,13 @@ def chosen_ranges(
     count: int,
     reach: int | None,
     show: Callable[[int, int], None],
+    rows: bool = False,
 ) -> list[tuple[InstructionRange, Pipelined]]:
     """The ranges of a pass that are worth splitting, by the dynamic programme.
 
     Args:
         hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
-        most_parts, count, reach: `parts`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
+        most_parts, count, reach, rows: `parts`, `groups`, `reach` and `own_places` of `fusedmoe.graph.GraphBackend`.
     """
     groups, layers = grouped(of, node_s, count)
     longest = reach or -(-len(groups) // layers)
@@ -125,12 +141,12 @@ def chosen_ranges(
         key = (split_key(nodes, said), parts)
         if key not in known:
             # Layers are alike: how one is split, all are.
-            split = infer(nodes, parts, node_s, in_order(of, start, stop))
+            split = infer(nodes, parts, node_s, in_order(of, start, stop), rows)
             if split is None:
                 known[key] = None
             else:
                 places = {node: place for place, node in enumerate(nodes)}
-                axes = tuple((places[node], *(way.axis)) for node, way in split.split.items())
+                axes = tuple((places[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
                 early = tuple(places[node] for node in split.before)
                 known[key] = axes, early, pipeline_s(nodes, split, parts, node_s, costs, pieces)
         entry = known[key]
@@ -281,17 +297,35 @@ def pipeline_s(
     comm: dict[int, float] = {}
     values: dict[fx.Node, Any] = {}
 
-    def value(one: fx.Node, axis: Axis | None) -> Any:
+    def value(one: fx.Node, axis: Axis | Rows | None) -> Any:
         if one in values:
             return values[one]
-        return one.meta["val"] if axis is None else cut(call, one.meta["val"], shape_of(one) or (), axis, 0, parts)
+        if axis is None:
+            return one.meta["val"]
+        assert isinstance(axis, Axis), "rows are cut off nothing"
+        return cut(call, one.meta["val"], shape_of(one) or (), axis, 0, parts)
+
+    def costed(node: fx.Node, way: OperatorSplit) -> CostedPart:
+        nonlocal taken_s
+        if way.by_rows:  # as many in each part, as far as one can tell
+            return CostedPart(part_like(node, way.axis, parts), node_s(node) / parts)
+        taken_s = 0.0
+        part = run_part(call, node, way, parts, value)
+        return CostedPart(part, taken_s)
+
+    def costed_whole(node: fx.Node, axis: Axis | Rows) -> CostedPart:
+        nonlocal taken_s
+        taken_s = 0.0
+        if isinstance(axis, Rows):
+            call(_aten.clone.default, (node.meta["val"],), {})
+        else:
+            join(call, [values[node]] * parts, node.meta["val"], axis)
+        return CostedPart(None, taken_s)
 
     for node, way in split.split.items():
-        key = (node, way.axis, parts, tuple(one in values for one in node.all_input_nodes))
+        key = (node, way.axis, way.crosses, parts, tuple(one in values for one in node.all_input_nodes))
         if key not in known:
-            taken_s = 0.0
-            part = run_part(call, node, way, parts, value)
-            known[key] = CostedPart(part, taken_s)
+            known[key] = costed(node, way)
         values[node] = known[key].value
         compute[stages[node]] += known[key].seconds
         if is_all_to_all(node):
@@ -301,9 +335,7 @@ def pipeline_s(
         if rebuilt(node, split.split) is None:
             axis = split.split[node].axis
             if (node, axis, parts) not in known:
-                taken_s = 0.0
-                join(call, [values[node]] * parts, node.meta["val"], axis)
-                known[node, axis, parts] = CostedPart(None, taken_s)
+                known[node, axis, parts] = costed_whole(node, axis)
             around_s += known[node, axis, parts].seconds
     needed, loose = runs_before(split)
     around_s += sum(map(node_s, needed))
@@ -361,11 +393,12 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None
     pieces: dict[fx.Node, list[fx.Node]] = {node: [] for node in split.split}
     cuts: dict[tuple[fx.Node, Axis, int], fx.Node] = {}
 
-    def value(part: int, one: fx.Node, axis: Axis | None) -> fx.Node:
+    def value(part: int, one: fx.Node, axis: Axis | Rows | None) -> fx.Node:
         if one in pieces:
             return pieces[one][part]
         if axis is None:
             return one
+        assert isinstance(axis, Axis), "rows are cut off nothing"
         if (one, axis, part) not in cuts:
             cuts[one, axis, part] = cut(call, one, shape_of(one) or (), axis, part, parts)
         return cuts[one, axis, part]
@@ -375,13 +408,19 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None
         for stage in range(max(stages.values()) + 1):
             for part in range(parts):
                 for node, way in split.split.items():
-                    if stages[node] == stage:
+                    if stages[node] != stage:
+                        continue
+                    if way.by_rows:
+                        pieces[node].append(rows_node(graph, node, way, parts, partial(value, part)))
+                    else:
                         pieces[node].append(run_part(call, node, way, parts, partial(value, part)))
+                    if way.crosses and isinstance(way.axis, Rows) and part == parts - 1:
+                        graph.call_function(check_places, tuple(pieces[node]))
             if stage == 0:
                 move(loose)
         wholes: dict[fx.Node, fx.Node] = {}
         for node in joined_nodes(nodes, split):
-            _whole(call, node, split, pieces, wholes)
+            _whole(graph, call, node, split, pieces, wholes)
     move(split.after)
     for node, whole in wholes.items():
         node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in pieces)
@@ -390,15 +429,24 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None
 
 
 def _whole(
-    call: Call, node: fx.Node, split: RangeSplit, pieces: dict[fx.Node, list[fx.Node]], wholes: dict[fx.Node, fx.Node]
+    graph: fx.Graph,
+    call: Call,
+    node: fx.Node,
+    split: RangeSplit,
+    pieces: dict[fx.Node, list[fx.Node]],
+    wholes: dict[fx.Node, fx.Node],
 ) -> fx.Node:
     """The whole of a split instruction: of its parts, or the view of another whole. `wholes`: those there are."""
     if node not in wholes:
         source = rebuilt(node, split.split)
         if source is not None:
-            under = _whole(call, source, split, pieces, wholes)
+            under = _whole(graph, call, source, split, pieces, wholes)
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: under if one is source else one)
             wholes[node] = call(node.target, args, kwargs)
         else:
-            wholes[node] = join(call, pieces[node], node.meta["val"], split.split[node].axis)
+            axis = split.split[node].axis
+            if isinstance(axis, Rows):
+                wholes[node] = join_rows(graph, node, axis, pieces[node])
+            else:
+                wholes[node] = join(call, pieces[node], node.meta["val"], axis)
     return wholes[node]

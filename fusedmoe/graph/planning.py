@@ -195,6 +195,7 @@ class PlanSettings:
     parts: int
     groups: int
     reach: int | None
+    own_places: bool
     timeout_s: float
 
 
@@ -286,9 +287,9 @@ def _decided(
             beside[starts[number]].append(unit)
     ranges = []
     if split is not None and split.parts > 1:
-        ranges = chosen_ranges(
-            of, seconds, lambda start: bare.due_s.get(start, 0.0), costs, split.parts, split.groups, split.reach, show
-        )
+        hidden = lambda start: bare.due_s.get(start, 0.0)  # noqa: E731
+        settings = (split.parts, split.groups, split.reach)
+        ranges = chosen_ranges(of, seconds, hidden, costs, *settings, show, split.own_places)
     collectives = {}
     for start in of.starts:
         if is_all_to_all(of.nodes[start]):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusedmoe.graph.axes import Axis, OperatorSplit, part_shape, shape_of
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, part_shape, shape_of
 from fusedmoe.graph.instructions import is_all_to_all, is_view
+from fusedmoe.graph.part_rows import operation_of, whole_of
 
 _aten = torch.ops.aten
 #: Calls an operator: on tensors, or by adding a node to a graph.
@@ -55,13 +56,13 @@ def join(call: Call, pieces: Sequence[Any], like: torch.Tensor, axis: Axis) -> A
 
 
 def run_part(
-    call: Call, node: fx.Node, way: OperatorSplit, parts: int, value: Callable[[fx.Node, Axis | None], Any]
+    call: Call, node: fx.Node, way: OperatorSplit, parts: int, value: Callable[[fx.Node, Axis | Rows | None], Any]
 ) -> Any:
-    """One part of a split instruction. `value(input, axis)`: of an input the part along that axis, or the whole."""
+    """One part of an instruction split along axes. `value(input, axis)`: of an input the part, or the whole."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, way.inputs[one]))
     target = node.target
     shape, axis = shape_of(node), way.axis
-    assert shape is not None
+    assert shape is not None and isinstance(axis, Axis)
     if target is operator.getitem:
         return call(target, args, kwargs)
     name = target._schema.name  # type: ignore[union-attr]
@@ -106,6 +107,32 @@ def node_call(graph: fx.Graph) -> Call:
         return node
 
     return call
+
+
+def rows_node(
+    graph: fx.Graph, node: fx.Node, way: OperatorSplit, parts: int, value: Callable[[fx.Node, Axis | Rows | None], Any]
+) -> fx.Node:
+    """One part of an instruction that rows go into or come out of; `value` as for `run_part`."""
+    given = tuple(value(one, way.inputs[one]) for one in node.all_input_nodes)
+    made = graph.call_function(operation_of(node, way), given)
+    made.meta["val"] = part_like(node, way.axis, parts)
+    return made
+
+
+def part_like(node: fx.Node, axis: Axis | Rows, parts: int) -> Any:
+    """The fake value of a part. Of rows, whose number nobody knows yet, it is the whole."""
+    like = node.meta["val"]
+    if isinstance(axis, Rows):
+        return like
+    shape = part_shape(like.shape, axis, parts)
+    return fake_call(like.fake_mode)(_aten.new_empty.default, (like, shape), {})
+
+
+def join_rows(graph: fx.Graph, node: fx.Node, rows: Rows, pieces: Sequence[fx.Node]) -> fx.Node:
+    """The whole of a split instruction whose parts are rows."""
+    made = graph.call_function(whole_of(node, rows), tuple(pieces))
+    made.meta["val"] = node.meta["val"]
+    return made
 
 
 def _layout(like: torch.Tensor) -> list[int]:

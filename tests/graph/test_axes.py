@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_to_all_single
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.axes import Axis, RangeSplit, infer, relocate, shape_of, way_of
+from fusedmoe.graph.axes import Axis, relocate, shape_of, way_of
 from fusedmoe.graph.instructions import Instructions, is_all_to_all
 from fusedmoe.graph.micro_batches import (
     InstructionRange,
@@ -25,6 +25,7 @@ from fusedmoe.graph.micro_batches import (
     rewrite,
     stage_plan,
 )
+from fusedmoe.graph.range_split import RangeSplit, infer
 from fusedmoe.graph.splitting import cut, join, run_part
 from fusedmoe.schedule.cost import Durations
 from fusedmoe.schedule.simulate import makespan
@@ -119,7 +120,7 @@ def test_parts_give_the_whole(name: str) -> None:
         for node in nodes:
             shape = shape_of(node)
             for axis in every_axis(shape or ()):
-                way = way_of(node, axis, parts)
+                way = way_of(node, axis, parts=parts)
                 if way is None:
                     continue
                 pieces = []
@@ -209,7 +210,7 @@ def test_what_cannot_be_split_ends_the_range() -> None:
 
 def as_range(of: Instructions, split: RangeSplit, parts: int) -> InstructionRange:
     """All instructions, split so."""
-    axes = tuple((of.place[node], *way.axis) for node, way in split.split.items())
+    axes = tuple((of.place[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
     return InstructionRange(0, len(of.nodes), parts, axes, tuple(of.place[node] for node in split.before))
 
 

@@ -17,7 +17,7 @@ from torch.distributed._functional_collectives import all_to_all_single
 import fusedmoe
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.graph import GraphBackend, PassReport
-from fusedmoe.graph.compiler import IrregularAllToAlls
+from fusedmoe.graph.irregular import IrregularAllToAlls
 from fusedmoe.graph.planning import GraphRanks
 from fusedmoe.runtime.cache import CACHE
 from tests.cluster import Cluster

@@ -1,0 +1,285 @@
+"""Rows of a part of the tokens: what operators do with them, and how all parts' make the whole.
+
+Such a part is a few rows of a tensor, with the place of each. Rows that no token has are in no part; where the whole
+is needed, for the backward pass say, they are zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.graph.axes import PERMUTES, PRODUCTS, RESHAPES, OperatorSplit, Rows, permuted, shape_of
+from fusedmoe.graph.instructions import argument_of, group_of, is_all_to_all, is_wait, name_of
+from fusedmoe.graph.irregular import StartedAllToAll, start_some
+
+_OF_COLUMNS = frozenset({"slice", "split", "split_with_sizes"})
+
+
+class PartRows(NamedTuple):
+    """Some rows of a tensor.
+
+    Attributes:
+        values_NF: what they hold, as vectors.
+        place_N: where each is, counted along the dimensions that count rows, the last one fastest.
+    """
+
+    values_NF: Tensor
+    place_N: Tensor
+
+
+class _Given(NamedTuple):
+    """Stands for an argument: the number of an input."""
+
+    number: int
+
+
+Operation = Callable[..., Any]
+
+
+def operation_of(node: fx.Node, way: OperatorSplit) -> Operation:
+    """One part of an instruction that rows go into or come out of: a function of the parts of its inputs, in order."""
+    if way.crosses:
+        return _take(node) if isinstance(way.axis, Rows) else _give(node)
+    assert isinstance(way.axis, Rows)
+    if is_all_to_all(node):
+        return _start(node, way.axis)
+    if is_wait(node):
+        return _arrive
+    name = name_of(node)
+    if name in RESHAPES or name == "expand":
+        return _stay
+    if name in PERMUTES:
+        return _permute(node, way)
+    if name in PRODUCTS:
+        return _multiply(node, way.axis)
+    if name in _OF_COLUMNS:
+        return _columns(node)
+    if name == "":
+        return _element(node)
+    return _each(node, way.axis)
+
+
+def _take(node: fx.Node) -> Operation:
+    """A product over some tokens: the rows that they have."""
+    numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
+
+    def take_rows(*given: Tensor) -> PartRows:
+        tokens_PS, x_SF = (given[number].flatten(0, -2) for number in numbers)
+        taken_P = (tokens_PS != 0).sum(1)
+        if (taken_P > 1).any():
+            raise ConfigError(f"{node.name}: a place has several tokens; {CURE}")
+        place_N = taken_P.nonzero()[:, 0]
+        return PartRows(tokens_PS[place_N] @ x_SF, place_N)
+
+    return take_rows
+
+
+def _give(node: fx.Node) -> Operation:
+    """A product over the places: some tokens of their rows."""
+    numbers = [node.all_input_nodes.index(one) for one in node.args[:2]]  # type: ignore[arg-type]
+    dims = len(shape_of(node) or ())
+
+    def give_rows(*given: Any) -> Tensor:
+        weight_SP, rows = given[numbers[0]].flatten(0, -2), given[numbers[1]]
+        own_SN = weight_SP[:, rows.place_N]
+        if (weight_SP != 0).sum() != (own_SN != 0).sum():
+            raise ConfigError(f"{node.name}: a token reads a place that it has not filled; {CURE}")
+        out_SF = own_SN @ rows.values_NF
+        return out_SF if dims == 2 else out_SF[None]
+
+    return give_rows
+
+
+CURE = "give the backend own_places=False"
+
+
+def check_places(*parts: PartRows) -> None:
+    """Raises `ConfigError` where two parts have one place."""
+    place_N = torch.cat([rows.place_N for rows in parts])
+    if len(place_N.unique()) < len(place_N):
+        raise ConfigError(f"tokens of two micro-batches are in one place; {CURE}")
+
+
+def _start(node: fx.Node, rows: Rows) -> Operation:
+    ranks, group = len(argument_of(node, "input_split_sizes")), group_of(node)
+    places = math.prod(_sizes(node, rows))
+
+    def start_rows(part: PartRows) -> StartedAllToAll:
+        place_N, order_N = part.place_N.sort()
+        sends_P = place_N.new_zeros(places, dtype=torch.bool)
+        sends_P[place_N] = True
+        return start_some(part.values_NF[order_N], sends_P, ranks, group)
+
+    return start_rows
+
+
+def _arrive(started: StartedAllToAll) -> PartRows:
+    return PartRows(started.rows(), started.place_N)
+
+
+def _stay(part: PartRows) -> PartRows:
+    return part
+
+
+def _permute(node: fx.Node, way: OperatorSplit) -> Operation:
+    """Rows are counted in another order."""
+    (source,) = node.all_input_nodes
+    before, after = way.inputs[source], way.axis
+    assert isinstance(before, Rows) and isinstance(after, Rows)
+    name, args, count = name_of(node), node.args, len(shape_of(node) or ())
+    moved = permuted(name, args, count)
+    sizes = dict(zip(before.dims, _sizes(source, before), strict=True))
+    order = [moved[dim] for dim in after.dims]
+
+    def permute_rows(part: PartRows) -> PartRows:
+        if order == [*before.dims]:
+            return part
+        index = dict(zip(before.dims, _unravel(part.place_N, [*sizes.values()]), strict=True))
+        return part._replace(place_N=_ravel([index[dim] for dim in order], [sizes[dim] for dim in order]))
+
+    return permute_rows
+
+
+def _multiply(node: fx.Node, rows: Rows) -> Operation:
+    """Each row times the matrix of its place in the batch."""
+    numbers = [node.all_input_nodes.index(one) for one in node.args]  # type: ignore[arg-type]
+    shape, place = shape_of(node), _Places(node, rows)
+    assert shape is not None
+
+    def multiply_rows(*given: Any) -> PartRows:
+        part, right = given[numbers[-2]], given[numbers[-1]]
+        if right.dim() == 2 or len(right) == 1:
+            part = part._replace(values_NF=part.values_NF @ right.flatten(0, -2))
+        else:
+            batch_N, order_N = (part.place_N // shape[1]).sort(stable=True)
+            counts = batch_N.bincount(minlength=len(right)).tolist()
+            pieces = part.values_NF[order_N].split(counts)
+            out = torch.cat([piece @ matrix for piece, matrix in zip(pieces, right, strict=True)])
+            part = PartRows(out, part.place_N[order_N])
+        if len(numbers) < 3:
+            return part
+        return part._replace(values_NF=part.values_NF + place.of(given[numbers[0]], part.place_N))
+
+    return multiply_rows
+
+
+def _columns(node: fx.Node) -> Operation:
+    """Of what each row holds. The dimension is the only one that rows hold, and so their vectors'."""
+    place = 1 if name_of(node) == "slice" else 2
+    rest = [one for number, one in enumerate(node.args) if number not in (0, place)]
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "dim"}
+    target: Any = node.target
+
+    def take_columns(part: PartRows) -> Any:
+        args = [*rest]
+        args.insert(place - 1, 1)
+        found = target(part.values_NF, *args, **kwargs)
+        if isinstance(found, Tensor):
+            return part._replace(values_NF=found)
+        return [part._replace(values_NF=one) for one in found]
+
+    return take_columns
+
+
+def _element(node: fx.Node) -> Operation:
+    number: Any = node.args[1]
+
+    def element_of(parts: Sequence[PartRows]) -> PartRows:
+        return parts[number]
+
+    return element_of
+
+
+def _each(node: fx.Node, rows: Rows) -> Operation:
+    """Elementwise: rows with rows, and with what is the same for all, or has its own for each place."""
+    inputs, places, target = node.all_input_nodes, _Places(node, rows), node.target
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: _Given(inputs.index(one)))
+    assert callable(target)
+
+    def each_row(*given: Any) -> PartRows:
+        parts = [one for one in given if isinstance(one, PartRows)]
+        place_N = parts[0].place_N
+        values = []
+        for one in given:
+            if isinstance(one, PartRows):
+                values.append(_in_order(one, place_N))
+            else:
+                values.append(places.of(one, place_N))
+
+        def put(leaf: Any) -> Any:
+            return values[leaf.number] if isinstance(leaf, _Given) else leaf
+
+        own_args, own_kwargs = tree_map(put, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _Given))
+        return PartRows(target(*own_args, **own_kwargs), place_N)
+
+    return each_row
+
+
+def _in_order(part: PartRows, place_N: Tensor) -> Tensor:
+    """Their values in the order of these places."""
+    if part.place_N is place_N or torch.equal(part.place_N, place_N):
+        return part.values_NF
+    found = part.values_NF.new_empty(part.values_NF.shape)
+    found[place_N.argsort()] = part.values_NF[part.place_N.argsort()]
+    return found
+
+
+class _Places:
+    """What rows of a node's result find in a tensor that is broadcast to it."""
+
+    def __init__(self, node: fx.Node, rows: Rows) -> None:
+        self._shape, self._sizes = shape_of(node) or (), _sizes(node, rows)
+        self._order = [*rows.dims, *(dim for dim in range(len(self._shape)) if dim not in rows.dims)]
+
+    def of(self, tensor: Tensor, place_N: Tensor) -> Tensor:
+        """[N, F], or a scalar as it is."""
+        if tensor.dim() == 0:
+            return tensor
+        index = tuple(_unravel(place_N, self._sizes))
+        return tensor.expand(self._shape).permute(self._order)[index].flatten(1)
+
+
+def whole_of(node: fx.Node, rows: Rows) -> Operation:
+    """All parts of a split instruction as the tensor that it is, with its strides."""
+    like, places = node.meta["val"], _sizes(node, rows)
+    shape, strides = tuple(like.shape), like.stride()
+    held = [dim for dim in range(len(shape)) if dim not in rows.dims]
+    sizes = [shape[dim] for dim in held]
+
+    def whole_rows(*parts: PartRows) -> Tensor:
+        first = parts[0].values_NF
+        whole = torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device).zero_()
+        ordered = whole.permute([*rows.dims, *held])
+        for part in parts:
+            ordered[tuple(_unravel(part.place_N, places))] = part.values_NF.reshape(-1, *sizes)
+        return whole
+
+    return whole_rows
+
+
+def _sizes(node: fx.Node, rows: Rows) -> list[int]:
+    shape = shape_of(node)
+    assert shape is not None
+    return [shape[dim] for dim in rows.dims]
+
+
+def _unravel(place_N: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    index = []
+    for size in reversed(sizes):
+        index.append(place_N % size)
+        place_N = place_N // size
+    return index[::-1]
+
+
+def _ravel(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    place_N = index[0]
+    for one, size in zip(index[1:], sizes[1:], strict=True):
+        place_N = place_N * size + one
+    return place_N

@@ -1,0 +1,166 @@
+"""How a range of instructions is split: which axis each of its tensors is split along (Lancet §5.2).
+
+That is a constraint problem for OR-Tools CP-SAT. Every instruction of a range is split in one way, or runs as a whole,
+before all that is split or after it. One tensor has one axis, or its parts are rows. What is split takes parts of what
+ran before, or parts along the same axis of what is split; what it needs whole has run before. All all-to-alls are
+split; besides these as much computation as possible, by its seconds.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, first_axes, outputs_from, way_of
+from fusedmoe.graph.instructions import is_all_to_all, is_wait
+from fusedmoe.schedule.lancet import solved
+
+# Of the solver's work (`fusedmoe.schedule.lancet`).
+_LIMIT = 2.0
+_TICKS, _SCATTERED = 10_000, 256
+
+
+class RangeSplit(NamedTuple):
+    """How a range is split: what runs before, what in parts, what after; the way of each that is in parts."""
+
+    before: tuple[fx.Node, ...]
+    split: dict[fx.Node, OperatorSplit]
+    after: tuple[fx.Node, ...]
+
+
+class Key(NamedTuple):
+    """One of the ways of an instruction: see `OperatorSplit`."""
+
+    axis: Axis | Rows
+    crosses: bool
+
+
+Ways = dict[fx.Node, dict[Key, OperatorSplit]]
+
+
+def ways_in(nodes: Sequence[fx.Node], parts: int, rows: bool = False) -> Ways:
+    """All ways to split each instruction that lead to or from a split all-to-all of the range. `rows`: also by rows."""
+    inside = set(nodes)
+    ways: Ways = {}
+    ends: list[tuple[fx.Node, OperatorSplit]] = []
+
+    def note(node: fx.Node, way: OperatorSplit | None) -> None:
+        if way is None or node not in inside or (key := Key(way.axis, way.crosses)) in ways.setdefault(node, {}):
+            return
+        # Rows are cut off nothing: what has them is of the range.
+        if all(one in inside for one, wanted in way.inputs.items() if isinstance(wanted, Rows)):
+            ways[node][key] = way
+            ends.append((node, way))
+
+    for node in nodes:
+        if is_all_to_all(node):
+            for axis in first_axes(node, parts, rows):
+                note(node, way_of(node, axis, parts=parts))
+    while ends:
+        node, way = ends.pop()
+        for one, wanted in way.inputs.items():
+            if wanted is not None:
+                for crosses in (False, True)[: 1 + rows]:
+                    note(one, way_of(one, wanted, crosses, parts=parts))
+        for user in node.users:
+            if user.target is operator.getitem:
+                note(user, way_of(user, way.axis, parts=parts))
+            else:
+                for found in outputs_from(user, node, way.axis, parts, rows):
+                    note(user, found)
+    return ways
+
+
+def infer(
+    nodes: Sequence[fx.Node],
+    parts: int,
+    seconds: Callable[[fx.Node], float],
+    ordered: Sequence[tuple[int, int]] = (),
+    rows: bool = False,
+) -> RangeSplit | None:
+    """How to split a range into so many parts; None where some all-to-all of it cannot be split.
+
+    Args:
+        ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
+        rows: whether parts may be rows.
+    Raises:
+        ConfigError: OR-Tools is not installed.
+    """
+    ways = ways_in(nodes, parts, rows)
+    if not all(node in ways for node in nodes if is_all_to_all(node)):
+        return None
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ConfigError(
+            "splitting captured graphs needs OR-Tools: pip install 'fusedmoe[plan]', or give the backend parts=1"
+        ) from None
+    model = cp_model.CpModel()
+    inside = set(nodes)
+    early = {node: model.new_bool_var("") for node in nodes}
+    late = {node: model.new_bool_var("") for node in nodes}
+    chosen = {(node, key): model.new_bool_var("") for node in nodes for key in ways.get(node, ())}
+
+    def split(node: fx.Node) -> list[cp_model.IntVar]:
+        return [chosen[node, key] for key in ways.get(node, ())]
+
+    def along(node: fx.Node, axis: Axis | Rows) -> list[cp_model.IntVar]:
+        return [chosen[node, key] for key in ways.get(node, ()) if key.axis == axis]
+
+    def follows(node: fx.Node, one: fx.Node) -> None:
+        model.add_implication(early[node], early[one])
+        model.add_implication(late[one], late[node])
+
+    for node in nodes:
+        model.add_exactly_one(early[node], late[node], *split(node))
+        if is_all_to_all(node):
+            model.add_bool_or(split(node))
+        for one in node.all_input_nodes:
+            if one not in inside:
+                continue
+            follows(node, one)
+            for key, way in ways.get(node, {}).items():
+                wanted = way.inputs[one]
+                allowed = [] if wanted is None else along(one, wanted)
+                # Parts are cut off tensors only, not off several at a time, and along axes only.
+                whole = [] if node.target is operator.getitem or isinstance(wanted, Rows) else [early[one]]
+                model.add_bool_or([chosen[node, key].negated(), *allowed, *whole])
+            # Several results are put together one by one, and rows on the wire not at all.
+            if node.target is operator.getitem or is_wait(node):
+                for key in ways.get(one, ()):
+                    model.add_bool_or([chosen[one, key].negated(), *along(node, key.axis)])
+    # Rows that set out come back: whoever gives them has somebody who takes them.
+    for node, key in chosen:
+        if isinstance(key.axis, Rows):
+            takers = [
+                chosen[user, other]
+                for user in node.users
+                for other, way in ways.get(user, {}).items()
+                if way.inputs[node] == key.axis
+            ]
+            model.add_bool_or([chosen[node, key].negated(), *takers])
+    for first, second in ordered:
+        follows(nodes[second], nodes[first])
+    costs = {node: seconds(node) for node in nodes}
+    tick_s = max(costs.values(), default=0.0) / _TICKS or 1.0
+    # Of ways that split the same, the one whose parts are consecutive: others cost copies, and rows most.
+    worth = {node: _SCATTERED * (1 + round(costs[node] / tick_s)) for node in nodes}
+    model.maximize(sum((worth[node] - _copies(key.axis)) * one for (node, key), one in chosen.items()))
+    solver = solved(model, _LIMIT)
+    if solver is None:
+        return None
+    taken = {node: way for node in nodes for key, way in ways.get(node, {}).items() if solver.value(chosen[node, key])}
+    return RangeSplit(
+        tuple(node for node in nodes if solver.value(early[node])),
+        taken,
+        tuple(node for node in nodes if solver.value(late[node])),
+    )
+
+
+def _copies(axis: Axis | Rows) -> int:
+    most = _SCATTERED // 2
+    return most if isinstance(axis, Rows) else min(axis.outer, most - 1)
