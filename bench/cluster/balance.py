@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bench.cluster.captured import make_step
 from bench.cluster.layer import make_layer, run
 from bench.cluster.setting import SETTINGS, Setting
 from bench.cluster.step import Computed
@@ -103,7 +104,9 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     try:
-        if setting.alone:
+        if setting.captured:
+            seconds, sent_bytes = _slowest_s(make_step(setting, None)[0]), step_bytes(setting, 0)
+        elif setting.alone:
             seconds, sent_bytes = layer_s(setting), step_bytes(setting, 0)
         else:
             of = Computed(setting)

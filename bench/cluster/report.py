@@ -19,6 +19,7 @@ from bench.provenance import age, conditions, difference
 MEASURED = (
     *(f"fusedmoe/{room}" for room in ("autograd", "comm", "engine", "kernels", "layers", "models", "placement")),
     *(f"fusedmoe/{room}" for room in ("runtime", "schedule", "training")),
+    "fusedmoe/graph",
     "fusedmoe/cli/trainer.py",
     "bench/cluster",
 )
@@ -27,6 +28,7 @@ _TITLES = {
     "layer": "MoELayer, forward and backward",
     "model": "a step of a model of the library's layers, which waits in place of computing",
     "job": "fusedmoe train, a whole step with its optimizer",
+    "captured": "a step of a model in plain PyTorch, captured by torch.compile",
     "steps": "a step of the benchmark's own stack of layers",
 }
 

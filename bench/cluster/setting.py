@@ -22,6 +22,7 @@ class Setting:
         sequence: tokens of a sample, where attention is computed.
         blocks: layers are blocks that micro-batches can go through, for schedules of whole models (`blocks.py`).
         placed: experts are whole, and placed under a skewed router (`placed.py`).
+        captured: a model in plain PyTorch, whose graphs are captured (`captured.py`).
         alone: a layer by itself; the rate is that at which its rows travel for as long as it computes.
         computation_s: of a step, as it was measured to choose the rate.
     """
@@ -41,12 +42,15 @@ class Setting:
     sequence: int = 256
     blocks: bool = False
     placed: bool = False
+    captured: bool = False
     alone: bool = False
     computation_s: float | None = None
 
     @property
     def file(self) -> str:
         """The file of its results."""
+        if self.captured:
+            return "captured.json"
         return "placement.json" if self.placed else "blocks.json" if self.blocks else "cluster.json"
 
     @property
@@ -54,6 +58,8 @@ class Setting:
         """What is measured there, each by itself, what is the real thing first (`bench.cluster.rank`)."""
         if self.placed:
             return ("placement",)
+        if self.captured:
+            return ("captured",)
         if self.alone:
             return ("layer",)
         real = ("job",) if self.emulated_flops is None and not self.blocks else ()
@@ -103,6 +109,9 @@ COMPUTED = Setting("computed", 1, None, 400, 64, layers=4, S=8192, M=96, H=10752
 #: One layer of it by itself, on a link at which its all-to-alls take as long as all that it computes.
 LAYER = replace(COMPUTED, name="layer", layers=1, gradient_bytes=0, alone=True)
 
+#: The same ranks with a model in plain PyTorch, whose products with one-hot masks grow with the square of the tokens.
+CAPTURED = replace(COMPUTED, name="captured", bucket_kb=16, S=2048, gradient_bytes=0, captured=True)
+
 #: Two ranks a node. Two cores cannot compute for four ranks: computation is a timed wait, communication is real.
 EMULATED = Setting(
     "emulated", 2, 100, 400, 16, layers=3, S=1024, M=256, H=4096, E=4, emulated_flops=4e10, gradient_bytes=256 * 1024
@@ -137,9 +146,8 @@ BLOCKS_COMPUTED = Setting(
 #: Two ranks a node, experts on all four. Of even loads, experts take about as long as attention.
 PLACED = Setting("placement", 2, 100, 400, 16, layers=4, S=1024, M=256, H=64, E=16, emulated_flops=1e9, placed=True)
 
-SETTINGS = {
-    setting.name: setting for setting in (COMPUTED, LAYER, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED)
-}
+_ALL = (COMPUTED, LAYER, CAPTURED, EMULATED, EMULATED_8, BLOCKS, BLOCKS_COMPUTED, PLACED)
+SETTINGS = {setting.name: setting for setting in _ALL}
 
 #: The most chunks of a pass: smaller messages would go through the links' buckets unhindered.
 LIMIT = 8

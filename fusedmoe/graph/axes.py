@@ -10,6 +10,7 @@
       all, var, prod
     softmax, log_softmax, cumsum, topk, sort,      the same, if it is not that of the operation
       gather, scatter, split, slice, cat, stack
+    cumsum along its own axis                      the same, one part after the other
     native_layer_norm                              the same, if it is not normalised; weights stay whole
     embedding, index_select, index (the first)     the indices, or the table's other axes
     batch or heads of attention (CPU)              the same of queries, keys and values
@@ -82,12 +83,14 @@ class Rows(NamedTuple):
 class OperatorSplit(NamedTuple):
     """One way to split an operator: the axis of its result, or of all its results, and of each input (None: whole).
 
-    `crosses`: it is a product that makes rows of parts of the tokens, or parts of the tokens of rows.
+    `crosses`: it is a product that makes rows of parts of the tokens, or parts of the tokens of rows. `carries`: a part
+    needs the part before it, as of a running sum.
     """
 
     axis: Axis | Rows
     inputs: dict[fx.Node, Axis | Rows | None]
     crosses: bool = False
+    carries: bool = False
 
     @property
     def by_rows(self) -> bool:
@@ -163,7 +166,7 @@ def first_axes(node: fx.Node, parts: int, rows: bool = False) -> list[Axis | Row
 def outputs_from(
     node: fx.Node, given: fx.Node, axis: Axis | Rows, parts: int, rows: bool = False
 ) -> list[OperatorSplit]:
-    """The ways to split `node` in which its input `given` is in parts along `axis`. `rows`: also those that make rows."""
+    """The ways to split `node` in which its input `given` is in parts along `axis`; with `rows` also into rows."""
     shape, source = shape_of(node), shape_of(given)
     if shape is None or source is None:
         return []
@@ -215,7 +218,10 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, parts: in
     value = node.meta["val"]
     if isinstance(value, (tuple, list)) and not all(_has(one, axis, parts) for one in value):
         return None
-    return OperatorSplit(axis, inputs, crosses)
+    carries = (
+        name_of(node) == "cumsum" and axis.dim == _dim(node.args[1], len(shape)) if isinstance(axis, Axis) else False
+    )
+    return OperatorSplit(axis, inputs, crosses, carries)
 
 
 def _element(node: fx.Node, axis: Axis | Rows, parts: int) -> OperatorSplit | None:
@@ -258,7 +264,7 @@ def _inputs(node: fx.Node, axis: Axis, shape: tuple[int, ...], parts: int) -> In
     if name in _ALONG:
         place = _ALONG[name]
         dim = _dim(args[place] if len(args) > place else node.kwargs.get("dim", _DEFAULT_DIM.get(name, 0)), len(source))
-        return [(first, axis)] if axis.dim != dim else None
+        return [(first, axis)] if axis.dim != dim or (name == "cumsum" and axis.outer == 1) else None
     if name in _REDUCES:
         return _reduced(node, first, source, axis)
     if name == "native_layer_norm":

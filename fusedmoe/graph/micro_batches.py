@@ -311,6 +311,8 @@ def pipeline_s(
             return CostedPart(part_like(node, way.axis, parts), node_s(node) / parts)
         taken_s = 0.0
         part = run_part(call, node, way, parts, value)
+        if way.carries:
+            call(_aten.add.Tensor, (part, part), {})
         return CostedPart(part, taken_s)
 
     def costed_whole(node: fx.Node, axis: Axis | Rows) -> CostedPart:
@@ -413,7 +415,8 @@ def rewrite(graph: fx.Graph, of: Instructions, chosen: InstructionRange) -> None
                     if way.by_rows:
                         pieces[node].append(rows_node(graph, node, way, parts, partial(value, part)))
                     else:
-                        pieces[node].append(run_part(call, node, way, parts, partial(value, part)))
+                        before = pieces[node][-1] if part else None
+                        pieces[node].append(run_part(call, node, way, parts, partial(value, part), before))
                     if way.crosses and isinstance(way.axis, Rows) and part == parts - 1:
                         graph.call_function(check_places, tuple(pieces[node]))
             if stage == 0:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
@@ -74,7 +75,7 @@ def _take(node: fx.Node) -> Operation:
         tokens_PS, x_SF = (given[number].flatten(0, -2) for number in numbers)
         taken_P = (tokens_PS != 0).sum(1)
         if (taken_P > 1).any():
-            raise ConfigError(f"{node.name}: a place has several tokens; {CURE}")
+            raise _refused(f"a place of {node.name} has several tokens")
         place_N = taken_P.nonzero()[:, 0]
         return PartRows(tokens_PS[place_N] @ x_SF, place_N)
 
@@ -90,21 +91,25 @@ def _give(node: fx.Node) -> Operation:
         weight_SP, rows = given[numbers[0]].flatten(0, -2), given[numbers[1]]
         own_SN = weight_SP[:, rows.place_N]
         if (weight_SP != 0).sum() != (own_SN != 0).sum():
-            raise ConfigError(f"{node.name}: a token reads a place that it has not filled; {CURE}")
+            raise _refused(f"in {node.name} a token reads a place that it has not filled")
         out_SF = own_SN @ rows.values_NF
         return out_SF if dims == 2 else out_SF[None]
 
     return give_rows
 
 
-CURE = "give the backend own_places=False"
-
-
 def check_places(*parts: PartRows) -> None:
     """Raises `ConfigError` where two parts have one place."""
     place_N = torch.cat([rows.place_N for rows in parts])
     if len(place_N.unique()) < len(place_N):
-        raise ConfigError(f"tokens of two micro-batches are in one place; {CURE}")
+        raise _refused("tokens of two micro-batches are in one place")
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(
+        f"captured graph, rank {dist.get_rank()}: {what}, although the backend was told that each place is one token's "
+        "own: give it own_places=False, on every rank"
+    )
 
 
 def _start(node: fx.Node, rows: Rows) -> Operation:

@@ -139,6 +139,7 @@ class PassReport:
         instructions: how many the pass has. `collectives`: its all-to-alls, in order, of which those in `ranges` are
             listed by what they take unsplit.
         leftover: weight gradients that run beside no all-to-all.
+        seconds: predicted, of the pass.
         planning_s: what planning took. `cached`: whether the plan was found on disk.
         order: the names of the instructions, as they run.
     """
@@ -148,6 +149,7 @@ class PassReport:
     collectives: list[Collective] = field(default_factory=list)
     ranges: list[Pipelined] = field(default_factory=list)
     leftover: tuple[str, ...] = ()
+    seconds: float = 0.0
     planning_s: float = 0.0
     cached: bool = False
     order: tuple[str, ...] = ()
@@ -164,7 +166,7 @@ class PassReport:
         found = f", found in {self.planning_s:.2f} s" if not self.cached else ", as planned before"
         lines = [
             f"{self.phase}: {self.instructions} instructions, {len(self.collectives)} all-to-alls of "
-            f"{_ms(total_s)}, {_ms(self.hidden_s)} of it hidden{found}"
+            f"{_ms(total_s)}, {_ms(self.hidden_s)} of it hidden, {_ms(self.seconds)} in all by prediction{found}"
         ]
         for one in self.collectives:
             beside = f", beside it {', '.join(map(_short, one.weights))}" if one.weights else ""
@@ -287,9 +289,17 @@ def _decided(
             beside[starts[number]].append(unit)
     ranges = []
     if split is not None and split.parts > 1:
-        hidden = lambda start: bare.due_s.get(start, 0.0)  # noqa: E731
-        settings = (split.parts, split.groups, split.reach)
-        ranges = chosen_ranges(of, seconds, hidden, costs, *settings, show, split.own_places)
+        ranges = chosen_ranges(
+            of,
+            seconds,
+            lambda start: bare.due_s.get(start, 0.0),
+            costs,
+            split.parts,
+            split.groups,
+            split.reach,
+            show,
+            split.own_places,
+        )
     collectives = {}
     for start in of.starts:
         if is_all_to_all(of.nodes[start]):
@@ -298,7 +308,12 @@ def _decided(
             due_s = 0.0 if within else bare.due_s.get(start, 0.0) + weights_s
             collectives[start] = (start_s(costs, of.nodes[start]), due_s)
     pipelined = [one._asdict() | {"report": vars(what)} for one, what in ranges]
-    return {"beside": beside, "collectives": collectives, "ranges": pipelined}
+    seconds_s = sum(what.seconds for _, what in ranges)
+    split_up = {of.nodes[place] for one, _ in ranges for place in range(one.start, one.stop)}
+    seconds_s += sum(seconds(node) for node in of.nodes if node not in split_up)
+    for start, (taken_s, beside_s) in collectives.items():
+        seconds_s += max(0.0, taken_s - beside_s) if of.nodes[start] not in split_up else 0.0
+    return {"beside": beside, "collectives": collectives, "ranges": pipelined, "seconds": seconds_s}
 
 
 def _report(
@@ -308,7 +323,7 @@ def _report(
         units_of = ([node.name for node in of.of(units[number]) if computes(node)] for number in numbers)
         return tuple(" + ".join(found) for found in units_of)
 
-    report = PassReport(phase, len(of.nodes))
+    report = PassReport(phase, len(of.nodes), seconds=plan["seconds"])
     for text, (seconds, beside_s) in plan["collectives"].items():
         node = of.nodes[int(text)]
         weights = names(beside.get(int(text), ()))

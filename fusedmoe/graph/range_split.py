@@ -32,14 +32,14 @@ class RangeSplit(NamedTuple):
     after: tuple[fx.Node, ...]
 
 
-class Key(NamedTuple):
+class SplitKey(NamedTuple):
     """One of the ways of an instruction: see `OperatorSplit`."""
 
     axis: Axis | Rows
     crosses: bool
 
 
-Ways = dict[fx.Node, dict[Key, OperatorSplit]]
+Ways = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
 def ways_in(nodes: Sequence[fx.Node], parts: int, rows: bool = False) -> Ways:
@@ -49,7 +49,7 @@ def ways_in(nodes: Sequence[fx.Node], parts: int, rows: bool = False) -> Ways:
     ends: list[tuple[fx.Node, OperatorSplit]] = []
 
     def note(node: fx.Node, way: OperatorSplit | None) -> None:
-        if way is None or node not in inside or (key := Key(way.axis, way.crosses)) in ways.setdefault(node, {}):
+        if way is None or node not in inside or (key := SplitKey(way.axis, way.crosses)) in ways.setdefault(node, {}):
             return
         # Rows are cut off nothing: what has them is of the range.
         if all(one in inside for one, wanted in way.inputs.items() if isinstance(wanted, Rows)):
@@ -135,7 +135,7 @@ def infer(
                     model.add_bool_or([chosen[one, key].negated(), *along(node, key.axis)])
     # Rows that set out come back: whoever gives them has somebody who takes them.
     for node, key in chosen:
-        if isinstance(key.axis, Rows):
+        if isinstance(key.axis, Rows) and node.users:
             takers = [
                 chosen[user, other]
                 for user in node.users

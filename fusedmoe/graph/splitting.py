@@ -56,9 +56,19 @@ def join(call: Call, pieces: Sequence[Any], like: torch.Tensor, axis: Axis) -> A
 
 
 def run_part(
-    call: Call, node: fx.Node, way: OperatorSplit, parts: int, value: Callable[[fx.Node, Axis | Rows | None], Any]
+    call: Call,
+    node: fx.Node,
+    way: OperatorSplit,
+    parts: int,
+    value: Callable[[fx.Node, Axis | Rows | None], Any],
+    before: Any = None,
 ) -> Any:
-    """One part of an instruction split along axes. `value(input, axis)`: of an input the part, or the whole."""
+    """One part of an instruction split along axes.
+
+    Args:
+        value: of an input the part along an axis, or the whole.
+        before: the part of the result that comes before; None for the first one.
+    """
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value(one, way.inputs[one]))
     target = node.target
     shape, axis = shape_of(node), way.axis
@@ -74,7 +84,12 @@ def run_part(
         rows: Any = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
         if not rows.is_contiguous():
             args = (call(_aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}), *args[1:])
-    return call(target, args, kwargs)
+    found = call(target, args, kwargs)
+    if not way.carries or before is None:
+        return found
+    last = shape[axis.dim] // parts - 1
+    so_far = call(_aten.slice.Tensor, (before, axis.dim, last, last + 1), {})
+    return call(_aten.add.Tensor, (found, so_far), {})
 
 
 def rebuilt(node: fx.Node, split: Mapping[fx.Node, OperatorSplit]) -> fx.Node | None:

@@ -10,11 +10,15 @@ from torch.distributed._functional_collectives import all_to_all_single
 
 
 class GShard(nn.Module):
-    """Top-k gating with a capacity, dispatch and combine by one-hot products, experts over all ranks."""
+    """Top-k gating with a capacity, dispatch and combine by one-hot products, experts over all ranks.
 
-    def __init__(self, model_dim: int, hidden: int, experts: int, k: int, factor: float) -> None:
+    Args:
+        chooses: "top", "switch" (the best one), "hash" (by position), "random".
+    """
+
+    def __init__(self, model_dim: int, hidden: int, experts: int, k: int, factor: float, chooses: str = "top") -> None:
         super().__init__()
-        self.experts, self.k, self.factor = experts, k, factor
+        self.experts, self.k, self.factor, self.chooses = experts, k, factor, chooses
         self.gate = nn.Linear(model_dim, experts, bias=False)
         own = experts // dist.get_world_size()
         self.w1_eMH = nn.Parameter(torch.randn(own, model_dim, hidden) / model_dim**0.5)
@@ -25,7 +29,7 @@ class GShard(nn.Module):
         x_SM = x_BLM.reshape(-1, x_BLM.shape[-1])
         tokens, model_dim, k, experts = *x_SM.shape, self.k, self.experts
         capacity = int(self.factor * k * tokens / experts)
-        weight_SK, expert_SK = self.gate(x_SM).softmax(-1).topk(k, -1)
+        weight_SK, expert_SK = self.choose(self.gate(x_SM).softmax(-1))
         mask_SKE = F.one_hot(expert_SK, experts).to(x_SM.dtype)
         place_SKE = (mask_SKE.transpose(0, 1).reshape(-1, experts).cumsum(0) - 1).reshape(k, tokens, experts)
         place_SKE = place_SKE.transpose(0, 1)
@@ -42,13 +46,25 @@ class GShard(nn.Module):
         out_ECM = all_to_all_single(out_ECM, None, None, dist.group.WORLD)
         return torch.einsum("sec,ecm->sm", combine_SEC, out_ECM).reshape(x_BLM.shape)
 
+    def choose(self, score_SE: Tensor) -> tuple[Tensor, Tensor]:
+        if self.chooses == "switch":
+            weight_S, expert_S = score_SE.max(-1)
+            return weight_S[:, None], expert_S[:, None]
+        if self.chooses == "top":
+            return score_SE.topk(self.k, -1)  # type: ignore[return-value]
+        if self.chooses == "hash":
+            expert_SK = (3 * torch.arange(len(score_SE))[:, None] + torch.arange(self.k)) % self.experts
+        else:
+            expert_SK = torch.rand(score_SE.shape, device=score_SE.device).topk(self.k, -1).indices
+        return score_SE.gather(1, expert_SK), expert_SK
+
 
 class Block(nn.Module):
-    def __init__(self, model_dim: int, k: int, factor: float = 1.0) -> None:
+    def __init__(self, model_dim: int, k: int, factor: float = 1.0, chooses: str = "top") -> None:
         super().__init__()
         self.norm, self.experts_norm = nn.LayerNorm(model_dim), nn.LayerNorm(model_dim)
         self.qkv, self.out = nn.Linear(model_dim, 3 * model_dim), nn.Linear(model_dim, model_dim)
-        self.moe = GShard(model_dim, 2 * model_dim, 4, k, factor)
+        self.moe = GShard(model_dim, 2 * model_dim, 4, k, factor, chooses)
 
     def forward(self, x_BLM: Tensor) -> Tensor:
         q_BLM, k_BLM, v_BLM = self.qkv(self.norm(x_BLM)).chunk(3, -1)
@@ -59,10 +75,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks between an embedding and a head."""
 
-    def __init__(self, k: int = 1, blocks: int = 2, model_dim: int = 8, factor: float = 1.0) -> None:
+    def __init__(
+        self, k: int = 1, blocks: int = 2, model_dim: int = 8, factor: float = 1.0, chooses: str = "top"
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, model_dim)
-        self.blocks = nn.ModuleList(Block(model_dim, k, factor) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(model_dim, k, factor, chooses) for _ in range(blocks))
         self.head = nn.Linear(model_dim, 11)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
@@ -90,7 +108,8 @@ def train(model: nn.Module, call: nn.Module, rank: int, steps: int = 5) -> list[
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     source = torch.Generator().manual_seed(rank)
     found = []
-    for _ in range(steps):
+    for step in range(steps):
+        torch.manual_seed(step)
         tokens_BL = torch.randint(11, (4, 9), generator=source)
         logits_BLV = call(tokens_BL[:, :-1])
         loss = F.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten())

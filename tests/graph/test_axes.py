@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor], set[int]]] = {
     "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b), [floats(1, 6, 2), floats(4, 6, 5), floats(4, 5, 2)], {0, 1, 2}),
     "softmax": (lambda a: a.softmax(-1), [floats(4, 6, 5)], {0, 1}),
     "log_softmax": (lambda a: a.log_softmax(0), [floats(4, 6)], {1}),
-    "cumsum": (lambda a: a.cumsum(1), [floats(4, 6)], {0}),
+    "cumsum": (lambda a: a.cumsum(1), [floats(4, 6)], {0, 1}),
     "sum": (lambda a: a.sum(1), [floats(4, 6, 2)], {0, 1}),
     "sum, kept": (lambda a: a.sum((0, 2), keepdim=True), [floats(4, 6, 2)], {1}),
     "amax": (lambda a: a.amax(-1), [floats(4, 6)], {0}),
@@ -133,7 +133,7 @@ def test_parts_give_the_whole(name: str) -> None:
 
                     if isinstance(values[node.all_input_nodes[0]], (tuple, list)):
                         continue  # one of several results: nothing is cut off them at once
-                    pieces.append(run_part(called, node, way, parts, value))
+                    pieces.append(run_part(called, node, way, parts, value, pieces[-1] if pieces else None))
                 if not pieces:
                     continue
                 if parts == 2 and node is main:

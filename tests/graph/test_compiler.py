@@ -173,7 +173,8 @@ class _AllToAll(nn.Module):
         return all_to_all_single(x_SM, None, None, dist.group.WORLD)
 
 
-def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own_places", [False, True])
+def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_places: bool) -> None:
     """The default backend measures, once: the second job finds costs and plans, and runs the same."""
     monkeypatch.setenv(CACHE, str(tmp_path))
     orders = []
@@ -182,7 +183,7 @@ def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
         torch.manual_seed(0)
         model = Model(1, 1).double()
         plain = copy.deepcopy(model)
-        backend = GraphBackend(parts=2, groups=1)
+        backend = GraphBackend(parts=2, groups=1, own_places=own_places)
         ours = train(model, torch.compile(model, backend=backend), 0, steps=1)
         assert largest_difference(ours, train(plain, plain, 0, steps=1)) < 1e-10
         assert [report.cached for report in backend.reports] == [cached, cached]
@@ -193,7 +194,7 @@ def test_plans_are_kept(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for path in tmp_path.glob("graph-*"):
         path.write_text("{")  # not a plan: another one is made
     torch._dynamo.reset()
-    backend = GraphBackend(parts=2, groups=1)
+    backend = GraphBackend(parts=2, groups=1, own_places=own_places)
     train(model, torch.compile(model, backend=backend), 0, steps=1)
     assert not any(report.cached for report in backend.reports)
 

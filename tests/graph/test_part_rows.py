@@ -1,0 +1,220 @@
+"""Rows of some tokens that go to the experts and back by themselves: same numbers, and refused where they are not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.distributed._functional_collectives import all_to_all_single
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.graph import GraphBackend
+from fusedmoe.graph.axes import Axis, Rows, same_rows, way_of
+from fusedmoe.graph.instructions import Instructions
+from fusedmoe.graph.micro_batches import InstructionRange, rewrite
+from fusedmoe.graph.range_split import RangeSplit, infer
+from tests.cluster import Cluster
+from tests.graph.models import Model, Steady, train
+
+S, E, C, M, H = 12, 4, 6, 5, 8
+RANKS = 2  # of which each has two experts, were there more than this process
+Middle = Callable[[Tensor, Tensor], Tensor]
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def routed(tokens: int, places: int, filled: float = 0.7) -> Tensor:
+    """[S, E·C]: each token in up to two places, nobody in another's."""
+    taken = torch.zeros(tokens, places, dtype=torch.float64)
+    free = torch.randperm(places)[: int(filled * places)]
+    taken[torch.randint(tokens, free.shape), free] = torch.rand(free.shape, dtype=torch.float64) + 0.5
+    return taken
+
+
+def layer(weight_SEC: Tensor, x_SM: Tensor, w_eMH: Tensor, w_eHM: Tensor, b_eH: Tensor, middle: Middle) -> Any:
+    """Rows of two ranks to experts and back, as other people write it; with what the backward pass would keep."""
+    send_SEC = (weight_SEC != 0).to(x_SM.dtype)
+    rows_ECM = torch.einsum("sec,sm->ecm", send_SEC, x_SM.tanh())
+    rows_ECM = all_to_all_single(rows_ECM, None, None, dist.group.WORLD)
+    rows_eRM = rows_ECM.reshape(RANKS, E // RANKS, C, M).transpose(0, 1).reshape(E // RANKS, RANKS * C, M)
+    h_eRH = torch.bmm(rows_eRM, w_eMH)
+    out_eRM = torch.bmm(middle(h_eRH, b_eH), w_eHM)
+    out_ECM = out_eRM.reshape(E // RANKS, RANKS, C, M).transpose(0, 1).reshape(E, C, M)
+    out_ECM = all_to_all_single(out_ECM, None, None, dist.group.WORLD)
+    y_SM = torch.einsum("sec,ecm->sm", weight_SEC, out_ECM)
+    return (y_SM + x_SM).sin(), rows_eRM, h_eRH.transpose(1, 2)
+
+
+MIDDLES: dict[str, Middle] = {
+    "gelu": lambda h, b: F.gelu(h),
+    "twice": lambda h, b: h.relu() * h.sigmoid().clone(),
+    "an expert's bias": lambda h, b: (h + b[:, None]).relu() * 2,
+    "a bias of all": lambda h, b: torch.where(h > 0, h, b[0]),
+    "a scalar": lambda h, b: h * b.sum(),
+    "halves": lambda h, b: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+    "half": lambda h, b: h[..., : H // 2] * b[:, None, H // 2 :],
+    "another product": lambda h, b: torch.baddbmm(b[:, None], h, torch.ones(2, H, H, dtype=h.dtype)).relu() * h,
+    "turned": lambda h, b: h.transpose(0, 1).relu().transpose(0, 1),
+    "cast": lambda h, b: h.to(torch.float32).to(torch.float64) * b[:, None],
+}
+
+
+def captured(middle: Middle, weight_SEC: Tensor) -> tuple[fx.GraphModule, list[Tensor], Any]:
+    inner = H // 2 if middle in (MIDDLES["halves"], MIDDLES["half"]) else H
+    inputs = [weight_SEC, floats(S, M), floats(2, M, H), floats(2, inner, M), floats(2, H)]
+    right = layer(*inputs, middle)  # type: ignore[call-arg]
+    return make_fx(lambda *of: layer(*of, middle), tracing_mode="fake")(*inputs), inputs, right  # type: ignore[call-arg]
+
+
+def split_by_rows(module: fx.GraphModule, parts: int) -> tuple[Instructions, RangeSplit]:
+    of = Instructions(module.graph)
+    split = infer(of.nodes, parts, lambda node: 1.0, rows=True)
+    assert split is not None
+    return of, split
+
+
+def put_in_parts(module: fx.GraphModule, parts: int) -> list[str]:
+    """Rewrites a graph; the names of its nodes."""
+    of, split = split_by_rows(module, parts)
+    axes = tuple((of.place[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
+    before = tuple(of.place[node] for node in split.before)
+    rewrite(module.graph, of, InstructionRange(0, len(of.nodes), parts, axes, before))
+    module.graph.lint()
+    module.recompile()
+    return [node.name for node in module.graph.nodes]
+
+
+@pytest.mark.parametrize("parts", [2, 3, 12])
+@pytest.mark.parametrize("name", MIDDLES)
+def test_rows_of_some_tokens_give_what_all_give(world: None, name: str, parts: int) -> None:
+    """All of it is in parts of the tokens, up to the end; what else is needed whole has zeros where no token is."""
+    module, inputs, right = captured(MIDDLES[name], routed(S, E * C).reshape(S, E, C))
+    names = put_in_parts(module, parts)
+    for name_of_part in ("take_rows", "give_rows", "sin"):
+        assert sum(one.startswith(name_of_part) for one in names) == parts
+    found = module(*inputs)
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("filled", [0.0, 0.05, 1.0])
+def test_no_tokens_few_and_all(world: None, filled: float) -> None:
+    module, inputs, right = captured(MIDDLES["gelu"], routed(S, E * C, filled).reshape(S, E, C))
+    put_in_parts(module, 4)
+    torch.testing.assert_close(module(*inputs)[0], right[0], rtol=1e-12, atol=1e-12)
+
+
+def test_what_sees_several_rows_is_not_split_by_rows(world: None) -> None:
+    module, _, _ = captured(lambda h, b: h.softmax(1), routed(S, E * C).reshape(S, E, C))
+    assert infer(Instructions(module.graph).nodes, 2, lambda node: 1.0, rows=True) is None
+    module, _, _ = captured(lambda h, b: h.softmax(-1), routed(S, E * C).reshape(S, E, C))
+    _, split = split_by_rows(module, 2)
+    assert not any(way.by_rows for way in split.split.values()), "along the capacity, as without"
+
+
+def test_rows_that_set_out_come_back(world: None) -> None:
+    """A range that ends before they do has none; nor are there any where nobody has asked for them."""
+    module, _, _ = captured(MIDDLES["gelu"], routed(S, E * C).reshape(S, E, C))
+    of = Instructions(module.graph)
+    home = next(of.place[node] for node in of.nodes if node.name == "wait_tensor_1")
+    for nodes, rows in ((of.nodes, False), (of.nodes[: home + 1], True), (of.nodes[20:], True)):
+        split = infer(nodes, 2, lambda node: 1.0, rows=rows)
+        assert split is None or not any(way.by_rows for way in split.split.values())
+
+
+@pytest.mark.parametrize(
+    ("other", "said"), [(1, "a place of .* has several"), (S - 1, "tokens of two micro-batches are in one place")]
+)
+def test_places_that_are_not_one_tokens_own_are_refused(world: None, other: int, said: str) -> None:
+    module, inputs, _ = captured(MIDDLES["gelu"], routed(S, E * C).reshape(S, E, C))
+    put_in_parts(module, 2)
+    inputs[0].zero_()
+    inputs[0][0] = inputs[0][other] = 1.0
+    with pytest.raises(ConfigError, match=f"rank 0: .*{said}.*own_places=False"):
+        module(*inputs)
+
+
+def test_a_token_that_reads_anothers_place_is_refused(world: None) -> None:
+    def call(send_SP: Tensor, weight_SP: Tensor, x_SM: Tensor) -> Tensor:
+        rows_PM = all_to_all_single(send_SP.t() @ x_SM, None, None, dist.group.WORLD)
+        return weight_SP @ all_to_all_single(rows_PM.relu(), None, None, dist.group.WORLD)
+
+    send_SP = routed(S, 8)
+    inputs = [send_SP, 2 * send_SP, floats(S, M)]
+    module = make_fx(call, tracing_mode="fake")(*inputs)
+    put_in_parts(module, 2)
+    torch.testing.assert_close(module(*inputs), call(*inputs), rtol=1e-12, atol=1e-12)
+    inputs[1] = inputs[1].roll(1, 0)
+    with pytest.raises(ConfigError, match="reads a place that it has not filled"):
+        module(*inputs)
+
+
+def test_where_rows_are_after_a_reshape() -> None:
+    assert same_rows((4, 6, 5), Rows((0, 1), 1), (2, 2, 1, 6, 5)) == Rows((0, 1, 3), 1)
+    assert same_rows((1, 24, 5), Rows((1,), 0), (4, 6, 1, 5)) == Rows((0, 1), 0)
+    assert same_rows((4, 6, 5), Rows((0,), 1), (24, 5)) is None, "what a row holds would count rows"
+    assert same_rows((4, 6, 5), Rows((0, 1), 1), (4, 30)) is None
+
+
+class FreeCopies(Steady):
+    """What puts parts together takes no time, so that micro-batches go on as far as they can."""
+
+    def operator_s(self, target: object, args: tuple[object, ...], kwargs: object) -> float:
+        copies = ("clone", "cat", "slice", "reshape", "view", "permute", "_to_copy")
+        return 0.0 if any(f".{name}." in str(target) for name in copies) else super().operator_s(target, args, kwargs)
+
+
+def trained(rank: int, world: int, chooses: str, k: int, factor: float, own_places: bool) -> tuple[float, list[str]]:
+    """The largest difference of any loss, gradient or parameter over 5 steps, and the instructions."""
+    torch._dynamo.reset()
+    model = Model(k, 1, factor=factor, chooses=chooses).double()
+    plain = copy.deepcopy(model)
+    backend = GraphBackend(costs=FreeCopies(), parts=2, groups=1, own_places=own_places)
+    ours = train(model, torch.compile(model, backend=backend, fullgraph=True), rank)  # type: ignore[arg-type]
+    theirs = train(plain, plain, rank)
+    worst = max(float((a[name] - b[name]).abs().max()) for a, b in zip(ours, theirs, strict=True) for name in b)
+    return worst, [*backend.reports[0].order]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chooses", "k", "factor"),
+    [
+        (2, "top", 1, 1.0),
+        *(
+            pytest.param(ranks, chooses, k, factor, marks=pytest.mark.slow)
+            for chooses, k in (("switch", 1), ("top", 1), ("top", 2), ("random", 1), ("random", 2), ("hash", 2))
+            for ranks, factor in ((1, 0.5), (2, 2.0), (4, 4.0))
+        ),
+    ],
+)
+def test_training_is_what_it_was(cluster: Cluster, ranks: int, chooses: str, k: int, factor: float) -> None:
+    for worst, order in cluster.run(ranks, trained, chooses, k, factor, True):
+        assert worst < 1e-10
+        assert sum("give_rows" in name for name in order) == 2
+        # Behind the layer micro-batches go on.
+        last = max(place for place, name in enumerate(order) if "give_rows" in name)
+        assert sum("add" in name for name in order[:last]) > 0
+
+
+def test_nobody_has_rows_who_has_not_asked_for_them(world: None) -> None:
+    torch._dynamo.reset()
+    worst, order = trained(0, 1, "top", 1, 1.0, False)
+    assert worst < 1e-10 and not any("rows" in name for name in order)
+    torch._dynamo.reset()
+
+
+def test_a_running_sum_in_parts(world: None) -> None:
+    module = make_fx(lambda x_SM: x_SM.cumsum(0), tracing_mode="fake")(floats(8, 3))
+    (node,) = (node for node in module.graph.nodes if "cumsum" in str(node.target))
+    assert way_of(node, Axis(0), parts=2).carries and not way_of(node, Axis(1), parts=3).carries  # type: ignore[union-attr]
+    assert way_of(node, Axis(0, 2), parts=2) is None, "not where parts are scattered"
