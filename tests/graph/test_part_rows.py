@@ -18,8 +18,10 @@ from fusedmoe.errors import ConfigError
 from fusedmoe.graph import GraphBackend
 from fusedmoe.graph.axes import Axis, Rows, same_rows, way_of
 from fusedmoe.graph.instructions import Instructions
-from fusedmoe.graph.micro_batches import InstructionRange, rewrite
+from fusedmoe.graph.micro_batches import InstructionRange, rewrite, stage_plan
 from fusedmoe.graph.range_split import RangeSplit, infer
+from fusedmoe.schedule.cost import Durations
+from fusedmoe.schedule.simulate import makespan
 from tests.cluster import Cluster
 from tests.graph.models import Model, Steady, train
 
@@ -218,3 +220,45 @@ def test_a_running_sum_in_parts(world: None) -> None:
     (node,) = (node for node in module.graph.nodes if "cumsum" in str(node.target))
     assert way_of(node, Axis(0), parts=2).carries and not way_of(node, Axis(1), parts=3).carries  # type: ignore[union-attr]
     assert way_of(node, Axis(0, 2), parts=2) is None, "not where parts are scattered"
+
+
+class ByProducts:
+    """Products take what they multiply, in seconds of an expert's; but for those with masks, of one batch, and the
+    head's. All else takes nothing, and a layer's all-to-alls together `wire_s`."""
+
+    def __init__(self, tokens: int, wire_s: float) -> None:
+        self.of_experts, self.bytes, self.wire_s = tokens * 2 * 8 * 16, tokens * 8 * 8, wire_s
+
+    def operator_s(self, target: object, args: tuple[object, ...], kwargs: object) -> float:
+        if not str(target).startswith(("aten.addmm", "aten.bmm")):
+            return 0.0
+        left, right = [one.shape for one in args if isinstance(one, Tensor)][-2:]
+        if left[0] == 1 or right[-1] == 11:
+            return 0.0
+        return left.numel() * right[-1] / self.of_experts
+
+    def collective_s(self, size: float) -> float:
+        return self.wire_s / 2 * size / self.bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire_s", [0.5, 0.75, 1.0])
+def test_micro_batches_hide_what_those_of_a_whole_model_would(world: None, wire_s: float) -> None:
+    """Predicted for two layers, beside micro-batches that all of the model goes through, gates included."""
+    blocks, tokens, parts = 2, 128, 8
+    seconds = {}
+    for own_places in (False, True):
+        torch._dynamo.reset()
+        backend = GraphBackend(costs=ByProducts(tokens, wire_s), parts=parts, own_places=own_places)
+        with torch.no_grad():
+            torch.compile(Model(1, blocks).double(), backend=backend, fullgraph=True)(
+                torch.randint(11, (tokens // 2, 2))
+            )
+        seconds[own_places] = backend.reports[0].seconds
+    torch._dynamo.reset()
+    attention_s = (4 * 8 + 2 * 2) / (2 * 16)  # projections, and scores of two tokens
+    compute = {stage: (attention_s, 1.0)[stage % 2] / parts for stage in range(2 * blocks)}
+    plan, taken = stage_plan(compute, dict.fromkeys(compute, wire_s / 2 / parts), 0.0, parts)
+    best_s = makespan(plan, Durations(taken))
+    assert best_s * (1 - 1e-9) <= seconds[True] <= 1.1 * best_s, (best_s, seconds)
+    assert seconds[True] <= seconds[False]
