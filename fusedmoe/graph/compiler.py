@@ -43,7 +43,8 @@ class GraphBackend:
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
         own_places: says of the model that each place of an expert's buffer takes at most one token of a rank's batch,
             and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then the
-            rows of some tokens go to the experts and back by themselves, and micro-batches go on behind the layer.
+            rows of some tokens go to the experts and back by themselves, and micro-batches go on before and behind the
+            layer. The host waits for the counts of each micro-batch's rows.
         irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
             waits for a small all-to-all before each. Plans are made as if all rows travelled.
         costs: what operators and all-to-alls take; None: measured, once for each machine, and kept on disk.
