@@ -27,7 +27,7 @@ from fusedmoe.graph.instructions import (
 )
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
 from fusedmoe.graph.part_rows import check_places
-from fusedmoe.graph.range_split import RangeSplit, infer
+from fusedmoe.graph.range_split import KnownWays, RangeSplit, infer
 from fusedmoe.graph.splitting import (
     Call,
     cut,
@@ -117,6 +117,7 @@ def chosen_ranges(
     found: dict[tuple[int, int, int], tuple[InstructionRange, Pipelined]] = {}
     pieces: dict[Any, CostedPart] = {}
     said: dict[fx.Node, str] = {}
+    ways = KnownWays()
     whole_s = []
     for start, stop in groups:
         exposed_s = sum(
@@ -141,7 +142,7 @@ def chosen_ranges(
         key = (split_key(nodes, said), parts)
         if key not in known:
             # Layers are alike: how one is split, all are.
-            split = infer(nodes, parts, node_s, in_order(of, start, stop), rows)
+            split = infer(nodes, parts, node_s, in_order(of, start, stop), rows, ways)
             if split is None:
                 known[key] = None
             else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -42,7 +42,29 @@ class SplitKey(NamedTuple):
 Ways = dict[fx.Node, dict[SplitKey, OperatorSplit]]
 
 
-def ways_in(nodes: Sequence[fx.Node], parts: int, rows: bool = False) -> Ways:
+class KnownWays:
+    """Ways to split the instructions of a graph, each found once: ranges overlap."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, OperatorSplit | None] = {}
+        self._from: dict[Any, list[OperatorSplit]] = {}
+
+    def way_of(self, node: fx.Node, axis: Axis | Rows, crosses: bool, parts: int) -> OperatorSplit | None:
+        key = (node, axis, crosses, parts)
+        if key not in self._of:
+            self._of[key] = way_of(node, axis, crosses, parts=parts)
+        return self._of[key]
+
+    def outputs_from(
+        self, node: fx.Node, given: fx.Node, axis: Axis | Rows, parts: int, rows: bool
+    ) -> list[OperatorSplit]:
+        key = (node, given, axis, parts, rows)
+        if key not in self._from:
+            self._from[key] = outputs_from(node, given, axis, parts, rows)
+        return self._from[key]
+
+
+def ways_in(nodes: Sequence[fx.Node], parts: int, rows: bool, known: KnownWays) -> Ways:
     """All ways to split each instruction that lead to or from a split all-to-all of the range. `rows`: also by rows."""
     inside = set(nodes)
     ways: Ways = {}
@@ -59,18 +81,18 @@ def ways_in(nodes: Sequence[fx.Node], parts: int, rows: bool = False) -> Ways:
     for node in nodes:
         if is_all_to_all(node):
             for axis in first_axes(node, parts, rows):
-                note(node, way_of(node, axis, parts=parts))
+                note(node, known.way_of(node, axis, False, parts))
     while ends:
         node, way = ends.pop()
         for one, wanted in way.inputs.items():
             if wanted is not None:
                 for crosses in (False, True)[: 1 + rows]:
-                    note(one, way_of(one, wanted, crosses, parts=parts))
+                    note(one, known.way_of(one, wanted, crosses, parts))
         for user in node.users:
             if user.target is operator.getitem:
-                note(user, way_of(user, way.axis, parts=parts))
-            else:
-                for found in outputs_from(user, node, way.axis, parts, rows):
+                note(user, known.way_of(user, way.axis, False, parts))
+            elif user in inside:
+                for found in known.outputs_from(user, node, way.axis, parts, rows):
                     note(user, found)
     return ways
 
@@ -81,16 +103,18 @@ def infer(
     seconds: Callable[[fx.Node], float],
     ordered: Sequence[tuple[int, int]] = (),
     rows: bool = False,
+    known: KnownWays | None = None,
 ) -> RangeSplit | None:
     """How to split a range into so many parts; None where some all-to-all of it cannot be split.
 
     Args:
         ordered: pairs of places in `nodes` that must stay in order though no data goes from one to the other.
         rows: whether parts may be rows.
+        known: ways that other ranges of the graph have been split in, and from now on those of this one.
     Raises:
         ConfigError: OR-Tools is not installed.
     """
-    ways = ways_in(nodes, parts, rows)
+    ways = ways_in(nodes, parts, rows, known or KnownWays())
     if not all(node in ways for node in nodes if is_all_to_all(node)):
         return None
     try:
