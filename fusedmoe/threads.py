@@ -56,18 +56,31 @@ class Helper:
     def check(self, done: Future[Any]) -> bool:
         """Whether a call is done. Raises what it raised, and `MemoryError` where the thread has ended before that."""
         alive = self._thread.is_alive()  # before the other question: it may end in between
-        if done.done():
-            done.result()
-        elif not alive:
-            raise MemoryError(f"the thread {self._thread.name!r} has ended: the memory was out. {_CURE}")
-        return done.done()
+        try:
+            if done.done():
+                done.result()
+            elif not alive:
+                raise MemoryError(f"the thread {self._thread.name!r} has ended: the memory was out. {_CURE}")
+            return done.done()
+        finally:
+            del done
 
     def result(self, done: Future[T]) -> T:
         """Waits for a call; returns what it returns and raises what it raises, or as `check`."""
-        while not self.check(done):
+        try:
+            while not self.check(done):
+                with suppress(NoAnswer):
+                    done.exception(LOOK_S)
+            return done.result()
+        finally:
+            del done  # its error has this frame, by which the two would hold each other
+
+    def settle(self, done: Future[Any]) -> None:
+        """Waits until a call has returned or raised, or its thread has ended. Its error stays as it is: raised once
+        more, it would also hold on to whoever waits here."""
+        while not done.done() and self._thread.is_alive():
             with suppress(NoAnswer):
                 done.exception(LOOK_S)
-        return done.result()
 
 
 class _Begun(threading.Event):

@@ -141,3 +141,34 @@ def test_a_call_that_does_not_end_is_left_behind() -> None:
         waits.result(0.01)
     stuck.set()
     assert waits.result(20)
+
+
+def test_an_error_does_not_hold_who_waits_for_its_end() -> None:
+    """Raised where the owner is closed it would hold that frame, and all that called it."""
+    helper = Helper("test")
+
+    def fail() -> None:
+        raise ValueError("it failed")
+
+    def lines(error: BaseException | None) -> int:
+        count, at = 0, error and error.__traceback__
+        while at:
+            count, at = count + 1, at.tb_next
+        return count
+
+    done = helper.begin(fail)
+    helper.settle(done)
+    own = lines(done.exception())
+    helper.settle(done)
+    assert lines(done.exception()) == own > 0
+    with pytest.raises(ValueError, match="it failed") as caught:
+        helper.result(done)
+    frames = {frame.name: frame.frame.f_locals for frame in caught.traceback}
+    for name in ("result", "check"):
+        assert not any(value is done for value in frames[name].values()), name
+    stuck = threading.Event()
+    waits = helper.begin(lambda: stuck.wait(20))
+    helper.end()
+    threading.Timer(0.05, stuck.set).start()
+    helper.settle(waits)
+    assert waits.done()

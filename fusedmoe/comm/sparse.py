@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,8 +118,7 @@ class SparseCollectives:
     def close(self) -> None:
         """Ends the thread, once what was begun is done."""
         if self._thread is not None and self._last is not None:
-            with suppress(Exception):  # whoever waits for the work has it
-                self._thread.result(self._last)
+            self._thread.settle(self._last)  # whoever waits for the work has its error
             self._thread.end()
         self._thread = self._last = None
 
