@@ -21,7 +21,7 @@ from bench.gpu.shapes import Shape
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.layout import offsets
 from fusedmoe.kernels.triton.gather_sum import gather_rows
-from fusedmoe.kernels.triton.grouped.configs import candidates
+from fusedmoe.kernels.triton.grouped.configs import Variant, candidates, gluon_candidates
 from fusedmoe.kernels.triton.layout import sort_pairs
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are interpreted here")
@@ -100,20 +100,30 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
     with standin.recording(target) as launches:
         layers.run(SHAPE, counts=(2,))
     tiles = {"up": set(), "dhidden": set(), "product": set(), "dweight": set()}  # type: ignore[var-annotated]
+    gluon = set()
     for launch in launches:
         assert launch.target == target
         name = launch.kernel.removesuffix("_kernel")
-        if name in tiles:
-            values, options = launch.arguments, launch.options
+        values, options = launch.arguments, launch.options
+        if ".gluon." in launch.module:
+            gluon.add((name, values["BM"], values["BN"], values["BK"], values["STAGES"]))
+        elif name in tiles:
             bm, bn = (values.get(wide) or values[tall] for wide, tall in (("BM", "BP"), ("BN", "BQ")))
             tiles[name].add((bm, bn, values["BK"], options["num_warps"], options["num_stages"]))
     for name, operations in (("up", ["up"]), ("dhidden", ["dhidden"]), ("product", ["down", "dinput"])):
         configs = [one.config for op in operations for one in candidates(op, torch.bfloat16, divmod(target, 10))]
         assert {(c.bm, c.bn, c.bk, c.warps, c.stages) for c in configs} == tiles[name]
+    named = {"up": "up", "down": "product", "dinput": "product"}
+    half = Variant("", "bfloat16", "ieee", "", True, False, True, True)
+    assert gluon == {
+        (name, one.bm, one.bn, one.bk, one.stages)
+        for operation, name in named.items()
+        for one, *_ in gluon_candidates(half._replace(operation=operation), divmod(target, 10))
+    }
     kernels = {launch.kernel.removesuffix("_kernel") for launch in launches}
     assert kernels >= {"choose", "dlogits", "dx", "dw", "count", "scan", "place", "gather_rows", "sum_rows", "tiles"}
     assert kernels >= {"put_rows", "return_rows", "put_values", "credit", "wait_metadata", "wait_signals"}
-    put = [launch for launch in launches if launch.kernel == "product_kernel" and launch.arguments["PUT"]]
+    put = [launch for launch in launches if launch.kernel == "product_kernel" and launch.arguments.get("PUT")]
     awaited = [launch for launch in launches if launch.arguments.get("AWAITED")]
     assert put and {launch.kernel for launch in awaited} == {"up_kernel", "dhidden_kernel"}
 
