@@ -39,6 +39,7 @@ class Board:
     """Of a job in which nobody failed."""
 
     standing = None
+    exit_s = 10.0
 
     def __init__(self) -> None:
         self.posted: list[Any] = []

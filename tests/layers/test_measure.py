@@ -121,7 +121,7 @@ def planned(rank: int, world: int, folder: str) -> list[Any]:
         patch.setattr("fusedmoe.layers.planner.measured_costs", lambda *where: MODEL)
         patch.setattr(step_plan_module, "model_costs", lambda *of: (given.append(of[2]), model_costs(*of))[1])
         work = Workload(1, TOKENS, M, M, E, k=K, ep=2)
-        plans = [plan_step(torch.nn.ModuleList(layers), topology, "fsmoe", None, work)[0] for _ in range(2)]
+        plans = [plan_step(torch.nn.ModuleList(layers), topology, "sequential", None, work)[0] for _ in range(2)]
         # The second time they are known, and so they are to a layer alike.
         patch.setattr("fusedmoe.layers.planner.observe_layer", None)
         layer_of(topology, Clock()).measured_costs(TOKENS)

@@ -85,7 +85,9 @@ def test_the_search_is_never_beaten():
         step_1 = fill_free(costs, of)
         step_2 = spread_rest(costs, of, step_1)
         best = backward_s(costs, of, search(costs, of))
-        assert best <= backward_s(costs, of, step_2) * (1 + 1e-9)
+        # States that are half a byte apart are one to the search, in each layer.
+        rounding_s = 0.5 * len(of) * costs.all_reduce.beta_s
+        assert best <= backward_s(costs, of, step_2) * (1 + 1e-9) + rounding_s
         assert backward_s(costs, of, step_2) <= backward_s(costs, of, step_1) * (1 + 1e-9)
 
 

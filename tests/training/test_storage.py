@@ -224,7 +224,7 @@ def test_what_is_not_whole_is_refused(
 ) -> None:
     path = tmp_path / "checkpoint"
     if change == "foreign":
-        monkeypatch.setattr("fusedmoe.training.checkpoint._ABOUT", "other")
+        monkeypatch.setattr("fusedmoe.training.checkpoint.ABOUT", "other")
     save(0, 1, ONE, path)
     monkeypatch.undo()
     if change == "no checksums":
