@@ -91,6 +91,24 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         cells = (f"{of[name]['speedup']:.2f}", f"{of[name]['peak_bytes'] / 1e9:.2f}")
         yield f"| {label} | {{}} | {{}} GB |", cells
 
+    captured = load("captured")["settings"]["captured"]["captured"]
+    for name, label in (
+        ("off", "none"),
+        ("captured", "`aot_eager`, captured and nothing else"),
+        ("parts=1", "`GraphBackend(parts=1)`, weight gradients beside all-to-alls"),
+        ("own_places=False", "`GraphBackend()`"),
+        ("own_places=True", "`GraphBackend(own_places=True)`"),
+    ):
+        one = captured["rows"][name]
+        yield f"| {label} | {{}} s | {{}} |", (f"{one['median_s']:.2f}", f"{one['over_off']:.2f}")
+    compute_s, off_s = captured["setting"]["computation_s"], captured["rows"]["off"]["median_s"]
+    limit = off_s / (off_s - compute_s)
+    yield (
+        "alone takes {} s of it, so that no plan can be more than {} times as fast",
+        (f"{compute_s:.2f}", f"{limit:.2f}"),
+    )
+    yield "are up to {} too long", (f"{max(one.get('error', 0.0) for one in captured['rows'].values()):.0%}",)
+
     chaos = load("chaos")
     yield "Of {} faults", (f"{chaos['cases']:,}",)
     delays = [chaos["seconds_to_error"][kind] for kind in ("kill", "raise")]
