@@ -218,9 +218,7 @@ def way_of(node: fx.Node, axis: Axis | Rows, crosses: bool = False, *, parts: in
     value = node.meta["val"]
     if isinstance(value, (tuple, list)) and not all(_has(one, axis, parts) for one in value):
         return None
-    carries = (
-        name_of(node) == "cumsum" and axis.dim == _dim(node.args[1], len(shape)) if isinstance(axis, Axis) else False
-    )
+    carries = isinstance(axis, Axis) and name_of(node) == "cumsum" and axis.dim == _dim(node.args[1], len(shape))
     return OperatorSplit(axis, inputs, crosses, carries)
 
 

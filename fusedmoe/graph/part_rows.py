@@ -138,8 +138,7 @@ def _permute(node: fx.Node, way: OperatorSplit) -> Operation:
     (source,) = node.all_input_nodes
     before, after = way.inputs[source], way.axis
     assert isinstance(before, Rows) and isinstance(after, Rows)
-    name, args, count = name_of(node), node.args, len(shape_of(node) or ())
-    moved = permuted(name, args, count)
+    moved = permuted(name_of(node), node.args, len(shape_of(node) or ()))
     sizes = dict(zip(before.dims, _sizes(source, before), strict=True))
     order = [moved[dim] for dim in after.dims]
 

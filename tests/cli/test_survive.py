@@ -34,15 +34,6 @@ FLAGS += ["--eval-batches", "2"]
 CLOSE = 1e-6
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(10):
-        (folder / f"{i}.txt").write_text(f"Text number {i} has {i * 17} words, or so it says. " * 20)
-    return folder
-
-
 def settings_of(text: Path, **more: Any) -> Settings:
     made = Settings(model=ModelConfig(**MODEL), dtype="fp64", data=str(text), eval_batches=2, checkpoint_every=0)
     return made.changed({"timeline_step": 10**6, "ranks_per_node": 2, **more})

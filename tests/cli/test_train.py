@@ -44,15 +44,6 @@ TINY += ["--gate", "gshard", "--eval-batches", "2", "--checkpoint-every", "0"]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(10):
-        (folder / f"{i}.txt").write_text(f"Text number {i} has {i * 17} words, or so it says. " * 20)
-    return folder
-
-
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
