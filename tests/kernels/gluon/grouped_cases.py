@@ -12,13 +12,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
+from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
+from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.gluon.interpreter import interpret
-from fusedmoe.kernels.grouped import define_tiles
+from fusedmoe.kernels.grouped import define_dhidden, define_dweight, define_tiles
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 
 GROUP = 2
+_REGISTERS = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
 
 
 class Tile(NamedTuple):
@@ -35,6 +38,8 @@ class Tile(NamedTuple):
 
 
 SMALL = Tile()
+#: Of a matrix, whose height is contiguous in shared memory.
+SMALL_MATRIX = Tile(bm=16)
 #: As the kernels are compiled for a GPU.
 LARGE = Tile(128, 256, 64, 128)
 
@@ -126,8 +131,7 @@ def check_product(
         BK=tile.bk,
         GROUP=GROUP,
         STAGES=stages,
-        CONSUMER_REGISTERS=232,
-        PRODUCER_REGISTERS=40,
+        **_REGISTERS,
         seed=seed,
         **changed,
     )
@@ -186,8 +190,7 @@ def check_up(
         GROUP=GROUP,
         STAGES=stages,
         LAG=lag,
-        CONSUMER_REGISTERS=232,
-        PRODUCER_REGISTERS=40,
+        **_REGISTERS,
         seed=seed,
         **changed,
     )
@@ -202,3 +205,128 @@ def check_up(
     parts, scales = right.view(shape), scale.view(shape)
     size = 1.2 * (scales * parts.abs().flip(1)).sum(1) if act.gated else 1.2 * scales
     _close(a, define_activation(activation, parts), size)
+
+
+def check_dhidden(
+    counts: Sequence[int],
+    dim: int,
+    hidden: int,
+    activation: str = "swiglu",
+    dtype: torch.dtype = torch.bfloat16,
+    weighted: bool = True,
+    stages: int = 3,
+    lag: int = 1,
+    tile: Tile = SMALL,
+    programs: int = 2,
+    seed: int = 0,
+    **changed: Any,
+) -> None:
+    """Runs the gradient of the hidden rows and compares all three results with float64."""
+    rows, experts, act = Rows(counts, tile.bm), len(counts), ACTIVATIONS[activation]
+    tokens, n_col_tiles = rows.number // 2 + 1, -(-hidden // tile.bn)
+    dy = _random(tokens, dim, dtype=dtype, seed=1)
+    source = torch.randint(tokens, (rows.number,), generator=torch.Generator().manual_seed(2))
+    w = _random(experts, dim, hidden, dtype=dtype, seed=3)
+    # Rows of padding follow, in which there is what must not matter.
+    h = _random(rows.number + 3, act.halves * hidden, dtype=dtype, seed=4)
+    h[rows.number :] = torch.nan
+    s = _random(rows.number, dtype=torch.float32, seed=5) if weighted else None
+    dh = torch.full((rows.number, act.halves * hidden), torch.nan, dtype=dtype)
+    a = torch.full((rows.number, hidden), torch.nan, dtype=dtype)
+    ds = torch.full((n_col_tiles, rows.number), torch.nan) if weighted else None
+    interpret(
+        dhidden_kernel,
+        programs,
+        dy,
+        source,
+        TensorDescriptor.from_tensor(w.view(-1, hidden), [tile.bk, tile.bn], tile.layout),
+        s,
+        TensorDescriptor.from_tensor(h, [tile.bm, tile.bk], tile.layout),
+        dh,
+        a,
+        ds,
+        *rows.tables(),
+        dim,
+        hidden,
+        rows.number,
+        n_col_tiles,
+        ACT=ACT_CODES[activation],
+        GATED=act.gated,
+        WEIGHTED=weighted,
+        EVEN=dim % tile.bk == 0,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
+        GROUP=GROUP,
+        STAGES=stages,
+        LAG=lag,
+        **_REGISTERS,
+        seed=seed,
+        **changed,
+    )
+    of, shape = rows.expert_N, (rows.number, act.halves, hidden) if act.gated else (rows.number, hidden)
+    factor = torch.ones(rows.number).double() if s is None else s.double()
+    h_N = h[: rows.number].double().view(shape)
+    dy, w = dy.double(), w.double()
+    right_dh, right_a, right_ds = define_dhidden(dy, source, of, factor, h_N, w, activation)
+    # Of dA' with all signs one, what each element is of; no derivative is greater than 1.13.
+    sums = (dy[source].abs()[:, None] @ w[of].abs())[:, 0]
+    size = 1.2 * (sums * factor.abs()[:, None]).view(rows.number, *[1] * act.gated, hidden)
+    _close(dh, right_dh.view(dh.shape), (size * (1 + h_N.flip(1).abs()) if act.gated else size).view(dh.shape))
+    _close(a, right_a, right_a.abs())
+    if ds is not None:
+        _close(ds.sum(0), right_ds, (sums * define_activation(activation, h_N).abs()).sum(-1))
+
+
+def check_dweight(
+    counts: Sequence[int],
+    height: int,
+    width: int,
+    gather: str,
+    dtype: torch.dtype = torch.bfloat16,
+    stages: int = 3,
+    lag: int = 1,
+    tile: Tile = SMALL_MATRIX,
+    programs: int = 2,
+    seed: int = 0,
+    **changed: Any,
+) -> None:
+    """Runs the gradient of the experts' matrices and compares it with float64. `gather`: "left" or "right"."""
+    rows, experts, left = Rows(counts, tile.bm), len(counts), gather == "left"
+    tokens = rows.number // 2 + 1
+    looked_up = _random(tokens, height if left else width, dtype=dtype, seed=1)
+    source = torch.randint(tokens, (rows.number + 3,), generator=torch.Generator().manual_seed(2))
+    # Rows of padding follow, in which there is what must not matter.
+    in_order = _random(rows.number + 3, width if left else height, dtype=dtype, seed=3)
+    in_order[rows.number :] = torch.nan
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    out = torch.full((experts, height, width), torch.nan, dtype=dtype)
+    interpret(
+        dweight_kernel,
+        programs,
+        looked_up,
+        source,
+        in_order,
+        TensorDescriptor.from_tensor(in_order, [tile.bk, tile.bn if left else tile.bm], tile.layout),
+        out,
+        starts,
+        height,
+        width,
+        experts,
+        -(-height // tile.bm),
+        -(-width // tile.bn),
+        GATHER_LEFT=left,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
+        GROUP=GROUP,
+        STAGES=stages,
+        LAG=lag,
+        **_REGISTERS,
+        seed=seed,
+        **changed,
+    )
+    sides = (looked_up[source[: rows.number]].double(), in_order[: rows.number].double())
+    left_NP, right_NQ = sides if left else sides[::-1]
+    right = define_dweight(left_NP, right_NQ, rows.expert_N, experts)
+    _close(out, right, define_dweight(left_NP.abs(), right_NQ.abs(), rows.expert_N, experts))

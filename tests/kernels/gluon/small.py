@@ -112,3 +112,32 @@ def squares_kernel(x, out_ptr, N, HOW: gl.constexpr, SIZE: gl.constexpr, LAYOUT:
         gl.warp_specialize(
             [(square, (out_ptr, bufs, full, empty, N, SIZE)), (write, (x, bufs, full, empty, N, SIZE))], [4], [40]
         )
+
+
+@gluon.jit
+def read_back(out_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
+    for i in range(N):
+        mbarrier.wait(full.index(i % 2), (i // 2) & 1)
+        x = bufs.index(i % 2).load(layout)
+        fence_rows()
+        threads_barrier()
+        hand_back(empty.index(i % 2))
+        gl.store(out_ptr + i * SIZE * SIZE + row[:, None] * SIZE + column[None, :], x)
+
+
+@gluon.jit
+def copies_kernel(x, out_ptr, N, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """out = x, by bulk copies into shared memory and reads of threads."""
+    bufs = gl.allocate_shared_memory(gl.bfloat16, [2, SIZE, SIZE], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_barriers()
+    gl.warp_specialize(
+        [(read_back, (out_ptr, bufs, full, empty, N, SIZE)), (bulk, (x, bufs, full, empty, N, SIZE))], [1], [40]
+    )

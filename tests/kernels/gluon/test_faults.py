@@ -134,10 +134,10 @@ IN_BOTH: dict[str, tuple[Any, Change, str]] = {
 IN_UP: dict[str, tuple[Any, Change, str]] = {
     "no fence between copies and products": (fence_async_shared, _all_but_first, "is read without a fence"),
     "one fence is lost": (fence_async_shared, _without(2), "is read without a fence"),
-    "one thread does not wait for the fences of the others": (
+    "one thread does not wait for the copies of the others": (
         pipeline.threads_barrier,
         _never,
-        "is read without a fence",
+        "is read without waiting",
     ),
     "copies are not waited for": (async_copy.wait_group, _never, "is read without waiting"),
     "one group of copies too many is in flight": (

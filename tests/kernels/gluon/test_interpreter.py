@@ -56,8 +56,39 @@ def test_what_threads_wrote_is_not_read_without_a_fence(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["copy", "write"])
+def test_one_thread_does_not_arrive_before_the_others_have_written(how: str) -> None:
+    _found(how, {threads_barrier: _nothing}, "is read without waiting for the write")
+
+
+@pytest.mark.parametrize("how", ["copy", "write"])
 def test_one_thread_does_not_arrive_before_the_fences_of_the_others(how: str) -> None:
-    _found(how, {threads_barrier: _nothing}, "is read without a fence after the write")
+    """They fence, but after they have waited for each other."""
+    fences = []
+
+    def later(fence: Any) -> Any:
+        fences.append(fence)
+        return lambda: None
+
+    changed = {small.fence_rows: later, threads_barrier: lambda meet: lambda: (meet(), fences[-1]())}
+    _found(how, changed, "is read without a fence after the write")
+
+
+def _read_back(changed: Any) -> Tensor:
+    x = torch.randn(N * SIZE, SIZE, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    out = torch.full_like(x, torch.nan)
+    given = TensorDescriptor.from_tensor(x, [SIZE, SIZE], LAYOUT)
+    for seed in range(5):
+        interpret(small.copies_kernel, 1, given, out, N, SIZE, LAYOUT, seed=seed, changed=changed)
+    assert out.equal(x)
+    return out
+
+
+def test_what_threads_read_is_not_written_by_bulk_copies_without_a_fence() -> None:
+    _read_back({})
+    with pytest.raises(KernelFault, match="is written without a fence after the read by 0"):
+        _read_back({small.fence_rows: _nothing})
+    with pytest.raises(KernelFault, match="is written without waiting for the read by 0"):
+        _read_back({threads_barrier: _nothing})
 
 
 def test_bulk_copies_find_barriers_that_are_initialised() -> None:

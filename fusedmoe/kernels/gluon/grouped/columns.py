@@ -39,6 +39,22 @@ def act_forward(x, ACT: gl.constexpr):
 
 
 @gluon.jit
+def act_both(x, ACT: gl.constexpr):
+    """act(x) and act'(x)."""
+    if ACT == 0:
+        s = sigmoid(x)
+        return x * s, s * (1.0 + x * (1.0 - s))
+    elif ACT == 1:
+        cdf = 0.5 * (1.0 + gl.erf(x * 0.7071067811865476))
+        return x * cdf, cdf + x * 0.3989422804014327 * gl.exp(-0.5 * x * x)
+    elif ACT == 2:
+        s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        return act_forward(x, ACT), gl.where(x > 0.0, 1.0, 0.0)
+
+
+@gluon.jit
 def add_bias(x, bias_ptr, first, start, column, COLUMNS):
     """Adds the bias of `first` to those columns that have one: COLUMNS from `start` on."""
     inside = (column >= start) & (column < start + COLUMNS)
@@ -52,3 +68,29 @@ def store_columns(x, ptr, row, end, column, STRIDE, COLUMNS):
     mask = (row < end)[:, None] & (column < COLUMNS)[None, :]
     places = row.to(gl.int64)[:, None] * STRIDE + column[None, :]
     gl.store(ptr + places, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_tile(
+    acc, ptr, first_row, end, first_column, COLUMNS, bias, ROWS: gl.constexpr, BN: gl.constexpr, BIAS: gl.constexpr
+):
+    """Stores a tile of a matrix of this many columns, with its bias: pointer, where it begins, `add_bias`'s columns."""
+    bias_ptr, first_bias, bias_start, bias_columns = bias
+    WIDE: gl.constexpr = BN // 4
+    OUT: gl.constexpr = stored_layout(WIDE)
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    column = first_column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
+    # Some columns at a time: all at once would not fit the registers.
+    left, right = halves(acc, ROWS, BN)
+    for half in gl.static_range(2):
+        first, second = halves(left if half == 0 else right, ROWS, BN // 2)
+        for quarter in gl.static_range(2):
+            part = first if quarter == 0 else second
+            at = column + (2 * half + quarter) * WIDE
+            if BIAS:
+                x = gl.convert_layout(part, OUT)
+                x = add_bias(x, bias_ptr, first_bias, bias_start, at, bias_columns)
+            else:
+                # Narrowed first: half as much goes through shared memory.
+                x = gl.convert_layout(part.to(ptr.dtype.element_ty), OUT)
+            store_columns(x, ptr, row, end, at, COLUMNS, COLUMNS)

@@ -71,11 +71,13 @@ def multiply(
     BN: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
+    A_TRANSPOSED: gl.constexpr,
+    B_TRANSPOSED: gl.constexpr,
 ):
     """Rows of one group, 0 or 1, of a tile's product, and the step that comes next.
 
-    One product is in flight while the next is awaited, so a stage is given back a step late.
+    A stage holds [BM, BK] of a, or transposed [BK, BM], and [BK, BN] of b, or transposed [BN, BK]. One product is in
+    flight while the next is awaited, so a stage is given back a step late. Without depth there is no step.
     """
     a_bufs, b_bufs = bufs
     full, empty = ring
@@ -84,14 +86,17 @@ def multiply(
     acc = gl.zeros([ROWS, BN], gl.float32, mma)
     for k0 in range(0, depth, BK):
         await_full(full, it, STAGES)
-        a_buf = a_bufs.index(it % STAGES).slice(GROUP * ROWS, ROWS, 0)
+        if A_TRANSPOSED:
+            a_buf = a_bufs.index(it % STAGES).slice(GROUP * ROWS, ROWS, 1).permute((1, 0))
+        else:
+            a_buf = a_bufs.index(it % STAGES).slice(GROUP * ROWS, ROWS, 0)
         b_buf = b_bufs.index(it % STAGES)
-        if TRANSPOSED:
+        if B_TRANSPOSED:
             b_buf = b_buf.permute((1, 0))
         acc = warpgroup_mma(a_buf, b_buf, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         release(empty, it + STAGES - 1, STAGES, k0 > 0)
         it += 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    release(empty, it + STAGES - 1, STAGES, True)
+    release(empty, it + STAGES - 1, STAGES, depth > 0)
     return acc, it

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from fusedmoe.kernels.gluon.grouped.columns import add_bias, halves, store_columns, stored_layout
+from fusedmoe.kernels.gluon.grouped.columns import store_tile
 from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
 from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, make_ring, multiply
 from fusedmoe.kernels.gluon.jit import jit
@@ -51,30 +51,6 @@ def _load(
 
 
 @gluon.jit
-def _store(
-    part,
-    bias_ptr,
-    out_ptr,
-    expert,
-    row,
-    end,
-    column,
-    N,
-    bias_start,
-    bias_columns,
-    OUT: gl.constexpr,
-    BIAS: gl.constexpr,
-):
-    if BIAS:
-        x = gl.convert_layout(part, OUT)
-        x = add_bias(x, bias_ptr, expert * bias_columns, bias_start, column, bias_columns)
-    else:
-        # Narrowed first: half as much goes through shared memory.
-        x = gl.convert_layout(part.to(out_ptr.dtype.element_ty), OUT)
-    store_columns(x, out_ptr, row, end, column, N, N)
-
-
-@gluon.jit
 def _multiply(
     of_tile,
     GROUP_OF_WARPS: gl.constexpr,
@@ -90,22 +66,12 @@ def _multiply(
     K, N = sizes
     bias_start, bias_columns = bias_sizes
     ROWS: gl.constexpr = BM // 2
-    WIDE: gl.constexpr = BN // 4
-    OUT: gl.constexpr = stored_layout(WIDE)
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
         expert, start, end, col_tile = locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, BM, BN, BK, STAGES, TRANSPOSED)
-        row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-        column = col_tile * BN + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
-        # Some columns at a time: all at once would not fit the registers.
-        left, right = halves(acc, ROWS, BN)
-        for half in gl.static_range(2):
-            first, second = halves(left if half == 0 else right, ROWS, BN // 2)
-            for quarter in gl.static_range(2):
-                part = first if quarter == 0 else second
-                at = column + (2 * half + quarter) * WIDE
-                _store(part, bias_ptr, out_ptr, expert, row, end, at, N, bias_start, bias_columns, OUT, BIAS)
+        acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, TRANSPOSED)
+        bias = (bias_ptr, expert * bias_columns, bias_start, bias_columns)
+        store_tile(acc, out_ptr, start + GROUP_OF_WARPS * ROWS, end, col_tile * BN, N, bias, ROWS, BN, BIAS)
 
 
 @jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])

@@ -1,85 +1,15 @@
-"""h = x[source]·W1_eᵀ + b1_e and a = act(h): rows are gathered by asynchronous copies of threads, weights by bulk ones.
-
-Tensor cores read shared memory through another path than threads copy into it. So the threads that copied wait for
-their copies, fence, wait for each other, and only then say that a stage is full. They do that LAG steps late, so that
-copies of some steps are always under way.
-"""
+"""h = x[source]·W1_eᵀ + b1_e and a = act(h): rows are gathered, and the activation is computed on the way out."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, tma
 
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
+from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
 from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
-from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, make_ring, multiply, threads_barrier
+from fusedmoe.kernels.gluon.grouped.pipeline import make_ring, multiply
 from fusedmoe.kernels.gluon.jit import jit
-
-
-@gluon.jit
-def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
-    """Rows of the step before the last BEHIND, of which there may be none, are there for the tensor cores to read."""
-    async_copy.wait_group(BEHIND)
-    fence_async_shared()
-    # One thread says so for all, whose fences it would not wait for.
-    threads_barrier()
-    fill(full, it + STAGES - BEHIND, STAGES, pred)
-
-
-@gluon.jit
-def _load(
-    x_ptr,
-    source_ptr,
-    w_desc,
-    bufs,
-    ring,
-    table,
-    sizes,
-    HALVES: gl.constexpr,
-    EVEN: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    LAG: gl.constexpr,
-):
-    x_bufs, w_bufs = bufs
-    full, empty = ring
-    D, H = sizes
-    # A multiple of 8 that the compiler can see is one: it copies 16 bytes at a time.
-    D = D // 8 * 8
-    BH: gl.constexpr = BN // HALVES
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [4, 1], [1, 0])
-    k = gl.arange(0, BK, layout=gl.SliceLayout(0, rows))
-    it = 0
-    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
-        expert, start, end, col_tile = locate(tile, table, GROUP)
-        # Rows past the end are clamped: what is computed of them is not stored.
-        row = gl.minimum(start + gl.arange(0, BM, layout=gl.SliceLayout(1, rows)), end - 1)
-        source = gl.load(source_ptr + row)
-        x_ptrs = x_ptr + source[:, None] * D + k[None, :]
-        for k0 in range(0, D, BK):
-            await_empty(empty, it, STAGES)
-            announce(full, it, STAGES, BN * BK * (w_desc.dtype.primitive_bitwidth // 8))
-            bar = full.index(it % STAGES)
-            w_buf = w_bufs.index(it % STAGES)
-            for half in gl.static_range(HALVES):
-                w_row = (expert * HALVES + half) * H + col_tile * BH
-                tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
-            if EVEN:
-                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs)
-            else:
-                mask = (k < D - k0)[None, :]
-                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
-            async_copy.commit_group()
-            x_ptrs += BK
-            _show(full, it, STAGES, LAG, it >= LAG)
-            it += 1
-    # The last steps.
-    for step in gl.static_range(LAG):
-        _show(full, it - 1, STAGES, LAG - 1 - step, it - LAG + step >= 0)
 
 
 @gluon.jit
@@ -131,7 +61,7 @@ def _multiply(
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
         expert, start, end, col_tile = locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, True)
+        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, True)
         row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         column = col_tile * BH + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
         # Some columns at a time: all at once would not fit the registers.
@@ -183,8 +113,6 @@ def up_kernel(
     matrices below each other, [E·(2·)H, D]; h [rows, (2·)H], a [rows, H]; EVEN: BK divides D; LAG at
     most STAGES - 2.
     Four warps, those of the first group."""
-    # A group gives a stage back once it has the next: with more in flight, all would wait for each other.
-    gl.static_assert(LAG + 2 <= STAGES)
     HALVES: gl.constexpr = 2 if GATED else 1
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], w_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
@@ -198,8 +126,26 @@ def up_kernel(
             (_multiply, (of_tile, 0, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
             (_multiply, (of_tile, 1, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
             (
-                _load,
-                (x_ptr, source_ptr, w_desc, bufs, ring, table, sizes, HALVES, EVEN, BM, BN, BK, GROUP, STAGES, LAG),
+                load_gathered,
+                (
+                    (x_ptr, source_ptr),
+                    w_desc,
+                    None,
+                    bufs,
+                    ring,
+                    table,
+                    sizes,
+                    HALVES,
+                    True,
+                    0,
+                    EVEN,
+                    BM,
+                    BN,
+                    BK,
+                    GROUP,
+                    STAGES,
+                    LAG,
+                ),
             ),
         ],
         [4, 4],

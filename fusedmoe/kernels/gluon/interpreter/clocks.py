@@ -23,15 +23,17 @@ class Clock:
 
     Attributes:
         seen: what has come before.
-        fenced: that part of it which tensor cores and bulk copies may read, had threads written it. A writer's own
-            fence adds to it: a fence in another thread, after the barrier, is not relied on.
+        fenced: that part of it which tensor cores may read, had threads written it, and over which bulk copies may
+            write. The thread's own fence adds to it: a fence in another, after the barrier, is not relied on.
         fencing: what each thread has fenced for itself. Where one arrives at a barrier for all of them it does not
             speak for the others' fences, unless they have waited for each other.
+        met: what all threads had seen when they last waited for each other.
     """
 
     seen: Ticks = field(default_factory=dict)
     fenced: Ticks = field(default_factory=dict)
     fencing: Ticks = field(default_factory=dict)
+    met: Ticks = field(default_factory=dict)
 
     def join(self, other: Clock) -> None:
         join(self.seen, other.seen)
@@ -47,3 +49,10 @@ class Clock:
     def meet(self) -> None:
         """All threads have come this far."""
         join(self.fenced, self.fencing)
+        self.met = dict(self.seen)
+
+    def of_one(self, actors: tuple[str, ...]) -> Clock:
+        """What one thread speaks for when it arrives at a barrier: of what these actors do, who are all threads
+        together, only what came before they last waited for each other."""
+        known = {actor: tick for actor, tick in self.seen.items() if actor not in actors}
+        return Clock(known | {actor: self.met[actor] for actor in actors if actor in self.met}, dict(self.fenced))

@@ -74,8 +74,7 @@ class Language:
 
     def fence(self) -> None:
         self._schedule.event("fence_async_shared")
-        strand = self._schedule.running
-        strand.clock.fence((strand.name, cp_async(strand.name)))
+        self._schedule.running.clock.fence(self._threads())
 
     def meet(self) -> None:
         self._schedule.event("barrier of threads")
@@ -99,13 +98,13 @@ class Language:
         if pred:
             barrier = self._barrier(view)
             self._schedule.event(f"expect {bytes}, {barrier}")
-            barrier.arrive(self._schedule.running.clock, 1, bytes)
+            barrier.arrive(self._schedule.running.clock.of_one(self._threads()), 1, bytes)
 
     def arrive(self, view: View, *, count: int = 1, pred: Any = True) -> None:
         if pred:
             barrier = self._barrier(view)
             self._schedule.event(f"arrive {count}, {barrier}")
-            barrier.arrive(self._schedule.running.clock, count)
+            barrier.arrive(self._schedule.running.clock.of_one(self._threads()), count)
 
     def wait(self, view: View, phase: Any, pred: Any = True) -> None:
         if pred:
@@ -128,6 +127,11 @@ class Language:
     def wait_for_copies(self, num_outstanding: int = 0) -> None:
         self._schedule.event(f"wait_group {num_outstanding}")
         self._copies.wait(num_outstanding)
+
+    def _threads(self) -> tuple[str, str]:
+        """What the running partition's threads do themselves."""
+        name = self._schedule.running.name
+        return name, cp_async(name)
 
     def _barrier(self, view: View) -> Barrier:
         barrier = self._barriers.get((view.memory.number, view.box))
@@ -157,6 +161,14 @@ def _zeros(shape: Sequence[int], dtype: Any, layout: Any = None) -> Value:
     return Value(torch.zeros([*shape], dtype=torch_dtype(dtype)))
 
 
+def _full(shape: Sequence[int], value: Any, dtype: Any, layout: Any = None) -> Value:
+    return Value(torch.full([*shape], numbers(value), dtype=torch_dtype(dtype)))
+
+
+def _sum(value: Value, axis: int) -> Value:
+    return Value(value.data.sum(axis))
+
+
 def _where(condition: Value, x: Any, y: Any) -> Value:
     return Value(torch.where(condition.data, numbers(x), numbers(y)))
 
@@ -169,6 +181,8 @@ def _static_assert(condition: Any, message: str = "") -> None:
 _ARITHMETIC: list[tuple[Any, Callable[..., Any]]] = [
     (gl.arange, _arange),
     (gl.zeros, _zeros),
+    (gl.full, _full),
+    (gl.sum, _sum),
     (gl.where, _where),
     (gl.static_assert, _static_assert),
     (gl.convert_layout, lambda value, layout: value),

@@ -36,7 +36,8 @@ def kernel_line() -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """A note. `by_threads`: threads wrote it, or their asynchronous copies: others need a fence to read it."""
+    """A note. `by_threads`: of threads, or their asynchronous copies: tensor cores need a fence to read what they have
+    written, and bulk copies to write over what they have touched."""
 
     write: bool
     by_threads: bool
@@ -81,6 +82,8 @@ class Allocation:
                 continue
             if not note.before(clock.seen):
                 raise KernelFault(f"{self._at(box)} is written without waiting for {note}")
+            if note.by_threads and not by_threads and not note.before(clock.fenced):
+                raise KernelFault(f"{self._at(box)} is written without a fence after {note}")
             if all(low <= start and end <= high for (start, end), (low, high) in zip(note.box, box, strict=True)):
                 del self._notes[key]  # who knows of this write knows of that
         self._note(Access(True, by_threads, box, actor, tick, kernel_line()))

@@ -1,0 +1,216 @@
+"""dA' = dy[source]·W2_e and from it, on the way out, dH = s·dA'·act'(H), s·A and the router weights' gradient ⟨dA', A⟩.
+
+H comes through the ring as dy and W2 do, in steps of its own behind those of a tile's product: it is on its way while
+the tile is still multiplied. Threads read it out of its stages. Before they give one back they fence, as bulk copies
+come into it through another path, and wait for each other, as one of them speaks for all.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from fusedmoe.kernels.gluon.grouped.columns import act_both, halves, store_columns, stored_layout
+from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
+from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
+from fusedmoe.kernels.gluon.grouped.pipeline import await_full, make_ring, multiply, release, threads_barrier
+from fusedmoe.kernels.gluon.jit import jit
+
+
+@gluon.jit
+def _read(h_bufs, ring, it, FIRST: gl.constexpr, ROWS: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr):
+    """This group's rows of a box of H."""
+    full, _ = ring
+    await_full(full, it, STAGES)
+    return h_bufs.index(it % STAGES).slice(FIRST, ROWS, 0).load(OUT)
+
+
+@gluon.jit
+def _give_back(ring, it, HALVES: gl.constexpr, STAGES: gl.constexpr):
+    """The stages of both halves, from step `it` on."""
+    _, empty = ring
+    fence_async_shared()
+    threads_barrier()
+    for half in gl.static_range(HALVES):
+        release(empty, it + half, STAGES, True)
+
+
+@gluon.jit
+def _finish_gated(da, s, g, u, dh_ptr, a_ptr, row, end, column, H, ACT: gl.constexpr):
+    """Stores both halves of dH, and s·A, for some columns of a tile and returns their part of ⟨dA', A⟩."""
+    u = u.to(gl.float32)
+    act, slope = act_both(g.to(gl.float32), ACT)
+    a = act * u
+    scaled = da * s[:, None]
+    store_columns(scaled * u * slope, dh_ptr, row, end, column, 2 * H, H)
+    store_columns(scaled * act, dh_ptr + H, row, end, column, 2 * H, H)
+    store_columns(a * s[:, None], a_ptr, row, end, column, H, H)
+    return gl.sum(gl.where((column < H)[None, :], da * a, 0.0), axis=1)
+
+
+@gluon.jit
+def _finish_plain(da, s, h, dh_ptr, a_ptr, row, end, column, H, ACT: gl.constexpr):
+    """The same for an activation that is not gated."""
+    a, slope = act_both(h.to(gl.float32), ACT)
+    store_columns(da * s[:, None] * slope, dh_ptr, row, end, column, H, H)
+    store_columns(a * s[:, None], a_ptr, row, end, column, H, H)
+    return gl.sum(gl.where((column < H)[None, :], da * a, 0.0), axis=1)
+
+
+@gluon.jit
+def _finish(
+    da,
+    s,
+    of_tile,
+    it,
+    row,
+    end,
+    first_column,
+    GROUP_OF_WARPS: gl.constexpr,
+    ACT: gl.constexpr,
+    GATED: gl.constexpr,
+    ROWS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BK: gl.constexpr,
+    OUT: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Finishes WIDTH columns, as many at a time as a box of H has: all at once would not fit the registers."""
+    _, dh_ptr, a_ptr, _, bufs, ring, _, sizes = of_tile
+    _, H = sizes
+    HALVES: gl.constexpr = 2 if GATED else 1
+    if WIDTH == BK:
+        h_bufs, _ = bufs
+        column = first_column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
+        da = gl.convert_layout(da, OUT)
+        h = _read(h_bufs, ring, it, GROUP_OF_WARPS * ROWS, ROWS, OUT, STAGES)
+        if GATED:
+            u = _read(h_bufs, ring, it + 1, GROUP_OF_WARPS * ROWS, ROWS, OUT, STAGES)
+            _give_back(ring, it, HALVES, STAGES)
+            return _finish_gated(da, s, h, u, dh_ptr, a_ptr, row, end, column, H, ACT)
+        else:
+            _give_back(ring, it, HALVES, STAGES)
+            return _finish_plain(da, s, h, dh_ptr, a_ptr, row, end, column, H, ACT)
+    else:
+        HALF: gl.constexpr = WIDTH // 2
+        left, right = halves(da, ROWS, WIDTH)
+        ds = _finish(
+            left, s, of_tile, it, row, end, first_column, GROUP_OF_WARPS, ACT, GATED, ROWS, HALF, BK, OUT, STAGES
+        )
+        it += HALVES * (HALF // BK)
+        first_column += HALF
+        return ds + _finish(
+            right, s, of_tile, it, row, end, first_column, GROUP_OF_WARPS, ACT, GATED, ROWS, HALF, BK, OUT, STAGES
+        )
+
+
+@gluon.jit
+def _multiply(
+    of_tile,
+    GROUP_OF_WARPS: gl.constexpr,
+    ACT: gl.constexpr,
+    GATED: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    weights, _, _, ds_ptr, bufs, ring, table, sizes = of_tile
+    weight_ptr, n_rows = weights
+    D, _ = sizes
+    ROWS: gl.constexpr = BM // 2
+    BOXES: gl.constexpr = (2 if GATED else 1) * (BN // BK)
+    OUT: gl.constexpr = stored_layout(BK)
+    it = 0
+    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
+        expert, start, end, col_tile = locate(tile, table, GROUP)
+        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, False)
+        row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        if WEIGHTED:
+            s = gl.load(weight_ptr + row, mask=row < end, other=0.0).to(gl.float32)
+        else:
+            s = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, OUT))
+        ds = _finish(
+            acc, s, of_tile, it, row, end, col_tile * BN, GROUP_OF_WARPS, ACT, GATED, ROWS, BN, BK, OUT, STAGES
+        )
+        it += BOXES
+        if WEIGHTED:
+            gl.store(ds_ptr + (row + col_tile.to(gl.int64) * n_rows), ds, mask=row < end)
+
+
+@jit(do_not_specialize=["n_col_tiles", "n_rows"])
+def dhidden_kernel(
+    dy_ptr,
+    source_ptr,
+    w_desc,
+    weight_ptr,
+    h_desc,
+    dh_ptr,
+    a_ptr,
+    ds_ptr,
+    tiles_ptr,
+    used_ptr,
+    ends_ptr,
+    D,
+    H,
+    n_rows,
+    n_col_tiles,
+    ACT: gl.constexpr,
+    GATED: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    EVEN: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAG: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """`source_ptr` [rows] int64: the row of dy [·, D] for each; `w_desc`: boxes [BK, BN] of all experts' matrices below
+    each other, [E·D, H]; `h_desc`: boxes [BM, BK] of H [rows, (2·)H]; dh as H, a [rows, H]. WEIGHTED: `weight_ptr`
+    [rows] float32 are s, and `ds_ptr` [n_col_tiles, n_rows] float32 takes the parts of ⟨dA', A⟩ of the column tiles;
+    else s is 1. EVEN: BK divides D, and always BN; LAG at most STAGES - 2. Four warps, those of the first group."""
+    HALVES: gl.constexpr = 2 if GATED else 1
+    BOXES: gl.constexpr = HALVES * (BN // BK)
+    dy_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], h_desc.layout)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
+    bufs = (dy_bufs, w_bufs)
+    ring = make_ring(STAGES, 2)
+    table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
+    sizes = (D, H)
+    of_tile = ((weight_ptr, n_rows), dh_ptr, a_ptr, ds_ptr, bufs, ring, table, sizes)
+    gl.warp_specialize(
+        [
+            (_multiply, (of_tile, 0, ACT, GATED, WEIGHTED, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 1, ACT, GATED, WEIGHTED, BM, BN, BK, GROUP, STAGES)),
+            (
+                load_gathered,
+                (
+                    (dy_ptr, source_ptr),
+                    w_desc,
+                    h_desc,
+                    bufs,
+                    ring,
+                    table,
+                    sizes,
+                    HALVES,
+                    False,
+                    BOXES,
+                    EVEN,
+                    BM,
+                    BN,
+                    BK,
+                    GROUP,
+                    STAGES,
+                    LAG,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

@@ -1,0 +1,121 @@
+"""Loads where some rows are looked up: those come by asynchronous copies of threads, everything else by bulk ones.
+
+Tensor cores read shared memory through another path than threads copy into it. So the threads that copied wait for
+their copies, fence, wait for each other, and only then say that a stage is full. They do that LAG steps late, so that
+copies of some steps are always under way.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, tma
+
+from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, threads_barrier
+
+
+@gluon.constexpr_function
+def copied_layout(columns):
+    """Of a box of so many columns, 64 at the most side by side, while four warps copy it 16 bytes a thread."""
+    across = min(columns, 64) // 8
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _show(full, it, STAGES: gl.constexpr, BEHIND: gl.constexpr, pred):
+    """Rows of the step before the last BEHIND, of which there may be none, are there for the tensor cores to read."""
+    async_copy.wait_group(BEHIND)
+    fence_async_shared()
+    # One thread says so for all, whose fences it would not wait for.
+    threads_barrier()
+    fill(full, it + STAGES - BEHIND, STAGES, pred)
+
+
+@gluon.jit
+def end_step(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """All copies of this step have been started: the one LAG steps before is shown."""
+    async_copy.commit_group()
+    _show(full, it, STAGES, LAG, it >= LAG)
+
+
+@gluon.jit
+def end_steps(full, it, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """This step does not come: those before it are shown."""
+    for step in gl.static_range(LAG):
+        _show(full, it - 1, STAGES, LAG - 1 - step, it - LAG + step >= 0)
+
+
+@gluon.jit
+def load_gathered(
+    rows,
+    w_desc,
+    h_desc,
+    bufs,
+    ring,
+    table,
+    sizes,
+    HALVES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    BOXES: gl.constexpr,
+    EVEN: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAG: gl.constexpr,
+):
+    """The partition that loads gathered rows of depth D, and of matrices of H columns.
+
+    TRANSPOSED: those are [E·HALVES·H, D], and a tile has BN / HALVES columns of each half; else they are [E·D, H].
+    BOXES: as many more steps end a tile, which bring [BM, BK] of `h_desc` each, sorted rows of HALVES·H columns: of
+    columns as the tile's, BK of each half by turns. EVEN: BK divides D.
+    """
+    # A group gives a stage back once it has the next: with more in flight, all would wait for each other.
+    gl.static_assert(LAG + 2 <= STAGES)
+    x_ptr, source_ptr = rows
+    x_bufs, w_bufs = bufs
+    full, empty = ring
+    D, H = sizes
+    # A multiple of 8 that the compiler can see is one: it copies 16 bytes at a time.
+    D = D // 8 * 8
+    BYTES: gl.constexpr = w_desc.dtype.primitive_bitwidth // 8
+    COPIED: gl.constexpr = copied_layout(BK)
+    BH: gl.constexpr = BN // HALVES if TRANSPOSED else BN
+    k = gl.arange(0, BK, layout=gl.SliceLayout(0, COPIED))
+    it = 0
+    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
+        expert, start, end, col_tile = locate(tile, table, GROUP)
+        # Rows past the end are clamped: what is computed of them is not stored.
+        row = gl.minimum(start + gl.arange(0, BM, layout=gl.SliceLayout(1, COPIED)), end - 1)
+        source = gl.load(source_ptr + row)
+        x_ptrs = x_ptr + source[:, None] * D + k[None, :]
+        for k0 in range(0, D, BK):
+            await_empty(empty, it, STAGES)
+            announce(full, it, STAGES, BN * BK * BYTES)
+            bar = full.index(it % STAGES)
+            w_buf = w_bufs.index(it % STAGES)
+            if TRANSPOSED:
+                for half in gl.static_range(HALVES):
+                    w_row = (expert * HALVES + half) * H + col_tile * BH
+                    tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(half * BH, BH, 0))
+            else:
+                tma.async_copy_global_to_shared(w_desc, [expert * D + k0, col_tile * BH], bar, w_buf)
+            if EVEN:
+                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs)
+            else:
+                mask = (k < D - k0)[None, :]
+                async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
+            x_ptrs += BK
+            end_step(full, it, STAGES, LAG)
+            it += 1
+        for box in range(0, BOXES):
+            await_empty(empty, it, STAGES)
+            announce(full, it, STAGES, BM * BK * BYTES)
+            # Rows past the end are another expert's, or none: what is computed of them is not stored.
+            column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
+            tma.async_copy_global_to_shared(h_desc, [start, column], full.index(it % STAGES), x_bufs.index(it % STAGES))
+            end_step(full, it, STAGES, LAG)
+            it += 1
+    end_steps(full, it, STAGES, LAG)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from fusedmoe.kernels.activation import ACTIVATIONS
+from tests.kernels.gluon.grouped_cases import LARGE, ROUTINGS, check_dhidden
+
+ALL_ODD = ROUTINGS["all odd"]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing(routing: str) -> None:
+    check_dhidden(ROUTINGS[routing], 40, 40)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["no weight", "weight"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str, weighted: bool) -> None:
+    check_dhidden(ALL_ODD, 32, 40, activation, weighted=weighted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim, hidden", [(8, 8), (16, 16), (72, 40), (24, 104)])
+def test_sizes_that_divide_nothing(dim: int, hidden: int, dtype: torch.dtype) -> None:
+    check_dhidden(ALL_ODD, dim, hidden, dtype=dtype)
+    check_dhidden(ALL_ODD, dim, hidden, "relu", dtype)
+
+
+@pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (3, 0, 1), (5, 3, 3), (4, 2, 50)])
+def test_rings_and_grids(stages: int, lag: int, programs: int) -> None:
+    check_dhidden(ALL_ODD, 40, 24, stages=stages, lag=lag, programs=programs)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_tiles_as_on_a_gpu(activation: str) -> None:
+    check_dhidden((130, 0, 70), 328, 264, activation, tile=LARGE, stages=4, lag=2)
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_orders_of_events(seed: int) -> None:
+    check_dhidden(ALL_ODD, 56, 24, seed=seed)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from tests.kernels.gluon.grouped_cases import LARGE, ROUTINGS, check_dweight
+
+ALL_ODD = ROUTINGS["all odd"]
+SIDES = pytest.mark.parametrize("gather", ["right", "left"], ids=["dw1", "dw2"])
+
+
+@SIDES
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing(routing: str, gather: str) -> None:
+    check_dweight(ROUTINGS[routing], 24, 40, gather)
+
+
+@SIDES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("height, width", [(8, 8), (16, 32), (72, 40), (24, 104)])
+def test_sizes_that_divide_nothing(height: int, width: int, gather: str, dtype: torch.dtype) -> None:
+    check_dweight((17, 0, 33, 16), height, width, gather, dtype)
+
+
+@SIDES
+@pytest.mark.parametrize("stages, lag, programs", [(2, 0, 1), (3, 0, 1), (5, 3, 3), (4, 2, 50)])
+def test_rings_and_grids(stages: int, lag: int, programs: int, gather: str) -> None:
+    check_dweight((40, 1, 37), 24, 40, gather, stages=stages, lag=lag, programs=programs)
+
+
+@SIDES
+def test_tiles_as_on_a_gpu(gather: str) -> None:
+    check_dweight((200, 0, 70), 136, 264, gather, tile=LARGE, stages=4, lag=2)
+
+
+@SIDES
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_orders_of_events(seed: int, gather: str) -> None:
+    check_dweight((37, 0, 21, 3), 24, 40, gather, seed=seed)
