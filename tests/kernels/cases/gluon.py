@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from fusedmoe.kernels.activation import ACTIVATIONS
-from fusedmoe.kernels.gluon.grouped.launch import CONSUMER_REGISTERS, LAYOUT, PRODUCER_REGISTERS
+from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
+from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
+from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, registers
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.configs import Config, Variant, gluon_candidates
@@ -31,25 +33,24 @@ def aot_cases() -> list[AotCase]:
 
 
 def _case(variant: Variant, config: Config, first: bool) -> AotCase:
-    # Weights by bulk copies, products by groups of warps; rows that are looked up by copies of threads.
-    gathers = variant.operation == "up"
-    arguments = (_up if gathers else _product)(variant, config) | {
+    kernel, arguments = _KERNELS[variant.operation](variant, config)
+    arguments |= {
         "BM": config.bm,
         "BN": config.bn,
         "BK": config.bk,
         "GROUP": config.group,
         "STAGES": config.stages,
-        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        **registers(config),
     }
     common = is_common(variant)
     return AotCase(
         f"{variant} {config}",
-        up_kernel if gathers else product_kernel,
+        kernel,
         arguments,
         config.options,
         targets=(90,),
-        expect={90: ("HGMMA", "UTMALDG", *(["LDGSTS"] if gathers else []))},
+        # Products by groups of warps, bulk copies, and rows that are looked up by copies of threads.
+        expect={90: ("HGMMA", "UTMALDG", *(["LDGSTS"] if variant.gather else []))},
         quick=first and common and variant.dtype == "bfloat16",
         rare=not (first or common),
     )
@@ -59,11 +60,11 @@ def _box(variant: Variant, rows: int, columns: int) -> str:
     return f"tensordesc<{_DTYPES[variant.dtype]}[{rows}, {columns}],{LAYOUT!r}>"
 
 
-def _product(variant: Variant, config: Config) -> dict[str, Any]:
+def _product(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
     dtype, transposed = getattr(torch, variant.dtype), variant.operation == "down"
     depth, columns = EVEN
     sides = (config.bn, config.bk) if transposed else (config.bk, config.bn)
-    return {
+    return product_kernel, {
         "a_desc": _box(variant, config.bm, config.bk),
         "b_desc": _box(variant, *sides),
         "bias_ptr": dtype if variant.extra else None,
@@ -78,10 +79,10 @@ def _product(variant: Variant, config: Config) -> dict[str, Any]:
     }
 
 
-def _up(variant: Variant, config: Config) -> dict[str, Any]:
+def _up(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
     dtype, act = getattr(torch, variant.dtype), ACTIVATIONS[variant.activation]
     depth, columns = EVEN
-    return {
+    return up_kernel, {
         "x_ptr": dtype,
         "source_ptr": torch.int64,
         "w_desc": _box(variant, config.bn // act.halves, config.bk),
@@ -97,3 +98,51 @@ def _up(variant: Variant, config: Config) -> dict[str, Any]:
         "EVEN": True,
         "LAG": config.stages - 2,
     }
+
+
+def _dhidden(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
+    dtype, act = getattr(torch, variant.dtype), ACTIVATIONS[variant.activation]
+    weight = torch.float32 if variant.extra else None
+    depth, columns = EVEN
+    return dhidden_kernel, {
+        "dy_ptr": dtype,
+        "source_ptr": torch.int64,
+        "w_desc": _box(variant, config.bk, config.bn),
+        "weight_ptr": weight,
+        "h_desc": _box(variant, config.bm, config.bk),
+        "dh_ptr": dtype,
+        "a_ptr": dtype,
+        "ds_ptr": weight,
+        **_TABLES,
+        "D": depth,
+        "H": columns,
+        "n_rows": "i32",
+        "ACT": ACT_CODES[variant.activation],
+        "GATED": act.gated,
+        "WEIGHTED": variant.extra,
+        "EVEN": True,
+        "LAG": config.stages - 2,
+    }
+
+
+def _dweight(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
+    dtype, left = getattr(torch, variant.dtype), variant.operation == "dw2"
+    height, width = EVEN
+    return dweight_kernel, {
+        "gathered_ptr": dtype,
+        "source_ptr": torch.int64,
+        "sorted_ptr": dtype,
+        "sorted_desc": _box(variant, config.bk, config.bn if left else config.bm),
+        "out_ptr": dtype,
+        "starts_ptr": torch.int32,
+        "P": height,
+        "Q": width,
+        "experts": "i32",
+        "n_row_tiles": "i32",
+        "n_col_tiles": "i32",
+        "GATHER_LEFT": left,
+        "LAG": config.stages - 2,
+    }
+
+
+_KERNELS = {"up": _up, "down": _product, "dinput": _product, "dhidden": _dhidden, "dw1": _dweight, "dw2": _dweight}

@@ -19,11 +19,11 @@ from fusedmoe.kernels.gluon.jit import jit
 
 
 @gluon.jit
-def _read(h_bufs, ring, it, FIRST: gl.constexpr, ROWS: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr):
+def _box(h_bufs, ring, it, FIRST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
     """This group's rows of a box of H."""
     full, _ = ring
     await_full(full, it, STAGES)
-    return h_bufs.index(it % STAGES).slice(FIRST, ROWS, 0).load(OUT)
+    return h_bufs.index(it % STAGES).slice(FIRST, ROWS, 0)
 
 
 @gluon.jit
@@ -81,17 +81,25 @@ def _finish(
     _, H = sizes
     HALVES: gl.constexpr = 2 if GATED else 1
     if WIDTH == BK:
+        PART: gl.constexpr = BK // 2
         h_bufs, _ = bufs
-        column = first_column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
-        da = gl.convert_layout(da, OUT)
-        h = _read(h_bufs, ring, it, GROUP_OF_WARPS * ROWS, ROWS, OUT, STAGES)
+        column = first_column + gl.arange(0, PART, layout=gl.SliceLayout(0, OUT))
+        parts = halves(da, ROWS, BK)
+        ds = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, OUT))
+        h = _box(h_bufs, ring, it, GROUP_OF_WARPS * ROWS, ROWS, STAGES)
         if GATED:
-            u = _read(h_bufs, ring, it + 1, GROUP_OF_WARPS * ROWS, ROWS, OUT, STAGES)
-            _give_back(ring, it, HALVES, STAGES)
-            return _finish_gated(da, s, h, u, dh_ptr, a_ptr, row, end, column, H, ACT)
-        else:
-            _give_back(ring, it, HALVES, STAGES)
-            return _finish_plain(da, s, h, dh_ptr, a_ptr, row, end, column, H, ACT)
+            u = _box(h_bufs, ring, it + 1, GROUP_OF_WARPS * ROWS, ROWS, STAGES)
+        for half in gl.static_range(2):
+            part = gl.convert_layout(parts[half], OUT)
+            h_part = h.slice(half * PART, PART, 1).load(OUT)
+            at = column + half * PART
+            if GATED:
+                u_part = u.slice(half * PART, PART, 1).load(OUT)
+                ds += _finish_gated(part, s, h_part, u_part, dh_ptr, a_ptr, row, end, at, H, ACT)
+            else:
+                ds += _finish_plain(part, s, h_part, dh_ptr, a_ptr, row, end, at, H, ACT)
+        _give_back(ring, it, HALVES, STAGES)
+        return ds
     else:
         HALF: gl.constexpr = WIDTH // 2
         left, right = halves(da, ROWS, WIDTH)
@@ -123,7 +131,7 @@ def _multiply(
     D, _ = sizes
     ROWS: gl.constexpr = BM // 2
     BOXES: gl.constexpr = (2 if GATED else 1) * (BN // BK)
-    OUT: gl.constexpr = stored_layout(BK)
+    OUT: gl.constexpr = stored_layout(BK // 2)
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
         expert, start, end, col_tile = locate(tile, table, GROUP)

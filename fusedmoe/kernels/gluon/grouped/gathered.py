@@ -110,12 +110,14 @@ def load_gathered(
             x_ptrs += BK
             end_step(full, it, STAGES, LAG)
             it += 1
-        for box in range(0, BOXES):
-            await_empty(empty, it, STAGES)
-            announce(full, it, STAGES, BM * BK * BYTES)
-            # Rows past the end are another expert's, or none: what is computed of them is not stored.
-            column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
-            tma.async_copy_global_to_shared(h_desc, [start, column], full.index(it % STAGES), x_bufs.index(it % STAGES))
-            end_step(full, it, STAGES, LAG)
-            it += 1
+        if BOXES > 0:
+            for box in range(0, BOXES):
+                await_empty(empty, it, STAGES)
+                announce(full, it, STAGES, BM * BK * BYTES)
+                # Rows past the end are another expert's, or none: what is computed of them is not stored.
+                column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
+                bar = full.index(it % STAGES)
+                tma.async_copy_global_to_shared(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
+                end_step(full, it, STAGES, LAG)
+                it += 1
     end_steps(full, it, STAGES, LAG)

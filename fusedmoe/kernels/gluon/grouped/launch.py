@@ -15,16 +15,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
+from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
-from fusedmoe.kernels.triton.grouped.configs import HopperConfig
+from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 
 # Of boxes in shared memory: rows of 128 bytes, as tensor cores read them without conflicts.
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# Of a thread that multiplies beside the group that launches, which gets as many, and of one that loads.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+# Registers of a thread that multiplies, and of one that loads: three groups of warps share three times 168. Half of
+# the accumulators of a tile of 128x256 leave room for little else.
+_WIDE, _NARROW = (232, 40), (208, 88)
 
 
 def launch_product(
@@ -95,6 +98,73 @@ def launch_up(
     )
 
 
+def launch_dhidden(
+    call: GroupedCall,
+    config: HopperConfig,
+    dy_SM: Tensor,
+    h: Tensor,
+    weight_N: Tensor | None,
+    w2: Tensor,
+    dh: Tensor,
+    a: Tensor,
+    ds: Tensor | None,
+    activation: Activation,
+) -> None:
+    """Writes dH, s·A and the parts of the router weights' gradient, as `triton.grouped.dhidden.dhidden`; rows are
+    looked up."""
+    dim, hidden = dy_SM.shape[1], a.shape[1]
+    table, n_col_tiles = call.tiles(config.bm), triton.cdiv(hidden, config.bn)
+    dhidden_kernel[_grid(config, a, len(table.table) * n_col_tiles)](
+        dy_SM,
+        call.layout.source_N,
+        _described(w2.view(-1, hidden), [config.bk, config.bn]),
+        weight_N,
+        _described(h, [config.bm, config.bk]),
+        dh,
+        a,
+        ds,
+        table.table,
+        table.used,
+        call.ends_E,
+        dim,
+        hidden,
+        call.layout.rows,
+        n_col_tiles,
+        ACT=ACT_CODES[activation.name],
+        GATED=activation.gated,
+        WEIGHTED=weight_N is not None,
+        EVEN=dim % config.bk == 0,
+        LAG=config.stages - 2,
+        **_constants(config),
+    )
+
+
+def launch_dweight(call: GroupedCall, config: HopperConfig, left: Tensor, right: Tensor, gather_left: bool) -> Tensor:
+    """Σ over each expert's rows of left[n]ᵀ·right[n], as `triton.grouped.dweight.dweight`; rows of one side are looked
+    up."""
+    p, q, experts = left.shape[1], right.shape[1], call.layout.experts
+    gathered, in_order = (left, right) if gather_left else (right, left)
+    out = left.new_empty((experts, p, q))
+    n_row_tiles, n_col_tiles = triton.cdiv(p, config.bm), triton.cdiv(q, config.bn)
+    dweight_kernel[_grid(config, out, experts * n_row_tiles * n_col_tiles)](
+        gathered,
+        call.layout.source_N,
+        in_order,
+        _described(in_order, [config.bk, config.bn if gather_left else config.bm]),
+        out,
+        call.starts_E1,
+        p,
+        q,
+        experts,
+        n_row_tiles,
+        n_col_tiles,
+        GATHER_LEFT=gather_left,
+        LAG=config.stages - 2,
+        **_constants(config),
+    )
+    return out
+
+
 def _grid(config: HopperConfig, out: Tensor, most: int) -> tuple[int]:
     """`most`: the bound on tiles."""
     programs = config.programs or torch.cuda.get_device_properties(out.device).multi_processor_count
@@ -108,15 +178,19 @@ def _described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, LAYOUT)
 
 
+def registers(config: Config) -> dict[str, int]:
+    consumer, producer = _WIDE if config.bm * config.bn > 128 * 128 else _NARROW
+    return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer}
+
+
 def _constants(config: HopperConfig) -> dict[str, Any]:
-    """Constexprs and options of both."""
+    """Constexprs and options of all of them."""
     return {
         "BM": config.bm,
         "BN": config.bn,
         "BK": config.bk,
         "GROUP": config.group,
         "STAGES": config.stages,
-        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        **registers(config),
         **config.options,
     }

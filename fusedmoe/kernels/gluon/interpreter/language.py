@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
 from fusedmoe.kernels.gluon.interpreter.copies import ThreadCopies, bulk_copy, cp_async
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
+from fusedmoe.kernels.gluon.interpreter.faults import KernelFault, NotInterpreted
 from fusedmoe.kernels.gluon.interpreter.products import TensorCores
 from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
 from fusedmoe.kernels.gluon.interpreter.shared import SharedMemory, View
@@ -169,6 +169,19 @@ def _sum(value: Value, axis: int) -> Value:
     return Value(value.data.sum(axis))
 
 
+# The instructions that kernels name themselves, to the accuracy of what stands for them.
+_INSTRUCTIONS = {"ex2.approx.ftz.f32 $0, $1;": torch.exp2, "rcp.approx.ftz.f32 $0, $1;": torch.reciprocal}
+
+
+def _instruction(
+    asm: str, constraints: str, args: Sequence[Value], dtype: Any, is_pure: bool, pack: int
+) -> Value:
+    if asm not in _INSTRUCTIONS:
+        raise NotInterpreted(asm)
+    (x,) = args
+    return Value(_INSTRUCTIONS[asm](x.data))
+
+
 def _where(condition: Value, x: Any, y: Any) -> Value:
     return Value(torch.where(condition.data, numbers(x), numbers(y)))
 
@@ -184,6 +197,7 @@ _ARITHMETIC: list[tuple[Any, Callable[..., Any]]] = [
     (gl.full, _full),
     (gl.sum, _sum),
     (gl.where, _where),
+    (gl.inline_asm_elementwise, _instruction),
     (gl.static_assert, _static_assert),
     (gl.convert_layout, lambda value, layout: value),
     (gl.minimum, _extreme(min, torch.minimum)),

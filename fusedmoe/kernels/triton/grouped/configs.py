@@ -227,22 +227,21 @@ def candidates(
     return (_HOPPER if capability >= (9, 0) else _AMPERE)[operation]
 
 
-# Operations that have a Gluon form. The order is what a model of their time predicts (python -m bench.forecast).
+# Of the Gluon form. The order is what a model of their time predicts (python -m bench.forecast).
 _GLUON_WIDE = HopperConfig(128, 256, 64)
 _GLUON_SQUARE = HopperConfig(128, 128, 64, stages=6)
 _GLUON = (Candidate(_GLUON_WIDE), Candidate(_GLUON_SQUARE))
-GLUON_OPERATIONS = ("up", "down", "dinput")
 
 
 def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[Candidate, ...]:
     """Configurations of the Gluon form, which may serve once they have been tried: on Hopper, in half precision, of
-    sizes that are even, and for an up projection that looks its rows up. None where the environment variable
-    FUSEDMOE_GLUON is 0."""
+    sizes that are even, and looking rows up, but for products of rows that are sorted. None where the environment
+    variable FUSEDMOE_GLUON is 0."""
     if capability != (9, 0) or os.environ.get("FUSEDMOE_GLUON") == "0":
         return ()
-    if not variant.bulk or variant.dtype == "float32" or variant.operation not in GLUON_OPERATIONS:
+    if not variant.bulk or variant.dtype == "float32":
         return ()
-    return _GLUON if variant.gather or variant.operation != "up" else ()
+    return _GLUON if variant.gather or variant.operation in ("down", "dinput") else ()
 
 
 def by_shape(choices: Sequence[Candidate], rows: int, depth: int) -> list[Config]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.one_sided import Wait
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid, waiting
-from fusedmoe.kernels.triton.grouped.configs import Config
+from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES, act_both, halves, mac, swizzle
 from fusedmoe.kernels.triton.jit import jit
 from fusedmoe.kernels.triton.one_sided.network import arrived
@@ -196,6 +196,12 @@ def dhidden(
         ds = None
         if weight_N is not None:
             ds = torch.empty((column_tiles, layout.rows), device=h.device, dtype=torch.float32)
+        if isinstance(config, HopperConfig):
+            from fusedmoe.kernels.gluon.grouped.launch import launch_dhidden
+
+            assert wait is None, "calls that wait are not tuned, and the Gluon form is no one's default"
+            launch_dhidden(call, config, dy_SM, h, weight_N, w2, dh, a, ds, activation)
+            return dh, a, None if ds is None else ds.sum(0)
         tiles = call.tiles(config.bm)
         dhidden_kernel[(len(tiles.table) * column_tiles,)](
             dy_SM,

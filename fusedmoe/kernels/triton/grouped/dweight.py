@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmoe.kernels.triton.grouped.call import GroupedCall, constants, described, solid
-from fusedmoe.kernels.triton.grouped.configs import Config
+from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
 from fusedmoe.kernels.triton.grouped.device import mac, swizzle
 from fusedmoe.kernels.triton.jit import jit
 
@@ -105,6 +105,10 @@ def dweight(call: GroupedCall, operation: str, left: Tensor, right: Tensor, gath
     narrow = max(left.numel(), right.numel()) < 2**31
 
     def launch(config: Config) -> Tensor:
+        if isinstance(config, HopperConfig):
+            from fusedmoe.kernels.gluon.grouped.launch import launch_dweight
+
+            return launch_dweight(call, config, left, right, gather == "left")
         out = left.new_empty((layout.experts, p, q))
         given = constants(variant, config)
         given |= {"BP": given.pop("BM"), "BQ": given.pop("BN")}
