@@ -14,7 +14,7 @@ def expected(launch: Launch) -> tuple[str, ...]:
     """Of tensor cores, and of copies that pass the registers by."""
     told = launch.told
     if ".gluon." in launch.module:
-        return ("HGMMA", "UTMALDG", *(["LDGSTS"] if launch.kernel == "up_kernel" else []))
+        return ("HGMMA", "UTMALDG", *(["LDGSTS"] if "source_ptr" in told else []))
     words = []
     if launch.kernel in _GROUPED and "*fp32" not in str(told.get("out_ptr") or told.get("a_ptr")):
         words.append(_PRODUCTS[launch.target])

@@ -14,14 +14,15 @@ from bench.gpu.shapes import Shape
 from bench.report import PUBLISHED
 from fusedmoe.kernels.triton.grouped.configs import Config, Variant, bucket, by_shape, gluon_candidates
 
-_GLUON = {"up": "swiglu", "down": "", "dinput": ""}  # and their activations
+# What the tuner calls each product.
+_OPERATION = {"dW1": "dw1", "dW2": "dw2"}
 
 
 def candidates(operation: str, shape: Shape) -> list[Config]:
-    """Those of the Gluon form, in the order in which the tuner tries them; none where there is no such form."""
-    if operation not in _GLUON:
-        return []
-    variant = Variant(operation, "bfloat16", "ieee", _GLUON[operation], operation == "up", False, True, True)
+    """Those of the Gluon form, in the order in which the tuner tries them."""
+    gathers, activation = operation not in ("down", "dinput"), "swiglu" if operation in ("up", "dhidden") else ""
+    name = _OPERATION.get(operation, operation)
+    variant = Variant(name, "bfloat16", "ieee", activation, gathers, False, True, True)
     depth = int(work(operation, shape).depth)
     return by_shape(gluon_candidates(variant, (9, 0)), bucket(shape.rows, shape.E), depth)
 
@@ -65,7 +66,7 @@ def check_table(shapes: Sequence[Shape], gpu: Gpu, found: Measured) -> str:
 def candidate_table(shapes: Sequence[Shape], gpu: Gpu, found: Measured | None) -> str:
     rows = []
     for shape in shapes:
-        for operation in _GLUON:
+        for operation in PRODUCTS:
             flops = kernel_costs(shape)[operation].flops
             triton = kernel_seconds(operation, shape, gpu)
             cells = [shape.name, operation, f"{1e6 * triton:.0f}"]

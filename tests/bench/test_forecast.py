@@ -18,7 +18,6 @@ from bench.forecast.tables import candidate_seconds, candidates, kernel_seconds,
 from bench.forecast.work import PRODUCTS, Tile, Work, work
 from bench.gpu.kernels import PASSES, kernel_costs
 from bench.gpu.shapes import SHAPES, Shape
-from fusedmoe.kernels.triton.grouped.configs import GLUON_OPERATIONS
 
 
 def test_the_triton_form_takes_what_it_was_measured_to_take() -> None:
@@ -43,7 +42,7 @@ def test_nothing_is_faster_than_the_limit(gpu: Any) -> None:
             cost = kernel_costs(shape)[name]
             limit = max(cost.flops / gpu.flops_per_s, cost.bytes / gpu.bytes_per_s)
             found = [kernel_seconds(name, shape, gpu, gluon) for gluon in (False, True)]
-            if name in GLUON_OPERATIONS:
+            if name in PRODUCTS:
                 found += candidate_seconds(name, shape, gpu).values()
             assert min(found) >= limit, (shape, name)
 
@@ -51,7 +50,7 @@ def test_nothing_is_faster_than_the_limit(gpu: Any) -> None:
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 def test_the_tuner_tries_first_what_should_be_fastest(gpu: Any) -> None:
     for shape in SHAPES:
-        for operation in GLUON_OPERATIONS:
+        for operation in PRODUCTS:
             seconds = candidate_seconds(operation, shape, gpu)
             assert [*seconds] == candidates(operation, shape) == sorted(seconds, key=seconds.__getitem__)
             assert len(seconds) > 1

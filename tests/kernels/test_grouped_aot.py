@@ -190,7 +190,7 @@ def test_what_is_launched_is_compiled(launches: list[Launch]) -> None:
 
 
 def test_what_the_gluon_form_launches_is_compiled(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("up_kernel", "product_kernel"):
+    for name in ("up_kernel", "product_kernel", "dhidden_kernel", "dweight_kernel"):
         monkeypatch.setattr(gluon_launch, name, Recorder(getattr(gluon_launch, name), launches))
     monkeypatch.setattr(gluon_launch, "_grid", lambda config, out, most: (1,))
     cases = {case.name: case for case in gluon_cases.aot_cases()}

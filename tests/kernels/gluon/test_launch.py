@@ -21,7 +21,10 @@ from fusedmoe.kernels.triton.grouped.correctness import check
 from fusedmoe.kernels.triton.grouped.tiles import Tiles
 
 SMALL = HopperConfig(32, 64, 64, stages=3, group=2)
+# Of a matrix, whose height is contiguous in shared memory.
+MATRIX = HopperConfig(64, 64, 64, stages=3, group=2)
 COUNTS, SIDES = (0, 1, 37, 0, 0, 65, 0), (128, 80)
+_SORTED = ("down", "dinput")
 MULTIPROCESSORS = 4
 
 
@@ -50,7 +53,7 @@ def plain_tiles(offsets_E1: Tensor, rows: int, block_rows: int) -> Tiles:
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
-    for name in ("up_kernel", "product_kernel"):
+    for name in ("up_kernel", "product_kernel", "dhidden_kernel", "dweight_kernel"):
         monkeypatch.setattr(launch, name, Interpreted(getattr(launch, name), found))
     gpu = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
@@ -59,7 +62,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def variant(operation: str, *, activation: str = "", extra: bool = False, dtype: str = "bfloat16") -> Variant:
-    return Variant(operation, dtype, "ieee", activation, operation == "up", extra, True, True)
+    return Variant(operation, dtype, "ieee", activation, operation not in _SORTED, extra, True, True)
 
 
 def checked(of: Variant, config: HopperConfig = SMALL) -> str:
@@ -80,8 +83,22 @@ def test_up(activation: str, extra: bool, programs: list[int]) -> None:
     assert programs == [3, MULTIPROCESSORS]
 
 
-def test_float16(programs: list[int]) -> None:
-    assert checked(variant("down", dtype="float16")) == ""
+@pytest.mark.parametrize("extra", [True, False], ids=["weight", "no weight"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_dhidden(activation: str, extra: bool, programs: list[int]) -> None:
+    assert checked(variant("dhidden", activation=activation, extra=extra)) == ""
+    assert programs == [3, MULTIPROCESSORS]
+
+
+@pytest.mark.parametrize("operation", ["dw1", "dw2"])
+def test_gradients_of_matrices(operation: str, programs: list[int]) -> None:
+    assert checked(variant(operation), MATRIX) == ""
+    assert programs == [3, MULTIPROCESSORS]
+
+
+@pytest.mark.parametrize("operation", ["down", "dw1"])
+def test_float16(operation: str, programs: list[int]) -> None:
+    assert checked(variant(operation, dtype="float16"), MATRIX) == ""
 
 
 def test_no_more_programs_than_tiles(programs: list[int]) -> None:
