@@ -6,7 +6,11 @@ That fits what an H100 took (`python -m bench.forecast --check`).
 
 The Gluon form has never run. Its stores are on their way while the next tile is multiplied, so that memory's rate
 bounds the whole and no single tile; a tile's end costs what the multiprocessor itself does then: the result goes
-through shared memory and out, activations are computed. Loads of the next tile begin meanwhile.
+through shared memory and out, activations are computed. Loads of the next tile begin meanwhile, and its products too
+where two groups of warps take tiles by turns.
+
+Clusters of two programs that share what they load would take traffic off the L2 cache. By this model they do not pay:
+tiles of 128x256 are not bound by it.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import math
 from bench.forecast.machine import Gpu
 from bench.forecast.work import Tile, Work
 from bench.gpu.costs import Cost
-from fusedmoe.kernels.triton.grouped.configs import Config
+from fusedmoe.kernels.triton.grouped.configs import HopperConfig
 
 _HALF, _FULL = 2, 4  # bytes of bfloat16 and float32
 # Fitted to the Triton form on an H100: how much longer than the tensor cores need a step takes, and seconds a tile
@@ -46,13 +50,18 @@ def triton_s(of: Work, cost: Cost, gpu: Gpu) -> float:
     return max(_waves(of, TRITON_TILE, gpu) * tile, cost.bytes / gpu.bytes_per_s)
 
 
-def gluon_s(of: Work, cost: Cost, config: Config, gpu: Gpu) -> float:
+def gluon_s(of: Work, cost: Cost, config: HopperConfig, gpu: Gpu) -> float:
     """Of the Gluon form in one of its candidates."""
     tile = Tile(config.bm, config.bn, config.bk)
     loaded = (tile.rows + tile.columns) * tile.depth * _HALF * gpu.multiprocessors
     step = _RING_FACTOR * max(_multiply_s(tile, gpu), loaded / gpu.cache_bytes_per_s)
-    each = of.steps(tile) * step + _end_s(of, tile, gpu) + _TURN_S
-    return max(_waves(of, tile, gpu) * each + _START_S, cost.bytes / (MEMORY_SHARE * gpu.bytes_per_s))
+    steps, end = of.steps(tile) * step, _end_s(of, tile, gpu) + _TURN_S
+    if config.pingpong:
+        # Two tiles in the time of both products, or of one and its end where that takes longer.
+        product = _waves(of, tile, gpu) * max(steps, (steps + end) / 2) + end
+    else:
+        product = _waves(of, tile, gpu) * (steps + end)
+    return max(product + _START_S, cost.bytes / (MEMORY_SHARE * gpu.bytes_per_s))
 
 
 def other_s(name: str, cost: Cost, pairs: int, gpu: Gpu) -> float:

@@ -12,22 +12,23 @@ from bench.forecast.work import PRODUCTS, work
 from bench.gpu.kernels import PASSES, kernel_costs
 from bench.gpu.shapes import Shape
 from bench.report import PUBLISHED
-from fusedmoe.kernels.triton.grouped.configs import Config, Variant, bucket, by_shape, gluon_candidates
+from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, bucket, by_shape, gluon_candidates
 
 # What the tuner calls each product.
 _OPERATION = {"dW1": "dw1", "dW2": "dw2"}
 
 
-def candidates(operation: str, shape: Shape) -> list[Config]:
+def candidates(operation: str, shape: Shape) -> list[HopperConfig]:
     """Those of the Gluon form, in the order in which the tuner tries them."""
     gathers, activation = operation not in ("down", "dinput"), "swiglu" if operation in ("up", "dhidden") else ""
     name = _OPERATION.get(operation, operation)
     variant = Variant(name, "bfloat16", "ieee", activation, gathers, False, True, True)
     depth = int(work(operation, shape).depth)
-    return by_shape(gluon_candidates(variant, (9, 0)), bucket(shape.rows, shape.E), depth)
+    found = by_shape(gluon_candidates(variant, (9, 0)), bucket(shape.rows, shape.E), depth)
+    return [one for one in found if isinstance(one, HopperConfig)]
 
 
-def candidate_seconds(operation: str, shape: Shape, gpu: Gpu) -> dict[Config, float]:
+def candidate_seconds(operation: str, shape: Shape, gpu: Gpu) -> dict[HopperConfig, float]:
     cost = kernel_costs(shape)[operation]
     return {one: gluon_s(work(operation, shape), cost, one, gpu) for one in candidates(operation, shape)}
 

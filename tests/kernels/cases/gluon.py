@@ -15,7 +15,7 @@ from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.gluon.grouped.launch import LAYOUT, registers
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
-from fusedmoe.kernels.triton.grouped.configs import Config, Variant, gluon_candidates
+from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant, gluon_candidates
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 from tests.kernels.cases import AotCase
 from tests.kernels.cases.grouped import EVEN, is_common, variants
@@ -29,10 +29,11 @@ def aot_cases() -> list[AotCase]:
         _case(variant, candidate.config, first=place == 0)
         for variant in variants(True)
         for place, candidate in enumerate(gluon_candidates(variant, (9, 0)))
+        if isinstance(candidate.config, HopperConfig)
     ]
 
 
-def _case(variant: Variant, config: Config, first: bool) -> AotCase:
+def _case(variant: Variant, config: HopperConfig, first: bool) -> AotCase:
     kernel, arguments = _KERNELS[variant.operation](variant, config)
     arguments |= {
         "BM": config.bm,
@@ -60,7 +61,7 @@ def _box(variant: Variant, rows: int, columns: int) -> str:
     return f"tensordesc<{_DTYPES[variant.dtype]}[{rows}, {columns}],{LAYOUT!r}>"
 
 
-def _product(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
+def _product(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
     dtype, transposed = getattr(torch, variant.dtype), variant.operation == "down"
     depth, columns = EVEN
     sides = (config.bn, config.bk) if transposed else (config.bk, config.bn)
@@ -76,10 +77,11 @@ def _product(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
         "bias_columns": "i32",
         "TRANSPOSED": transposed,
         "BIAS": variant.extra,
+        "PINGPONG": config.pingpong,
     }
 
 
-def _up(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
+def _up(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
     dtype, act = getattr(torch, variant.dtype), ACTIVATIONS[variant.activation]
     depth, columns = EVEN
     return up_kernel, {
@@ -97,10 +99,11 @@ def _up(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
         "BIAS": variant.extra,
         "EVEN": True,
         "LAG": config.stages - 2,
+        "PINGPONG": config.pingpong,
     }
 
 
-def _dhidden(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
+def _dhidden(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
     dtype, act = getattr(torch, variant.dtype), ACTIVATIONS[variant.activation]
     weight = torch.float32 if variant.extra else None
     depth, columns = EVEN
@@ -125,7 +128,7 @@ def _dhidden(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def _dweight(variant: Variant, config: Config) -> tuple[Any, dict[str, Any]]:
+def _dweight(variant: Variant, config: HopperConfig) -> tuple[Any, dict[str, Any]]:
     dtype, left = getattr(torch, variant.dtype), variant.operation == "dw2"
     height, width = EVEN
     return dweight_kernel, {

@@ -41,7 +41,7 @@ SMALL = Tile()
 #: Of a matrix, whose height is contiguous in shared memory.
 SMALL_MATRIX = Tile(bm=16)
 #: As the kernels are compiled for a GPU.
-LARGE = Tile(128, 256, 64, 128)
+LARGE, LARGE_TURNS = Tile(128, 256, 64, 128), Tile(128, 128, 64, 128)
 
 # Rows of each expert: empty experts at both ends and between, one row, full tiles, tiles with a rest.
 ROUTINGS = {
@@ -98,6 +98,7 @@ def check_product(
     bias: bool = False,
     tile: Tile = SMALL,
     stages: int = 3,
+    pingpong: bool = False,
     programs: int = 2,
     seed: int = 0,
     **changed: Any,
@@ -131,6 +132,7 @@ def check_product(
         BK=tile.bk,
         GROUP=GROUP,
         STAGES=stages,
+        PINGPONG=pingpong,
         **_REGISTERS,
         seed=seed,
         **changed,
@@ -153,6 +155,7 @@ def check_up(
     stages: int = 3,
     lag: int = 1,
     tile: Tile = SMALL,
+    pingpong: bool = False,
     programs: int = 2,
     seed: int = 0,
     **changed: Any,
@@ -190,6 +193,7 @@ def check_up(
         GROUP=GROUP,
         STAGES=stages,
         LAG=lag,
+        PINGPONG=pingpong,
         **_REGISTERS,
         seed=seed,
         **changed,

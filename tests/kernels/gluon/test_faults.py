@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,13 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fusedmoe.kernels.gluon.grouped import pipeline
+from fusedmoe.kernels.gluon.grouped import dhidden, gathered, pipeline
 from fusedmoe.kernels.gluon.interpreter import KernelFault
-from tests.kernels.gluon.grouped_cases import check_product, check_up
+from tests.kernels.gluon.grouped_cases import check_dhidden, check_dweight, check_product, check_up
 
 COUNTS = (3, 0, 9, 11)
-SEEDS = range(10)
+# Of products over rows: several steps, of which the last is not full, one step, and none.
+DEEP = (37, 0, 3, 50)
+SEEDS = range(3)
 Change = Callable[[Any], Any]
+Check = Callable[..., None]
 
 
 def _without(place: int) -> Change:
@@ -42,6 +47,21 @@ def _without(place: int) -> Change:
         return function
 
     return change
+
+
+def _called_by(name: str, change: Change) -> Change:
+    """Only where a function of this name calls."""
+
+    def make(original: Any) -> Any:
+        changed = change(original)
+
+        def function(*arguments: Any, **keywords: Any) -> Any:
+            called = changed if sys._getframe(1).f_code.co_name == name else original
+            return called(*arguments, **keywords)
+
+        return function
+
+    return make
 
 
 def _never(original: Any) -> Any:
@@ -61,8 +81,8 @@ def _no_wait_at_the_end(original: Any) -> Any:
     return lambda num_outstanding=0, deps=(): original(1, deps)
 
 
-# What is changed, what of, and what the message says.
-IN_BOTH: dict[str, tuple[Any, Change, str]] = {
+# What is changed, what of, and what the message says. In all kernels; where rows are looked up; in one.
+IN_ALL: dict[str, tuple[Any, Change, str]] = {
     "phases of full turned round": (
         pipeline.await_full,
         lambda wait: lambda full, it, stages: wait(full, it + stages, stages),
@@ -78,7 +98,7 @@ IN_BOTH: dict[str, tuple[Any, Change, str]] = {
         lambda wait: lambda full, it, stages: wait(full, it % 4, stages),
         "wrong phase|deadlock|is read|is written",
     ),
-    "the load does not wait for empty stages": (pipeline.await_empty, _never, "is written without|too many"),
+    "the load does not wait for empty stages": (pipeline.await_empty, _never, "is written without|too many|is read"),
     "the products do not wait for full stages": (pipeline.await_full, _never, "is read (before|without)"),
     "the load waits for the stage before": (
         pipeline.await_empty,
@@ -125,13 +145,8 @@ IN_BOTH: dict[str, tuple[Any, Change, str]] = {
         "deadlock",
     ),
     "bulk copies may find barriers that are not initialised": (fence_async_shared, _without(0), "may not find"),
-    "barriers of both groups count one": (
-        mbarrier.init,
-        lambda init: lambda bar, count: init(bar, 1),
-        "is written without|wrong phase|deadlock|too many|is read",
-    ),
 }
-IN_UP: dict[str, tuple[Any, Change, str]] = {
+WHERE_ROWS_ARE_LOOKED_UP: dict[str, tuple[Any, Change, str]] = {
     "no fence between copies and products": (fence_async_shared, _all_but_first, "is read without a fence"),
     "one fence is lost": (fence_async_shared, _without(2), "is read without a fence"),
     "one thread does not wait for the copies of the others": (
@@ -154,20 +169,94 @@ IN_UP: dict[str, tuple[Any, Change, str]] = {
 }
 
 
-def _is_found(check: Callable[..., None], what: Any, change: Change, words: str) -> None:
+TOGETHER: dict[str, tuple[Any, Change, str]] = {
+    "barriers of both groups count one": (
+        mbarrier.init,
+        lambda init: lambda bar, count: init(bar, 1),
+        "is written without|wrong phase|deadlock|too many|is read",
+    ),
+}
+BY_TURNS: dict[str, tuple[Any, Change, str]] = {
+    "turns are not awaited": (pipeline.await_turn, _never, "wrong phase|is read|too many|is written without"),
+    "turns are not passed on": (pipeline.pass_turn, _never, "deadlock"),
+    "the first turn is the other group's": (
+        pipeline.await_turn,
+        lambda wait: lambda turn, number, group: wait(turn, number + 1, group),
+        "deadlock|wrong phase|is read",
+    ),
+}
+IN_DHIDDEN: dict[str, tuple[Any, Change, str]] = {
+    "no fence before a stage that threads have read is given back": (
+        fence_async_shared,
+        _called_by("_give_back", _never),
+        "is written without a fence after the read",
+    ),
+    "one thread gives a stage back before the others have read it": (
+        pipeline.threads_barrier,
+        _called_by("_give_back", _never),
+        "is written without waiting for the read",
+    ),
+    "H is not waited for": (pipeline.await_full, _called_by("_box", _never), "is read (before|without)"),
+    "a stage of H is never given back": (pipeline.release, _called_by("_give_back", _never), "deadlock"),
+    "one stage of the two is given back twice": (
+        pipeline.release,
+        _called_by("_give_back", lambda release: lambda empty, it, stages, pred: release(empty, it // 2 * 2, stages, pred)),
+        "deadlock|is written without|wrong phase|too many",
+    ),
+    "H is read a step early": (
+        dhidden._box,
+        lambda box: lambda bufs, ring, it, first, rows, stages: box(bufs, ring, it + stages - 1, first, rows, stages),
+        "deadlock|is read (before|without)|wrong phase|is written without",
+    ),
+    "H comes for one half alone": (
+        gathered.announce,
+        _called_by("load_gathered", lambda announce: lambda full, it, stages, size: announce(full, it, stages, size // 2)),
+        "more bytes came|is read without waiting|too many",
+    ),
+}
+IN_DWEIGHT: dict[str, tuple[Any, Change, str]] = {
+    "rows that do not fill a step are never announced": (
+        pipeline.fill,
+        _called_by("_load", _never),
+        "deadlock|wrong phase|is read",
+    ),
+    "an expert without rows gives a stage back": (
+        pipeline.release,
+        lambda release: lambda empty, it, stages, pred: release(empty, it, stages, True),
+        "too many|is written without|is read without|wrong phase|deadlock",
+    ),
+}
+
+
+# Kernels, and what is planted in each.
+CASES: dict[str, tuple[Check, dict[str, tuple[Any, Change, str]]]] = {
+    "product": (partial(check_product, COUNTS, 40, 40, True), IN_ALL | TOGETHER),
+    "product by turns": (partial(check_product, COUNTS, 40, 40, False, pingpong=True), IN_ALL | BY_TURNS),
+    "up": (partial(check_up, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP),
+    "up by turns": (partial(check_up, COUNTS, 40, 40, pingpong=True), IN_ALL | WHERE_ROWS_ARE_LOOKED_UP | BY_TURNS),
+    "dhidden": (partial(check_dhidden, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DHIDDEN),
+    "dweight": (partial(check_dweight, DEEP, 24, 40, "right"), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DWEIGHT),
+}
+PLANTED = [(kernel, fault) for kernel, (_, faults) in CASES.items() for fault in faults]
+
+
+def _is_found(kernel: str, fault: str, seeds: range) -> None:
     """In every order of events."""
-    for seed in SEEDS:
+    check, faults = CASES[kernel]
+    what, change, words = faults[fault]
+    for seed in seeds:
         with pytest.raises(KernelFault) as found:
-            check(COUNTS, 40, 40, seed=seed, changed={what: change})
+            check(seed=seed, changed={what: change})
         first = str(found.value).split("\n")[0]
         assert re.search(words, first), first
 
 
-@pytest.mark.parametrize("fault", IN_BOTH)
-def test_faults_in_product(fault: str) -> None:
-    _is_found(lambda *sizes, **more: check_product(*sizes, True, **more), *IN_BOTH[fault])
+@pytest.mark.parametrize("kernel, fault", PLANTED)
+def test_planted_faults(kernel: str, fault: str) -> None:
+    _is_found(kernel, fault, SEEDS)
 
 
-@pytest.mark.parametrize("fault", [*IN_BOTH, *IN_UP])
-def test_faults_in_up(fault: str) -> None:
-    _is_found(check_up, *(IN_UP | IN_BOTH)[fault])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel, fault", PLANTED)
+def test_planted_faults_in_many_orders(kernel: str, fault: str) -> None:
+    _is_found(kernel, fault, range(50))

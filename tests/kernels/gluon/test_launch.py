@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from fusedmoe.kernels.triton.grouped.correctness import check
 from fusedmoe.kernels.triton.grouped.tiles import Tiles
 
 SMALL = HopperConfig(32, 64, 64, stages=3, group=2)
+TURNS = replace(SMALL, pingpong=True)
 # Of a matrix, whose height is contiguous in shared memory.
 MATRIX = HopperConfig(64, 64, 64, stages=3, group=2)
 COUNTS, SIDES = (0, 1, 37, 0, 0, 65, 0), (128, 80)
@@ -74,6 +76,7 @@ def checked(of: Variant, config: HopperConfig = SMALL) -> str:
 def test_products(operation: str, extra: bool, programs: list[int]) -> None:
     assert checked(variant(operation, extra=extra)) == ""
     assert programs == [3, MULTIPROCESSORS], "first by so few programs that each has several tiles"
+    assert checked(variant(operation, extra=extra), TURNS) == ""
 
 
 @pytest.mark.parametrize("extra", [True, False], ids=["bias", "no bias"])
@@ -81,6 +84,7 @@ def test_products(operation: str, extra: bool, programs: list[int]) -> None:
 def test_up(activation: str, extra: bool, programs: list[int]) -> None:
     assert checked(variant("up", activation=activation, extra=extra)) == ""
     assert programs == [3, MULTIPROCESSORS]
+    assert checked(variant("up", activation=activation, extra=extra), TURNS) == ""
 
 
 @pytest.mark.parametrize("extra", [True, False], ids=["weight", "no weight"])

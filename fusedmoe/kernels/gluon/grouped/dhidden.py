@@ -21,7 +21,7 @@ from fusedmoe.kernels.gluon.jit import jit
 @gluon.jit
 def _box(h_bufs, ring, it, FIRST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
     """This group's rows of a box of H."""
-    full, _ = ring
+    full, _, _ = ring
     await_full(full, it, STAGES)
     return h_bufs.index(it % STAGES).slice(FIRST, ROWS, 0)
 
@@ -29,7 +29,7 @@ def _box(h_bufs, ring, it, FIRST: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.c
 @gluon.jit
 def _give_back(ring, it, HALVES: gl.constexpr, STAGES: gl.constexpr):
     """The stages of both halves, from step `it` on."""
-    _, empty = ring
+    _, empty, _ = ring
     fence_async_shared()
     threads_barrier()
     for half in gl.static_range(HALVES):
@@ -135,7 +135,7 @@ def _multiply(
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
         expert, start, end, col_tile = locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, False)
+        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, False, False)
         row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         if WEIGHTED:
             s = gl.load(weight_ptr + row, mask=row < end, other=0.0).to(gl.float32)
@@ -188,7 +188,7 @@ def dhidden_kernel(
     dy_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], h_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
     bufs = (dy_bufs, w_bufs)
-    ring = make_ring(STAGES, 2)
+    ring = make_ring(STAGES, 2, False)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (D, H)
     of_tile = ((weight_ptr, n_rows), dh_ptr, a_ptr, ds_ptr, bufs, ring, table, sizes)

@@ -64,7 +64,7 @@ def _load(
     # A group gives a stage back once it has the next: with more in flight, all would wait for each other.
     gl.static_assert(LAG + 2 <= STAGES)
     left_bufs, right_bufs = bufs
-    full, empty = ring
+    full, empty, _ = ring
     P, Q = sizes
     BYTES: gl.constexpr = sorted_desc.dtype.primitive_bitwidth // 8
     GATHERED: gl.constexpr = BM if GATHER_LEFT else BN
@@ -123,7 +123,7 @@ def _multiply(
     it = 0
     for tile in range(gl.program_id(0), _tiles_in(table), gl.num_programs(0)):
         expert, start, end, row_tile, col_tile = _locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, end - start, GROUP_OF_WARPS, BM, BN, BK, STAGES, True, False)
+        acc, it = multiply(bufs, ring, it, end - start, GROUP_OF_WARPS, BM, BN, BK, STAGES, True, False, False)
         # All matrices below each other.
         first = expert * P + row_tile * BM + GROUP_OF_WARPS * ROWS
         store_tile(acc, out_ptr, first, (expert + 1) * P, col_tile * BN, Q, (None, 0, 0, 0), ROWS, BN, False)
@@ -160,7 +160,7 @@ def dweight_kernel(
     left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BM], sorted_desc.layout)
     right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], sorted_desc.layout)
     bufs = (left_bufs, right_bufs)
-    ring = make_ring(STAGES, 2)
+    ring = make_ring(STAGES, 2, False)
     table = (starts_ptr, experts, n_row_tiles, n_col_tiles)
     sizes = (P, Q)
     gl.warp_specialize(

@@ -76,7 +76,7 @@ def load_gathered(
     gl.static_assert(LAG + 2 <= STAGES)
     x_ptr, source_ptr = rows
     x_bufs, w_bufs = bufs
-    full, empty = ring
+    full, empty, _ = ring
     D, H = sizes
     # A multiple of 8 that the compiler can see is one: it copies 16 bytes at a time.
     D = D // 8 * 8

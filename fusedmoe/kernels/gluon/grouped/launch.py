@@ -17,16 +17,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
+from fusedmoe.kernels.gluon.grouped.pipeline import rows_of_group
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
-from fusedmoe.kernels.triton.grouped.configs import Config, HopperConfig
+from fusedmoe.kernels.triton.grouped.configs import HopperConfig
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 
 # Of boxes in shared memory: rows of 128 bytes, as tensor cores read them without conflicts.
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# Registers of a thread that multiplies, and of one that loads: three groups of warps share three times 168. Half of
-# the accumulators of a tile of 128x256 leave room for little else.
+# Registers of a thread that multiplies, and of one that loads: three groups of warps share three times 168. Where
+# accumulators take 128, there is room for little else.
 _WIDE, _NARROW = (232, 40), (208, 88)
 
 
@@ -58,6 +59,7 @@ def launch_product(
         0 if bias is None else bias.shape[1],
         TRANSPOSED=transposed,
         BIAS=bias is not None,
+        PINGPONG=config.pingpong,
         **_constants(config),
     )
     return out
@@ -94,6 +96,7 @@ def launch_up(
         BIAS=b1 is not None,
         EVEN=dim % config.bk == 0,
         LAG=config.stages - 2,
+        PINGPONG=config.pingpong,
         **_constants(config),
     )
 
@@ -178,8 +181,10 @@ def _described(tensor: Tensor, box: list[int]) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, LAYOUT)
 
 
-def registers(config: Config) -> dict[str, int]:
-    consumer, producer = _WIDE if config.bm * config.bn > 128 * 128 else _NARROW
+def registers(config: HopperConfig) -> dict[str, int]:
+    """Of the partitions' threads, as constexprs."""
+    accumulators = rows_of_group(config.bm, config.pingpong) * config.bn // 128
+    consumer, producer = _WIDE if accumulators > 64 else _NARROW
     return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer}
 
 

@@ -1,7 +1,11 @@
 """The ring of stages between the partition that loads and the two that multiply.
 
 Step `it`, counted over all tiles of a program, has stage it % STAGES. `full` of a stage completes when all of a step
-has come, `empty` when both groups have read it; each phase of either is one turn of the ring.
+has come, `empty` when all that multiply it have read it; each phase of either is one turn of the ring.
+
+The two groups share each tile, half of its rows each; or (PINGPONG) they take tiles by turns, and one multiplies while
+the other finishes what it has multiplied. A barrier tells of odd phases from even ones alone: a group that is ahead
+would take a phase of the other's for its own. So it begins once all the other's steps have come (`turn`).
 """
 
 from __future__ import annotations
@@ -20,15 +24,22 @@ threads_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def make_ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr, PINGPONG: gl.constexpr):
     """The barriers. ARRIVALS: how often the loading partition arrives in a step."""
+    READERS: gl.constexpr = 1 if PINGPONG else 2
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=ARRIVALS)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=READERS)
+    if PINGPONG:
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for group in gl.static_range(2):
+            mbarrier.init(turn.index(group), count=1)
+    else:
+        turn = empty
     fence_async_shared()  # so that bulk copies find barriers that are initialised
-    return full, empty
+    return full, empty, turn
 
 
 @gluon.jit
@@ -60,6 +71,41 @@ def release(empty, it, STAGES: gl.constexpr, pred):
     mbarrier.arrive(empty.index(it % STAGES), count=1, pred=pred)
 
 
+@gluon.constexpr_function
+def rows_of_group(rows, pingpong):
+    """Of a tile's."""
+    return rows if pingpong else rows // 2
+
+
+@gluon.constexpr_function
+def first_row(group, rows, pingpong):
+    """Of a group's, in a tile."""
+    return 0 if pingpong else group * (rows // 2)
+
+
+@gluon.jit
+def await_turn(turn, number, GROUP: gl.constexpr):
+    """Of a group's tile of this number. The first group has the first turn."""
+    mbarrier.wait(turn.index(GROUP), (number + 1 + GROUP) & 1)
+
+
+@gluon.jit
+def pass_turn(turn, GROUP: gl.constexpr):
+    """All steps of this group's tile have come."""
+    mbarrier.arrive(turn.index(1 - GROUP), count=1)
+
+
+@gluon.jit
+def tiles_of_group(depth, GROUP: gl.constexpr, BK: gl.constexpr, PINGPONG: gl.constexpr):
+    """A group's first tile, how many tiles further the next is, its first step, and steps of the other's between two
+    tiles of its own. PINGPONG: of tiles that all have this depth."""
+    if PINGPONG:
+        steps = gl.cdiv(depth, BK)
+        return gl.program_id(0) + GROUP * gl.num_programs(0), 2 * gl.num_programs(0), GROUP * steps, steps
+    else:
+        return gl.program_id(0), gl.num_programs(0), 0, 0
+
+
 @gluon.jit
 def multiply(
     bufs,
@@ -73,23 +119,27 @@ def multiply(
     STAGES: gl.constexpr,
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
+    PINGPONG: gl.constexpr,
 ):
-    """Rows of one group, 0 or 1, of a tile's product, and the step that comes next.
+    """The rows of a tile's product that are one group's, 0 or 1, and the step that comes next.
 
     A stage holds [BM, BK] of a, or transposed [BK, BM], and [BK, BN] of b, or transposed [BN, BK]. One product is in
     flight while the next is awaited, so a stage is given back a step late. Without depth there is no step.
     """
     a_bufs, b_bufs = bufs
-    full, empty = ring
-    ROWS: gl.constexpr = BM // 2
+    full, empty, turn = ring
+    ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
+    FIRST: gl.constexpr = first_row(GROUP, BM, PINGPONG)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     acc = gl.zeros([ROWS, BN], gl.float32, mma)
+    if PINGPONG:
+        await_turn(turn, it // (2 * gl.cdiv(depth, BK)), GROUP)
     for k0 in range(0, depth, BK):
         await_full(full, it, STAGES)
         if A_TRANSPOSED:
-            a_buf = a_bufs.index(it % STAGES).slice(GROUP * ROWS, ROWS, 1).permute((1, 0))
+            a_buf = a_bufs.index(it % STAGES).slice(FIRST, ROWS, 1).permute((1, 0))
         else:
-            a_buf = a_bufs.index(it % STAGES).slice(GROUP * ROWS, ROWS, 0)
+            a_buf = a_bufs.index(it % STAGES).slice(FIRST, ROWS, 0)
         b_buf = b_bufs.index(it % STAGES)
         if B_TRANSPOSED:
             b_buf = b_buf.permute((1, 0))
@@ -97,6 +147,8 @@ def multiply(
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         release(empty, it + STAGES - 1, STAGES, k0 > 0)
         it += 1
+    if PINGPONG:
+        pass_turn(turn, GROUP)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     release(empty, it + STAGES - 1, STAGES, depth > 0)
     return acc, it

@@ -11,7 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedmoe.kernels.gluon.grouped.columns import store_tile
 from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
-from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, make_ring, multiply
+from fusedmoe.kernels.gluon.grouped.pipeline import (
+    announce,
+    await_empty,
+    first_row,
+    make_ring,
+    multiply,
+    rows_of_group,
+    tiles_of_group,
+)
 from fusedmoe.kernels.gluon.jit import jit
 
 
@@ -31,7 +39,7 @@ def _load(
     STAGES: gl.constexpr,
 ):
     a_bufs, b_bufs = bufs
-    full, empty = ring
+    full, empty, _ = ring
     K, N = sizes
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
@@ -61,17 +69,20 @@ def _multiply(
     BK: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr,
 ):
     bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes = of_tile
     K, N = sizes
     bias_start, bias_columns = bias_sizes
-    ROWS: gl.constexpr = BM // 2
-    it = 0
-    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
+    ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
+    FIRST: gl.constexpr = first_row(GROUP_OF_WARPS, BM, PINGPONG)
+    first_tile, further, it, between = tiles_of_group(K, GROUP_OF_WARPS, BK, PINGPONG)
+    for tile in range(first_tile, tiles_in(table), further):
         expert, start, end, col_tile = locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, TRANSPOSED)
+        acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, TRANSPOSED, PINGPONG)
+        it += between
         bias = (bias_ptr, expert * bias_columns, bias_start, bias_columns)
-        store_tile(acc, out_ptr, start + GROUP_OF_WARPS * ROWS, end, col_tile * BN, N, bias, ROWS, BN, BIAS)
+        store_tile(acc, out_ptr, start + FIRST, end, col_tile * BN, N, bias, ROWS, BN, BIAS)
 
 
 @jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])
@@ -95,6 +106,7 @@ def product_kernel(
     BK: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -106,15 +118,15 @@ def product_kernel(
     else:
         b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BK, BN], b_desc.layout)
     bufs = (a_bufs, b_bufs)
-    ring = make_ring(STAGES, 1)
+    ring = make_ring(STAGES, 1, PINGPONG)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (K, N)
     bias_sizes = (bias_start, bias_columns)
     of_tile = (bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes)
     gl.warp_specialize(
         [
-            (_multiply, (of_tile, 0, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES)),
-            (_multiply, (of_tile, 1, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 0, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES, PINGPONG)),
+            (_multiply, (of_tile, 1, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES, PINGPONG)),
             (_load, (a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED, BM, BN, BK, GROUP, STAGES)),
         ],
         [4, 1],

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
 from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
-from fusedmoe.kernels.gluon.grouped.pipeline import make_ring, multiply
+from fusedmoe.kernels.gluon.grouped.pipeline import first_row, make_ring, multiply, rows_of_group, tiles_of_group
 from fusedmoe.kernels.gluon.jit import jit
 
 
@@ -51,18 +51,21 @@ def _multiply(
     BK: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr,
 ):
     b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes = of_tile
     D, H = sizes
-    ROWS: gl.constexpr = BM // 2
+    ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
+    FIRST: gl.constexpr = first_row(GROUP_OF_WARPS, BM, PINGPONG)
     BH: gl.constexpr = BN // 2 if GATED else BN
     WIDE: gl.constexpr = BH // 4
     OUT: gl.constexpr = stored_layout(WIDE)
-    it = 0
-    for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
+    first_tile, further, it, between = tiles_of_group(D, GROUP_OF_WARPS, BK, PINGPONG)
+    for tile in range(first_tile, tiles_in(table), further):
         expert, start, end, col_tile = locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, True)
-        row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, True, PINGPONG)
+        it += between
+        row = start + FIRST + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         column = col_tile * BH + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
         # Some columns at a time: all at once would not fit the registers.
         left, right = halves(acc, ROWS, BN)
@@ -106,6 +109,7 @@ def up_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     LAG: gl.constexpr,
+    PINGPONG: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -117,14 +121,14 @@ def up_kernel(
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], w_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     bufs = (x_bufs, w_bufs)
-    ring = make_ring(STAGES, 2)
+    ring = make_ring(STAGES, 2, PINGPONG)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (D, H)
     of_tile = (b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes)
     gl.warp_specialize(
         [
-            (_multiply, (of_tile, 0, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
-            (_multiply, (of_tile, 1, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 0, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES, PINGPONG)),
+            (_multiply, (of_tile, 1, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES, PINGPONG)),
             (
                 load_gathered,
                 (

@@ -1,7 +1,7 @@
 """Barriers in shared memory (mbarrier): arrivals and bytes that a phase waits for, and what those bring along.
 
-A barrier knows who waited for which of its phases: one that passes by a phase it knows, or has missed one, has counted
-wrong, and is told so before it does harm.
+A barrier tells of odd phases from even ones alone. It knows who waited for which: one that passes by a phase it knows, or
+has missed one of which nobody has told it that it is over, has counted wrong, and is told so before it does harm.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Barrier:
             self._brought, self._coming = self._coming, Clock()
             self.missing = self.count
             self.phase += 1
+            self._brought.seen[self.name] = self.phase
 
     def wait(self, parity: int) -> None:
         """Returns once the current phase is not one of this parity. Before the first there was one of parity 1."""
@@ -73,9 +74,10 @@ class Barrier:
             raise KernelFault(f"a phase is 0 or 1, not {parity}: {self}")
         self.schedule.block(lambda: self.phase & 1 != parity, lambda: f"phase {parity} of {self}")
         waiter = self.schedule.running
-        last, now = self._passed.get(waiter.name), self.phase - 1
-        if last is not None and now != last + 1:
-            what = "passes a phase that it has passed before" if now == last else "has missed a phase"
-            raise KernelFault(f"wrong phase: it {what}, {self}")
+        last, now = self._passed.get(waiter.name, -1), self.phase - 1
+        if waiter.name in self._passed and now == last:
+            raise KernelFault(f"wrong phase: it passes a phase that it has passed before, {self}")
+        if now > last + 1 and waiter.clock.seen.get(self.name, 0) < now:
+            raise KernelFault(f"wrong phase: it has missed a phase, {self}")
         self._passed[waiter.name] = now
         waiter.clock.join(self._brought)

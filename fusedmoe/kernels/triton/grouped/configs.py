@@ -56,6 +56,7 @@ class HopperConfig(Config):
     """A tile of the Gluon form: of a program four warps load, and two groups of four multiply half of the rows each.
 
     Attributes:
+        pingpong: the groups take whole tiles by turns instead, so that one multiplies while the other stores.
         registers: that a thread has at launch; those that multiply take more, and those that load give some up.
         programs: that there are, each of which computes one tile after the other; 0: one a multiprocessor. A check has
             fewer, so that each has several tiles.
@@ -64,10 +65,12 @@ class HopperConfig(Config):
     warps: int = 4
     stages: int = 4
     registers: int = 168
+    pingpong: bool = False
     programs: int = 0
 
     def __str__(self) -> str:
-        return f"gluon {super().__str__()}" + f" p{self.programs}" * bool(self.programs)
+        turns = " by turns" * self.pingpong
+        return f"gluon {super().__str__()}{turns}" + f" p{self.programs}" * bool(self.programs)
 
     @property
     def options(self) -> dict[str, int]:
@@ -230,7 +233,17 @@ def candidates(
 # Of the Gluon form. The order is what a model of their time predicts (python -m bench.forecast).
 _GLUON_WIDE = HopperConfig(128, 256, 64)
 _GLUON_SQUARE = HopperConfig(128, 128, 64, stages=6)
-_GLUON = (Candidate(_GLUON_WIDE), Candidate(_GLUON_SQUARE))
+_GLUON_TURNS = HopperConfig(128, 128, 64, stages=6, pingpong=True)
+_GLUON_ALIKE = (Candidate(_GLUON_WIDE), Candidate(_GLUON_SQUARE))
+_GLUON = {
+    # Where a tile has few steps its end counts.
+    "up": (Candidate(_GLUON_WIDE, depth=2048), Candidate(_GLUON_TURNS)),
+    "down": (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_TURNS)),
+    "dhidden": _GLUON_ALIKE,
+    "dinput": (Candidate(_GLUON_WIDE, depth=768), Candidate(_GLUON_TURNS)),
+    "dw1": _GLUON_ALIKE,
+    "dw2": _GLUON_ALIKE,
+}
 
 
 def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[Candidate, ...]:
@@ -241,7 +254,7 @@ def gluon_candidates(variant: Variant, capability: Capability | None) -> tuple[C
         return ()
     if not variant.bulk or variant.dtype == "float32":
         return ()
-    return _GLUON if variant.gather or variant.operation in ("down", "dinput") else ()
+    return _GLUON[variant.operation] if variant.gather or variant.operation in ("down", "dinput") else ()
 
 
 def by_shape(choices: Sequence[Candidate], rows: int, depth: int) -> list[Config]:

@@ -1,0 +1,38 @@
+"""Every kernel in many orders of events: values and gradients, over ugly routings, sizes, rings and grids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from fusedmoe.kernels.activation import ACTIVATIONS
+from tests.kernels.gluon.grouped_cases import ROUTINGS, check_dhidden, check_dweight, check_product, check_up
+
+pytestmark = pytest.mark.slow
+KERNELS = ("up", "product", "dhidden", "dweight")
+ORDERS = 200
+SIZES = ((40, 24), (8, 8), (72, 40), (16, 104), (56, 16))
+# Steps of a matrix's gradient are rows: more of them, too.
+DEEP = {"several steps": (50, 0, 16, 1), "steps with a rest": (0, 37, 20, 0)}
+
+
+@pytest.mark.parametrize("routing", [*ROUTINGS, *DEEP])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_many_orders_of_events(kernel: str, routing: str) -> None:
+    counts, activations = (ROUTINGS | DEEP)[routing], [*ACTIVATIONS]
+    for seed in range(ORDERS):
+        depth, columns = SIZES[seed % len(SIZES)]
+        dtype, odd = (torch.bfloat16, torch.float16)[seed // 5 % 2], bool(seed // 3 % 2)
+        stages, programs = 2 + seed % 4, 1 + seed % 3
+        ring = {"stages": stages, "programs": programs, "seed": seed, "dtype": dtype}
+        lag, activation = seed // 4 % (stages - 1), activations[seed % len(activations)]
+        if kernel == "up":
+            check_up(counts, depth, columns, activation, bias=odd, pingpong=seed % 2 == 0, lag=lag, **ring)
+        elif kernel == "product":
+            check_product(counts, depth, columns, odd, bias=seed // 6 % 2 == 0, pingpong=seed % 2 == 0, **ring)
+        elif kernel == "dhidden":
+            check_dhidden(counts, depth, columns, activation, weighted=odd, lag=lag, **ring)
+        else:
+            check_dweight(counts, depth, columns, "left" if odd else "right", lag=lag, **ring)
