@@ -73,10 +73,11 @@ def candidate_table(shapes: Sequence[Shape], gpu: Gpu, found: Measured | None) -
             cells = [shape.name, operation, f"{1e6 * triton:.0f}"]
             real = None if found is None else found.seconds.get((operation, shape.name))
             cells.append("" if real is None else f"{1e6 * real:.0f}")
-            for seconds in candidate_seconds(operation, shape, gpu).values():
-                cells.append(f"{1e6 * seconds:.0f} ({flops / seconds / 1e12:.0f})")
+            for one, seconds in candidate_seconds(operation, shape, gpu).items():
+                tile = f"{one.bm}x{one.bn}{' by turns' if one.pingpong else ''}"
+                cells.append(f"{tile} {1e6 * seconds:.0f} ({flops / seconds / 1e12:.0f})")
             rows.append(cells)
-    head = ["shape", "operation", "Triton forecast", "measured", *map(str, candidates("down", shapes[0]))]
+    head = ["shape", "operation", "Triton forecast", "measured", "Gluon, tried first", "and second"]
     title = f"Candidates of the Gluon form on an {gpu.name}: microseconds (TFLOP/s), in the order of trying them"
     return _table(title, head, rows)
 

@@ -1,7 +1,8 @@
 """The order of `build_layout` as a stable counting sort, in three launches and without a word from the device.
 
 1. Every block of positions counts its experts and writes the positions' keys down.
-2. For each expert the counts are summed over the blocks before: where in the expert a block's rows begin.
+2. For each expert the counts are summed over the blocks before: where in the expert a block's rows begin. Several
+   programs share the blocks, and each sums up those before its own.
 3. Every position finds its rank among the equal keys of its own block, and with it its row; it fills in its row of
    `source` and `pair` and its pair of `row`. Positions past the last row fill in padding.
 
@@ -23,8 +24,12 @@ from fusedmoe.kernels.triton.jit import jit
 BLOCK = 256
 # Of which so many are compared at a time; more would take more registers.
 CHUNK = 16
+# Experts and blocks that a program of the scan has at a time, how many blocks it sums up at a time, and how many
+# programs there are for the same experts at the most.
 SCAN_EXPERTS = 16
 SCAN_BLOCKS = 64
+SCAN_WIDE = 256
+SCAN_PROGRAMS = 16
 _UNSPECIAL = ["tokens", "positions", "blocks", "capacity", "bound"]
 
 
@@ -66,19 +71,31 @@ def count_kernel(
     tl.store(count_ptr + block.to(tl.int64) * E + e, count, mask=e < E)
 
 
-@jit(do_not_specialize=_UNSPECIAL)
-def scan_kernel(count_ptr, total_ptr, blocks, E, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr):
-    """count[b, e] becomes the sum of count[b', e] over b' < b; total[e] is the sum over all b'."""
+@jit(do_not_specialize=[*_UNSPECIAL, "length"])
+def scan_kernel(
+    count_ptr, before_ptr, total_ptr, blocks, length, E, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr
+):
+    """before[b, e] = sum of count[b', e] over b' < b; total[e] is the sum over all b'.
+
+    A program has `length` blocks, a multiple of BLOCKS and of WIDE. It sums up those before on its own, WIDE at a time,
+    and waits for no other.
+    """
     e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    start = tl.program_id(1) * length
+    columns = (e < E)[None, :]
     total = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for first in range(0, blocks, BLOCKS):
+    for first in range(0, start, WIDE):
+        ptrs = count_ptr + (first + tl.arange(0, WIDE))[:, None].to(tl.int64) * E + e[None, :]
+        total += tl.sum(tl.load(ptrs, mask=columns, other=0), 0)
+    for first in range(start, tl.minimum(start + length, blocks), BLOCKS):
         block = first + tl.arange(0, BLOCKS)
-        mask = (block < blocks)[:, None] & (e < E)[None, :]
-        ptrs = count_ptr + block[:, None].to(tl.int64) * E + e[None, :]
-        count = tl.load(ptrs, mask=mask, other=0)
-        tl.store(ptrs, tl.cumsum(count, 0) - count + total[None, :], mask=mask)
+        mask = (block < blocks)[:, None] & columns
+        places = block[:, None].to(tl.int64) * E + e[None, :]
+        count = tl.load(count_ptr + places, mask=mask, other=0)
+        tl.store(before_ptr + places, tl.cumsum(count, 0) - count + total[None, :], mask=mask)
         total += tl.sum(count, 0)
-    tl.store(total_ptr + e, total, mask=e < E)
+    if tl.program_id(1) == tl.num_programs(1) - 1:
+        tl.store(total_ptr + e, total, mask=e < E)
 
 
 @jit(do_not_specialize=_UNSPECIAL)
@@ -153,8 +170,8 @@ def sort_pairs(expert_SK: Tensor, experts: int, capacity: int | None, order_S: T
         return Layout(counts_E, offsets_E1, source_N, pair_N, row_N.view(tokens, K))
     expert_SK = expert_SK.contiguous()
     blocks = triton.cdiv(positions, BLOCK)
-    scratch = expert_SK.new_empty(positions + (blocks + 1) * experts, dtype=torch.int32)
-    key_P, count, total_E = scratch.split([positions, blocks * experts, experts])
+    scratch = expert_SK.new_empty(positions + (2 * blocks + 1) * experts, dtype=torch.int32)
+    key_P, count, before, total_E = scratch.split([positions, blocks * experts, blocks * experts, experts])
     layout = Layout(
         expert_SK.new_empty(experts, dtype=torch.long),
         expert_SK.new_empty(experts + 1, dtype=torch.int32),
@@ -164,12 +181,22 @@ def sort_pairs(expert_SK: Tensor, experts: int, capacity: int | None, order_S: T
     )
     constants = {"ORDERED": order_S is not None, "BLOCK": BLOCK, "EP": triton.next_power_of_2(experts)}
     count_kernel[(blocks,)](expert_SK, order_S, key_P, count, tokens, positions, experts, K, **constants, num_warps=4)
-    scan_kernel[(triton.cdiv(experts, SCAN_EXPERTS),)](
-        count, total_E, blocks, experts, EXPERTS=SCAN_EXPERTS, BLOCKS=SCAN_BLOCKS, num_warps=4
+    length = triton.cdiv(triton.cdiv(blocks, SCAN_PROGRAMS), SCAN_WIDE) * SCAN_WIDE
+    scan_kernel[(triton.cdiv(experts, SCAN_EXPERTS), triton.cdiv(blocks, length))](
+        count,
+        before,
+        total_E,
+        blocks,
+        length,
+        experts,
+        EXPERTS=SCAN_EXPERTS,
+        BLOCKS=SCAN_BLOCKS,
+        WIDE=SCAN_WIDE,
+        num_warps=4,
     )
     place_kernel[(blocks,)](
         key_P,
-        count,
+        before,
         total_E,
         order_S,
         layout.counts_E,

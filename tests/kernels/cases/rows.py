@@ -21,8 +21,9 @@ def _of_layouts() -> list[AotCase]:
     cases = []
     sizes = {"tokens": "i32", "positions": "i32"}
     for experts in (1, 7, 128):
-        table = {"count_ptr": "*i32", "total_ptr": "*i32", "blocks": "i32", "E": experts}
-        constants = {"EXPERTS": layout.SCAN_EXPERTS, "BLOCKS": layout.SCAN_BLOCKS}
+        table = {"count_ptr": "*i32", "before_ptr": "*i32", "total_ptr": "*i32", "E": experts}
+        table |= {"blocks": "i32", "length": "i32"}
+        constants = {"EXPERTS": layout.SCAN_EXPERTS, "BLOCKS": layout.SCAN_BLOCKS, "WIDE": layout.SCAN_WIDE}
         cases.append(AotCase(f"order scan E={experts}", layout.scan_kernel, {**table, **constants}, {"num_warps": 4}))
     kinds = [(experts, 8) for experts in (1, 7, 24, 64, 128, 256, 512, 1024, 2048)] + [(128, 1), (128, 16)]
     for (experts, k), ordered in product(kinds, (False, True)):

@@ -66,8 +66,14 @@ def test_runs_of_empty_experts_and_all_on_one(device: torch.device) -> None:
         compare(torch.full((600, 1), expert, device=device), 7, 300)
 
 
-def test_more_blocks_than_a_scan_takes_at_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SCAN_BLOCKS", 4)
+@pytest.mark.parametrize("size, programs", [(4, 1), (4, 2), (2, 3)])
+def test_more_blocks_than_a_scan_takes_at_once(
+    size: int, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve of them, by several programs, too."""
+    monkeypatch.setattr(kernels, "SCAN_BLOCKS", size)
+    monkeypatch.setattr(kernels, "SCAN_WIDE", size)
+    monkeypatch.setattr(kernels, "SCAN_PROGRAMS", programs)
     compare(choose(1500, 2, 20, 0.1).to(device), 20, 120)
 
 

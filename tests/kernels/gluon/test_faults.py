@@ -200,7 +200,9 @@ IN_DHIDDEN: dict[str, tuple[Any, Change, str]] = {
     "a stage of H is never given back": (pipeline.release, _called_by("_give_back", _never), "deadlock"),
     "one stage of the two is given back twice": (
         pipeline.release,
-        _called_by("_give_back", lambda release: lambda empty, it, stages, pred: release(empty, it // 2 * 2, stages, pred)),
+        _called_by(
+            "_give_back", lambda release: lambda empty, it, stages, pred: release(empty, it // 2 * 2, stages, pred)
+        ),
         "deadlock|is written without|wrong phase|too many",
     ),
     "H is read a step early": (
@@ -210,7 +212,9 @@ IN_DHIDDEN: dict[str, tuple[Any, Change, str]] = {
     ),
     "H comes for one half alone": (
         gathered.announce,
-        _called_by("load_gathered", lambda announce: lambda full, it, stages, size: announce(full, it, stages, size // 2)),
+        _called_by(
+            "load_gathered", lambda announce: lambda full, it, stages, size: announce(full, it, stages, size // 2)
+        ),
         "more bytes came|is read without waiting|too many",
     ),
 }
@@ -235,7 +239,10 @@ CASES: dict[str, tuple[Check, dict[str, tuple[Any, Change, str]]]] = {
     "up": (partial(check_up, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP),
     "up by turns": (partial(check_up, COUNTS, 40, 40, pingpong=True), IN_ALL | WHERE_ROWS_ARE_LOOKED_UP | BY_TURNS),
     "dhidden": (partial(check_dhidden, COUNTS, 40, 40), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DHIDDEN),
-    "dweight": (partial(check_dweight, DEEP, 24, 40, "right"), IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DWEIGHT),
+    "dweight": (
+        partial(check_dweight, DEEP, 24, 40, "right"),
+        IN_ALL | TOGETHER | WHERE_ROWS_ARE_LOOKED_UP | IN_DWEIGHT,
+    ),
 }
 PLANTED = [(kernel, fault) for kernel, (_, faults) in CASES.items() for fault in faults]
 

@@ -23,7 +23,9 @@ def stored_layout(columns):
 @gluon.jit
 def sigmoid(x):
     """As the Triton kernels': 1 / (1 + exp(-x)) in four instructions."""
-    power = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, True, 1)
+    power = gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, True, 1
+    )
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], gl.float32, True, 1)
 
 

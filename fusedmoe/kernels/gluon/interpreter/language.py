@@ -173,9 +173,7 @@ def _sum(value: Value, axis: int) -> Value:
 _INSTRUCTIONS = {"ex2.approx.ftz.f32 $0, $1;": torch.exp2, "rcp.approx.ftz.f32 $0, $1;": torch.reciprocal}
 
 
-def _instruction(
-    asm: str, constraints: str, args: Sequence[Value], dtype: Any, is_pure: bool, pack: int
-) -> Value:
+def _instruction(asm: str, constraints: str, args: Sequence[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
     if asm not in _INSTRUCTIONS:
         raise NotInterpreted(asm)
     (x,) = args

@@ -21,8 +21,10 @@ from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
 from fusedmoe.kernels.weights import Weights
 
-# Columns that are finished at a time.
-_PART = 32
+
+def columns_at_once(config: Config) -> int:
+    """How many columns of a tile are finished at a time: an eighth of 256, or where registers are few."""
+    return min(32, config.bn // (8 if 0 < config.registers <= 128 else 4))
 
 
 @triton.jit
@@ -223,7 +225,7 @@ def dhidden(
             **waiting(wait),
             GATHER=gather,
             WEIGHTED=variant.extra,
-            PART=min(_PART, config.bn // 4),
+            PART=columns_at_once(config),
             **constants(variant, config),
         )
         return dh, a, None if ds is None else ds.sum(0)
