@@ -40,6 +40,8 @@ def judge(compiled: Any, target: int, expected: Sequence[str] = ()) -> dict[str,
         found["error"] = f"has no {', '.join(missing)}"
     elif bad := unfenced(compiled.asm["ptx"]):
         found["error"] = f"has no fence.proxy.async between asynchronous copies and {bad[0]} ({len(bad)} such products)"
+    elif "setmaxnreg" in compiled.asm["ptx"] and (slow := slow_loops(_dump(cubin, "--dump-sass"))):
+        found["error"] = slow
     return found
 
 
@@ -64,6 +66,38 @@ def read_instructions(cubin: bytes) -> list[str]:
     part.write_text(json.dumps(found))
     part.replace(cache)
     return found
+
+
+_MACHINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", re.M)
+
+
+def slow_loops(sass: str) -> str:
+    """What keeps products of Hopper from running on and on in a kernel whose warps have tasks of their own; "" where
+    nothing does. In the loops with products, one for each of two groups of warps, the last step's are awaited while this
+    one's run, nothing is loaded, and nobody waits for more warps than the group's."""
+    code = [(int(place, 16), text) for place, text in _MACHINE.findall(sass)]
+    jumps = [
+        (int(to[1], 16), place) for place, text in code if (to := re.match(r"BRA\S*\s+(?:!?U?P\w+, )?0x(\w+)", text))
+    ]
+    loops = set()
+    for place, text in code:
+        if text.startswith("HGMMA"):
+            around = [(start, end) for start, end in jumps if start <= place <= end]
+            if not around:
+                continue  # a first or last step of its own
+            loops.add(min(around, key=lambda loop: loop[1] - loop[0]))
+    if len(loops) < 2:
+        return f"has {len(loops)} loops with products, not one for each group of warps"
+    for start, end in loops:
+        body = [text for place, text in code if start <= place <= end]
+        waits = [text for text in body if text.startswith("WARPGROUP.DEPBAR")]
+        loads = [text for text in body if text.startswith(("LDG", "UTMALDG"))]
+        barriers = [text for text in body if text.startswith("BAR.") and not text.endswith(", 0x80")]
+        if not waits or any(not text.endswith(", 0x1") for text in waits):
+            return f"waits for all products at each step: {', '.join(waits) or 'no wait'}"
+        if loads or barriers:
+            return f"has {(loads + barriers)[0]} between its products"
+    return ""
 
 
 def _dump(cubin: bytes, what: str) -> str:

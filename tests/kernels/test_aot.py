@@ -100,3 +100,45 @@ def test_a_fault_is_an_error(function: str, wrong: object, text: str, monkeypatc
     assert "error" not in found and 0 < found["registers"] <= 255 and found["shared"] > 1000
     monkeypatch.setattr(machine_code, function, wrong if function == "SHARED" else lambda code: wrong)
     assert text in aot.compile_case(task)["error"]
+
+
+LOOP = [
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3",
+    "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0",
+    "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+    "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80",
+]
+
+
+def machine_text(*loops: list[str]) -> str:
+    """As cuobjdump prints code; each loop jumps back to its first instruction."""
+    lines = ["MOV R1, c[0x0][0x28]"]
+    for loop in loops:
+        lines += [*loop, f"BRA 0x{16 * len(lines):x}"]
+        lines.append("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    lines += ["EXIT", f"BRA 0x{16 * len(lines) + 16:x}"]
+    predicates = ("", "@!P0 ", "@UP1 ")
+    return "\n".join(f"        /*{16 * i:04x}*/    {predicates[i % 3]}{line} ;" for i, line in enumerate(lines))
+
+
+def test_loops_in_which_products_run_on_and_on() -> None:
+    assert machine_code.slow_loops(machine_text(LOOP, ["NOP"], LOOP)) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "text"),
+    [
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "waits for all products at each step"),
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "NOP", "no wait"),
+        ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "BAR.SYNC.DEFER_BLOCKING 0x1", "has BAR.SYNC.DEFER_BLOCKING 0x1 between"),
+        ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "LDGSTS.E.BYPASS.128 [R1], [R2.64]", "has LDGSTS.E"),
+        ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "UTMALDG.2D [UR8], [UR6]", "has UTMALDG.2D"),
+    ],
+)
+def test_loops_in_which_products_wait(line: str, wrong: str, text: str) -> None:
+    slow = [wrong if one == line else one for one in LOOP]
+    assert text in machine_code.slow_loops(machine_text(LOOP, slow))
+
+
+def test_each_group_of_warps_has_a_loop() -> None:
+    assert "has 1 loops" in machine_code.slow_loops(machine_text(LOOP))

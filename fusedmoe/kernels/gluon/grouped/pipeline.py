@@ -4,8 +4,8 @@ Step `it`, counted over all tiles of a program, has stage it % STAGES. `full` of
 has come, `empty` when all that multiply it have read it; each phase of either is one turn of the ring.
 
 The two groups share each tile, half of its rows each; or (PINGPONG) they take tiles by turns, and one multiplies while
-the other finishes what it has multiplied. A barrier tells of odd phases from even ones alone: a group that is ahead
-would take a phase of the other's for its own. So it begins once all the other's steps have come (`turn`).
+the other finishes what it has multiplied. A wait tells odd phases from even ones alone: a group that is ahead would
+take a phase of the other's for its own. So it begins once all the other's steps have come (`turn`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Barriers in shared memory (mbarrier): arrivals and bytes that a phase waits for, and what those bring along.
 
-A barrier tells of odd phases from even ones alone. It knows who waited for which: one that passes by a phase it knows, or
-has missed one of which nobody has told it that it is over, has counted wrong, and is told so before it does harm.
+A wait tells odd phases from even ones alone. So a barrier knows who waited for which: one that passes by a phase it
+knows, or has missed one of which nobody has told it that it is over, has counted wrong, and is told so before it does
+harm.
 """
 
 from __future__ import annotations
