@@ -72,9 +72,12 @@ _MACHINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?
 
 
 def slow_loops(sass: str) -> str:
-    """What keeps products of Hopper from running on and on in a kernel whose warps have tasks of their own; "" where
-    nothing does. In the loops with products, one for each of two groups of warps, the last step's are awaited while this
-    one's run, nothing is loaded, and nobody waits for more warps than the group's."""
+    """What keeps products of Hopper from running on and on, in a kernel whose warps have tasks of their own; "" where
+    nothing does.
+
+    In the loops with products, one for each of two groups of warps, the last step's are awaited while this one's run,
+    nothing is loaded, and nobody waits for more warps than the group's.
+    """
     code = [(int(place, 16), text) for place, text in _MACHINE.findall(sass)]
     jumps = [
         (int(to[1], 16), place) for place, text in code if (to := re.match(r"BRA\S*\s+(?:!?U?P\w+, )?0x(\w+)", text))

@@ -39,7 +39,7 @@ def _load(
     STAGES: gl.constexpr,
 ):
     a_bufs, b_bufs = bufs
-    full, empty, _ = ring
+    full, empty = ring[0], ring[1]
     K, N = sizes
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
