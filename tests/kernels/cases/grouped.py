@@ -21,7 +21,7 @@ from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.libraries import nvshmem_bitcode
 from fusedmoe.kernels.triton.grouped.configs import OPERATIONS, Config, Variant, candidates, has_bulk_copies
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
-from fusedmoe.kernels.triton.grouped.dhidden import columns_at_once, dhidden_kernel
+from fusedmoe.kernels.triton.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.triton.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.triton.grouped.product import product_kernel
 from fusedmoe.kernels.triton.grouped.up import up_kernel
@@ -186,7 +186,7 @@ def _dhidden(launch: _Launch) -> tuple[Any, dict[str, Any]]:
     flags = {
         "GATHER": variant.gather,
         "WEIGHTED": variant.extra,
-        "PART": columns_at_once(config),
+        "PART": min(32, config.bn // 4),
         **_activation(launch),
         **_waiting(launch),
     }

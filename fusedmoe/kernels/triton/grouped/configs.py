@@ -160,8 +160,6 @@ _FLAT = Config(64, 256, 64, 8, 3)
 _FLAT_4 = Config(64, 256, 64, 4, 4)
 _HALF = Config(64, 128, 64, 8, 3)
 _SMALL = Config(64, 128, 64, 4, 3)
-# So few registers that a second program fits beside one whose end takes more than its product.
-_PAIRED = replace(_SQUARE, registers=128)
 
 _LARGE_FIRST = (
     Candidate(_WIDE, rows=128, depth=512),
@@ -177,7 +175,6 @@ _HOPPER = {
         Candidate(_WIDE_3, rows=128),
         Candidate(_HALF),
         Candidate(_SQUARE),
-        Candidate(_PAIRED),
         Candidate(_SMALL),
     ),
     "dinput": _LARGE_FIRST,

@@ -21,10 +21,8 @@ from fusedmoe.kernels.triton.one_sided.network import arrived
 from fusedmoe.kernels.triton.one_sided.remote import wait
 from fusedmoe.kernels.weights import Weights
 
-
-def columns_at_once(config: Config) -> int:
-    """How many columns of a tile are finished at a time: an eighth of 256, or where registers are few."""
-    return min(32, config.bn // (8 if 0 < config.registers <= 128 else 4))
+# Columns that are finished at a time.
+_PART = 32
 
 
 @triton.jit
@@ -225,7 +223,7 @@ def dhidden(
             **waiting(wait),
             GATHER=gather,
             WEIGHTED=variant.extra,
-            PART=columns_at_once(config),
+            PART=min(_PART, config.bn // 4),
             **constants(variant, config),
         )
         return dh, a, None if ds is None else ds.sum(0)
