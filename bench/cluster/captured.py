@@ -96,7 +96,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
         "off": None,
         "captured": "aot_eager",
         "parts=1": GraphBackend(parts=1),
-        "own_places=False": GraphBackend(),
+        "own_places=False": GraphBackend(own_places=False),
         "own_places=True": GraphBackend(own_places=True),
     }
     steps, wanted = {}, None

@@ -338,7 +338,8 @@ def main() -> int:
             shutil.rmtree(folder / f"trial {number}", ignore_errors=True)
             longest = max(longest, time.monotonic() - start)
     bad = [trial["number"] for trial in record.trials if "problem" in trial]
-    print(f"seed {given.seed}: {len(record.trials)} of {given.faults} faults, {len(bad)} that ended otherwise {bad or ''}")
+    done = f"{len(record.trials)} of {given.faults} faults, {len(bad)} that ended otherwise {bad or ''}"
+    print(f"seed {given.seed}: {done}")
     print(json.dumps(summary(record.trials), indent=1))
     return 1 if bad else 0
 

@@ -39,7 +39,9 @@ def test_a_series_goes_on_in_its_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_ended_otherwise_is_in_no_median() -> None:
-    trials = [a_trial(number) for number in range(15)] + [a_trial(15, problem="another number of ranks", **{"from": "?"})]
+    trials = [a_trial(number) for number in range(15)] + [
+        a_trial(15, problem="another number of ranks", **{"from": "?"})
+    ]
     killed = summary(trials)["rank killed"]
     assert (killed["faults"], killed["went_on"], killed["from"]) == (4, 3, {"memory": 3})
     assert killed["seconds_to_go_on"] == {"median": 5.0, "min": 0.0, "max": 10.0}
