@@ -162,11 +162,8 @@ def unflat(index: Index, shape: Sequence[int]) -> Place:
 
 
 class Elements:
-    """The elements of a graph's tensors as formulas.
-
-    Args:
-        cuts: of variables that are to be made of two, the size of the lower one, by name.
-    """
+    """The elements of a graph's tensors as formulas. `cuts`: variables that are to be made of two, by name, with the size
+    of the lower one."""
 
     def __init__(self, cuts: Mapping[str, int]) -> None:
         self._cuts, self._count = cuts, 0
@@ -348,8 +345,8 @@ class Elements:
                 other = self.bounds(one)
                 if other is None:
                     return None
-                ends = [a * b for a in found for b in other]
-                found = min(ends), max(ends)
+                products = [a * b for a in found for b in other]
+                found = min(products), max(products)
             return found
         if kind == "looked up":
             _, node, dim, _, _ = formula
@@ -373,8 +370,8 @@ class Elements:
             low, high = right if formula[2] > 0 else (-right[1], -right[0])
             return left[0] + low, left[1] + high
         if kind == "where":
-            ends = [self.bounds(one) for one in formula[2:]]
-            return None if None in ends else (min(e[0] for e in ends if e), max(e[1] for e in ends if e))
+            one, other = self.bounds(formula[2]), self.bounds(formula[3])
+            return None if one is None or other is None else (min(one[0], other[0]), max(one[1], other[1]))
         if kind == "clamp":
             inner = self.bounds(formula[1])
             if inner is None:
@@ -443,11 +440,10 @@ def source_of(node: fx.Node, place: Place) -> tuple[fx.Node, Place] | None:
         dim, at = dim % len(source), at % source[dim % len(source)]
         return first, (*place[:dim], Index((), at), *place[dim:])
     if name == "slice":
-        dim, start, _, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
-        dim = int(dim) % len(source)  # type: ignore[arg-type]
-        start = int(start or 0)  # type: ignore[arg-type]
+        given: tuple[Any, ...] = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+        dim, start = int(given[0]) % len(source), int(given[1] or 0)
         start = max(0, start + source[dim]) if start < 0 else start
-        moved = place[dim].times(int(step)).plus(Index((), start))  # type: ignore[arg-type]
+        moved = place[dim].times(int(given[3])).plus(Index((), start))
         return first, (*place[:dim], moved, *place[dim + 1 :])
     return None
 

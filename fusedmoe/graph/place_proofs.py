@@ -411,7 +411,7 @@ def is_positive(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         of, which = node.args
         picked = of.args[0] if isinstance(of, fx.Node) and name_of(of) in _FIRST_SOME else None
-        return which == 0 and isinstance(picked, fx.Node) and is_positive(picked)
+        return isinstance(which, int) and which == 0 and isinstance(picked, fx.Node) and is_positive(picked)
     first = node.args[0] if node.args else None
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(first, fx.Node):
         return False
