@@ -22,6 +22,7 @@ from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Place, RowExperts
+from fusedmoe.layers.moe import number_layers
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
@@ -54,6 +55,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     refit_s = {}
     for name in runs:
         if plan := plans[name]:
+            number_layers([made[name]])  # spans then say the same layer as tasks
             both = Plan.from_orders({one: (*plan.forward.on(one), *plan.backward.on(one)) for one in RESOURCES})
             recorded = partial(_recorded, made[name], x_SM, dy_SM, topology.rank)
             refit_s[name] = _step_s(plan, refitted(topology, both, costs, recorded))
