@@ -162,8 +162,8 @@ def unflat(index: Index, shape: Sequence[int]) -> Place:
 
 
 class Elements:
-    """The elements of a graph's tensors as formulas. `cuts`: variables that are to be made of two, by name, with the size
-    of the lower one."""
+    """The elements of a graph's tensors as formulas. `cuts`: variables that are to be made of two, by name, each with
+    the size of the lower one."""
 
     def __init__(self, cuts: Mapping[str, int]) -> None:
         self._cuts, self._count = cuts, 0
