@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusedmoe import ops
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.weights_in_parts import experts_in_parts
+from fusedmoe.integrations.weights_in_parts import WeightParts, experts_in_parts
 
 # Of Megatron's activation function, without and with a gate: our names.
 _ACTIVATIONS = {
@@ -42,12 +42,18 @@ class StackedExperts(SequentialMLP):
         """[S, D] for each token (or received row) the sum of its sorted rows' results, times their weights."""
         linears = [[getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")]
         parts = [linear.weight for one in linears for linear in one]
-        return experts_in_parts(x_SD, layout, weight_N, parts, self._join, self._activation)
+        return experts_in_parts(x_SD, layout, weight_N, parts, WeightParts(self._join, _split), self._activation)
 
     def _join(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """[e, (2,) H, D] and [e, D, H]."""
         up, down = (torch.stack(list(half)) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]))
         return up.unflatten(1, (2, -1)) if self._gated else up, down
+
+
+def _split(w1: Tensor, w2: Tensor) -> Sequence[Tensor]:
+    """The matrices of each expert, of both products."""
+    up = w1.flatten(1, 2) if w1.dim() == 4 else w1
+    return *up.unbind(), *w2.unbind()
 
 
 def _activation(config: Any) -> str:

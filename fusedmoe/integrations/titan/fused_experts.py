@@ -17,7 +17,7 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from fusedmoe import ops
 from fusedmoe.integrations.titan.gpt_oss_experts import FusedGptOssExperts
 from fusedmoe.integrations.titan.token_dispatcher import TokenDispatcher
-from fusedmoe.integrations.weights_in_parts import experts_in_parts
+from fusedmoe.integrations.weights_in_parts import WeightParts, experts_in_parts
 
 
 class FusedExperts(GroupedExperts):
@@ -33,7 +33,7 @@ class FusedExperts(GroupedExperts):
             parameter.to_local() if isinstance(parameter, DTensor) else parameter
             for parameter in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         ]
-        return experts_in_parts(x_SD, layout, score_N, parts, _join, "swiglu")
+        return experts_in_parts(x_SD, layout, score_N, parts, _PARTS, "swiglu")
 
 
 class FusedRoutedExperts(RoutedExperts):
@@ -72,3 +72,11 @@ def _join(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """[e, 2, F, D] and [e, D, F], contiguous."""
     w1_EFD, w2_EDF, w3_EFD = parts
     return torch.stack((w1_EFD, w3_EFD), 1), w2_EDF.contiguous()
+
+
+def _split(w13: Tensor, w2_EDF: Tensor) -> Sequence[Tensor]:
+    w1_EFD, w3_EFD = w13.unbind(1)
+    return w1_EFD, w2_EDF, w3_EFD
+
+
+_PARTS = WeightParts(_join, _split)
