@@ -227,6 +227,8 @@ def _run_ranks(
                 "MALLOC_MMAP_THRESHOLD_": str(2**25),
                 "MALLOC_TRIM_THRESHOLD_": str(2**33),
                 "MALLOC_TOP_PAD_": str(2**26),
+                # What one thread has given back another may take: a dozen models have dozens of threads.
+                "MALLOC_ARENA_MAX": "2",
                 **own,
             }
             running[rank] = Process(command, environment, show=rank == 0)
