@@ -27,11 +27,19 @@ class Returns:
 
     Attributes:
         rows: where an owned expert lies in the parameters.
+        works: gradients that are on their way.
+        sent: these were sent by a plan's task, and not where autograd has them.
     """
 
     def __init__(self, rows: dict[int, int]) -> None:
-        self.rows = rows
+        self.rows, self.sent = rows, False
         self.works: list[SparseWork] = []
+
+    def send(self, send_back: SendBack, grads: Sequence[Tensor]) -> SparseWork:
+        """Starts gradients of all experts that this rank holds on their way."""
+        work = send_back(grads)
+        self.works.append(work)
+        return work
 
 
 def arriving(parameters: Sequence[Tensor], returns: Returns) -> tuple[Tensor, ...]:
@@ -50,6 +58,21 @@ def materialise(
     Saves nothing: who computes with the result saves that.
     """
     return _Materialise.apply(returns, send_back, list(tables), *parameters)
+
+
+def of_tables(
+    tables: Sequence[Tensor], made: Sequence[Tensor | None], totals: Sequence[Tensor | None] | None
+) -> list[Tensor]:
+    """Gradients of tables, of what experts have made of them (in another dtype, say) and its gradients."""
+    pairs = zip(made, totals or [None] * len(made), strict=True)
+    given = [(one, total.to(one.dtype)) for one, total in pairs if one is not None and total is not None]
+    given = [(one, total) for one, total in given if one.requires_grad]
+    grads: Sequence[Tensor | None] = [None] * len(tables)
+    if given:
+        outputs, totals = zip(*given, strict=True)
+        grads = torch.autograd.grad(outputs, tables, totals, retain_graph=True, allow_unused=True)
+    found = zip(tables, grads, strict=True)
+    return [torch.zeros_like(table) if grad is None else grad.contiguous() for table, grad in found]
 
 
 def again(y: Tensor, fetch: Callable[[], None]) -> Tensor:
@@ -71,7 +94,8 @@ class _Materialise(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         whole = [grad.contiguous() for grad in grads]
-        ctx.returns.works.append(ctx.send_back(whole))
+        if not ctx.returns.sent:
+            ctx.returns.send(ctx.send_back, whole)
         return None, None, None, *(grad[:owned] for grad, owned in zip(whole, ctx.owned, strict=True))
 
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fusedmoe.autograd.materialise import Returns, again, arriving, materialise
+from fusedmoe.autograd.materialise import Returns, SendBack, again, arriving, materialise
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
 from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
@@ -30,6 +30,7 @@ from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce
 from fusedmoe.runtime.recorder import Moment, Recorder, span
+from fusedmoe.schedule.task import GATHER, REDUCE
 
 
 def table(parameter: nn.Parameter, rows: int) -> Tensor:
@@ -80,6 +81,7 @@ class DynamicExperts:
         now: the same, and what was added for this step once the gate had chosen.
         nodes: which ranks of the expert-parallel group share a node.
         rematerialises: replicas are given back after each forward, and fetched again for its backward.
+        planned: replicas come, and their gradients go, when tasks of a plan say so (`arrive`, `in_plan`).
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
@@ -105,7 +107,7 @@ class DynamicExperts:
         self.experts, self.group, self._shards = experts, topology.ep, topology.esp
         self.nodes = _nodes(topology)
         self.placement = Placement.even(topology.ep.size, count)
-        self.rematerialises, self.hooked, self.begun = False, False, False
+        self.rematerialises, self.hooked, self.begun, self.planned = False, False, False, False
         self.correct: Correct | None = None
         self.neighbours: tuple[DynamicExperts | None, DynamicExperts | None] = (None, None)
         self.clocked = False
@@ -225,7 +227,7 @@ class DynamicExperts:
             self._start.note(self._device)
         self._drop()
         self.begun = True
-        if not self.rematerialises or self.neighbours[0] is None:
+        if not self.planned and (not self.rematerialises or self.neighbours[0] is None):
             self.fetch()
         if torch.is_grad_enabled():
             self._lay_way()
@@ -239,11 +241,14 @@ class DynamicExperts:
         """Starts what is missing on its way. Collective."""
         if self._present or self._works:
             return
+        self._make_room()
+        self._marks = self._marked()
+        self._gather(self._gathered)
+
+    def _make_room(self) -> None:
         if not self._gathered:
             self._gathered = gather(self.placement.sharding, self.now, self.nodes)
         self._tables()
-        self._marks = self._marked()
-        self._gather(self._gathered)
 
     def refusal(self) -> str | None:
         """Why replicas cannot be used, on the rank that owns what they were made of."""
@@ -284,7 +289,7 @@ class DynamicExperts:
         if not transfers:
             return
         assert self.sparse is not None
-        during = span(self.recorder, "sparse all-gather", kind="sparse-all-gather", resource="inter")
+        during = None if self.planned else span(self.recorder, "sparse all-gather", kind=GATHER, resource="inter")
         with torch.inference_mode(False):  # it may end in another thread
             work = self.sparse.gather(transfers, self._rows, self._tables(), during)
         self.sent_bytes += work.sent_bytes
@@ -350,16 +355,36 @@ class DynamicExperts:
         recomputes: the backward that needs the parameters comes at once.
         arrived: replicas are there; else they are when `arrive` has been called.
         """
+        return self._called(use, recomputes, arrived)[0]
+
+    def in_plan(self, use: Callable[[Experts], T], recomputes: bool, *, arrived: bool) -> tuple[T, SendBack | None]:
+        """The same, where a plan's tasks call `arrive` and, in backward, what comes with the result: it is given the
+        gradients of all parameters and waits until these are with the owners. None: nothing learns. Collective."""
+        y, back = self._called(use, recomputes, arrived)
+        if back is None:
+            return y, None
+        returns = self._returns
+        assert returns is not None
+
+        def send(grads: Sequence[Tensor]) -> SparseWork:
+            returns.sent = True
+            return returns.send(back, grads)
+
+        return y, send
+
+    def _called(self, use: Callable[[Experts], T], recomputes: bool, arrived: bool) -> tuple[T, SendBack | None]:
         before, after = self.neighbours
         if not recomputes:
             self.begun = False
         if arrived:
             self.arrive()
+        elif self.planned:
+            self._make_room()
         else:
             self.fetch()
         if self.rematerialises and after is not None:
             after.fetch()
-        tables, learns = self._tables(), torch.is_grad_enabled()
+        tables, learns, back = self._tables(), torch.is_grad_enabled(), None
         if learns:
             if self._returns is None:
                 self._lay_way()
@@ -377,7 +402,7 @@ class DynamicExperts:
                 self._release()
         if self.clocked and not recomputes:
             self._ended.note(self._device)
-        return y
+        return y, back
 
     def idle_s(self) -> float:
         """Seconds of the last forward between the experts before, or the model's beginning, and this layer's turn; 0
@@ -419,9 +444,9 @@ class DynamicExperts:
         if not gathered:
             return SparseWork()
         assert self.sparse is not None
-        during = span(
-            self.recorder, "sparse reduce-scatter", kind="sparse-reduce-scatter", resource="inter", phase="backward"
-        )
+        during = None
+        if not self.planned:
+            during = span(self.recorder, "sparse reduce-scatter", kind=REDUCE, resource="inter", phase="backward")
         work = self.sparse.reduce(reduce(gathered), rows, grads, owned, during)
         self.sent_bytes += work.sent_bytes
         return work

@@ -27,7 +27,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import FUSED, PIPELINE, WEIGHT_GRADIENTS, Task, resources_of
+from fusedmoe.schedule.task import FUSED, GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, resources_of
 from fusedmoe.schedule.timeline import RESOURCES
 from fusedmoe.threads import LOOK_S, Helper
 
@@ -201,6 +201,7 @@ class Capabilities:
     Attributes:
         ep, esp: ranks that share the experts, and the shards of each.
         grouped: the experts are the library's own products; else modules.
+        copies: experts are copied to other ranks for a while (`fusedmoe.layers.dynamic_experts`).
         direct: nothing but kernels sees rows between the gate's choice and the experts' results: no hooks, no order by
             products, no experts that move.
         dtype, device: of the rows.
@@ -211,6 +212,7 @@ class Capabilities:
     ep: int = 1
     esp: int = 1
     grouped: bool = True
+    copies: bool = False
     direct: bool = True
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
@@ -229,7 +231,7 @@ def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
         return ("attention", "gate", *parts, "gradient-all-reduce", "loss", "optimizer")
     if follows == "blocks":
         kinds = ("attention", "permute", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
-        return (*kinds, "loss", "optimizer")
+        return (*kinds, *((GATHER, REDUCE) if here.copies else ()), "loss", "optimizer")
     one_axis = (here.ep > 1) != (here.esp > 1)
     served = triton_serves(here.device) and here.dtype != torch.float64
     if not (one_axis and here.grouped and here.direct and served and here.heap()):
