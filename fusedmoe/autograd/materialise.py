@@ -60,10 +60,13 @@ def materialise(
     return _Materialise.apply(returns, send_back, list(tables), *parameters)
 
 
-def of_tables(
-    tables: Sequence[Tensor], made: Sequence[Tensor | None], totals: Sequence[Tensor | None] | None
-) -> list[Tensor]:
-    """Gradients of tables, of what experts have made of them (in another dtype, say) and its gradients."""
+def send_totals(
+    send: SendBack,
+    tables: Sequence[Tensor],
+    made: Sequence[Tensor | None],
+    totals: Sequence[Tensor | None] | None,
+) -> SparseWork:
+    """Starts gradients of tables on their way, by those of what experts have made of them (in another dtype, say)."""
     pairs = zip(made, totals or [None] * len(made), strict=True)
     given = [(one, total.to(one.dtype)) for one, total in pairs if one is not None and total is not None]
     given = [(one, total) for one, total in given if one.requires_grad]
@@ -72,7 +75,7 @@ def of_tables(
         outputs, totals = zip(*given, strict=True)
         grads = torch.autograd.grad(outputs, tables, totals, retain_graph=True, allow_unused=True)
     found = zip(tables, grads, strict=True)
-    return [torch.zeros_like(table) if grad is None else grad.contiguous() for table, grad in found]
+    return send([torch.zeros_like(table) if grad is None else grad.contiguous() for table, grad in found])
 
 
 def again(y: Tensor, fetch: Callable[[], None]) -> Tensor:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
+from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts, Totals
 from fusedmoe.engine.dispatcher import (
     Collectives,
     Crossing,
@@ -25,6 +26,7 @@ from fusedmoe.engine.dispatcher import (
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts
+from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import resources_of
 
@@ -83,8 +85,26 @@ class Moving(Collectives):
         return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        crossing = self.meet(routed)
-        return self._placed.call(lambda own: self.run(routed.x_SM, crossing, own), recomputing())
+        crossing, placed = self.meet(routed), self._placed
+
+        def use(own: Experts, send: SendBack | None) -> Tensor:
+            copies = None
+            if placed.travel == "in turns" and send is not None:
+                copies = _InTurns(placed, send, list(own.parameters()))
+            return self.run(routed.x_SM, crossing, own, copies)
+
+        return placed.in_plan(use, recomputing())
+
+
+class _InTurns:
+    """The copies of a layer's experts in one forward, and the gradients of `tables` in its backward."""
+
+    def __init__(self, placed: DynamicExperts, send: SendBack, tables: Sequence[Tensor]) -> None:
+        self.wait = placed.wait
+        self._send, self._tables = send, tables
+
+    def send_back(self, made: Sequence[Tensor | None], totals: Totals) -> None:
+        send_totals(self._send, self._tables, made, totals)
 
 
 def has_heap(topology: Topology, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -63,6 +63,8 @@ def replace(parameter: nn.Parameter, tensor: Tensor) -> None:
 
 T = TypeVar("T")
 
+Travel = Literal["at once", "in turns", "by tasks"]
+
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
 
@@ -81,7 +83,9 @@ class DynamicExperts:
         now: the same, and what was added for this step once the gate had chosen.
         nodes: which ranks of the expert-parallel group share a node.
         rematerialises: replicas are given back after each forward, and fetched again for its backward.
-        planned: replicas come, and their gradients go, when tasks of a plan say so (`arrive`, `in_plan`).
+        travel: when replicas come and their gradients go. "at once": from the beginning of the model's forward, and from
+            the end of the layer's backward. "in turns": between the traffic of one layer and that of the next, as a
+            step's plan has it. "by tasks": when a plan's tasks say so (`arrive`, and what `in_plan` gives).
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
@@ -107,7 +111,8 @@ class DynamicExperts:
         self.experts, self.group, self._shards = experts, topology.ep, topology.esp
         self.nodes = _nodes(topology)
         self.placement = Placement.even(topology.ep.size, count)
-        self.rematerialises, self.hooked, self.begun, self.planned = False, False, False, False
+        self.rematerialises, self.hooked, self.begun = False, False, False
+        self.travel: Travel = "at once"
         self.correct: Correct | None = None
         self.neighbours: tuple[DynamicExperts | None, DynamicExperts | None] = (None, None)
         self.clocked = False
@@ -227,7 +232,8 @@ class DynamicExperts:
             self._start.note(self._device)
         self._drop()
         self.begun = True
-        if not self.planned and (not self.rematerialises or self.neighbours[0] is None):
+        first = self.neighbours[0] is None
+        if first if self.rematerialises or self.travel == "in turns" else self.travel == "at once":
             self.fetch()
         if torch.is_grad_enabled():
             self._lay_way()
@@ -289,7 +295,9 @@ class DynamicExperts:
         if not transfers:
             return
         assert self.sparse is not None
-        during = None if self.planned else span(self.recorder, "sparse all-gather", kind=GATHER, resource="inter")
+        during = None
+        if self.travel != "by tasks":
+            during = span(self.recorder, "sparse all-gather", kind=GATHER, resource="inter")
         with torch.inference_mode(False):  # it may end in another thread
             work = self.sparse.gather(transfers, self._rows, self._tables(), during)
         self.sent_bytes += work.sent_bytes
@@ -355,36 +363,26 @@ class DynamicExperts:
         recomputes: the backward that needs the parameters comes at once.
         arrived: replicas are there; else they are when `arrive` has been called.
         """
-        return self._called(use, recomputes, arrived)[0]
+        return self.in_plan(lambda experts, _: use(experts), recomputes, arrived=arrived)
 
-    def in_plan(self, use: Callable[[Experts], T], recomputes: bool, *, arrived: bool) -> tuple[T, SendBack | None]:
-        """The same, where a plan's tasks call `arrive` and, in backward, what comes with the result: it is given the
-        gradients of all parameters and waits until these are with the owners. None: nothing learns. Collective."""
-        y, back = self._called(use, recomputes, arrived)
-        if back is None:
-            return y, None
-        returns = self._returns
-        assert returns is not None
-
-        def send(grads: Sequence[Tensor]) -> SparseWork:
-            returns.sent = True
-            return returns.send(back, grads)
-
-        return y, send
-
-    def _called(self, use: Callable[[Experts], T], recomputes: bool, arrived: bool) -> tuple[T, SendBack | None]:
+    def in_plan(
+        self, use: Callable[[Experts, SendBack | None], T], recomputes: bool, *, arrived: bool = True
+    ) -> T:
+        """The same where a plan has a say: `use` is also given what starts gradients of all parameters, in backward, on
+        their way to the owners; without it that is done where autograd has them. None: nothing learns. Collective."""
         before, after = self.neighbours
         if not recomputes:
             self.begun = False
         if arrived:
             self.arrive()
-        elif self.planned:
+        elif self.travel == "by tasks":
             self._make_room()
         else:
             self.fetch()
-        if self.rematerialises and after is not None:
+        turns = self.travel == "in turns"
+        if self.rematerialises and after is not None and not turns:
             after.fetch()
-        tables, learns, back = self._tables(), torch.is_grad_enabled(), None
+        tables, learns, send = self._tables(), torch.is_grad_enabled(), None
         if learns:
             if self._returns is None:
                 self._lay_way()
@@ -392,17 +390,33 @@ class DynamicExperts:
             versions = [parameter._version for parameter in self.parameters]
             back = partial(self._send_back, self._gathered, self._rows, self.owned, versions)
             tables = list(materialise(self._aliases, tables, self._returns, back))
+            send = partial(self._send_by_plan, self._returns, back)
         named = {f"experts.{name}": table for name, table in zip(self.names, tables, strict=True)}
-        y = torch.func.functional_call(_With(self.experts), named, (use,))
+        y = torch.func.functional_call(_With(self.experts), named, (partial(_given, use, send),))
         if self.rematerialises:
             if learns:
                 assert isinstance(y, Tensor)
                 y = again(y, self._fetch_again)
             if not (learns and (after is None or recomputes)):
                 self._release()
+        if turns and after is not None and not recomputes:
+            after.fetch()
         if self.clocked and not recomputes:
             self._ended.note(self._device)
-        return y, back
+        return y
+
+    def _send_by_plan(self, returns: Returns, back: SendBack, grads: Sequence[Tensor]) -> SparseWork:
+        returns.sent = True
+        work = returns.send(back, grads)
+        before = self.neighbours[0]
+        if self.rematerialises and before is not None:
+            before.fetch()
+        return work
+
+    def wait(self) -> None:
+        """Until nothing of any layer is on its way; what has gone wrong there, others tell."""
+        if self.sparse is not None:
+            self.sparse.wait()
 
     def idle_s(self) -> float:
         """Seconds of the last forward between the experts before, or the model's beginning, and this layer's turn; 0
@@ -445,7 +459,7 @@ class DynamicExperts:
             return SparseWork()
         assert self.sparse is not None
         during = None
-        if not self.planned:
+        if self.travel != "by tasks":
             during = span(self.recorder, "sparse reduce-scatter", kind=REDUCE, resource="inter", phase="backward")
         work = self.sparse.reduce(reduce(gathered), rows, grads, owned, during)
         self.sent_bytes += work.sent_bytes
@@ -455,7 +469,7 @@ class DynamicExperts:
         """For the backward of a forward whose replicas were given back. Collective."""
         self.arrive()
         before = self.neighbours[0]
-        if before is not None:
+        if before is not None and self.travel != "in turns":
             before.fetch()
 
 
@@ -468,6 +482,10 @@ class _With(nn.Module):
 
     def forward(self, use: Callable[[Experts], T]) -> T:
         return use(self.experts)
+
+
+def _given(use: Callable[[Experts, SendBack | None], T], send: SendBack | None, experts: Experts) -> T:
+    return use(experts, send)
 
 
 def first_place(experts: int, topology: Topology) -> Place:

@@ -136,7 +136,7 @@ class PipelinedBlocks(nn.Module):
         gathered = () if plans is None else [task.layer for task in plans.forward if task.kind == GATHER]
         for number, layer in enumerate(self._layers()):
             if layer.placed is not None:
-                layer.placed.planned = number in gathered
+                layer.placed.travel = "by tasks" if number in gathered else "at once"
 
     def require_runnable(self, plans: Plans, gradients: GradientReducer | None = None) -> None:
         """Raises `ConfigError` for plans that these blocks cannot follow (`set_plan`)."""

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.autograd.hooks import Hooks
-from fusedmoe.autograd.materialise import SendBack, of_tables
+from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
@@ -195,7 +195,7 @@ class BlockStage:
     def places(self, layout: Layout) -> Layout:
         placed = self._layer.placed
         assert placed is not None
-        if not placed.planned:
+        if placed.travel != "by tasks":
             placed.arrive()  # they have been on their way while the layers before were at work
         return placed.split(layout, self._learns)
 
@@ -216,9 +216,7 @@ class BlockStage:
         self._refusal = placed.refusal()
         own = next(experts.parameters()).dtype
         arrived = own != like.dtype  # a cast is a copy, made now
-        (chunks, tables), send = placed.in_plan(partial(_of_tables, like), again, arrived=arrived)
-        if send is not None:
-            self.returns = partial(_send_back, send, tables, chunks.parameters)
+        chunks, self.returns = placed.in_plan(partial(_of_tables, like), again, arrived=arrived)
         return chunks
 
 
@@ -280,16 +278,21 @@ class _DensePart(nn.Module):
         return tuple(found)
 
 
-def _of_tables(like: Tensor, experts: Experts) -> tuple[ChunkExperts, list[Tensor]]:
-    """Experts that keep the parameters that they have now, and these."""
+def _of_tables(
+    like: Tensor, experts: Experts, send: SendBack | None
+) -> tuple[ChunkExperts, Callable[[Totals], None] | None]:
+    """Experts that keep the parameters that they have now, and what waits until their gradients are where they belong."""
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
     if not chunks.any_degree:
         chunks = AutogradExperts(lambda *rows: torch.func.functional_call(experts, named, rows), tuple(named.values()))
-    return chunks, list(named.values())
+    if send is None:
+        return chunks, None
+    tables, made = tuple(named.values()), chunks.parameters
 
+    def back(totals: Totals) -> None:
+        send_totals(send, tables, made, totals).wait()
 
-def _send_back(send: SendBack, tables: Sequence[Tensor], made: Sequence[Tensor | None], totals: Totals) -> None:
-    send(of_tables(tables, made, totals)).wait()
+    return chunks, back
 
 
 def _unchanged(found: Tensor, like: Tensor, seam: str) -> Tensor:
