@@ -93,7 +93,7 @@ class Moving(Collectives):
                 copies = _InTurns(placed, send, list(own.parameters()))
             return self.run(routed.x_SM, crossing, own, copies)
 
-        return placed.in_plan(use, recomputing())
+        return placed.call(use, recomputing())
 
 
 class _InTurns:

@@ -26,40 +26,12 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.expert_networks import Experts, Place
+from fusedmoe.layers.expert_tables import replace, table
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce
 from fusedmoe.runtime.recorder import Moment, Recorder, span
 from fusedmoe.schedule.task import GATHER, REDUCE
-
-
-def table(parameter: nn.Parameter, rows: int) -> Tensor:
-    """[rows, ...] in the memory in which a parameter, [owned, ...], lies at the start; more is taken where needed."""
-    storage = parameter.data.untyped_storage()
-    shared = not parameter.is_contiguous() or parameter.storage_offset() or not storage.resizable()
-    if shared or getattr(parameter, "_fusedmoe_table", None) != storage._cdata:
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-        storage = parameter.data.untyped_storage()
-        parameter._fusedmoe_table = storage._cdata  # type: ignore[attr-defined]
-    shape = (rows, *parameter.shape[1:])
-    needed = torch.Size(shape).numel() * parameter.element_size()
-    if storage.nbytes() < needed:
-        storage.resize_(needed)
-    stride = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, shape, stride)
-
-
-def replace(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Gives a parameter data of another shape.
-
-    A graph of an earlier forward that is still held (a loss that was kept) knows the parameter's old shape, and the
-    engine would go by it. A change of dtype makes it forget.
-    """
-    parameter.grad = None
-    other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
-    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
-    parameter.data = tensor
-
 
 T = TypeVar("T")
 
@@ -83,9 +55,9 @@ class DynamicExperts:
         now: the same, and what was added for this step once the gate had chosen.
         nodes: which ranks of the expert-parallel group share a node.
         rematerialises: replicas are given back after each forward, and fetched again for its backward.
-        travel: when replicas come and their gradients go. "at once": from the beginning of the model's forward, and from
-            the end of the layer's backward. "in turns": between the traffic of one layer and that of the next, as a
-            step's plan has it. "by tasks": when a plan's tasks say so (`arrive`, and what `in_plan` gives).
+        travel: when replicas come and their gradients go. "at once": from the beginning of the model's forward on, and
+            from the end of the layer's backward. "in turns": between the traffic of one layer and that of the next, as
+            a step's plan has it. "by tasks": when a plan's tasks say so (`arrive`, and what `call` gives).
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
@@ -95,7 +67,8 @@ class DynamicExperts:
             as there are no replicas.
         sent_bytes: of experts that this rank has sent, parameters and gradients.
         recorder: measures what travels while set.
-        deepcopies: of this one that are there; their experts do not move with these by themselves.
+        deepcopies: of this one that are there.   copied: how many have been made.   number: which copy this one is.
+        learned: gradients have gone through these experts.
     """
 
     def __init__(self, experts: Experts, count: int, topology: Topology) -> None:
@@ -121,6 +94,7 @@ class DynamicExperts:
         self.sparse: SparseCollectives | None = None
         self.sent_bytes = 0
         self.deepcopies: WeakSet[DynamicExperts] = WeakSet()
+        self.copied, self.number, self.learned = 0, 0, False
         self._works: list[SparseWork] = []
         self._gathered: tuple[Transfer, ...] = ()
         self._present = False
@@ -193,7 +167,8 @@ class DynamicExperts:
         made = copy(self)
         memo[id(self)] = made
         self.deepcopies.add(made)
-        made.deepcopies = WeakSet()
+        made.deepcopies, made.copied, made.number, made.learned = WeakSet(), 0, self.copied, False
+        self.copied += 1
         made.experts = deepcopy(self.experts, memo)
         made.rest()
         return made
@@ -357,19 +332,15 @@ class DynamicExperts:
         summed_WE = torch.from_numpy(tokens_WE).to(device_of(self._shards), copy=True)
         return all_reduce(self._shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
-    def call(self, use: Callable[[Experts], T], recomputes: bool, *, arrived: bool = True) -> T:
+    def call(self, use: Callable[[Experts, SendBack | None], T], recomputes: bool, *, arrived: bool = True) -> T:
         """`use`, with the experts' parameters those of all that this rank holds. Collective.
+
+        `use` is also given what starts gradients of all of these, in backward, on their way to the owners; unless it is
+        called, that is done where autograd has them. None: nothing learns.
 
         recomputes: the backward that needs the parameters comes at once.
         arrived: replicas are there; else they are when `arrive` has been called.
         """
-        return self.in_plan(lambda experts, _: use(experts), recomputes, arrived=arrived)
-
-    def in_plan(
-        self, use: Callable[[Experts, SendBack | None], T], recomputes: bool, *, arrived: bool = True
-    ) -> T:
-        """The same where a plan has a say: `use` is also given what starts gradients of all parameters, in backward, on
-        their way to the owners; without it that is done where autograd has them. None: nothing learns. Collective."""
         before, after = self.neighbours
         if not recomputes:
             self.begun = False
@@ -448,6 +419,7 @@ class DynamicExperts:
         versions: list[int],
         grads: Sequence[Tensor],
     ) -> SparseWork:
+        self.learned = True
         if versions != [parameter._version for parameter in self.parameters]:
             raise RuntimeError(
                 "experts have changed between a forward pass and its backward pass; call backward() before "

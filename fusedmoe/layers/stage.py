@@ -216,7 +216,7 @@ class BlockStage:
         self._refusal = placed.refusal()
         own = next(experts.parameters()).dtype
         arrived = own != like.dtype  # a cast is a copy, made now
-        chunks, self.returns = placed.in_plan(partial(_of_tables, like), again, arrived=arrived)
+        chunks, self.returns = placed.call(partial(_of_tables, like), again, arrived=arrived)
         return chunks
 
 
@@ -281,7 +281,7 @@ class _DensePart(nn.Module):
 def _of_tables(
     like: Tensor, experts: Experts, send: SendBack | None
 ) -> tuple[ChunkExperts, Callable[[Totals], None] | None]:
-    """Experts that keep the parameters that they have now, and what waits until their gradients are where they belong."""
+    """Experts that keep the parameters that they have now, and what brings gradients to where they belong."""
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
     if not chunks.any_degree:
         chunks = AutogradExperts(lambda *rows: torch.func.functional_call(experts, named, rows), tuple(named.values()))

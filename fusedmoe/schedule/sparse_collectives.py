@@ -21,6 +21,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task
 from fusedmoe.schedule.timeline import Timeline
 
+
 def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
     """Seconds in which the link between nodes is idle before a layer's first dispatch, since the last combine.
 
