@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fusedmoe.autograd.materialise import Returns, SendBack, again, arriving, materialise
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
@@ -72,7 +73,7 @@ class DynamicExperts:
     """
 
     def __init__(self, experts: Experts, count: int, topology: Topology) -> None:
-        unstacked = [name for name, _ in experts.named_parameters() if experts.shardings.get(name, {}).get("ep") != 0]
+        unstacked = _unstacked(experts)
         if unstacked or not count:
             raise ConfigError(
                 f"placement='fssdp' moves experts that lie in one tensor, [experts, ...]; {type(experts).__name__} has "
@@ -130,6 +131,28 @@ class DynamicExperts:
     def owned(self) -> int:
         """How many of them it owns: the first ones."""
         return len(self.placement.owned(self.group.index))
+
+    @property
+    def parametrised(self) -> bool:
+        """Whether experts compute with what they make of parameters (LoRA by `torch.nn.utils.parametrize`)."""
+        return any(parametrize.is_parametrized(module) for module in self.experts.modules())
+
+    def require_stacked(self) -> None:
+        """Experts may have been parametrised since they were made.
+
+        Raises:
+            ConfigError: a parameter that is not known to be [owned, ...], one part for each expert.
+        """
+        wrong = _unstacked(self.experts)
+        wrong += [name for name, one in self.experts.named_parameters() if one.dim() == 0 or len(one) != self.owned]
+        if wrong:
+            raise ConfigError(
+                f"placement='fssdp' moves the rows of parameters, [experts, ...]; {type(self.experts).__name__} has "
+                f"{', '.join(dict.fromkeys(wrong))} besides, parts of a parametrisation (LoRA), say. Make them "
+                "[local experts, ...], one part for each expert, and say so before ShardedExperts is made: "
+                "experts.shardings['parametrizations.w1.0.A'] = {'ep': 0}, and "
+                "experts.shardings['parametrizations.w1.original'] = experts.shardings.pop('w1'); or use placement='ep'"
+            )
 
     def place(self, placement: Placement) -> None:
         """The placement of the next forwards. Replicas are fetched when they begin.
@@ -215,7 +238,8 @@ class DynamicExperts:
 
     def _lay_way(self) -> None:
         """Of gradients, back to the owners: whatever comes after this in a forward has its backward before it."""
-        self._returns = Returns({expert: row for row, expert in enumerate(self.held[: self.owned])})
+        rows = {expert: row for row, expert in enumerate(self.held[: self.owned])}
+        self._returns = Returns(rows, [parameter.requires_grad for parameter in self.parameters])
         self._aliases = arriving(self.parameters, self._returns)
 
     def fetch(self) -> None:
@@ -361,7 +385,8 @@ class DynamicExperts:
             versions = [parameter._version for parameter in self.parameters]
             back = partial(self._send_back, self._gathered, self._rows, self.owned, versions)
             tables = list(materialise(self._aliases, tables, self._returns, back))
-            send = partial(self._send_by_plan, self._returns, back)
+            if any(self._returns.learn):
+                send = partial(self._send_by_plan, self._returns, back)
         named = {f"experts.{name}": table for name, table in zip(self.names, tables, strict=True)}
         y = torch.func.functional_call(_With(self.experts), named, (partial(_given, use, send),))
         if self.rematerialises:
@@ -458,6 +483,10 @@ class _With(nn.Module):
 
 def _given(use: Callable[[Experts, SendBack | None], T], send: SendBack | None, experts: Experts) -> T:
     return use(experts, send)
+
+
+def _unstacked(experts: Experts) -> list[str]:
+    return [name for name, _ in experts.named_parameters() if experts.shardings.get(name, {}).get("ep") != 0]
 
 
 def first_place(experts: int, topology: Topology) -> Place:

@@ -215,7 +215,7 @@ class BlockStage:
         placed.come_in_turn(again, self._layer.recorder)
         self._refusal = placed.refusal()
         own = next(experts.parameters()).dtype
-        arrived = own != like.dtype  # a cast is a copy, made now
+        arrived = own != like.dtype or placed.parametrised  # what is made of parameters is made now
         chunks, self.returns = placed.call(partial(_of_tables, like), again, arrived=arrived)
         return chunks
 

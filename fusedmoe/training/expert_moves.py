@@ -117,20 +117,28 @@ def _copies(placed: DynamicExperts, path: tuple[int, ...]) -> Iterator[tuple[tup
 
 
 def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, tries: bool = False) -> None:
-    """Raises `ConfigError` as `move` would, before anything has to move.
+    """Raises `ConfigError` as `move` would, before anything has to move; and for experts that the optimizer does not
+    have, whose state would not move.
 
     `tries`: also for what the optimizer keeps after a step, as far as another one of its kind can be made.
     """
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for placed in layers:
         for name, parameter in placed.experts.named_parameters():
             _state(optimizer, name, parameter)
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"ShardedExperts: the {type(optimizer).__name__} does not have the experts' {name}: what updates "
+                    "it would keep its state where it is when experts change owners. Give the optimizer that has all "
+                    "experts (of several, which one has the rest does not matter), or use reshard=False."
+                )
     if tries:
         # Three dimensions, as experts have; no two sizes alike, so that no other shape looks like it.
         small = nn.Parameter(torch.zeros(2, 3, 5))
-        small.grad = torch.zeros_like(small)
+        small.grad = torch.ones_like(small)
         with suppress(Exception), torch.enable_grad():
             optimizer = type(optimizer)([small], **optimizer.defaults)
-            optimizer.step()
+            optimizer.step(lambda: torch.zeros(()))
         _state(optimizer, "parameter", small)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, on_all_ranks
@@ -87,8 +86,8 @@ class ShardedExperts:
     loaded.
 
     A `deepcopy` of the model has no replicas. Its experts change owners with the model's, so that weights can be
-    averaged into it (`torch.optim.swa_utils.AveragedModel`); all ranks must have it, and nobody may train it: owners do not
-    change beside a copy that is trained, unless it has a ShardedExperts of its own.
+    averaged into it (`torch.optim.swa_utils.AveragedModel`). All ranks must have it, and nobody may train it, unless it
+    has a ShardedExperts of its own.
 
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
@@ -149,11 +148,16 @@ class ShardedExperts:
             raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
         if any(one.hooked for one in self._layers):
             raise ConfigError("ShardedExperts: this model has one already; close() it before another is made")
-        if any(parametrize.is_parametrized(module) for one in self._layers for module in one.experts.modules()):
-            raise ConfigError(
-                "ShardedExperts: weights of experts are parametrised (LoRA, weight norm), and only parameters move: "
-                "make the model with placement='ep', or the parts parameters of your own experts, [experts, ...] each"
-            )
+        for layer in layers:
+            assert layer.placed is not None
+            if layer.experts is not layer.placed.experts:
+                raise ConfigError(
+                    f"ShardedExperts: the experts of a layer were put into a {type(layer.experts).__name__}, which "
+                    "computes without copies (peft's target_parameters, say). Give them LoRA by "
+                    "torch.nn.utils.parametrize instead, with one part for each expert, or use placement='ep'."
+                )
+            layer.placed.require_stacked()
+        self._names = [one.names for one in self._layers]
         if len({one.placement.experts for one in self._layers}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
@@ -258,6 +262,11 @@ class ShardedExperts:
             one.rest()
 
     def _begin(self) -> None:
+        if self._names != [one.names for one in self._layers]:
+            raise ConfigError(
+                "ShardedExperts: parameters of experts have come or gone since this was made. Parametrise experts "
+                "(LoRA) first; to do it now, close() this and make another, with the optimizer that has them."
+            )
         with self._topology.guard("ShardedExperts"):
             for layer, one in zip(self._recorded, self._layers, strict=True):
                 one.recorder = layer.recorder

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel, Line
@@ -53,12 +55,37 @@ def follow(model: Model, topology: Topology, mode: str) -> tuple[Plan | None, Gr
     return plan, None
 
 
+class Lora(nn.Module):
+    """w + B·A, with factors for each expert."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        owned, out, inputs = experts.w2.shape
+        numbers = experts.place.numbers
+        a = [torch.randn(2, inputs, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in numbers]
+        self.A, self.B = nn.Parameter(torch.stack(a)), nn.Parameter(experts.w2.new_full((owned, out, 2), 0.1))
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + self.B @ self.A
+
+
+def parametrised(model: Model) -> None:
+    for layer in model.layers:
+        experts = layer.experts
+        experts.w2.requires_grad_(False)
+        parametrize.register_parametrization(experts, "w2", Lora(experts))
+        experts.shardings["parametrizations.w2.original"] = experts.shardings.pop("w2")
+        experts.shardings |= {f"parametrizations.w2.0.{factor}": {"ep": 0} for factor in "AB"}
+
+
 def trained(rank: int, world: int, mode: str, sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
     """Steps through changing copies and owners, and what came of them on this rank."""
     topology = Topology.from_sizes(**sizes, ranks_per_node=1, timeout_s=30.0)
     split = {} if mode in ("ep", "layers") else {"degrees": (1, 1)}
     parts, recomputes = options.pop("parts", 1), options.pop("recomputes", False)
     model = Model(topology, "ep" if mode == "ep" else "fssdp", recomputes=recomputes, **split)
+    if options.pop("lora", False):
+        parametrised(model)
     optimizer = optimizer_of(model)
     sharded = None if mode == "ep" else ShardedExperts(model, optimizer, topology, **HECATE, **options)
     plan, buckets = follow(model, topology, mode)
@@ -108,10 +135,10 @@ def one_at_a_time(spans: list[Span]) -> None:
 
 @pytest.fixture(scope="module")
 def plain(cluster: Cluster) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Expert parallelism, by ranks and parts of a batch."""
+    """Expert parallelism, by ranks, parts of a batch, and whether experts are parametrised."""
     return {
-        (world, parts): cluster.run(world, trained, "ep", {"ep": world}, {"parts": parts})
-        for world, parts in ((2, 1), (2, 2), (4, 1))
+        (world, parts, lora): cluster.run(world, trained, "ep", {"ep": world}, {"parts": parts, "lora": lora})
+        for world, parts, lora in ((2, 1, False), (2, 2, False), (4, 1, False), (2, 1, True), (4, 1, True))
     }
 
 
@@ -123,13 +150,15 @@ def plain(cluster: Cluster) -> dict[tuple[int, int], list[dict[str, Any]]]:
         (2, "beside", {}),
         (4, "layers", {}),
         (2, "layers", {"rematerialises": True, "parts": 2}),
+        (2, "layers", {"lora": True}),
+        (4, "blocks", {"lora": True}),
         pytest.param(2, "layers", {"recomputes": True}, marks=pytest.mark.slow),
         pytest.param(4, "blocks", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, mode: str, options: dict[str, Any]) -> None:
-    wanted = plain[world, options.get("parts", 1)]
+    wanted = plain[world, options.get("parts", 1), options.get("lora", False)]
     found = cluster.run(world, trained, mode, {"ep": world}, options)
     close = {"rtol": 1e-10, "atol": 1e-12}
     for ours, theirs in zip(found, wanted, strict=True):
