@@ -223,8 +223,8 @@ def _show_price(found: Mapping[str, Any], console: Console) -> None:
         table.add_row(name, _ms(row["median_s"]), _spread(row), *more)
     console.print(table)
     console.print(
-        f"the main job, {found['layers']} layers, a random gate. price: the median of a step's time over that of expert "
-        "parallelism in the same turn, less one",
+        f"the main job, {found['layers']} layers, a random gate. price: the median of a step's time over that of "
+        "expert parallelism in the same turn, less one",
         highlight=False,
     )
 

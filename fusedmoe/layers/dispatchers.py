@@ -108,11 +108,11 @@ class _InTurns:
 
 
 def has_heap(topology: Topology, device: torch.device) -> bool:
-    """Whether all ranks that a layer's experts are split over have a symmetric heap, where they are split over one
-    axis. Collective over these."""
+    """Whether all ranks that a layer's experts are split over have a symmetric heap. Collective over these."""
     from fusedmoe.comm.heaps import find_backend
 
-    return bool(find_backend(_group(topology), device)[0])
+    group = _group(topology)
+    return group is not None and bool(find_backend(group, device)[0])
 
 
 def choose_transport(
@@ -124,8 +124,9 @@ def choose_transport(
         plans_for: the plans for so many tokens on a rank.
     """
     group = _group(topology)
+    assert group is not None
     tokens = torch.tensor([len(x_SM)], device=device_of(group))
-    most = _rounded_up(int(all_reduce(group, tokens, "max", "tokens of the ranks")))
+    most = rounded_up(int(all_reduce(group, tokens, "max", "tokens of the ranks")))
     forward = plans_for(most).forward
     if any(task.kind != kind for task in forward):
         return None
@@ -151,10 +152,11 @@ def fused_experts(
     from fusedmoe.kernels.one_sided import for_all_shards
 
     assert isinstance(experts, GroupedExperts)
-    group = _group(topology)
-    if group is topology.esp:
-        layout = for_all_shards(layout.exact(), group.size)
-        weight_SK = weight_SK.repeat_interleave(group.size, 1)
+    group, shards = _group(topology), topology.esp.size
+    assert group is not None
+    if shards > 1:
+        layout = for_all_shards(layout.exact(), shards, topology.ep.size)
+        weight_SK = weight_SK.repeat_interleave(shards, 1)
     buffers = _buffers(topology, group, layout, x_SM, transport)
     try:
         measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
@@ -180,11 +182,16 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     return known[group.axis, sizes]
 
 
-def _group(topology: Topology) -> Group:
-    """The ranks that the experts, or the shards of each, are split over."""
-    return topology.ep if topology.ep.size > 1 else topology.esp
+def _group(topology: Topology) -> Group | None:
+    """The ranks that the experts, and the shards of each, are split over: ep by ep, their shards in order. Collective
+    over these where there are both. None: the topology does not say which they are."""
+    if topology.ep.size == 1 or topology.esp.size == 1:
+        return topology.ep if topology.ep.size > 1 else topology.esp
+    if topology.expert_grid is None:
+        return None
+    return topology.subgroup("ep·esp", tuple(topology.expert_grid[topology.edp.index].flatten().tolist()))
 
 
-def _rounded_up(tokens: int) -> int:
+def rounded_up(tokens: int) -> int:
     """With a fourth to spare: batches need not all be as long as the first."""
     return -(-5 * max(1, tokens) // 64) * 16

@@ -201,29 +201,30 @@ class Capabilities:
     Attributes:
         ep, esp: ranks that share the experts, and the shards of each.
         grouped: the experts are the library's own products; else modules.
-        copies: experts are copied to other ranks for a while (`fusedmoe.layers.dynamic_experts`).
         direct: nothing but kernels sees rows between the gate's choice and the experts' results: no hooks, no order by
             products, no experts that move.
         dtype, device: of the rows.
         heap: whether all of the ranks have memory that kernels of the others address. Asked last, and only where all
             else allows it: it may be collective.
+        copies: experts are copied to other ranks for a while (`fusedmoe.layers.dynamic_experts`).
     """
 
     ep: int = 1
     esp: int = 1
     grouped: bool = True
-    copies: bool = False
     direct: bool = True
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     heap: Callable[[], bool] = lambda: False
+    copies: bool = False
 
 
 def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
     """The kinds of tasks that plans may have.
 
     Dispatch and combine without peers are among them: hooks may act there. Fused operations do all of a layer that
-    follows its own schedule and whose experts are split over one axis; in a step's plan nothing runs them. What
+    follows its own schedule; in a step's plan nothing runs them. Where experts are split over both axes, rows go from
+    every rank straight to all shards of their experts. What
     autograd runs beside a step's tasks is in its plan for what it takes.
     """
     parts = PIPELINE if here.esp > 1 else PIPELINE[::2]
@@ -232,9 +233,9 @@ def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
     if follows == "blocks":
         kinds = ("attention", "permute", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
         return (*kinds, *((GATHER, REDUCE) if here.copies else ()), "loss", "optimizer")
-    one_axis = (here.ep > 1) != (here.esp > 1)
+    split = here.ep > 1 or here.esp > 1
     served = triton_serves(here.device) and here.dtype != torch.float64
-    if not (one_axis and here.grouped and here.direct and served and here.heap()):
+    if not (split and here.grouped and here.direct and served and here.heap()):
         return parts
     over_experts, over_shards = FUSED
     return (*parts, over_experts if here.ep > 1 else over_shards)

@@ -23,7 +23,8 @@ from typing import NamedTuple
 PIPELINE = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
 
 
-#: The fused operations, each with the parts that it does: all of a layer whose experts are split over one axis.
+#: The fused operations, each with the parts that it does: all of a layer whose experts are split over ep, or over esp
+#: alone. With both, the first one's rows go straight to all shards of their experts, and neither gathering is left.
 FUSED = {"-".join(parts): parts for parts in (PIPELINE[::2], PIPELINE[1:-1])}
 
 _CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])

@@ -138,7 +138,7 @@ def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, t
         small.grad = torch.ones_like(small)
         with suppress(Exception), torch.enable_grad():
             optimizer = type(optimizer)([small], **optimizer.defaults)
-            optimizer.step(lambda: torch.zeros(()))
+            optimizer.step(lambda: 0.0)
         _state(optimizer, "parameter", small)
 
 
