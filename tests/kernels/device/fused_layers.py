@@ -99,9 +99,9 @@ def by_collectives_where_it_must(rank: int, world: int) -> set[str]:
     return {one.kind for one in recorder.timeline().spans} & {*FUSED, "dispatch"}
 
 
-def auto(rank: int, world: int, quick: bool) -> tuple[set[str], float, float, list[str]]:
-    """What a layer with "auto" runs by, what it has measured of both passes by kernels and by collectives, and what
-    differs from the layer without a schedule, in words. `quick`: kernels are said to take next to nothing."""
+def auto(rank: int, world: int, quick: bool) -> tuple[set[str], list[str]]:
+    """What a layer with "auto" runs by, and what differs from the layer without a schedule, in words. Kernels are said
+    to take next to nothing (`quick`), or for ever, in place of what is measured."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     recorder, found = Recorder(rank), []
     layers = {name: layer_of(topology, name, fusedmoe.experts.SwiGLU(24)) for name in ("off", "auto")}
@@ -111,7 +111,7 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], float, float, li
     def observe(*args: Any, **more: Any) -> dict[Sample, float]:
         measured = observe_fused(*args, **more)
         found.append(measured)
-        return dict.fromkeys(measured, 1e-9) if quick else measured
+        return dict.fromkeys(measured, 1e-9 if quick else 1e6)
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv(cache.CACHE, folder)
@@ -123,11 +123,10 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], float, float, li
     (seen,) = costs.observed.values()
     (measured,) = found
     assert costs.fused is not None and 0 < costs.fused.signal_s["inter"] < 1 and costs.fused.tile_rows == TOKEN_TILE
-    assert all(seen.seconds[sample] == (1e-9 if quick else s) for sample, s in measured.items())
-    by_collectives_s = sum(s for sample, s in seen.seconds.items() if sample.chunks == 1 and sample not in measured)
+    assert len(measured) == 2 and all(0 < s < 60 and sample in seen.seconds for sample, s in measured.items())
     wrong = []
     for place, (one, other) in enumerate(zip(own, plain, strict=True)):
         if not torch.allclose(one, other, 1e-4, 1e-5):
             wrong.append(f"result {place}: {(one - other).abs().max()}")
     kinds = {one.kind for one in recorder.timeline().spans} & {*FUSED, "expert"}
-    return kinds, sum(measured.values()), by_collectives_s, wrong
+    return kinds, wrong

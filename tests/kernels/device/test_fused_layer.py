@@ -44,10 +44,7 @@ def test_by_collectives_where_some_rank_has_no_heap(cluster: Cluster) -> None:
         assert len(wrong) == 1 and wrong[0].startswith("no fused operation among")
 
 
-@pytest.mark.parametrize("quick", [True, False], ids=["kernels are said to be quick", "as it is"])
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
 def test_auto_takes_what_is_measured_to_be_faster(cluster: Cluster, quick: bool) -> None:
-    for kinds, fused_s, by_collectives_s, wrong in cluster.run(2, auto, quick):
+    for kinds, wrong in cluster.run(2, auto, quick):
         assert wrong == [] and kinds == {"dispatch-expert-combine" if quick else "expert"}
-        assert fused_s > 0
-        # In the interpreter kernels take far longer than what they stand for.
-        assert quick or fused_s > by_collectives_s
