@@ -178,14 +178,16 @@ def test_machines_differ():
 
 def test_copies_that_save_nothing_are_not_made():
     """At even loads and on a quick network they do; where an expert is liked, or rows are dear, they save something."""
-    nodes, even = Nodes(2, 2), Placement.even(4, 8)
+    nodes, even = Nodes(4, 2), Placement.even(4, 8)
     copied = materialise(even, [9, 1, 1, 1, 1, 1, 1, 1], nodes, 4, 2)
     assert copied != even
     quick, slow = (PlacementCosts(1e-6, 8, 100, 200, rate, rate) for rate in (1e12, 1e5))
     unknown = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
     assert worth(even, copied, [5] * 8, nodes, quick) == even
     assert worth(even, copied, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == copied
-    assert worth(even, copied, [5] * 8, nodes, slow) == copied, "fewer rows travel"
+    everywhere = materialise(even, [5] * 8, nodes, 8, 6)
+    assert worth(even, everywhere, [5] * 8, nodes, slow) == everywhere, "no rows travel"
+    assert worth(even, everywhere, [5] * 8, nodes, quick) == even
     assert worth(even, copied, [5] * 8, nodes, unknown) == copied, "nothing is known"
     assert worth(even, even, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == even
 
