@@ -27,7 +27,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.expert_networks import Experts, Place
-from fusedmoe.layers.expert_tables import replace, table
+from fusedmoe.layers.expert_tables import replace, table, unstacked_of
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce
@@ -73,7 +73,7 @@ class DynamicExperts:
     """
 
     def __init__(self, experts: Experts, count: int, topology: Topology) -> None:
-        unstacked = _unstacked(experts)
+        unstacked = unstacked_of(experts)
         if unstacked or not count:
             raise ConfigError(
                 f"placement='fssdp' moves experts that lie in one tensor, [experts, ...]; {type(experts).__name__} has "
@@ -136,23 +136,6 @@ class DynamicExperts:
     def parametrised(self) -> bool:
         """Whether experts compute with what they make of parameters (LoRA by `torch.nn.utils.parametrize`)."""
         return any(parametrize.is_parametrized(module) for module in self.experts.modules())
-
-    def require_stacked(self) -> None:
-        """Experts may have been parametrised since they were made.
-
-        Raises:
-            ConfigError: a parameter that is not known to be [owned, ...], one part for each expert.
-        """
-        wrong = _unstacked(self.experts)
-        wrong += [name for name, one in self.experts.named_parameters() if one.dim() == 0 or len(one) != self.owned]
-        if wrong:
-            raise ConfigError(
-                f"placement='fssdp' moves the rows of parameters, [experts, ...]; {type(self.experts).__name__} has "
-                f"{', '.join(dict.fromkeys(wrong))} besides, parts of a parametrisation (LoRA), say. Make them "
-                "[local experts, ...], one part for each expert, and say so before ShardedExperts is made: "
-                "experts.shardings['parametrizations.w1.0.A'] = {'ep': 0}, and "
-                "experts.shardings['parametrizations.w1.original'] = experts.shardings.pop('w1'); or use placement='ep'"
-            )
 
     def place(self, placement: Placement) -> None:
         """The placement of the next forwards. Replicas are fetched when they begin.
@@ -483,10 +466,6 @@ class _With(nn.Module):
 
 def _given(use: Callable[[Experts, SendBack | None], T], send: SendBack | None, experts: Experts) -> T:
     return use(experts, send)
-
-
-def _unstacked(experts: Experts) -> list[str]:
-    return [name for name, _ in experts.named_parameters() if experts.shardings.get(name, {}).get("ep") != 0]
 
 
 def first_place(experts: int, topology: Topology) -> Place:

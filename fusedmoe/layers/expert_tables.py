@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.expert_networks import Experts
+
 
 def table(parameter: nn.Parameter, rows: int) -> Tensor:
     """[rows, ...] in the memory in which a parameter, [owned, ...], lies at the start; more is taken where needed."""
@@ -32,3 +35,26 @@ def replace(parameter: nn.Parameter, tensor: Tensor) -> None:
     other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
     parameter.data = torch.empty(0, dtype=other, device=parameter.device)
     parameter.data = tensor
+
+
+def unstacked_of(experts: Experts) -> list[str]:
+    """Parameters that are not said to be [experts, ...]."""
+    return [name for name, _ in experts.named_parameters() if experts.shardings.get(name, {}).get("ep") != 0]
+
+
+def require_stacked(experts: Experts, owned: int) -> None:
+    """Experts may have been parametrised since they were made.
+
+    Raises:
+        ConfigError: a parameter that is not known to be [owned, ...], one part for each expert.
+    """
+    wrong = unstacked_of(experts)
+    wrong += [name for name, one in experts.named_parameters() if one.dim() == 0 or len(one) != owned]
+    if wrong:
+        raise ConfigError(
+            f"placement='fssdp' moves the rows of parameters, [experts, ...]; {type(experts).__name__} has "
+            f"{', '.join(dict.fromkeys(wrong))} besides, parts of a parametrisation (LoRA), say. Make them "
+            "[local experts, ...], one part for each expert, and say so before ShardedExperts is made: "
+            "experts.shardings['parametrizations.w1.0.A'] = {'ep': 0}, and "
+            "experts.shardings['parametrizations.w1.original'] = experts.shardings.pop('w1'); or use placement='ep'"
+        )

@@ -20,6 +20,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import require_own_experts
+from fusedmoe.layers.expert_tables import require_stacked
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import measured_costs
 from fusedmoe.placement.hecate import calibrate, overlap_degree, reshard
@@ -156,7 +157,7 @@ class ShardedExperts:
                     "computes without copies (peft's target_parameters, say). Give them LoRA by "
                     "torch.nn.utils.parametrize instead, with one part for each expert, or use placement='ep'."
                 )
-            layer.placed.require_stacked()
+            require_stacked(layer.placed.experts, layer.placed.owned)
         self._names = [one.names for one in self._layers]
         if len({one.placement.experts for one in self._layers}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
