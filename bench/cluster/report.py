@@ -117,6 +117,9 @@ def _show_part(name: str, part: str, found: Mapping[str, Any], console: Console)
     if part == "placement":
         _show_placed(found, console)
         return
+    if part == "price":
+        _show_price(found, console)
+        return
     where = f"{name}, {setting['ranks']} ranks on two nodes, {setting['inter_mbit']} Mbit/s between them"
     if part in ("sweep", "buckets"):
         _show_sizes(part, where, found, console)
@@ -209,6 +212,23 @@ def _show_placed(found: Mapping[str, Any], console: Console) -> None:
         "busiest rank's rows over the mean; ingress: what the rank with most gets from the other node in one "
         "all-to-all; sent: by all ranks in a step, experts' parameters, gradients and state; peak: the most that these "
         "took on a rank, looked at where experts compute and where gradients are",
+        highlight=False,
+    )
+
+
+def _show_price(found: Mapping[str, Any], console: Console) -> None:
+    setting = found["setting"]
+    title = f"placement='fssdp' at even loads, {setting['ranks']} ranks, {setting['inter_mbit']} Mbit/s between them"
+    table = Table(title=title, title_justify="left")
+    for column in ("placement, schedule", "median", "spread", "price", "t", "copies"):
+        table.add_column(column, justify="left" if column.startswith("placement") else "right", no_wrap=True)
+    for name, row in found["rows"].items():
+        more = [f"{row['price']:+.1%}", str(row["overlap"]), str(row["copies"])] if "copies" in row else [""] * 3
+        table.add_row(name, _ms(row["median_s"]), _spread(row), *more)
+    console.print(table)
+    console.print(
+        f"the main job, {found['layers']} layers, a random gate. price: the median of a step's time over that of "
+        "expert parallelism in the same turn, less one",
         highlight=False,
     )
 
