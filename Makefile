@@ -67,7 +67,7 @@ help:
 
 env: $(READY)
 
-$(STAMP): pyproject.toml $(CONSTRAINTS) constraints/common.txt constraints/titan.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS) constraints/common.txt constraints/titan.txt constraints/megatron.txt
 	@found=; for p in python3 python3.12 python3.11 python3.13 python3.14; do \
 	    if $$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        found=$$p; break; fi; done; \
@@ -79,8 +79,9 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) constraints/common.txt constraints/titan
 	$$found -m venv $(VENV)
 	@quiet=; [ -t 1 ] || quiet=--quiet; \
 	$(VENV)/bin/python -m pip --disable-pip-version-check install $$quiet -c $(CONSTRAINTS) -e '.[dev]'
-	@$(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r constraints/titan.txt \
-	    || echo "Note: no torchtitan from this index; what tests it is skipped." >&2
+	@for other in titan megatron; do \
+	    $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r constraints/$$other.txt \
+	        || echo "Note: not all of constraints/$$other.txt from this index; what tests it is skipped." >&2; done
 	@if [ $(DEVICE) = cpu ] && $(VENV)/bin/python -m pip list 2>/dev/null | grep -q '^nvidia-cublas'; then \
 	    echo 'Note: pip found only a CUDA build of torch: it works here, at several GB. For the small one give pip' >&2; \
 	    echo "PyTorch's index of CPU wheels (PIP_EXTRA_INDEX_URL=...) and start again: make clean train." >&2; fi
@@ -95,8 +96,10 @@ train: $(READY)
 	else set -- --nproc-per-node $(CPU_RANKS) -m fusedmoe.cli train $(CPU_LAYOUT); fi; \
 	exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m torch.distributed.run --standalone "$$@" $(ARGS)
 
+# Half of their time tests wait for ranks, so three processes share them, where pytest-xdist is installed.
 test: $(READY)
-	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m pytest $(ARGS)
+	@side=$$($(PY) -c 'import xdist' 2>/dev/null && echo '-n 3 --dist loadgroup'); \
+	exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m pytest $$side $(ARGS)
 
 # All three report, also when an earlier one has found something.
 lint: $(READY)

@@ -35,7 +35,9 @@ from bench.provenance import provenance
 _PORT = 29555  # in a namespace of our own
 _SECONDS = 1800  # that a setting may take
 # Seconds of a part on an idle machine of two cores, by five rounds, where no results say it.
-_PART_S = dict(layer=120, model=240, job=480, captured=300, steps=300, sweep=300, buckets=240, placement=1500)
+_PART_S = dict(
+    layer=120, model=240, job=480, price=600, captured=300, steps=300, sweep=300, buckets=240, placement=1500
+)
 _START_S = 30  # of a setting, before its first part
 
 #: A setting, and its parts.
@@ -227,6 +229,8 @@ def _run_ranks(
                 "MALLOC_MMAP_THRESHOLD_": str(2**25),
                 "MALLOC_TRIM_THRESHOLD_": str(2**33),
                 "MALLOC_TOP_PAD_": str(2**26),
+                # What one thread has given back another may take: a dozen models have dozens of threads.
+                "MALLOC_ARENA_MAX": "2",
                 **own,
             }
             running[rank] = Process(command, environment, show=rank == 0)

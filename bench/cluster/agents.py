@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 #: Of torchrun's rendezvous: how long it waits for more nodes than it needs, and after what silence a node is lost.
 RENDEZVOUS = {"last_call_timeout": 15, "keep_alive_interval": 1, "keep_alive_max_attempt": 10, "is_host": "false"}
 
+#: What torchrun imports before it forks ranks, so that they begin with it: all that a rank imports.
+PRELOAD = "import torch._dynamo, fusedmoe.cli.main; from torch.distributed.run import main; main()"
+
 _STORE = """
 import signal, sys
 from torch.distributed import TCPStore
@@ -36,6 +40,7 @@ class Agents:
         folder: where it runs, and where outputs go.
         spaces: network namespaces, one a node; None: all on loopback.
         rendezvous: changes to `RENDEZVOUS`.
+        forked: torchrun forks the ranks; otherwise each is a Python of its own, which imports all it needs.
     Attributes:
         running: the agents.   outputs: a file of each that was started.
     """
@@ -48,8 +53,10 @@ class Agents:
         *arguments: str,
         spaces: TwoNodes | None = None,
         rendezvous: dict[str, Any] | None = None,
+        forked: bool = True,
     ) -> None:
         self._folder, self._arguments, self._nodes, self._per_node = folder, arguments, nodes, per_node
+        self._forked = forked
         self._spaces, self._rendezvous = spaces, RENDEZVOUS | (rendezvous or {})
         self._address = "127.0.0.1" if spaces is None else ADDRESSES[0]
         with socket.socket() as free:
@@ -60,7 +67,9 @@ class Agents:
         self._places: dict[int, int] = {}
         command = self._in(0, sys.executable, "-c", _STORE, self._address, str(self._port))
         # It warns of addresses without names.
-        self._store = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._store = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=_end_with_parent
+        )
         assert self._store.stdout is not None
         self._store.stdout.readline()
         for node in range(nodes):
@@ -85,10 +94,14 @@ class Agents:
         address = "127.0.0.1" if self._spaces is None else ADDRESSES[node]
         interface = "lo" if self._spaces is None else self._spaces.interfaces[node]
         settings = ",".join(f"{name}={value}" for name, value in self._rendezvous.items())
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{self._nodes}"]
+        command, program = [sys.executable, "-m", "torch.distributed.run"], ["-m", "fusedmoe.cli"]
+        if self._forked:
+            command = [sys.executable, "-u", "-c", PRELOAD, "--run-path", "--start-method", "fork"]
+            program = [str(ROOT / "fusedmoe/cli/__main__.py")]
+        command += ["--nnodes", f"1:{self._nodes}"]
         command += ["--nproc-per-node", str(self._per_node), "--max-restarts", "100", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", f"{self._address}:{self._port}", "--rdzv-id", f"agents-{os.getpid()}"]
-        command += ["--rdzv-conf", settings, "--local-addr", address, "-m", "fusedmoe.cli", "train"]
+        command += ["--rdzv-conf", settings, "--local-addr", address, *program, "train"]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": interface}
         environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
         environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -101,6 +114,7 @@ class Agents:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         self._places[agent.pid] = node
         self.running.append(agent)
@@ -112,14 +126,18 @@ class Agents:
             with suppress(OSError, ValueError, IndexError):
                 fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
                 command = (entry / "cmdline").read_bytes()
-                if int(fields[1]) == agent.pid and fields[0] != "Z" and b"fusedmoe.cli" in command:
+                if int(fields[1]) == agent.pid and fields[0] != "Z" and b"fusedmoe" in command:
                     found.append(int(entry.name))
         return sorted(found)
 
-    def lose(self, agent: subprocess.Popen[bytes]) -> int:
-        """Ends a node, all at once; returns which one it was."""
+    def place(self, agent: subprocess.Popen[bytes]) -> int:
+        """Which node an agent is."""
+        return self._places[agent.pid]
+
+    def lose(self, agent: subprocess.Popen[bytes], only_agent: bool = False) -> int:
+        """Ends a node, all at once; returns which one it was. `only_agent`: its ranks have to find it out."""
         for _ in range(2):  # ranks that it had just begun to start
-            for process in (*self.ranks(agent), agent.pid):
+            for process in (agent.pid,) if only_agent else (*self.ranks(agent), agent.pid):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
         agent.wait()
@@ -142,9 +160,14 @@ class Agents:
             assert any(agent.poll() is None for agent in self.running), self.said()
             time.sleep(0.02)
 
-    def said(self) -> str:
+    def said(self, most: int = 6000) -> str:
         """What all of them wrote, the end of it."""
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in self.outputs)
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-most:]}" for path in self.outputs)
+
+
+def _end_with_parent() -> None:
+    """In a process that is about to begin: it is killed when this one ends, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from bench.cluster import gpipe
 from bench.cluster.model import explore, explored
 from bench.cluster.setting import Setting
-from bench.cluster.turns import beside, first_of, in_turns, predicted, row, tell
+from bench.cluster.turns import beside, first_of, in_turns, planned, predicted, refitted, row, tell
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import StopRequest
 from fusedmoe.cli.settings import Settings
@@ -22,6 +22,7 @@ from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.timeline import Timeline
 
 _LAYERS, _SEQ_LEN, _K = 2, 256, 2
 # Of GPipe: of p stages, (p−1)/(m+p−1) of the time is fill and drain.
@@ -84,9 +85,20 @@ def measure(setting: Setting, topology: Topology, rounds: int, costs: CostModel 
                 gpipe.make_step(job_settings(setting, "off"), topology, random_corpus(2**16), count), 0
             )
             first[name] = name
+    refit_s = {}
+    for name in runs:
+        trainer = made.get(name)
+        if trainer is not None and trainer.planned is not None:
+            tell(topology, f"observing {name}")
+            plan, step_costs = trainer.planned
+            refit_s[name] = makespan(plan, refitted(topology, plan, step_costs, partial(_recorded, trainer)))
     rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
-    for name, found in rows.items():
-        planned = made[name].planned if name in made else None
-        if planned is not None:
-            found |= predicted(found["median_s"], makespan(*planned), planned[0])
+    for name, later_s in refit_s.items():
+        found, of = rows[name], made[name].planned
+        assert of is not None
+        found |= predicted(found["median_s"], makespan(*of), later_s) | planned(of[0])
     return {"rows": beside(rows, first), "auto": explored(tuning.contest), "layers": _LAYERS}
+
+
+def _recorded(trainer: Trainer) -> Timeline:
+    return trainer.recorded_step(0)[1]

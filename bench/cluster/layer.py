@@ -15,18 +15,21 @@ from torch import Tensor, nn
 import fusedmoe
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
-from bench.cluster.turns import beside, first_of, in_turns, row
+from bench.cluster.turns import beside, first_of, in_turns, predicted, refitted, row
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Place, RowExperts
+from fusedmoe.layers.moe import number_layers
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES
 from fusedmoe.schedule.simulate import makespan
-from fusedmoe.schedule.timeline import PHASES, Timeline
+from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.timeline import PHASES, RESOURCES, Timeline
 from fusedmoe.schedule.workload import Workload
 
 #: Experts that a token goes to.
@@ -47,30 +50,55 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     plans = {name: _plans(layer, x_SM, dy_SM) for name, layer in made.items()}
     first = first_of({name: str(plan) if plan else name for name, plan in plans.items()})
     runs = {name: partial(run, made[name], x_SM, dy_SM) for name in dict.fromkeys(first.values())}
-    rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
     workload = off.experts.workload(setting.S, 4, setting.ep, setting.esp)
     costs = workload.step_costs(model, [0], off.parts)
-    # No attention is in it, but what surrounds the pipeline is.
-    around_s = sum(costs.layers[0].dense_s[phase].get("gate", 0.0) for phase in PHASES)
-    for name, found in rows.items():
+    refit_s = {}
+    for name in runs:
         if plan := plans[name]:
-            predicted_s = around_s + sum(makespan(one, costs) for one in (plan.forward, plan.backward))
-            degrees = [max(one.degrees.values()) for one in (plan.forward, plan.backward)]
-            found |= {"predicted_s": predicted_s, "error": predicted_s / found["median_s"] - 1.0, "degrees": degrees}
+            number_layers([made[name]])  # spans then say the same layer as tasks
+            both = Plan.from_orders({one: (*plan.forward.on(one), *plan.backward.on(one)) for one in RESOURCES})
+            recorded = partial(_recorded, made[name], x_SM, dy_SM, topology.rank)
+            refit_s[name] = _step_s(plan, refitted(topology, both, costs, recorded))
+    rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
+    for name, later_s in refit_s.items():
+        plan, found = plans[name], rows[name]
+        assert plan is not None
+        found |= predicted(found["median_s"], _step_s(plan, costs), later_s)
+        found["degrees"] = [max(one.degrees.values()) for one in (plan.forward, plan.backward)]
     parts = {phase: {kind: vars(of) for kind, of in costs.layers[0].chunks[phase].items()} for phase in PHASES}
     fastest = min((name for name in rows if name != "off"), key=lambda name: rows[name]["median_s"])
-    timelines = {name: _timeline(made[name], x_SM, dy_SM, topology).as_dict() for name in ("off", fastest)}
-    found = {"rows": beside(rows, first), "parts": parts, "around_s": around_s, "layers": 1}
-    return found | {"timelines": timelines}
+    timelines = {}
+    for name in ("off", fastest):
+        all_gather_object(topology.world, None, "beginning together")
+        timelines[name] = _recorded(made[name], x_SM, dy_SM, topology.rank).as_dict()
+    return {"rows": beside(rows, first), "parts": parts, "around_s": _around_s(costs), "layers": 1} | {
+        "timelines": timelines
+    }
 
 
-def _timeline(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor, topology: Topology) -> Timeline:
+def _around_s(costs: StepCosts) -> float:
+    """No attention is in a layer by itself, but what surrounds the pipeline is."""
+    return sum(costs.layers[0].dense_s[phase].get("gate", 0.0) for phase in PHASES)
+
+
+def _step_s(plans: Plans, costs: StepCosts) -> float:
+    """Both passes, by their plans."""
+    return _around_s(costs) + sum(makespan(one, costs) for one in (plans.forward, plans.backward))
+
+
+def _recorded(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor, rank: int) -> Timeline:
     """Of this rank, in one more step."""
-    all_gather_object(topology.world, None, "beginning together")
-    layer.recorder = Recorder(topology.rank)
-    run(layer, x_SM, dy_SM)
-    found, layer.recorder = layer.recorder.timeline(), None
-    return found
+    x_SM.grad = None
+    layer.zero_grad(set_to_none=True)
+    layer.recorder = recorder = Recorder(rank)
+    y_SM = layer(x_SM)
+    with recorder.span("between the passes", kind="loss"):
+        pass
+    y_SM.backward(dy_SM)
+    with recorder.span("after the passes", kind="optimizer"):
+        pass
+    layer.recorder = None
+    return recorder.timeline()
 
 
 def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule | None) -> fusedmoe.MoELayer:

@@ -20,7 +20,7 @@ from bench.cluster.layer import Wait, make_layer
 from bench.cluster.profile import BUDGET_S
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
-from bench.cluster.turns import beside, first_of, in_turns, predicted, row, seconds_of, tell
+from bench.cluster.turns import beside, first_of, in_turns, planned, predicted, refitted, row, seconds_of, tell
 from fusedmoe.cli.trainer import probes
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.pipeline import Parts, PipelinedBlocks
@@ -138,11 +138,23 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     candidates["auto"] = tuning.now
     first = first_of({name: (one.plan.fingerprint, one.whole) for name, one in candidates.items()})
     runs = {name: partial(model.step, step.buckets) for name in dict.fromkeys(first.values())}
+
+    def recorded_step() -> Timeline:
+        recorder = Recorder(topology.rank)
+        model.step(step.buckets, recorder)
+        return recorder.timeline()
+
+    refit_s = {}
+    for name in runs:
+        if name != OFF:
+            one = candidates[name]
+            step.follow(one)
+            refit_s[name] = makespan(one.plan, refitted(topology, one.plan, step.costs_of(one.whole), recorded_step))
     seconds = in_turns(topology, runs, rounds, lambda name: step.follow(candidates[name]))
     rows = {name: row(of) for name, of in seconds.items()}
-    for name, found in rows.items():
-        if name != OFF:
-            found |= predicted(found["median_s"], candidates[name].predicted_s, candidates[name].plan)
+    for name, later_s in refit_s.items():
+        one, found = candidates[name], rows[name]
+        found |= predicted(found["median_s"], one.predicted_s, later_s) | planned(one.plan)
     return {"rows": beside(rows, first), "auto": explored(tuning.contest), "observed": seen.as_dict()}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.cluster import balance, blocks, captured, job, model, placed, stacks
+from bench.cluster import balance, blocks, captured, job, model, placed, price, stacks
 from bench.cluster import layer as layers
 from bench.cluster.profile import StackProfile, profile_stack
 from bench.cluster.setting import SETTINGS, Setting
@@ -45,6 +45,9 @@ class Parts:
 
     def job(self) -> dict[str, Any]:
         return job.measure(self._setting, self._topology, self._rounds)
+
+    def price(self) -> dict[str, Any]:
+        return price.measure(self._setting, self._topology, self._rounds)
 
     def captured(self) -> dict[str, Any]:
         return captured.measure(self._setting, self._topology, self._rounds)

@@ -62,7 +62,7 @@ class Setting:
             return ("captured",)
         if self.alone:
             return ("layer",)
-        real = ("job",) if self.emulated_flops is None and not self.blocks else ()
+        real = ("job", "price") if self.emulated_flops is None and not self.blocks else ()
         if self.emulated_flops is not None:
             real = ("model",) if self.blocks else ("layer", "model")
         return (*real, "steps", "buckets" if self.blocks else "sweep")

@@ -12,7 +12,7 @@ from bench.cluster.blocks import plans_of
 from bench.cluster.profile import StackProfile
 from bench.cluster.setting import LIMIT, Setting
 from bench.cluster.step import Step
-from bench.cluster.turns import beside, degrees_of, first_of, in_turns, predicted, row, spread
+from bench.cluster.turns import beside, degrees_of, first_of, in_turns, planned, predicted, row, spread
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.recorder import Recorder
@@ -50,7 +50,7 @@ def measure_steps(
         should = simulate(plans[policy], costs)
         busy = {resource: should.busy_s(resource) for resource in RESOURCES}
         exposed = [statistics.mean(of) for of in zip(*(rank[policy] for rank in every), strict=True)]
-        rows[policy] = row(of) | predicted(statistics.median(of), should.end_s, plans[policy])
+        rows[policy] = row(of) | predicted(statistics.median(of), should.end_s) | planned(plans[policy])
         rows[policy] |= {"resource": max(busy, key=lambda resource: busy[resource]), "resource_s": max(busy.values())}
         rows[policy] |= {"exposed_s": statistics.median(exposed), "predicted_exposed_s": should.exposed_s()}
         if topology.rank == 0:

@@ -13,6 +13,11 @@ from bench.cluster.setting import Setting
 from fusedmoe.comm.collectives import all_gather_object, all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.refit import observe, refit
+from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.timeline import Timeline
+
+_REFIT_STEPS = 3
 
 
 def seconds_of(topology: Topology, call: Callable[[], Any]) -> float:
@@ -60,14 +65,26 @@ def row(seconds: list[float]) -> dict[str, Any]:
     return {**spread(seconds), "rounds_s": seconds}
 
 
-def predicted(median_s: float, predicted_s: float, plan: Plan) -> dict[str, Any]:
-    """What it should take by its plan, beside the median, for its row."""
-    return {
-        "predicted_s": predicted_s,
-        "error": predicted_s / median_s - 1.0,
-        "degrees": degrees_of(plan),
-        "plan": str(plan),
-    }
+def refitted(topology: Topology, plan: Plan, costs: StepCosts, run: Callable[[], Timeline]) -> StepCosts:
+    """The costs, refitted by a few steps that follow the plan; collective. `run`: such a step, on this rank."""
+    run()
+    steps = []
+    for _ in range(_REFIT_STEPS):
+        all_reduce(topology.world, torch.zeros(1), operation="start of a measurement")
+        steps.append(all_gather_object(topology.world, run()))
+    return refit(costs, observe(plan, costs, steps))
+
+
+def predicted(median_s: float, predicted_s: float, refit_s: float | None = None) -> dict[str, float]:
+    """What something should take, beside the median, for its row: by the costs before any of its steps, and by those
+    that its first steps refit."""
+    found = {"predicted_s": predicted_s, "error": predicted_s / median_s - 1.0}
+    return found if refit_s is None else found | {"refit_s": refit_s, "refit_error": refit_s / median_s - 1.0}
+
+
+def planned(plan: Plan) -> dict[str, Any]:
+    """A plan, for its row."""
+    return {"degrees": degrees_of(plan), "plan": str(plan)}
 
 
 def beside(rows: dict[str, dict[str, Any]], first: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:

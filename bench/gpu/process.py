@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +70,8 @@ class Process:
                     break
                 except subprocess.TimeoutExpired:
                     continue
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # children that did not hear, or did not care
         code = None if kill else self._process.wait()
         output = os.pread(self._output.fileno(), 2**27, 0).decode(errors="replace")
         self._output.close()

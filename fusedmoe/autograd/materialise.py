@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from fusedmoe.comm.sparse import SparseWork
 
-# Sends gradients of all experts that a rank holds, [rows, ...] for each parameter, to where they belong.
+# Sends gradients of all experts that a rank holds, [rows, ...] for each parameter that learns, to where they belong.
 SendBack = Callable[[Sequence[Tensor]], SparseWork]
 
 
@@ -27,11 +27,20 @@ class Returns:
 
     Attributes:
         rows: where an owned expert lies in the parameters.
+        learn: of each parameter, whether it has gradients.
+        works: gradients that are on their way.
+        sent: these were sent by a plan's task, and not where autograd has them.
     """
 
-    def __init__(self, rows: dict[int, int]) -> None:
-        self.rows = rows
+    def __init__(self, rows: dict[int, int], learn: Sequence[bool]) -> None:
+        self.rows, self.learn, self.sent = rows, learn, False
         self.works: list[SparseWork] = []
+
+    def send(self, send_back: SendBack, grads: Sequence[Tensor]) -> SparseWork:
+        """Starts gradients of all experts that this rank holds on their way."""
+        work = send_back(grads)
+        self.works.append(work)
+        return work
 
 
 def arriving(parameters: Sequence[Tensor], returns: Returns) -> tuple[Tensor, ...]:
@@ -52,6 +61,25 @@ def materialise(
     return _Materialise.apply(returns, send_back, list(tables), *parameters)
 
 
+def send_totals(
+    send: SendBack,
+    tables: Sequence[Tensor],
+    made: Sequence[Tensor | None],
+    totals: Sequence[Tensor | None] | None,
+) -> SparseWork:
+    """Starts gradients of tables on their way, by those of what experts have made of them (in another dtype, say)."""
+    tables = [table for table in tables if table.requires_grad]
+    pairs = zip(made, totals or [None] * len(made), strict=True)
+    given = [(one, total.to(one.dtype)) for one, total in pairs if one is not None and total is not None]
+    given = [(one, total) for one, total in given if one.requires_grad]
+    grads: Sequence[Tensor | None] = [None] * len(tables)
+    if given:
+        outputs, totals = zip(*given, strict=True)
+        grads = torch.autograd.grad(outputs, tables, totals, retain_graph=True, allow_unused=True)
+    found = zip(tables, grads, strict=True)
+    return send([torch.zeros_like(table) if grad is None else grad.contiguous() for table, grad in found])
+
+
 def again(y: Tensor, fetch: Callable[[], None]) -> Tensor:
     """`y`, computed with tables whose replicas are given back after it, or may be; its backward has them fetched
     first."""
@@ -65,21 +93,24 @@ class _Materialise(Function):
     ) -> tuple[Tensor, ...]:
         ctx.returns, ctx.send_back = returns, send_back
         ctx.owned = [len(parameter) for parameter in parameters]
-        return tuple(table.detach() for table in tables)
+        return _marked(ctx, returns, tables)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        whole = [grad.contiguous() for grad in grads]
-        ctx.returns.works.append(ctx.send_back(whole))
-        return None, None, None, *(grad[:owned] for grad, owned in zip(whole, ctx.owned, strict=True))
+        returns = ctx.returns
+        whole = [grad.contiguous() if learns else None for grad, learns in zip(grads, returns.learn, strict=True)]
+        if not returns.sent:
+            returns.send(ctx.send_back, [grad for grad in whole if grad is not None])
+        owned = zip(whole, ctx.owned, strict=True)
+        return None, None, None, *(None if grad is None else grad[:rows] for grad, rows in owned)
 
 
 class _Arriving(Function):
     @staticmethod
     def forward(ctx: Any, returns: Returns, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.returns = returns
-        return tuple(parameter.detach() for parameter in parameters)
+        return _marked(ctx, returns, parameters)
 
     @staticmethod
     @once_differentiable
@@ -88,7 +119,8 @@ class _Arriving(Function):
         works, returns.works = returns.works, []
         arrived = [one for work in works for one in work.wait()]
         # Not a part of what also has the replicas' gradients: that memory is given back.
-        own = [grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad for grad in grads]
+        learnt = [grad for grad, learns in zip(grads, returns.learn, strict=True) if learns]
+        own = [grad.clone() if grad.untyped_storage().nbytes() > grad.nbytes else grad for grad in learnt]
         by_row: dict[int, list[tuple[Tensor, ...]]] = {}
         for expert, parts in arrived:
             by_row.setdefault(returns.rows[expert], []).append(parts)
@@ -99,7 +131,14 @@ class _Arriving(Function):
                 for other in others:
                     total = total + other.to(dtype)
                 grad[row] = total
-        return None, *own
+        found = iter(own)
+        return None, *(next(found) if learns else None for learns in returns.learn)
+
+
+def _marked(ctx: Any, returns: Returns, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    found = tuple(tensor.detach() for tensor in tensors)
+    ctx.mark_non_differentiable(*(one for one, learns in zip(found, returns.learn, strict=True) if not learns))
+    return found
 
 
 class _Again(Function):

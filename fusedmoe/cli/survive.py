@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -28,6 +30,7 @@ torchrun's flags for it, the same on every node, are
 
 # A rank that is at fault and alive may be about to say why, and to end.
 _END_S = 2.0
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def check_launcher() -> None:
@@ -41,6 +44,22 @@ def check_launcher() -> None:
             "--survive needs a store of its own for the ranks of each restart, as those before have left theirs full: "
             f"set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun. {_HOW}"
         )
+
+
+def end_with_launcher() -> None:
+    """Has this rank end as soon as its launcher is gone, however it ended, and as soon as the launcher asks for it.
+
+    A node whose launcher is gone is lost: its ranks would be started nowhere again. And a rank that torchrun has forked
+    has torchrun's own handlers of signals, which wait for whatever the rank waits for.
+    """
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it was just before
+        os.kill(os.getpid(), signal.SIGKILL)
+    if multiprocessing.parent_process() is not None:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Survivor:

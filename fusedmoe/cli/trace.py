@@ -28,8 +28,8 @@ from fusedmoe.schedule.draw import MAX_TIMELINES, draw
 from fusedmoe.schedule.machines import spread_of
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.refit import Row, compare
-from fusedmoe.schedule.simulate import simulate
+from fusedmoe.schedule.refit import Row, compare, observe, refit
+from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline, align, save_trace
 
@@ -122,7 +122,9 @@ def run(arguments: argparse.Namespace) -> int:
         save_trace(both, arguments.json)
         print(describe(settings.model))
         print(f"{topology}, schedule {settings.schedule}")
-        _show(compare(*planned, middle), middle, [_step_s(timelines) for timelines in by_step])
+        plan, costs_then = planned
+        again_s = makespan(plan, refit(costs_then, observe(plan, costs_then, by_step)))
+        _show(compare(*planned, middle), again_s, middle, [_step_s(timelines) for timelines in by_step])
         print(f"{arguments.png}, {arguments.json}")
     return 0
 
@@ -141,12 +143,14 @@ def _step_s(timelines: Sequence[Timeline]) -> float:
     return max(timeline.end_s for timeline in timelines)
 
 
-def _show(rows: Sequence[Row], measured: Sequence[Timeline], steps_s: Sequence[float]) -> None:
+def _show(rows: Sequence[Row], again_s: float, measured: Sequence[Timeline], steps_s: Sequence[float]) -> None:
+    """`again_s`: predicted from the parts as these steps measured them."""
     print(table_of(rows), end="")
     predicted_s, step_s = rows[-1].predicted_s or 0.0, rows[-1].measured_s or 0.0
     several = f" (middle of {len(steps_s)}: {1e3 * min(steps_s):.1f} to {1e3 * max(steps_s):.1f})" * (len(steps_s) > 1)
     print(f"predicted {1e3 * predicted_s:.1f} ms, measured {1e3 * step_s:.1f} ms{several}")
     print(f"measured / predicted: {step_s / predicted_s:.2f}")
+    print(f"predicted from the parts as measured: {1e3 * again_s:.1f} ms ({again_s / step_s - 1:+.1%})")
     if len(measured) > 1:
         spread = spread_of(measured)
         print(f"ranks differ by {spread:.1%} in what they compute (fusedmoe plan --machine NAME --spread {spread:.3f})")

@@ -18,7 +18,7 @@ from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_device, choose_s
 from fusedmoe.cli.parts import table_of
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
-from fusedmoe.cli.survive import Survivor, check_launcher, fitting_sizes, hurry, leave
+from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, hurry, leave
 from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_plan
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
@@ -124,6 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = (Settings() if arguments.resume is None else read_settings(arguments.resume)).changed(changes)
     if settings.survive:
         check_launcher()
+        end_with_launcher()
     sizes = (fitting_sizes if settings.survive else choose_sizes)(settings, launch)
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
     device, stop = choose_device(settings, launch), StopRequest()

@@ -24,7 +24,7 @@ from fusedmoe.kernels.one_sided import Addresses, Bounds, Mark, ReceiveBuffer
 SLOTS = 2
 
 # Rows for which there is one signal: of tokens as many as a tile of the product has, of metadata more, they are short.
-_TOKEN_TILE, _METADATA_TILE = 128, 1024
+TOKEN_TILE, _METADATA_TILE = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ReceiveBuffers:
         if sizes.experts % size:
             raise ConfigError(f"{sizes.experts} experts cannot be shared evenly by {size} ranks")
         self.experts = sizes.experts // size
-        self._tile = min(_TOKEN_TILE, 1 << max(4, (sizes.tokens - 1).bit_length()))
+        self._tile = min(TOKEN_TILE, 1 << max(4, (sizes.tokens - 1).bit_length()))
         capacity, lines = _up(max(sizes.tokens, 1), self._tile), self.experts + sizes.tokens * sizes.k
         if self.experts > _METADATA_TILE:
             raise ConfigError(

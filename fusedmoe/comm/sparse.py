@@ -115,6 +115,13 @@ class SparseCollectives:
         """
         return self._start(transfers, self._job(transfers, rows, tables, owned), during)
 
+    def wait(self) -> None:
+        """Until all that was begun is done (on CUDA the current stream waits). Who waits for a work has its error."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._thread is not None and self._last is not None:
+            self._thread.settle(self._last)
+
     def close(self) -> None:
         """Ends the thread, once what was begun is done."""
         if self._thread is not None and self._last is not None:

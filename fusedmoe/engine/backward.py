@@ -98,6 +98,11 @@ class BlocksBackward(BlockPass, BackwardPass):
         piece.dcombine = rest[0] if rest else None
         return drows_SM
 
+    def sparse_reduce_scatter(self, task: Task) -> None:
+        number, layer = self.at(task)
+        if layer.returns is not None:
+            layer.returns(self.totals[number])
+
     def recall(self, task: Task) -> None:
         number, layer = self.at(task)
         if layer.chunks and not self._same[number]:

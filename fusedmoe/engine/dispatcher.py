@@ -30,7 +30,7 @@ from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import CHECK, Exchange
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, no_wider
-from fusedmoe.engine.run import Assigned, Run, one_chunk
+from fusedmoe.engine.run import Assigned, CopiesInTurns, Run, one_chunk
 from fusedmoe.engine.tokens import through_experts
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
@@ -230,7 +230,9 @@ class Collectives(Dispatcher):
         with span(self.recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
             return Exchange(self.all_to_all, self.topology.esp, counts_E, dtype, refusal, **more)
 
-    def run(self, x_SM: Tensor, crossing: Crossing, experts: LocalExperts) -> Tensor:
+    def run(
+        self, x_SM: Tensor, crossing: Crossing, experts: LocalExperts, copies: CopiesInTurns | None = None
+    ) -> Tensor:
         """What `through_experts` does once the ranks have met. Collective."""
         layout, weight_N, exchange = crossing
         chunks = experts.in_chunks(x_SM)
@@ -249,6 +251,7 @@ class Collectives(Dispatcher):
             streams,
             assigned.gradients,
             assigned.beside,
+            copies,
         )
         return through_experts(x_SM, weight_N, layout, exchange, chunks, run)
 

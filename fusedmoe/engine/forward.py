@@ -48,7 +48,9 @@ class BlocksForward(BlockPass, ForwardPass):
             own = stage.dense_parameters
             units: list[Unit | None] = [None] * len(unit_cuts)
             pieces: list[Piece | None] = [None] * len(cuts)
-            layers.append(Layer(of, stage.hooks, own, leaves, unit_cuts, cuts, units, pieces, held=stage.held))
+            layer = Layer(of, stage.hooks, own, leaves, unit_cuts, cuts, units, pieces, held=stage.held)
+            layer.returns = stage.returns if keep else None
+            layers.append(layer)
         super().__init__(run, cut, layers, x.shape)
         x_SM = x.reshape(self._lead.numel(), x.shape[-1])
         self._wholes = [Share(0, 1, split_counts(len(x_SM), stage.mp), stage.mp.index) for stage in stages]
@@ -168,6 +170,9 @@ class BlocksForward(BlockPass, ForwardPass):
         full_S = torch.zeros(expert_SK.numel(), dtype=torch.bool, device=expert_SK.device)
         full_S[layout.pair_N] = full_N
         return full_S.view_as(expert_SK)
+
+    def sparse_all_gather(self, task: Task) -> None:
+        self._stages[self.number(task)].gather()
 
     def start(self, task: Task) -> None:
         number, layer = self.at(task)

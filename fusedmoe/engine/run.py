@@ -40,8 +40,8 @@ class GradientReducer(Protocol):
 
     def reduce(self, task: Task) -> None: ...
 
-    def begin(self, tasks: Sequence[Task]) -> None:
-        """Starts what runs beside the tasks that follow a plan."""
+    def begin(self, tasks: Sequence[Task], behind: Callable[[], None] | None = None) -> None:
+        """Starts what runs beside the tasks that follow a plan. `behind`: waits for what has the link before."""
         ...
 
     def wait(self) -> None:
@@ -58,6 +58,18 @@ class Plans:
 
     def of(self, direction: Direction) -> Plan:
         return self.forward if direction == "forward" else self.backward
+
+
+class CopiesInTurns(Protocol):
+    """Copies of experts that come, and whose gradients go, between one layer's traffic and the next's."""
+
+    def wait(self) -> None:
+        """Until none is on its way."""
+        ...
+
+    def send_back(self, made: Sequence[Tensor | None], totals: Totals) -> None:
+        """Starts gradients on their way: those of what experts compute with."""
+        ...
 
 
 class Assigned(NamedTuple):
@@ -91,6 +103,7 @@ class Run:
         stop: told of an exception on this rank while others wait for it.
         streams: one for each resource, on CUDA.
         gradients: reduces the gradient buckets in the backward plan, and those `beside` what follows it.
+        copies: of experts, whose traffic goes ahead of this layer's, forward, and behind it, backward.
     """
 
     plans: Plans
@@ -100,6 +113,7 @@ class Run:
     streams: Mapping[str, torch.cuda.Stream] | None = None
     gradients: GradientReducer | None = None
     beside: Sequence[Task] = ()
+    copies: CopiesInTurns | None = None
 
     def degree(self, direction: Direction) -> int:
         return max(self.plans.of(direction).degrees.values(), default=1)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
-from fusedmoe.engine.chunk_experts import ChunkExperts
+from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
 from fusedmoe.engine.chunks import Cuts, Received, Sent
 from fusedmoe.engine.run import Chunk, Counts, Pass, Run, present
 from fusedmoe.kernels.layout import Layout
@@ -107,6 +107,8 @@ class Stage(Protocol):
         orders: rows are made by `order` and restored by `end`; else they are copies of tokens.
         ends: experts' results go through `end`; else they are added to y as they come.
         held: experts that this rank has, where `places` says which; None: as many as every other.
+        returns: sends gradients of copies of experts to their owners, by the totals of what `experts` gave; None: there
+            are none.
         dense_parameters: of dense part and gate, the model's own.
     """
 
@@ -119,6 +121,9 @@ class Stage(Protocol):
 
     @property
     def held(self) -> int | None: ...
+
+    @property
+    def returns(self) -> Callable[[Totals], None] | None: ...
 
     @property
     def dense_parameters(self) -> Sequence[torch.nn.Parameter]: ...
@@ -175,6 +180,10 @@ class Stage(Protocol):
 
     def places(self, layout: Layout) -> Layout:
         """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""
+        ...
+
+    def gather(self) -> None:
+        """Copies of experts come, where plans have a task for it. Collective over the experts' ranks."""
         ...
 
     def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice], refusal: str | None) -> Exchange: ...
@@ -281,6 +290,7 @@ class Layer:
     dscores: list[Tensor | None] | None = None  # of the auxiliary loss, of the whole batch
     exchange: Exchange | None = None
     held: int | None = None  # experts, under a placement
+    returns: Callable[[Totals], None] | None = None  # of gradients of copies of experts
 
     def unit_of(self, p: int) -> int:
         """The unit that a piece is of."""

@@ -139,6 +139,8 @@ class _OfTokens(Pass):
 
     def run(self) -> Tensor:
         """What comes of the rows, in chunk order."""
+        if self.settings.copies is not None:
+            self.settings.copies.wait()
         if self.settings.gradients is not None:
             self.settings.gradients.wait()
         self.execute()
@@ -223,8 +225,11 @@ class _ThroughExperts(torch.autograd.Function):
         if ctx.weighted is not None:
             dweight_R1 = chunks.join([dweight.to(ctx.weighted) for dweight in backward.dweights])[:, None]
             dweight_N = exchange.combine(exchange.reduce_scatter(dweight_R1))[:, 0]
+        copies = batch.run.copies
+        if copies is not None:
+            copies.send_back(batch.experts.parameters, backward.totals[0])
         if batch.run.gradients is not None:
-            batch.run.gradients.begin(batch.run.beside)
+            batch.run.gradients.begin(batch.run.beside, None if copies is None else copies.wait)
         pairs = zip(backward.totals[0] or (), parameters, strict=True)
         grads = (None if total is None or p is None else total.to(p.dtype) for total, p in pairs)
         return dx_SM, dweight_N, None, *grads

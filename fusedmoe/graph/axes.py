@@ -332,7 +332,7 @@ def _crossed(node: fx.Node, axis: Axis | Rows, shape: tuple[int, ...]) -> Inputs
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     if isinstance(axis, Rows):
         return [(left, Axis(last)), (right, Axis(last - 1))] if axis == Rows((last - 1,), 0) else None
-    return [(left, axis), (right, Rows((last - 1,), 2))] if axis.dim == last - 1 else None
+    return [(left, axis), (right, Rows((last - 1,), 2))] if axis == Axis(last - 1) else None
 
 
 def _leading(shape: Sequence[int]) -> tuple[int, ...]:

@@ -41,10 +41,11 @@ class GraphBackend:
         groups: into how many groups of instructions the way from one MoE layer to the next is cut (its γ); ranges
             consist of whole groups.
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
-        own_places: says of the model that each place of an expert's buffer takes at most one token of a rank's batch,
-            and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then the
-            rows of some tokens go to the experts and back by themselves, and micro-batches go on before and behind the
-            layer. The host waits for the counts of each micro-batch's rows.
+        own_places: True says of the model that each place of an expert's buffer takes at most one token of a rank's
+            batch, and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then
+            the rows of some tokens go to the experts and back by themselves, and micro-batches go on before and behind
+            the layer. The host waits for the counts of each micro-batch's rows. None: where the graph proves it
+            (`fusedmoe.graph.place_proofs`). False: nowhere.
         irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
             waits for a small all-to-all before each. Plans are made as if all rows travelled.
         costs: what operators and all-to-alls take; None: measured, once for each machine, and kept on disk.
@@ -63,7 +64,7 @@ class GraphBackend:
         parts: int = 8,
         groups: int = 5,
         reach: int | None = None,
-        own_places: bool = False,
+        own_places: bool | None = None,
         irregular: bool = False,
         costs: OperatorCosts | None = None,
         timeout_s: float = 1200.0,
@@ -110,7 +111,7 @@ class GraphBackend:
         module.graph.eliminate_dead_code()
         if any(is_all_to_all(node) for node in module.graph.nodes):
             gradients = _gradients(module.graph, is_parameter) if phase == "backward" else set()
-            report = planned(module, phase, gradients, self.settings, self.costs)
+            report = planned(module, phase, gradients, self.settings, self.costs, _results(phase))
             report.planning_s = time.monotonic() - began
             self.reports.append(report)
             if self.irregular is not None:
@@ -134,6 +135,13 @@ def _gradients(graph: fx.Graph, is_parameter: Sequence[bool]) -> set[fx.Node]:
     flags = is_parameter if len(is_parameter) == len(results) else [True] * len(results)
     other = {node for node, flag in zip(results, flags, strict=True) if not flag}
     return {node for node in results if isinstance(node, fx.Node)} - other
+
+
+def _results(phase: str) -> int | None:
+    """How many results of the pass that is being compiled are not kept for the backward pass; None: all, or unknown."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return metadata.num_forward if phase == "forward" and metadata is not None else None
 
 
 def _explained(run: Callable[..., Any], parts: int) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from fusedmoe.graph.instructions import (
 )
 from fusedmoe.graph.operator_costs import OperatorCosts, start_s
 from fusedmoe.graph.part_rows import check_places
-from fusedmoe.graph.range_split import KnownWays, RangeSplit, infer
+from fusedmoe.graph.range_split import Crossings, KnownWays, RangeSplit, infer
 from fusedmoe.graph.splitting import (
     Call,
     cut,
@@ -103,13 +103,14 @@ def chosen_ranges(
     count: int,
     reach: int | None,
     show: Callable[[int, int], None],
-    rows: bool = False,
+    rows: Crossings = False,
 ) -> list[tuple[InstructionRange, Pipelined]]:
     """The ranges of a pass that are worth splitting, by the dynamic programme.
 
     Args:
         hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
-        most_parts, count, reach, rows: `parts`, `groups`, `reach` and `own_places` of `fusedmoe.graph.GraphBackend`.
+        most_parts, count, reach: `parts`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
+        rows: as for `infer`.
     """
     groups, layers = grouped(of, node_s, count)
     longest = reach or -(-len(groups) // layers)

@@ -29,9 +29,10 @@ from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, write
 #: The smallest collective that is measured; each further one is twice as large.
 FIRST_BYTES = 1024
 
+# The first run of an operator is not counted: its memory is new, and a library may set itself up.
 _REPEATS = 3
-# An operator that takes longer is measured once.
-_LONG_S = 0.05
+# An operator that takes longer is measured fewer times.
+_LONG_S, _LONG_REPEATS = 0.05, 2
 # Of one whose inputs cannot be made up: a launch, and the bytes that it reads and writes at this speed.
 _LAUNCH_S, _BYTES_PER_S = 5e-6, 5e9
 
@@ -146,13 +147,14 @@ def measure(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fl
         try:
             own_args, own_kwargs = tree_map(made, (args, dict(kwargs)))
             device = next((value.device for value in tensors), torch.device("cpu"))
+            timed(lambda: target(*own_args, **own_kwargs), device)
             seconds = [timed(lambda: target(*own_args, **own_kwargs), device)]
-            while seconds[0] < _LONG_S and len(seconds) <= _REPEATS:
+            while len(seconds) < (_REPEATS if seconds[0] < _LONG_S else _LONG_REPEATS):
                 seconds.append(timed(lambda: target(*own_args, **own_kwargs), device))
         except (RuntimeError, IndexError, TypeError, ValueError):
             moved = sum(concrete(value.numel()) * value.element_size() for value in tensors)
             return _LAUNCH_S + moved / _BYTES_PER_S
-    return statistics.median(seconds[1:] or seconds)
+    return statistics.median_low(seconds)  # what disturbs a measurement makes it longer
 
 
 @contextmanager

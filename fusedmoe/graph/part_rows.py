@@ -90,9 +90,13 @@ def _give(node: fx.Node) -> Operation:
     def give_rows(*given: Any) -> Tensor:
         weight_SP, rows = given[numbers[0]].flatten(0, -2), given[numbers[1]]
         own_SN = weight_SP[:, rows.place_N]
-        if (weight_SP != 0).sum() != (own_SN != 0).sum():
-            raise _refused(f"in {node.name} a token reads a place that it has not filled")
         out_SF = own_SN @ rows.values_NF
+        more_S = (weight_SP != 0).sum(1) != (own_SN != 0).sum(1)
+        if more_S.any():
+            spoiled_S = ~weight_SP.isfinite().all(1)  # NaN times any row is NaN
+            if (more_S & ~spoiled_S).any():
+                raise _refused(f"in {node.name} a token reads a place that it has not filled")
+            out_SF = out_SF.masked_fill(spoiled_S[:, None], math.nan)
         return out_SF if dims == 2 else out_SF[None]
 
     return give_rows
@@ -107,8 +111,8 @@ def check_places(*parts: PartRows) -> None:
 
 def _refused(what: str) -> ConfigError:
     return ConfigError(
-        f"captured graph, rank {dist.get_rank()}: {what}, although the backend was told that each place is one token's "
-        "own: give it own_places=False, on every rank"
+        f"captured graph, rank {dist.get_rank()}: {what}, although each place was to be one token's own, as "
+        "own_places=True says or the graph had seemed to prove: give the backend own_places=False, on every rank"
     )
 
 

@@ -37,6 +37,7 @@ from fusedmoe.graph.operator_costs import (
     point_sizes,
     start_s,
 )
+from fusedmoe.graph.place_proofs import proven
 from fusedmoe.graph.weight_gradients import gaps_of, ordered, place, reorder, skeleton
 from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, write
 from fusedmoe.runtime.progress import WorkBar
@@ -197,7 +198,7 @@ class PlanSettings:
     parts: int
     groups: int
     reach: int | None
-    own_places: bool
+    own_places: bool | None
     timeout_s: float
 
 
@@ -207,12 +208,14 @@ def planned(
     gradients: Collection[fx.Node],
     settings: PlanSettings,
     given: OperatorCosts | None,
+    results: int | None = None,
 ) -> PassReport:
     """Plans a pass that has all-to-alls and rewrites its graph. Collective over the ranks of the graph's groups.
 
     Args:
         gradients: results of the graph that are gradients of parameters.
         given: costs that are not to be measured.
+        results: how many of the graph's results are not for the backward pass, the first ones; None: all of them.
     """
     graph = module.graph
     of = Instructions(graph)
@@ -231,7 +234,8 @@ def planned(
     path = None
     if points is not None:
         facts = machine_facts(Topology(), device, torch.float32) | {"settings": asdict(settings), "alike": alike}
-        facts |= {"phase": phase, "graph": sizes, "points": asdict(points), "gradients": sorted(map(str, gradients))}
+        facts |= {"phase": phase, "graph": sizes, "results": results, "points": asdict(points)}
+        facts |= {"gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
     kept = []
 
@@ -243,7 +247,7 @@ def planned(
         with WorkBar(f"planning the {phase} pass") as bar:
             costs = given if points is None else MeasuredCosts.load(points, device)
             assert costs is not None
-            text = json.dumps(_decided(of, gradients, costs, splits, bar.show))
+            text = json.dumps(_decided(of, gradients, costs, splits, results, bar.show))
         if path is not None:
             assert isinstance(costs, MeasuredCosts)
             costs.save()
@@ -269,9 +273,17 @@ def _nothing(node: fx.Node) -> float:
 
 
 def _decided(
-    of: Instructions, gradients: Collection[fx.Node], costs: OperatorCosts, split: PlanSettings | None, show: Show
+    of: Instructions,
+    gradients: Collection[fx.Node],
+    costs: OperatorCosts,
+    split: PlanSettings | None,
+    results: int | None,
+    show: Show,
 ) -> dict[str, Any]:
-    """The plan, as what JSON can hold. `split`: how ranges are split; None: not at all."""
+    """The plan, as what JSON can hold.
+
+    `split`: how ranges are split; None: not at all. `results`: as for `proven`.
+    """
     known: dict[fx.Node, float] = {}
 
     def seconds(node: fx.Node) -> float:
@@ -298,7 +310,7 @@ def _decided(
             split.groups,
             split.reach,
             show,
-            split.own_places,
+            proven(of.nodes[0].graph, results) if split.own_places is None else split.own_places,
         )
     collectives = {}
     for start in of.starts:

@@ -46,7 +46,7 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
     if row_N.numel() == 0 or rows_NM.shape[1] == 0:
         return rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
     if layout.k == 1 and row_N.numel() == layout.tokens:
-        rows = torch.index_select(rows_NM, 0, row_N, out=empty(rows_NM, rows_NM.shape, result=True))
+        rows = torch.index_select(rows_NM, 0, row_N, out=empty(rows_NM, (len(row_N), rows_NM.shape[1]), result=True))
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])
     if rows_NM.dtype in (torch.float32, torch.float64):
         weights = None if weight_N is None else weight_N[row_N].to(rows_NM.dtype)

@@ -302,17 +302,35 @@ def _rows_like(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0], device=x.device)[:, None].expand_as(x)
 
 
-def for_all_shards(layout: Layout, shards: int) -> Layout:
+def for_all_shards(layout: Layout, shards: int, groups: int = 1) -> Layout:
     """The layout by which every row goes to all shards of its expert, and the shards' results are added up in order.
 
+    Rank number g·shards + q has shard q of the e experts of group g, of G groups.
+
     Args:
-        layout: without padding, over the e experts of which each of the `shards` ranks has a part.
+        layout: without padding, over the G·e experts.
+        groups: G.
     Returns:
-        over shards·e experts, those of rank q from q·e on; pair k of a token becomes pairs k·shards + q.
+        over G·shards·e experts, those of a rank together, in the order of ranks; pair k of a token becomes pairs
+        k·shards + q.
+    Worked example, G = 2 groups of one expert, 2 shards: rows a b | c, of experts 0 and 1, become a b | a b | c | c.
     """
     assert layout.source_N is not None
-    rows, shard_Q1 = layout.rows, torch.arange(shards, device=layout.counts_E.device)[:, None]
-    counts_E = layout.counts_E.repeat(shards)
-    row_SKQ = torch.where(layout.row_SK[..., None] < 0, -1, layout.row_SK[..., None] + shard_Q1.view(-1) * rows)
-    pair_N = (layout.pair_N * shards + shard_Q1).view(-1)
-    return Layout(counts_E, offsets(counts_E), layout.source_N.repeat(shards), pair_N, row_SKQ.flatten(1))
+    rows, device = layout.rows, layout.counts_E.device
+    counts_Ge = layout.counts_E.view(groups, -1)
+    counts_G = counts_Ge.sum(1)
+    start_G = counts_G.cumsum(0) - counts_G
+    start_N, count_N = (torch.repeat_interleave(of, counts_G, output_size=rows) for of in (start_G, counts_G))
+    shard_Q1 = torch.arange(shards, device=device)[:, None]
+    # The rows of a group's shards follow each other, ahead of the next group's.
+    place_QN = (shards - 1) * start_N + shard_Q1 * count_N + torch.arange(rows, device=device)
+    counts_E = counts_Ge[:, None].expand(-1, shards, -1).reshape(-1)
+    source_N, pair_N = (torch.empty_like(of).repeat(shards) for of in (layout.source_N, layout.pair_N))
+    source_N[place_QN] = layout.source_N.expand(shards, -1)
+    pair_N[place_QN] = layout.pair_N * shards + shard_Q1
+    row_SK = layout.row_SK
+    row_SKQ = row_SK[..., None].expand(*row_SK.shape, shards)
+    if rows:
+        placed_SKQ = place_QN.t()[row_SK.clamp(min=0)].to(row_SK.dtype)
+        row_SKQ = torch.where(row_SKQ < 0, row_SKQ, placed_SKQ)
+    return Layout(counts_E, offsets(counts_E), source_N, pair_N, row_SKQ.flatten(1))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
+from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts, Totals
 from fusedmoe.engine.dispatcher import (
     Collectives,
     Crossing,
@@ -25,6 +26,7 @@ from fusedmoe.engine.dispatcher import (
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.dynamic_experts import DynamicExperts
+from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.task import resources_of
 
@@ -83,16 +85,34 @@ class Moving(Collectives):
         return super().exchange(counts_E, dtype, refusal, held=max(1, len(self._placed.held)), **more)
 
     def through_experts(self, routed: Routed, experts: LocalExperts) -> Tensor:
-        crossing = self.meet(routed)
-        return self._placed.call(lambda own: self.run(routed.x_SM, crossing, own), recomputing())
+        crossing, placed = self.meet(routed), self._placed
+
+        def use(own: Experts, send: SendBack | None) -> Tensor:
+            copies = None
+            if placed.travel == "in turns" and send is not None:
+                copies = _InTurns(placed, send, list(own.parameters()))
+            return self.run(routed.x_SM, crossing, own, copies)
+
+        return placed.call(use, recomputing())
+
+
+class _InTurns:
+    """The copies of a layer's experts in one forward, and the gradients of `tables` in its backward."""
+
+    def __init__(self, placed: DynamicExperts, send: SendBack, tables: Sequence[Tensor]) -> None:
+        self.wait = placed.wait
+        self._send, self._tables = send, tables
+
+    def send_back(self, made: Sequence[Tensor | None], totals: Totals) -> None:
+        send_totals(self._send, self._tables, made, totals)
 
 
 def has_heap(topology: Topology, device: torch.device) -> bool:
-    """Whether all ranks that a layer's experts are split over have a symmetric heap, where they are split over one
-    axis. Collective over these."""
+    """Whether all ranks that a layer's experts are split over have a symmetric heap. Collective over these."""
     from fusedmoe.comm.heaps import find_backend
 
-    return bool(find_backend(_group(topology), device)[0])
+    group = _group(topology)
+    return group is not None and bool(find_backend(group, device)[0])
 
 
 def choose_transport(
@@ -104,8 +124,9 @@ def choose_transport(
         plans_for: the plans for so many tokens on a rank.
     """
     group = _group(topology)
+    assert group is not None
     tokens = torch.tensor([len(x_SM)], device=device_of(group))
-    most = _rounded_up(int(all_reduce(group, tokens, "max", "tokens of the ranks")))
+    most = rounded_up(int(all_reduce(group, tokens, "max", "tokens of the ranks")))
     forward = plans_for(most).forward
     if any(task.kind != kind for task in forward):
         return None
@@ -131,10 +152,11 @@ def fused_experts(
     from fusedmoe.kernels.one_sided import for_all_shards
 
     assert isinstance(experts, GroupedExperts)
-    group = _group(topology)
-    if group is topology.esp:
-        layout = for_all_shards(layout.exact(), group.size)
-        weight_SK = weight_SK.repeat_interleave(group.size, 1)
+    group, shards = _group(topology), topology.esp.size
+    assert group is not None
+    if shards > 1:
+        layout = for_all_shards(layout.exact(), shards, topology.ep.size)
+        weight_SK = weight_SK.repeat_interleave(shards, 1)
     buffers = _buffers(topology, group, layout, x_SM, transport)
     try:
         measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
@@ -160,11 +182,16 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     return known[group.axis, sizes]
 
 
-def _group(topology: Topology) -> Group:
-    """The ranks that the experts, or the shards of each, are split over."""
-    return topology.ep if topology.ep.size > 1 else topology.esp
+def _group(topology: Topology) -> Group | None:
+    """The ranks that the experts, and the shards of each, are split over: ep by ep, their shards in order. Collective
+    over these where there are both. None: the topology does not say which they are."""
+    if topology.ep.size == 1 or topology.esp.size == 1:
+        return topology.ep if topology.ep.size > 1 else topology.esp
+    if topology.expert_grid is None:
+        return None
+    return topology.subgroup("ep·esp", tuple(topology.expert_grid[topology.edp.index].flatten().tolist()))
 
 
-def _rounded_up(tokens: int) -> int:
+def rounded_up(tokens: int) -> int:
     """With a fourth to spare: batches need not all be as long as the first."""
     return -(-5 * max(1, tokens) // 64) * 16

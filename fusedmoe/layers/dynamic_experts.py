@@ -11,56 +11,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from fusedmoe.autograd.materialise import Returns, again, arriving, materialise
+from fusedmoe.autograd.materialise import Returns, SendBack, again, arriving, materialise
 from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
 from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.expert_networks import Experts, Place
+from fusedmoe.layers.expert_tables import replace, table, unstacked_of
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import dispatch
 from fusedmoe.placement.transfers import Transfer, gather, reduce
 from fusedmoe.runtime.recorder import Moment, Recorder, span
-
-
-def table(parameter: nn.Parameter, rows: int) -> Tensor:
-    """[rows, ...] in the memory in which a parameter, [owned, ...], lies at the start; more is taken where needed."""
-    storage = parameter.data.untyped_storage()
-    shared = not parameter.is_contiguous() or parameter.storage_offset() or not storage.resizable()
-    if shared or getattr(parameter, "_fusedmoe_table", None) != storage._cdata:
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-        storage = parameter.data.untyped_storage()
-        parameter._fusedmoe_table = storage._cdata  # type: ignore[attr-defined]
-    shape = (rows, *parameter.shape[1:])
-    needed = torch.Size(shape).numel() * parameter.element_size()
-    if storage.nbytes() < needed:
-        storage.resize_(needed)
-    stride = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(storage, 0, shape, stride)
-
-
-def replace(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Gives a parameter data of another shape.
-
-    A graph of an earlier forward that is still held (a loss that was kept) knows the parameter's old shape, and the
-    engine would go by it. A change of dtype makes it forget.
-    """
-    parameter.grad = None
-    other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
-    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
-    parameter.data = tensor
-
+from fusedmoe.schedule.task import GATHER, REDUCE
 
 T = TypeVar("T")
+
+Travel = Literal["at once", "in turns", "by tasks"]
 
 # (placement, tokens of each rank for each expert) -> a placement with as many replicas or more.
 Correct = Callable[[Placement, NDArray[np.int64]], Placement]
@@ -80,6 +56,9 @@ class DynamicExperts:
         now: the same, and what was added for this step once the gate had chosen.
         nodes: which ranks of the expert-parallel group share a node.
         rematerialises: replicas are given back after each forward, and fetched again for its backward.
+        travel: when replicas come and their gradients go. "at once": from the beginning of the model's forward on, and
+            from the end of the layer's backward. "in turns": between the traffic of one layer and that of the next, as
+            a step's plan has it. "by tasks": when a plan's tasks say so (`arrive`, and what `call` gives).
         correct: what the placement becomes once the gate has chosen (`fusedmoe.placement.hecate`); None: it stays.
         hooked: `begin` is called before each forward of the model; else the layer does, when its turn comes.
         begun: `begin` was called for a forward whose turn has not come yet.
@@ -89,11 +68,12 @@ class DynamicExperts:
             as there are no replicas.
         sent_bytes: of experts that this rank has sent, parameters and gradients.
         recorder: measures what travels while set.
-        deepcopies: of this one that are there; their experts do not move with these by themselves.
+        deepcopies: of this one that are there.   copied: how many have been made.   number: which copy this one is.
+        learned: gradients have gone through these experts.
     """
 
     def __init__(self, experts: Experts, count: int, topology: Topology) -> None:
-        unstacked = [name for name, _ in experts.named_parameters() if experts.shardings.get(name, {}).get("ep") != 0]
+        unstacked = unstacked_of(experts)
         if unstacked or not count:
             raise ConfigError(
                 f"placement='fssdp' moves experts that lie in one tensor, [experts, ...]; {type(experts).__name__} has "
@@ -106,6 +86,7 @@ class DynamicExperts:
         self.nodes = _nodes(topology)
         self.placement = Placement.even(topology.ep.size, count)
         self.rematerialises, self.hooked, self.begun = False, False, False
+        self.travel: Travel = "at once"
         self.correct: Correct | None = None
         self.neighbours: tuple[DynamicExperts | None, DynamicExperts | None] = (None, None)
         self.clocked = False
@@ -114,6 +95,7 @@ class DynamicExperts:
         self.sparse: SparseCollectives | None = None
         self.sent_bytes = 0
         self.deepcopies: WeakSet[DynamicExperts] = WeakSet()
+        self.copied, self.number, self.learned = 0, 0, False
         self._works: list[SparseWork] = []
         self._gathered: tuple[Transfer, ...] = ()
         self._present = False
@@ -149,6 +131,11 @@ class DynamicExperts:
     def owned(self) -> int:
         """How many of them it owns: the first ones."""
         return len(self.placement.owned(self.group.index))
+
+    @property
+    def parametrised(self) -> bool:
+        """Whether experts compute with what they make of parameters (LoRA by `torch.nn.utils.parametrize`)."""
+        return any(parametrize.is_parametrized(module) for module in self.experts.modules())
 
     def place(self, placement: Placement) -> None:
         """The placement of the next forwards. Replicas are fetched when they begin.
@@ -186,7 +173,8 @@ class DynamicExperts:
         made = copy(self)
         memo[id(self)] = made
         self.deepcopies.add(made)
-        made.deepcopies = WeakSet()
+        made.deepcopies, made.copied, made.number, made.learned = WeakSet(), 0, self.copied, False
+        self.copied += 1
         made.experts = deepcopy(self.experts, memo)
         made.rest()
         return made
@@ -225,25 +213,30 @@ class DynamicExperts:
             self._start.note(self._device)
         self._drop()
         self.begun = True
-        if not self.rematerialises or self.neighbours[0] is None:
+        first = self.neighbours[0] is None
+        if first if self.rematerialises or self.travel == "in turns" else self.travel == "at once":
             self.fetch()
         if torch.is_grad_enabled():
             self._lay_way()
 
     def _lay_way(self) -> None:
         """Of gradients, back to the owners: whatever comes after this in a forward has its backward before it."""
-        self._returns = Returns({expert: row for row, expert in enumerate(self.held[: self.owned])})
+        rows = {expert: row for row, expert in enumerate(self.held[: self.owned])}
+        self._returns = Returns(rows, [parameter.requires_grad for parameter in self.parameters])
         self._aliases = arriving(self.parameters, self._returns)
 
     def fetch(self) -> None:
         """Starts what is missing on its way. Collective."""
         if self._present or self._works:
             return
+        self._make_room()
+        self._marks = self._marked()
+        self._gather(self._gathered)
+
+    def _make_room(self) -> None:
         if not self._gathered:
             self._gathered = gather(self.placement.sharding, self.now, self.nodes)
         self._tables()
-        self._marks = self._marked()
-        self._gather(self._gathered)
 
     def refusal(self) -> str | None:
         """Why replicas cannot be used, on the rank that owns what they were made of."""
@@ -284,7 +277,9 @@ class DynamicExperts:
         if not transfers:
             return
         assert self.sparse is not None
-        during = span(self.recorder, "sparse all-gather", kind="sparse-all-gather", resource="inter")
+        during = None
+        if self.travel != "by tasks":
+            during = span(self.recorder, "sparse all-gather", kind=GATHER, resource="inter")
         with torch.inference_mode(False):  # it may end in another thread
             work = self.sparse.gather(transfers, self._rows, self._tables(), during)
         self.sent_bytes += work.sent_bytes
@@ -344,8 +339,11 @@ class DynamicExperts:
         summed_WE = torch.from_numpy(tokens_WE).to(device_of(self._shards), copy=True)
         return all_reduce(self._shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
-    def call(self, use: Callable[[Experts], T], recomputes: bool, *, arrived: bool = True) -> T:
+    def call(self, use: Callable[[Experts, SendBack | None], T], recomputes: bool, *, arrived: bool = True) -> T:
         """`use`, with the experts' parameters those of all that this rank holds. Collective.
+
+        `use` is also given what starts gradients of all of these, in backward, on their way to the owners; unless it is
+        called, that is done where autograd has them. None: nothing learns.
 
         recomputes: the backward that needs the parameters comes at once.
         arrived: replicas are there; else they are when `arrive` has been called.
@@ -355,11 +353,14 @@ class DynamicExperts:
             self.begun = False
         if arrived:
             self.arrive()
+        elif self.travel == "by tasks":
+            self._make_room()
         else:
             self.fetch()
-        if self.rematerialises and after is not None:
+        turns = self.travel == "in turns"
+        if self.rematerialises and after is not None and not turns:
             after.fetch()
-        tables, learns = self._tables(), torch.is_grad_enabled()
+        tables, learns, send = self._tables(), torch.is_grad_enabled(), None
         if learns:
             if self._returns is None:
                 self._lay_way()
@@ -367,17 +368,34 @@ class DynamicExperts:
             versions = [parameter._version for parameter in self.parameters]
             back = partial(self._send_back, self._gathered, self._rows, self.owned, versions)
             tables = list(materialise(self._aliases, tables, self._returns, back))
+            if any(self._returns.learn):
+                send = partial(self._send_by_plan, self._returns, back)
         named = {f"experts.{name}": table for name, table in zip(self.names, tables, strict=True)}
-        y = torch.func.functional_call(_With(self.experts), named, (use,))
+        y = torch.func.functional_call(_With(self.experts), named, (partial(_given, use, send),))
         if self.rematerialises:
             if learns:
                 assert isinstance(y, Tensor)
                 y = again(y, self._fetch_again)
             if not (learns and (after is None or recomputes)):
                 self._release()
+        if turns and after is not None and not recomputes:
+            after.fetch()
         if self.clocked and not recomputes:
             self._ended.note(self._device)
         return y
+
+    def _send_by_plan(self, returns: Returns, back: SendBack, grads: Sequence[Tensor]) -> SparseWork:
+        returns.sent = True
+        work = returns.send(back, grads)
+        before = self.neighbours[0]
+        if self.rematerialises and before is not None:
+            before.fetch()
+        return work
+
+    def wait(self) -> None:
+        """Until nothing of any layer is on its way; what has gone wrong there, others tell."""
+        if self.sparse is not None:
+            self.sparse.wait()
 
     def idle_s(self) -> float:
         """Seconds of the last forward between the experts before, or the model's beginning, and this layer's turn; 0
@@ -409,6 +427,7 @@ class DynamicExperts:
         versions: list[int],
         grads: Sequence[Tensor],
     ) -> SparseWork:
+        self.learned = True
         if versions != [parameter._version for parameter in self.parameters]:
             raise RuntimeError(
                 "experts have changed between a forward pass and its backward pass; call backward() before "
@@ -419,9 +438,9 @@ class DynamicExperts:
         if not gathered:
             return SparseWork()
         assert self.sparse is not None
-        during = span(
-            self.recorder, "sparse reduce-scatter", kind="sparse-reduce-scatter", resource="inter", phase="backward"
-        )
+        during = None
+        if self.travel != "by tasks":
+            during = span(self.recorder, "sparse reduce-scatter", kind=REDUCE, resource="inter", phase="backward")
         work = self.sparse.reduce(reduce(gathered), rows, grads, owned, during)
         self.sent_bytes += work.sent_bytes
         return work
@@ -430,7 +449,7 @@ class DynamicExperts:
         """For the backward of a forward whose replicas were given back. Collective."""
         self.arrive()
         before = self.neighbours[0]
-        if before is not None:
+        if before is not None and self.travel != "in turns":
             before.fetch()
 
 
@@ -443,6 +462,10 @@ class _With(nn.Module):
 
     def forward(self, use: Callable[[Experts], T]) -> T:
         return use(self.experts)
+
+
+def _given(use: Callable[[Experts, SendBack | None], T], send: SendBack | None, experts: Experts) -> T:
+    return use(experts, send)
 
 
 def first_place(experts: int, topology: Topology) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Callable
 from itertools import chain
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.dispatcher import Collectives, Routed
@@ -23,16 +24,18 @@ from fusedmoe.layers.orders import Order
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.observing import observe_steps
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.observed import Observed
+from fusedmoe.schedule.observed import Observed, Sample
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import Timeline
+from fusedmoe.schedule.timeline import PHASES, Timeline
 
 _BUDGET_S = 10.0
 # Chunks of the passes that are measured.
 _DEGREES = (1, 4)
+# How often the passes by fused operations are measured, and the tokens of a first try.
+_ROUNDS, _FEW = 5, 64
 
 
 def observe_layer(
@@ -91,3 +94,70 @@ def observe_layer(
     of_layer = {sample: s for sample, s in found.seconds.items() if sample.kind not in ("loss", "optimizer")}
     rows = max(all_gather_object(topology.world, max(sent), "measuring a layer"))
     return Observed(of_layer, experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size).rows)
+
+
+# A layer's results of its tokens, by a fused operation.
+Through = Callable[[Routed], Tensor]
+
+
+def observe_fused(
+    topology: Topology,
+    gate: Gate,
+    order: Order,
+    experts: Experts,
+    like: Tensor,
+    kind: str,
+    through: Through,
+    enough_s: float,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Sample, float]:
+    """Seconds of both passes of a layer by a fused operation: all of it, gate and order with it, on the slowest rank.
+    Collective over all ranks; nothing of the layer changes.
+
+    Args:
+        enough_s: where a few tokens take longer than that, all are not tried: their time is taken for that of all.
+    Returns:
+        By `kind` and pass; nothing where the order has no weights for rows, which kernels need.
+    """
+    gate = copy.copy(gate)
+    if isinstance(gate, Hash):
+        gate.token_ids = None  # of other tokens
+    chance = torch.Generator(like.device).manual_seed(topology.rank)
+    parameters = [p for p in chain(gate.parameters(), experts.parameters()) if p.requires_grad]
+    x_SM, dy_SM = (torch.randn(like.shape, generator=chance, device=like.device).to(like.dtype) for _ in range(2))
+
+    def now() -> float:
+        if like.device.type == "cuda":
+            torch.cuda.synchronize(like.device)
+        all_reduce(topology.world, torch.zeros(1, device=device_of(topology.world)), operation="measuring a layer")
+        if like.device.type == "cuda":
+            torch.cuda.synchronize(like.device)
+        return clock()
+
+    def passes_s(tokens: int) -> list[float] | None:
+        x = x_SM[:tokens].detach().requires_grad_()
+        began = now()
+        ordered = order.order(x, gate(x), gate.experts)
+        if ordered.weight_SK is None:
+            return None
+        y = order.restore(through(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK)), ordered)
+        between = now()  # once all ranks are there: the slowest one's time
+        torch.autograd.grad(y, [x, *parameters], dy_SM[:tokens], allow_unused=True)
+        return [between - began, now() - between]
+
+    def slowest(seconds: list[float]) -> list[float]:
+        found = torch.tensor(seconds, dtype=torch.float64, device=device_of(topology.world))
+        slow: list[float] = all_reduce(topology.world, found, "max", "measuring a layer").tolist()
+        return slow
+
+    devices = [like.device] if like.device.type == "cuda" else []
+    with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+        few = min(len(like), _FEW)
+        if passes_s(few) is None:  # the first time, kernels are compiled
+            return {}
+        seconds = slowest(passes_s(few) or [])
+        if few < len(like) and sum(seconds) < enough_s:
+            rounds = [slowest(passes_s(len(like)) or []) for _ in range(1 + _ROUNDS)][1:]
+            seconds = [statistics.median(of) for of in zip(*rounds, strict=True)]
+    return {Sample(kind, phase): s for phase, s in zip(PHASES, seconds, strict=True)}

@@ -23,8 +23,9 @@ from fusedmoe.layers.stage import BlockStage
 from fusedmoe.runtime.execute import Capabilities, Streams, require_runnable, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.list_schedule import list_plan
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import FUSED, STAGES, Task
+from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.sparse_collectives import add_sparse
+from fusedmoe.schedule.task import FUSED, GATHER, REDUCE, STAGES, Task
 from fusedmoe.schedule.workload import Workload
 
 Along = Literal["samples", "positions"]
@@ -82,7 +83,7 @@ class PipelinedBlocks(nn.Module):
         self._streams = Streams()
         kinds, waits = self._layers()[0].parts, self.waits
         plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(STAGES, degrees, strict=True))
-        self.set_plan(Plans(*plans))
+        self.set_plan(Plans(*map(self.with_copies, plans)))
 
     @property
     def waits(self) -> list[bool]:
@@ -92,6 +93,10 @@ class PipelinedBlocks(nn.Module):
     def dense_parameters(self) -> list[list[nn.Parameter]]:
         """Of each block what its dense part, gate and shared expert learn."""
         return [list(stage.dense_parameters) for stage in self._stages]
+
+    def with_copies(self, plan: Plan) -> Plan:
+        """A plan of these blocks with the sparse collectives of those whose experts move (`ShardedExperts`)."""
+        return add_sparse(plan, [number for number, layer in enumerate(self._layers()) if layer.placed is not None])
 
     def workload(self, x: Tensor) -> Workload:
         """What one block amounts to for a batch like x, [B, L, …, M], for plans by cost: its dense part counts as
@@ -113,8 +118,10 @@ class PipelinedBlocks(nn.Module):
 
         Args:
             plans: of all blocks' tasks: attention (with gate), dispatch, all-gather, expert, reduce-scatter, combine,
-                weight gradients, gradient all-reduces; each part of a layer in as many chunks as the plan has. None:
-                the blocks go one after the other, each layer by its own plans.
+                weight gradients, gradient all-reduces; each part of a layer in as many chunks as the plan has. Copies
+                of experts that move, and their gradients, travel when the plan says so (`with_copies`); where it says
+                nothing of them, from the beginning of the model's forward pass on, and from the end of the blocks'
+                backward pass. None: the blocks go one after the other, each layer by its own plans.
             gradients: reduces what the backward plan has of gradient all-reduces.
         Raises:
             ConfigError: plans that these blocks cannot follow.
@@ -126,6 +133,10 @@ class PipelinedBlocks(nn.Module):
             found = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
         self.topology.agree(found, "pipeline")
         self.plans, self._gradients = plans, gradients
+        gathered = () if plans is None else [task.layer for task in plans.forward if task.kind == GATHER]
+        for number, layer in enumerate(self._layers()):
+            if layer.placed is not None:
+                layer.placed.travel = "by tasks" if number in gathered else "at once"
 
     def require_runnable(self, plans: Plans, gradients: GradientReducer | None = None) -> None:
         """Raises `ConfigError` for plans that these blocks cannot follow (`set_plan`)."""
@@ -204,11 +215,18 @@ class PipelinedBlocks(nn.Module):
                 f"pipeline: the {phase} plan has fused operations, which leave micro-batches nothing to overlap with: "
                 "use MoELayer(schedule='fused') without a pipeline, or a plan by collectives"
             )
-        here = Capabilities(self.topology.ep.size, self.topology.esp.size)
+        copies = any(layer.placed is not None for layer in self._layers())
+        here = Capabilities(self.topology.ep.size, self.topology.esp.size, copies=copies)
         require_runnable(plan, runnable_kinds(here, "blocks"), f"pipeline: the {phase} plan")
         for task in plan:
             if task.phase != phase or (task.layer or 0) >= len(self._stages):
                 raise ConfigError(f"pipeline: {task} is not of the {phase} pass of {len(self._stages)} blocks")
+            sparse = {GATHER: "forward", REDUCE: "backward"}.get(task.kind)
+            if sparse is not None and (self._layers()[task.layer or 0].placed is None or phase != sparse):
+                raise ConfigError(
+                    f"pipeline: the {phase} plan has {name(task)}, and copies come forward, and their gradients go "
+                    "backward, of blocks with placement='fssdp' alone"
+                )
             if task.kind == "gradient-all-reduce" and gradients is None:
                 raise ConfigError("pipeline: the plan reduces gradients, so set_plan() needs what reduces them")
         kinds = {"attention", *self._layers()[0].parts}

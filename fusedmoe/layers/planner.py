@@ -14,19 +14,27 @@ from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
-from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local
+from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local, Routed
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.dispatchers import KernelTransport, Moving, OneSided, choose_transport, has_heap
+from fusedmoe.layers.dispatchers import (
+    KernelTransport,
+    Moving,
+    OneSided,
+    choose_transport,
+    fused_experts,
+    has_heap,
+    rounded_up,
+)
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates.base import Gate
-from fusedmoe.layers.measure import observe_layer
+from fusedmoe.layers.measure import observe_fused, observe_layer
 from fusedmoe.layers.orders import Order
-from fusedmoe.layers.schedule import FUSED_POLICY, Schedule, measured_costs, measured_parts, require_same_plans
+from fusedmoe.layers.schedule import Schedule, measured_costs, measured_parts, require_same_plans
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.observed import Observed
+from fusedmoe.schedule.observed import Observed, Sample
 from fusedmoe.schedule.task import FUSED, Task
 from fusedmoe.schedule.workload import Workload
 
@@ -47,7 +55,7 @@ class Planner:
         self, topology: Topology, experts: Experts, schedule: Schedule | None, gate: Gate, order: Order
     ) -> None:
         self._topology, self._experts, self._gate, self._order, self._k = topology, experts, gate, order, gate.k
-        self._moves = False
+        self._moves = self._direct = False
         ep, esp = topology.ep.size, topology.esp.size
         if schedule is not None and schedule.degrees is None:
             if ep * esp == 1:
@@ -105,7 +113,8 @@ class Planner:
         self._moves = placed is not None
         if placed is not None:
             return Moving(placed, topology, all_to_all, self.find, hooks)
-        if self.schedule is not None and self.schedule.policy == FUSED_POLICY and not hooks:
+        if self.schedule is not None and self.schedule.puts and not hooks:
+            self._direct = True
             return OneSided(self.transport, topology, all_to_all, self.find)
         return Collectives(topology, all_to_all, self.find, hooks)
 
@@ -128,10 +137,17 @@ class Planner:
         kind = f"{type(experts).__module__}.{experts.describe()}"
         sizes = [list(parameter.shape) for parameter in experts.parameters()]
         what = {"shapes": workload.shapes, "experts": kind, "sizes": sizes, "gate": repr(gate), "order": repr(order)}
+        fused = self._fused_kind(like) if self.schedule is not None and self.schedule.puts else None
+        what |= {} if fused is None else {"fused": fused}
 
         def observed() -> Observed:
             step = workload.step_costs(costs, [0], self.kinds)
-            return observe_layer(topology, gate, order, experts, like, step)
+            found = observe_layer(topology, gate, order, experts, like, step)
+            if fused is None:
+                return found
+            # By collectives all of it takes no longer than this.
+            enough_s = sum(s for sample, s in found.seconds.items() if sample.chunks == 1)
+            return found | Observed(self._fused_seconds(fused, like, rounded_up(tokens), enough_s))
 
         seen = measured_parts(topology, like.device, like.dtype, {**what, "tokens": len(like)}, observed)
         return replace(costs, observed={workload.shapes: seen})
@@ -139,7 +155,7 @@ class Planner:
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """How kernels send and receive by themselves; None where collectives do. The first call in a dtype and on a
         device is collective."""
-        if self.assigned is not None or self.schedule is None or self.schedule.policy != FUSED_POLICY:
+        if self.assigned is not None or self.schedule is None or not self.schedule.puts:
             return None
         at = x_SM.dtype, x_SM.device
         if at not in self._transports:
@@ -147,24 +163,41 @@ class Planner:
         return self._transports[at]
 
     def _choose_transport(self, x_SM: Tensor) -> KernelTransport | None:
+        kind = self._fused_kind(x_SM)
+        if kind is None:
+            return None
+
+        def plans_for(tokens: int) -> Plans:
+            kinds = (*self.kinds, kind)
+            return self._plans(x_SM, self._workload(x_SM, tokens * self._k), any_degree=False, kinds=kinds)
+
+        return choose_transport(self._topology, kind, x_SM, plans_for)
+
+    def _fused_kind(self, x_SM: Tensor) -> str | None:
+        """The fused operation that takes rows like these; None: none can. Collective where one might."""
         topology = self._topology
         here = Capabilities(
             topology.ep.size,
             topology.esp.size,
             isinstance(self._experts.in_chunks(x_SM), GroupedExperts),
+            direct=self._direct,
             dtype=x_SM.dtype,
             device=x_SM.device,
             heap=lambda: has_heap(topology, x_SM.device),
         )
-        kinds = runnable_kinds(here, "itself")
-        kind = next((kind for kind in kinds if kind in FUSED), None)
-        if kind is None:
-            return None
+        return next((kind for kind in runnable_kinds(here, "itself") if kind in FUSED), None)
 
-        def plans_for(tokens: int) -> Plans:
-            return self._plans(x_SM, self._workload(x_SM, tokens * self._k), any_degree=False, kinds=kinds)
+    def _fused_seconds(self, kind: str, like: Tensor, tokens: int, enough_s: float) -> dict[Sample, float]:
+        """What both passes take by a fused operation, for tokens like these, the most of which a rank has."""
+        topology, experts = self._topology, self._experts
+        transport = KernelTransport(kind, 1, max(len(like), tokens))
 
-        return choose_transport(topology, kind, x_SM, plans_for)
+        def through(routed: Routed) -> Tensor:
+            x_SM, layout, weight_SK, _ = routed
+            assert weight_SK is not None
+            return fused_experts(x_SM, weight_SK, layout, topology, experts.in_chunks(x_SM), transport, None)
+
+        return observe_fused(topology, self._gate, self._order, experts, like, kind, through, enough_s)
 
     def _workload(self, x_SM: Tensor, rows: int) -> Workload | None:
         """What a schedule must know; None where it has nothing to choose."""

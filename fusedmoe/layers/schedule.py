@@ -21,7 +21,7 @@ from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES, any_order
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
-from fusedmoe.schedule.step_costs import MAX_DEGREE
+from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.task import FUSED
 from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import Workload, one_sided_s
@@ -50,6 +50,7 @@ class Schedule:
         costs: what collectives and products take on this machine, the same on every rank; None: measured when first
             needed, once for each machine (`fusedmoe.runtime.cache`).
         limit: the largest degree that may be chosen.
+        puts: kernels may send and receive by themselves, where they can and it is shorter: of "fused" and "auto".
 
     Raises:
         ConfigError: an unknown policy, a degree below 1, or "fused" with other chunks backward than forward.
@@ -59,8 +60,11 @@ class Schedule:
     degrees: tuple[int, int] | None = None
     costs: CostModel | None = None
     limit: int = MAX_DEGREE
+    puts: bool = False
 
     def __post_init__(self) -> None:
+        if self.policy == FUSED_POLICY:
+            object.__setattr__(self, "puts", True)
         if self.policy not in _POLICIES:
             raise ConfigError(f"unknown policy {self.policy!r}; choose {', '.join(_POLICIES)}{_elsewhere(self.policy)}")
         if self.degrees is not None:
@@ -77,7 +81,9 @@ class Schedule:
         """
         if name not in SCHEDULES:
             raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(SCHEDULES)}{_elsewhere(name)}")
-        return None if name == "off" else cls(_AUTO if name == "auto" else name)
+        if name == "auto":
+            return cls(_AUTO, puts=True)
+        return None if name == "off" else cls(name)
 
     def plans(
         self,
@@ -95,7 +101,7 @@ class Schedule:
             costs: where the schedule has none.
             any_degree: the backward pass may have other chunks than the forward pass; else a choice is the forward's.
         """
-        kind = next((kind for kind in FUSED if kind in kinds), None) if self.policy == FUSED_POLICY else None
+        kind = next((kind for kind in FUSED if kind in kinds), None) if self.puts else None
         if self.degrees is not None:
             made = partial(pass_by_degree, self.policy, kinds) if kind is None else partial(fused_pass, kind)
             return Plans(*map(made, self.degrees, PHASES))
@@ -103,10 +109,9 @@ class Schedule:
         assert costs is not None and workload is not None
         step_costs = workload.step_costs(costs, [0], kinds)
         plan: Plan = _POLICIES[self.policy](step_costs, self.limit)
-        if kind is not None and (fused := one_sided_s(kind, workload, costs)) is not None:
-            dense_s = sum(step_costs.layers[0].dense_total_s(phase) for phase in PHASES)
-            if (dense_s + sum(fused.values())) * (1 + ROUNDING) < makespan(plan, step_costs):
-                return Plans(*(fused_pass(kind, 1, phase) for phase in PHASES))
+        fused_s = None if kind is None else _fused_s(kind, workload, costs, step_costs)
+        if kind is not None and fused_s is not None and fused_s * (1 + ROUNDING) < makespan(plan, step_costs):
+            return Plans(*(fused_pass(kind, 1, phase) for phase in PHASES))
         forward = pass_of(plan, 0, "forward")
         if any_degree:
             return Plans(forward, pass_of(plan, 0, "backward"))
@@ -114,6 +119,19 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.policy if self.degrees is None else f"{self.policy} in {self.degrees} chunks"
+
+
+def _fused_s(kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts) -> float | None:
+    """Seconds of both passes of a layer by a fused operation: as it ran here, else by what it takes beside the lines;
+    None: nothing is known of it."""
+    seen = costs.observed.get(workload.shapes)
+    ran = [] if seen is None else [seen.get(kind, phase).get(1) for phase in PHASES]
+    if seen is not None and None not in ran:
+        return sum(s for s in ran if s is not None) * (1.0 if seen.rows is None else workload.rows / seen.rows)
+    fused = one_sided_s(kind, workload, costs)
+    if fused is None:
+        return None
+    return sum(step_costs.layers[0].dense_total_s(phase) for phase in PHASES) + sum(fused.values())
 
 
 def _elsewhere(name: str) -> str:

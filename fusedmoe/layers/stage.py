@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.autograd.materialise import SendBack, send_totals
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Totals
 from fusedmoe.engine.dispatcher import Collectives, recomputing
 from fusedmoe.engine.state import Choice, Dense, OrderedRows, Share
 from fusedmoe.errors import ConfigError
@@ -58,6 +59,7 @@ class BlockStage:
         group = topology.beside(topology.mp, "joins") if tokens.joint else Group("mp")
         self.mp, self._joins = group, MpTokens(group, layer.mp_input)
         self._refusal: str | None = None
+        self.returns: Callable[[Totals], None] | None = None
         self._limited = _limited(gate, layer.order)
         self.waits = must_wait(gate, layer.order, in_positions)
         like = next(layer.experts.parameters(), torch.empty(0))
@@ -193,10 +195,17 @@ class BlockStage:
     def places(self, layout: Layout) -> Layout:
         placed = self._layer.placed
         assert placed is not None
-        placed.arrive()  # they have been on their way while the layers before were at work
+        if placed.travel != "by tasks":
+            placed.arrive()  # they have been on their way while the layers before were at work
         return placed.split(layout, self._learns)
 
+    def gather(self) -> None:
+        placed = self._layer.placed
+        assert placed is not None
+        placed.arrive()
+
     def experts(self, like: Tensor) -> ChunkExperts:
+        self.returns = None
         experts, placed = self._layer.experts, self._layer.placed
         like = like.new_empty(0, dtype=experts.row_dtype(like))
         if placed is None:
@@ -206,7 +215,9 @@ class BlockStage:
         placed.come_in_turn(again, self._layer.recorder)
         self._refusal = placed.refusal()
         own = next(experts.parameters()).dtype
-        return placed.call(partial(_of_tables, like), again, arrived=own != like.dtype)  # a cast is a copy, made now
+        arrived = own != like.dtype or placed.parametrised  # what is made of parameters is made now
+        chunks, self.returns = placed.call(partial(_of_tables, like), again, arrived=arrived)
+        return chunks
 
 
 class _DensePart(nn.Module):
@@ -267,13 +278,21 @@ class _DensePart(nn.Module):
         return tuple(found)
 
 
-def _of_tables(like: Tensor, experts: Experts) -> ChunkExperts:
-    """Experts that keep the parameters that they have now."""
-    chunks = experts.in_chunks(like)
-    if chunks.any_degree:
-        return chunks
-    named: dict[str, Tensor] = dict(experts.named_parameters())
-    return AutogradExperts(lambda *rows: torch.func.functional_call(experts, named, rows), tuple(named.values()))
+def _of_tables(
+    like: Tensor, experts: Experts, send: SendBack | None
+) -> tuple[ChunkExperts, Callable[[Totals], None] | None]:
+    """Experts that keep the parameters that they have now, and what brings gradients to where they belong."""
+    chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
+    if not chunks.any_degree:
+        chunks = AutogradExperts(lambda *rows: torch.func.functional_call(experts, named, rows), tuple(named.values()))
+    if send is None:
+        return chunks, None
+    tables, made = tuple(named.values()), chunks.parameters
+
+    def back(totals: Totals) -> None:
+        send_totals(send, tables, made, totals).wait()
+
+    return chunks, back
 
 
 def _unchanged(found: Tensor, like: Tensor, seam: str) -> Tensor:

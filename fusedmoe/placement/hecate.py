@@ -30,6 +30,8 @@ _STEPS = 60
 _FEW_SLOTS = 16
 #: A step of it that gains a smaller share is not taken.
 _GAIN = 1e-3
+#: Copies that save a smaller share of their layer's time are not made.
+_WORTH = 0.02
 #: Iterations between two shardings.
 EVERY = 100
 
@@ -168,6 +170,17 @@ def improve(
     starts = (start, placement) if search.room_W.sum() <= _FEW_SLOTS else (start,)
     ends = [search.descend(one.holds_EW) for one in starts]
     return Placement.holding(placement.owners, min((start.holds_EW, *ends), key=search.layer_s))
+
+
+def worth(placement: Placement, wanted: Placement, load_E: ArrayLike, nodes: Nodes, costs: PlacementCosts) -> Placement:
+    """`wanted`, which has all of `placement` and copies besides, where these save a share of the layer's time, `_WORTH`
+    at least, at the expected load; else `placement`: what travels takes something though it is hidden.
+
+    The time is that of `improve`. Where nothing is known of it, `wanted`.
+    """
+    search = _ReplicaSearch(placement, np.asarray(load_E, dtype=np.float64), nodes, 0, 0, costs)
+    saves = search.layer_s(wanted.holds_EW) < (1 - _WORTH) * search.layer_s(placement.holds_EW)
+    return wanted if saves or search.compute_s == search.exchange_s == 0 else placement
 
 
 class _ReplicaSearch:

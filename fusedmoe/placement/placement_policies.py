@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusedmoe.placement.hecate import EVERY, calibrate, gathered_s, improve, materialise, moves, reshard
+from fusedmoe.placement.hecate import EVERY, calibrate, gathered_s, improve, materialise, moves, reshard, worth
 from fusedmoe.placement.load_trace import WINDOW, predict
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.price import PlacementCosts, layer_s, load, transfers_s
@@ -69,7 +69,8 @@ def hecate(
     every 100, for which all waits; and calibration where it is asked for. t is what hides the gather and the
     reduce-scatter, so they cost no time; calibration does.
 
-    `searches`: False leaves out the search, which is this library's, so that Algorithm 1 is alone, as published.
+    `searches`: False leaves out the search, which is this library's, and that copies are made only where they save
+    something, so that Algorithm 1 is alone, as published.
     """
     shardings = tuple(one.sharding for one in now.before)
     expected_LE = predict(now.history_ILE)
@@ -83,6 +84,7 @@ def hecate(
         placement = materialise(sharding, load_E, now.nodes, t, m)
         if searches:
             placement = improve(sharding, placement, load_E, now.nodes, t, m, now.costs)
+            placement = worth(sharding, placement, load_E, now.nodes, now.costs)
         if calibrated:
             more = calibrate(placement, tokens_WE, now.nodes, m, now.costs)
             waits_s += gathered_s(placement, more, now.nodes, now.costs)

@@ -27,7 +27,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import FUSED, PIPELINE, WEIGHT_GRADIENTS, Task, resources_of
+from fusedmoe.schedule.task import FUSED, GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, resources_of
 from fusedmoe.schedule.timeline import RESOURCES
 from fusedmoe.threads import LOOK_S, Helper
 
@@ -206,6 +206,7 @@ class Capabilities:
         dtype, device: of the rows.
         heap: whether all of the ranks have memory that kernels of the others address. Asked last, and only where all
             else allows it: it may be collective.
+        copies: experts are copied to other ranks for a while (`fusedmoe.layers.dynamic_experts`).
     """
 
     ep: int = 1
@@ -215,13 +216,15 @@ class Capabilities:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     heap: Callable[[], bool] = lambda: False
+    copies: bool = False
 
 
 def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
     """The kinds of tasks that plans may have.
 
     Dispatch and combine without peers are among them: hooks may act there. Fused operations do all of a layer that
-    follows its own schedule and whose experts are split over one axis; in a step's plan nothing runs them. What
+    follows its own schedule; in a step's plan nothing runs them. Where experts are split over both axes, rows go from
+    every rank straight to all shards of their experts. What
     autograd runs beside a step's tasks is in its plan for what it takes.
     """
     parts = PIPELINE if here.esp > 1 else PIPELINE[::2]
@@ -229,10 +232,10 @@ def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
         return ("attention", "gate", *parts, "gradient-all-reduce", "loss", "optimizer")
     if follows == "blocks":
         kinds = ("attention", "permute", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
-        return (*kinds, "loss", "optimizer")
-    one_axis = (here.ep > 1) != (here.esp > 1)
+        return (*kinds, *((GATHER, REDUCE) if here.copies else ()), "loss", "optimizer")
+    split = here.ep > 1 or here.esp > 1
     served = triton_serves(here.device) and here.dtype != torch.float64
-    if not (one_axis and here.grouped and here.direct and served and here.heap()):
+    if not (split and here.grouped and here.direct and served and here.heap()):
         return parts
     over_experts, over_shards = FUSED
     return (*parts, over_experts if here.ep > 1 else over_shards)

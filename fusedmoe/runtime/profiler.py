@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,14 +28,19 @@ from fusedmoe.comm.collectives import (
     device_of,
     reduce_scatter_rows,
 )
+from fusedmoe.comm.heaps import find_backend, open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.execute import Streams, execute
 from fusedmoe.runtime.recorder import Recorder
-from fusedmoe.schedule.cost import CostModel, Line, line_through
+from fusedmoe.schedule.cost import CostModel, FusedCosts, Line, line_through
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.task import PIPELINE, Task
+
+if TYPE_CHECKING:
+    from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll
 
 #: Seconds that measuring may take, unless the caller says otherwise.
 BUDGET_S = 30.0
@@ -61,6 +66,8 @@ _RESERVE = 0.25
 
 _ALONE = (Plan.parse("inter: D0"), Plan.parse("intra: AG0"))
 _TOGETHER = Plan.parse("intra: AG0\ninter: D0\nafter AG0:")  # it waits for nothing
+# Exchanges of one row, one after the other.
+_SIGNALS = 8
 _EMPTY, _EMPTY_ROUNDS = Plan.from_orders(three_queues(PIPELINE, 8)), 9
 
 Show = Callable[[int, int], None]
@@ -218,7 +225,8 @@ class _Profiler:
             {name: replace(line, alpha_s=max(line.alpha_s, task_s)) for name, line in fitted.items()}
         )
         contention = self._contention(lines, points, total) if contends else 1.0
-        costs = CostModel(lines, contention, machine, tiled=self._device.type == "cpu", task_s=task_s)
+        cpu = self._device.type == "cpu"
+        costs = CostModel(lines, contention, machine, self._fused(), tiled=cpu, task_s=task_s)
         seconds = self._elapsed_s()
         return Profile(costs, {name: tuple(of) for name, of in points.items()}, seconds)
 
@@ -231,6 +239,38 @@ class _Profiler:
             execute(_EMPTY, bodies, stop=self._stop, streams=self._streams.on(self._device))
             taken.append((self._clock() - began) / len(_EMPTY))
         return statistics.median(taken)
+
+    def _fused(self) -> FusedCosts | None:
+        """What a signal takes between kernels, where all ranks have memory that those of the others address."""
+        if not triton_serves(self._device):
+            return None
+        from fusedmoe.comm.one_sided_all_to_all import OneSidedAllToAll  # which needs Triton
+        from fusedmoe.comm.receive_buffers import TOKEN_TILE
+
+        found = {}
+        for link, group in (("inter", self._topology.ep), ("intra", self._topology.esp)):
+            if group.size == 1:
+                continue
+            has = bool(find_backend(group, self._device)[0])
+            if not all(all_gather_object(self._topology.world, has, "profile")):
+                continue
+            with open_heap(group, self._device) as heap:
+                found[link] = self._signal_s(OneSidedAllToAll(heap, rows=1))
+        return self._of_rank_0(FusedCosts(TOKEN_TILE, found)) if found else None
+
+    def _signal_s(self, through: OneSidedAllToAll) -> float:
+        """Of a row to each peer and a wait for theirs."""
+        each = [1] * through.heap.group.size
+        row = torch.zeros(len(each), dtype=torch.uint8, device=self._device)
+        taken = []
+        for _ in range(1 + ROUNDS):  # the first time, kernels are compiled
+            self._ready()
+            self._together()
+            with self._recorder.span("signals", kind="other"):
+                for _ in range(_SIGNALS):
+                    through.exchange(row, each, each, 1, "profile")
+            taken.append(float(self._slowest([self._recorder.timeline().duration_s])[0]) / _SIGNALS)
+        return statistics.median(taken[1:])
 
     def _collectives(self) -> dict[str, _Work]:
         topology, buffer = self._topology, self._buffer

@@ -104,8 +104,12 @@ def figure(timelines: Timeline | Sequence[Timeline], *, title: str = "Timeline")
     chart = result.add_axes(area, xlim=(0, span_ms or 1.0), ylim=(rows_height, 0))
     _draw_heading(page, title, _summary(aligned, span_ms), legend)
     _style_chart(chart)
+    inches_per_ms = plot_width / (span_ms or 1.0)
+    # Where one of the brackets has no room for whole words none has them.
+    brackets = [each for group in groups for each in group.brackets(brief=False)]
+    brief = not all(_fits(name, seconds * 1e3 * inches_per_ms, measure) for name, seconds in brackets if name)
     for group in groups:
-        _draw_group(page, chart, group, head, span_ms, plot_width / (span_ms or 1.0), measure)
+        _draw_group(page, chart, group, head, span_ms, inches_per_ms, brief, measure)
     if not kinds:
         chart.text(0.5, 0.5, "no spans", transform=chart.transAxes, ha="center", va="center", color=_FAINT)
     return result
@@ -131,6 +135,17 @@ class _Group:
     @property
     def bottom(self) -> float:
         return self.rows[-1].top + self.rows[-1].height
+
+    def bracket(self, phase: str, layer: int | None, brief: bool) -> str:
+        """What stands above a stretch: the pass and the layer; nothing above the loss, which is in none."""
+        name = {"forward": "fwd", "backward": "bwd"}[phase] if brief else phase
+        if layer is not None:
+            return f"{name} {layer}" if brief else f"{name}, layer {layer}"
+        return "" if any(run[3] is not None for run in self.runs) else name
+
+    def brackets(self, brief: bool) -> list[tuple[str, float]]:
+        """What stands above the stretches, and how long they take, in seconds."""
+        return [(self.bracket(phase, layer, brief), end_s - start_s) for start_s, end_s, phase, layer in self.runs]
 
 
 def _lay_out(timelines: Sequence[Timeline]) -> tuple[list[_Group], float]:
@@ -235,6 +250,7 @@ def _draw_group(
     head: float,
     span_ms: float,
     inches_per_ms: float,
+    brief: bool,
     measure: Measure,
 ) -> None:
     from matplotlib.patches import Rectangle
@@ -255,20 +271,19 @@ def _draw_group(
         if phase == "backward":
             height = group.bottom - group.rows[0].top
             chart.add_patch(Rectangle((left, group.rows[0].top), width, height, facecolor=_BACKWARD, zorder=0.2))
-        brief = {"forward": "fwd", "backward": "bwd"}[phase]
-        names = [phase, brief]
-        if layer is not None:
-            names = [f"{phase}, layer {layer}", f"{brief} {layer}", str(layer)]
-        elif any(run[3] is not None for run in group.runs):
-            continue  # the loss: where brackets name layers, what is in none has none
+        name = group.bracket(phase, layer, brief)
+        if not name:
+            continue
         gap = min(0.02 / inches_per_ms, width / 4)
         y = group.top + _STRIP - 0.025
         chart.plot((left + gap, left + width - gap), (y, y), color=_FAINT, linewidth=0.7, zorder=1)
-        for name in names:
-            if measure.width(name, 7.5) < width * inches_per_ms - 0.06:
-                chart.text(left + width / 2, group.top + 0.08, name, size=7.5, color=_FAINT, ha="center", va="center")
-                break
+        if _fits(name, width * inches_per_ms, measure):
+            chart.text(left + width / 2, group.top + 0.08, name, size=7.5, color=_FAINT, ha="center", va="center")
     _draw_bars(chart, group, inches_per_ms, measure)
+
+
+def _fits(name: str, inches: float, measure: Measure) -> bool:
+    return measure.width(name, 7.5) < inches - 0.06
 
 
 def _draw_bars(chart: Axes, group: _Group, inches_per_ms: float, measure: Measure) -> None:

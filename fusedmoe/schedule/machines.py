@@ -37,7 +37,6 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import log_ndtr
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line
@@ -185,6 +184,8 @@ class Machine:
 
 def expected_maximum(count: int) -> float:
     """Of so many standard normal numbers: the integral of 1 − Φ(x)^N above 0, less that of Φ(x)^N below."""
+    from scipy.special import log_ndtr
+
     x = np.linspace(0.0, 12.0, 6001)
     above, below = -np.expm1(count * log_ndtr(x)), np.exp(count * log_ndtr(-x))
     return float(np.trapezoid(above - below, x))

@@ -8,20 +8,18 @@ next, and is hidden as far as the link is idle there:
     forward    … f0.C1 f1.SAG f1.D0 …
     backward   … b1.C1 b1.SRS b0.SAG (gradient buckets) b0.D0 …
 
-How many experts can be copied in so many seconds, `placement.materialise.overlap_degree` says.
+How many experts can be copied in so many seconds, `placement.hecate.overlap_degree` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Costs, Durations
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.task import GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task
 from fusedmoe.schedule.timeline import Timeline
-
-GATHER, REDUCE = "sparse-all-gather", "sparse-reduce-scatter"
 
 
 def idle_before(timeline: Timeline, layer: int, phase: str) -> float:
@@ -65,6 +63,31 @@ def hidden_s(timeline: Timeline, layers: int, *, again: bool) -> tuple[float, ..
     return tuple(found)
 
 
+def add_sparse(plan: Plan, layers: Iterable[int], *, again: Collection[int] = ()) -> Plan:
+    """The plan with the sparse collectives of some layers, in the passes that it has of them.
+
+    A reduce-scatter follows its layer's last combine, or what the weight gradients of its layer wait for, where these
+    run beside the next layer's chunks.
+
+    Args:
+        again: of these layers, those that release their copies after the forward pass and gather them once more.
+    Raises:
+        ConfigError: a layer that sends nothing between nodes in a pass of the plan.
+    """
+    inter, phases = list(plan.inter), {task.phase for task in plan}
+    for layer in layers:
+        for kind, phase in ((GATHER, "forward"), (REDUCE, "backward"), (GATHER, "backward")):
+            if phase not in phases or (kind == GATHER and phase == "backward" and layer not in again):
+                continue
+            own = [n for n, task in enumerate(inter) if (task.layer, task.phase) == (layer, phase)]
+            own = [n for n in own if inter[n].kind in PIPELINE]
+            if not own:
+                raise ConfigError(f"plan: layer {layer} has no dispatch between nodes in its {phase} pass")
+            place = max(own[-1], _last_before(plan, inter, layer)) + 1 if kind == REDUCE else _ahead(inter, own[0])
+            inter.insert(place, Task(kind, None, layer, phase))
+    return Plan(plan.compute, plan.intra, tuple(inter), plan.after)
+
+
 def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: bool) -> tuple[Plan, Durations]:
     """The plan of a step with the sparse collectives of its layers, and what that costs.
 
@@ -72,26 +95,11 @@ def with_sparse(plan: Plan, costs: Costs, seconds_L: Sequence[float], *, again: 
         seconds_L: of each sparse collective of a layer; a layer with 0 has none.
         again: experts are released after the forward pass and gathered once more backward, but for the last layer's.
     Raises:
-        ConfigError: a layer with sparse collectives that sends nothing between nodes, or whose weight gradients run
-            beside the next layer's chunks, before which their sum stands.
+        ConfigError: a layer with sparse collectives that sends nothing between nodes.
     """
-    inter, after = list(plan.inter), dict(plan.after)
-    sparse: dict[Task, float] = {}
-    for layer, seconds in enumerate(seconds_L):
-        if not seconds:
-            continue
-        reduce = Task(REDUCE, None, layer, "backward")
-        after[reduce] = _gradients(plan, layer)
-        phases = ("forward", "backward") if again and layer < len(seconds_L) - 1 else ("forward",)
-        for task in (*(Task(GATHER, None, layer, phase) for phase in phases), reduce):
-            sparse[task] = seconds
-            own = [
-                place for place, one in enumerate(inter) if (one.layer, one.phase) == task[2:4] and one.kind in PIPELINE
-            ]
-            if not own:
-                raise ConfigError(f"plan: layer {layer} has no dispatch between nodes in its {task.phase} pass")
-            inter.insert(own[-1] + 1 if task is reduce else _ahead(inter, own[0]), task)
-    found = Plan(plan.compute, plan.intra, tuple(inter), after)
+    layers = [layer for layer, seconds in enumerate(seconds_L) if seconds]
+    found = add_sparse(plan, layers, again=range(len(seconds_L) - 1) if again else ())
+    sparse = {task: seconds_L[task.layer or 0] for task in found.inter if task.kind in (GATHER, REDUCE)}
     return found, Durations({**costs.seconds(plan), **sparse}, costs.contention)
 
 
@@ -103,11 +111,19 @@ def _ahead(inter: Sequence[Task], first: int) -> int:
     return place
 
 
-def _gradients(plan: Plan, layer: int) -> tuple[Task, ...]:
-    """What computes the gradients of a layer's experts: its W tasks where the backward pass is split."""
+def _last_before(plan: Plan, inter: Sequence[Task], layer: int) -> int:
+    """Where the last task stands that what computes a layer's gradients waits for, by whatever way; −1: nowhere."""
+    number = {task: place for place, task in enumerate(plan.sequence)}
     own = [task for task in plan.compute if (task.layer, task.phase) == (layer, "backward")]
-    apart = [task for task in own if task.kind == WEIGHT_GRADIENTS["expert"]]
-    return tuple(apart or [task for task in own if task.kind == "expert"])
+    ahead = [number[task] for task in own if task.kind in ("expert", WEIGHT_GRADIENTS["expert"])]
+    found: set[int] = set()
+    while ahead:
+        place = ahead.pop()
+        if place not in found:
+            found.add(place)
+            ahead += plan.before[place]
+    tasks = {plan.sequence[place] for place in found}
+    return max((place for place, task in enumerate(inter) if task in tasks), default=-1)
 
 
 def _idle_s(timeline: Timeline, since_s: float, until_s: float) -> float:

@@ -23,7 +23,8 @@ from typing import NamedTuple
 PIPELINE = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
 
 
-#: The fused operations, each with the parts that it does: all of a layer whose experts are split over one axis.
+#: The fused operations, each with the parts that it does: all of a layer whose experts are split over ep, or over esp
+#: alone. With both, the first one's rows go straight to all shards of their experts, and neither gathering is left.
 FUSED = {"-".join(parts): parts for parts in (PIPELINE[::2], PIPELINE[1:-1])}
 
 _CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
@@ -37,6 +38,9 @@ STAGES = {
 #: The W tasks: weight gradients of a split backward pass, by the part that then has the gradients of its input alone.
 WEIGHT_GRADIENTS = {"expert": "weight-gradient", "attention": "attention-weight-gradient"}
 
+#: Sparse collectives: copies of experts come to where they are used, and gradients of the copies go to the owners.
+GATHER, REDUCE = "sparse-all-gather", "sparse-reduce-scatter"
+
 #: The kinds that only move data, by the link that they use; every other kind computes.
 LINKS = {
     "dispatch": "inter",
@@ -44,8 +48,8 @@ LINKS = {
     "reduce-scatter": "intra",
     "combine": "inter",
     "gradient-all-reduce": "inter",
-    "sparse-all-gather": "inter",
-    "sparse-reduce-scatter": "inter",
+    GATHER: "inter",
+    REDUCE: "inter",
 }
 
 _OCCUPIED = {kind: ("compute", LINKS[parts[0]]) for kind, parts in FUSED.items()} | {
@@ -97,6 +101,8 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
     * Chunks of one layer's attention run in order, in both passes: chunk i waits for chunk i − 1, too.
     * A weight-gradient waits for the expert of its chunk (without one: for all of its layer), and an
       attention-weight-gradient for the attention.
+    * An expert also waits for the sparse-all-gather of its layer and pass, and a sparse-reduce-scatter for its layer's
+      weight gradients (without them: its experts).
     * A gradient-all-reduce waits for the gate, the attention and its weight gradients of its layer's backward pass,
       where the plan has them.
     * An optimizer waits for all of the backward pass; one with a layer only for this layer's.
@@ -129,6 +135,10 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
             sources = [task for source in of if weight_gradient(source) == kind for task in of[source]]
             for task in of[kind]:
                 after[task] = tuple(one for one in sources if one.chunk == task.chunk) or tuple(sources)
+        for task in of.get("expert", ()):
+            after[task] = (*after[task], *of.get(GATHER, ()))
+        for task in of.get(REDUCE, ()):
+            after[task] = tuple(of.get(WEIGHT_GRADIENTS["expert"], ()) or of.get("expert", ()))
         reduced = [task for kind in ("gate", "attention", "attention-weight-gradient") for task in of.get(kind, ())]
         for task in of.get("gradient-all-reduce", ()):
             after[task] = tuple(reduced) if phase == "backward" else ()

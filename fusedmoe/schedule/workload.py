@@ -200,6 +200,8 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
         forward     signal + [there | up] + signal + [down | back]
         backward    signal + [there | down] + signal + [up | back] + weight gradients
 
+    With shards, the rows of an expert go to each of them, and their results come from each, between nodes as well.
+
     What stands in | takes max(…) + a tile of the shorter one (`overlapped_s`). Nothing else is in the layer.
     """
     first, _, last = FUSED[kind]
@@ -207,11 +209,12 @@ def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, fl
     if model.fused is None or link not in model.fused.signal_s:
         return None
     layer = workload.step_costs(model, [0], workload.volumes()).layers[0]
+    shards = workload.esp if link == "inter" else 1
     tile = min(1.0, model.fused.tile_rows / workload.rows)
     found = {}
     for phase in PHASES:
         parts = layer.chunks[phase]
-        there, back = parts[first].whole_s, parts[last].whole_s
+        there, back = (shards * parts[part].whole_s for part in (first, last))
         # Of the backward pass, half is the weights' gradients.
         whole_s = parts["expert"].whole_s / (1 if phase == "forward" else 2)
         down_s = whole_s / GEMMS[workload.expert]

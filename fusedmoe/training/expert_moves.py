@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,23 +22,21 @@ def move(
     layers: Sequence[DynamicExperts],
     shardings: Sequence[Placement],
     optimizer: Optimizer,
-    averaged: Sequence[Sequence[DynamicExperts]] = (),
+    copies: Sequence[Sequence[DynamicExperts]],
 ) -> int:
     """Gives each layer's experts the owners that a sharding says. Collective over the expert-parallel group.
 
-    Each tensor of an expert is sent once, from its old owner to its new one. Gradients are dropped. The same layers of
-    `averaged` models, which have no optimizer, go with them.
+    Each tensor of an expert is sent once, from its old owner to its new one. Gradients are dropped.
 
+    Args:
+        copies: of each layer, those of its experts that go with them; they have no optimizer.
     Returns:
         The bytes that this rank sent.
     Raises:
         ConfigError: optimizer state that is not shaped like the parameter: it is not known how it splits.
         RankError: the ranks' optimizers keep different state.
     """
-    with_them: Sequence[Sequence[DynamicExperts]] = (
-        list(zip(*averaged, strict=True)) if averaged else [()] * len(layers)
-    )
-    every = zip(layers, shardings, with_them, strict=True)
+    every = zip(layers, shardings, copies, strict=True)
     changing = [(one, to, others) for one, to, others in every if to != one.placement.sharding]
     if not changing:
         return 0
@@ -62,21 +61,84 @@ def move(
     return sent
 
 
+def followers(
+    layers: Sequence[DynamicExperts], given: Sequence[Sequence[DynamicExperts]], group: Group
+) -> list[list[DynamicExperts]]:
+    """Of each layer the copies of its experts that change owners with it: those of `given` models, and what
+    `copy.deepcopy` has made of the layer, or of a copy, and nobody trains. In an order that all ranks have. Collective.
+
+    Raises:
+        ConfigError: a copy with other owners than its layer, one that is trained, or one that not all ranks have.
+    """
+    for model in given:
+        if [one.placement.sharding for one in model] != [one.placement.sharding for one in layers]:
+            raise ConfigError(
+                "ShardedExperts: a model of `averaged` has other experts on this rank than the model. Give copies of "
+                "the model as it is now: deepcopy(model), or AveragedModel(model)"
+            )
+    known = {id(one) for model in given for one in model}
+
+    def found() -> list[dict[tuple[int, ...], DynamicExperts]]:
+        return [{path: one for path, one in _copies(placed, ()) if id(one) not in known} for placed in layers]
+
+    def every(of: list[dict[tuple[int, ...], DynamicExperts]]) -> list[list[list[tuple[bool, tuple[int, ...]]]]]:
+        # Of each rank and layer the copies, those that are trained last.
+        own = [sorted((one.learned, path) for path, one in layer.items()) for layer in of]
+        return all_gather_object(group, own, "copies of experts")
+
+    copies = found()
+    ranks = every(copies)
+    if any(own != ranks[0] for own in ranks) or any(learned for own in ranks for of in own for learned, _ in of):
+        gc.collect()  # what is there may be garbage
+        copies = found()
+        ranks = every(copies)
+    for rank, own in zip(group.ranks, ranks, strict=True):
+        if any(learned for of in own for learned, _ in of):
+            raise ConfigError(
+                f"ShardedExperts: experts change owners, and rank {rank} has a copy of the model (deepcopy) that is "
+                "trained by itself: its experts, and what its optimizer keeps of them, would stay where they are. Give "
+                "the copy a ShardedExperts of its own, or use reshard=False for the model, or drop the copy."
+            )
+        if own != ranks[0]:
+            raise ConfigError(
+                f"ShardedExperts: experts change owners, and rank {rank} has other copies of the model (deepcopy, "
+                f"AveragedModel) than rank {group.ranks[0]}. Copies follow the owners where all ranks have them: make "
+                "and drop them on all ranks, or use reshard=False."
+            )
+    return [[*(model[at] for model in given), *(of[path] for path in sorted(of))] for at, of in enumerate(copies)]
+
+
+def _copies(placed: DynamicExperts, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], DynamicExperts]]:
+    """Copies that have no ShardedExperts of their own, and copies of these, by their numbers."""
+    for one in list(placed.deepcopies):
+        if not one.hooked:
+            yield (*path, one.number), one
+            yield from _copies(one, (*path, one.number))
+
+
 def require_movable(layers: Sequence[DynamicExperts], optimizer: Optimizer, *, tries: bool = False) -> None:
-    """Raises `ConfigError` as `move` would, before anything has to move.
+    """Raises `ConfigError` as `move` would, before anything has to move; and for experts that the optimizer does not
+    have, whose state would not move.
 
     `tries`: also for what the optimizer keeps after a step, as far as another one of its kind can be made.
     """
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for placed in layers:
         for name, parameter in placed.experts.named_parameters():
             _state(optimizer, name, parameter)
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"ShardedExperts: the {type(optimizer).__name__} does not have the experts' {name}: what updates "
+                    "it would keep its state where it is when experts change owners. Give the optimizer that has all "
+                    "experts (of several, which one has the rest does not matter), or use reshard=False."
+                )
     if tries:
         # Three dimensions, as experts have; no two sizes alike, so that no other shape looks like it.
         small = nn.Parameter(torch.zeros(2, 3, 5))
-        small.grad = torch.zeros_like(small)
+        small.grad = torch.ones_like(small)
         with suppress(Exception), torch.enable_grad():
             optimizer = type(optimizer)([small], **optimizer.defaults)
-            optimizer.step()
+            optimizer.step(lambda: 0.0)
         _state(optimizer, "parameter", small)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -118,8 +118,10 @@ class GradientBuckets:
         if self._open and task.size is not None:
             self._reduce(task.size)
 
-    def begin(self, tasks: Sequence[Task]) -> None:
+    def begin(self, tasks: Sequence[Task], behind: Callable[[], None] | None = None) -> None:
         """Reduces buckets beside what the caller does; `wait` sees to the end of it.
+
+        `behind`: waits until nothing else has the link any more (on CUDA the current stream does).
 
         On a CPU a thread does it. On CUDA a stream does, and all of it is issued here: of several communicators NCCL
         asks for one order on all ranks, which two threads would not keep (`fusedmoe/runtime/nccl.md`).
@@ -130,12 +132,12 @@ class GradientBuckets:
         streams = self._streams.on(device_of(self._topology.world))
         if streams is None:
             self._helper = self._helper or Helper("fusedmoe gradients")
-            self._working = self._helper.begin(partial(self._reduce_all, tasks))
+            self._working = self._helper.begin(partial(self._reduce_all, tasks, behind))
             return
         self._beside = streams["inter"]
         self._beside.wait_stream(streams["compute"])
         with torch.cuda.stream(self._beside):
-            self._reduce_all(tasks)
+            self._reduce_all(tasks, behind)
 
     def wait(self) -> None:
         """Until what was begun is done (on CUDA the current stream waits). Raises what went wrong there."""
@@ -166,7 +168,9 @@ class GradientBuckets:
         whole = torch.stack([one.whole for one in done if one.whole is not None]).tolist()
         return {id(one.replica.parameter) for one, all_have in zip(done, whole, strict=True) if all_have}
 
-    def _reduce_all(self, tasks: Sequence[Task]) -> None:
+    def _reduce_all(self, tasks: Sequence[Task], behind: Callable[[], None] | None) -> None:
+        if behind is not None:
+            behind()
         for kind, chunk, layer, phase, size in tasks:
             with span(self._recorder, kind, kind=kind, resource="inter", chunk=chunk, layer=layer, phase=phase):
                 self.reduce(Task(kind, chunk, layer, phase, size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of, on_all_ranks
@@ -22,6 +20,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import require_own_experts
+from fusedmoe.layers.expert_tables import require_stacked
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import measured_costs
 from fusedmoe.placement.hecate import calibrate, overlap_degree, reshard
@@ -38,7 +37,7 @@ from fusedmoe.placement.placement_policies import (
     swaps,
 )
 from fusedmoe.placement.price import PlacementCosts
-from fusedmoe.training.expert_moves import move, require_movable
+from fusedmoe.training.expert_moves import followers, move, require_movable
 from fusedmoe.training.gradient_buckets import moe_layers
 
 #: What places experts: Hecate's algorithms, and what they are compared with.
@@ -87,8 +86,9 @@ class ShardedExperts:
     own `state_dict()` loads where ranks own the same experts, and is refused elsewhere, before anything of it is
     loaded.
 
-    A `deepcopy` of the model has no replicas and owners of its own. Where weights of the model are averaged into it,
-    its experts must move with the model's, or different experts would be averaged: give it as `averaged`.
+    A `deepcopy` of the model has no replicas. Its experts change owners with the model's, so that weights can be
+    averaged into it (`torch.optim.swa_utils.AveragedModel`). All ranks must have it, and nobody may train it, unless it
+    has a ShardedExperts of its own.
 
     Args:
         model: with one or more `MoELayer(placement="fssdp")`, of equal numbers of experts. It is hooked: run it whole.
@@ -107,8 +107,8 @@ class ShardedExperts:
         costs: what a token and an expert take. None: measured where a policy asks for them.
         heap: symmetric memory of the expert-parallel group (`fusedmoe.puts.open_heap`), which must outlive this.
             Experts then travel by puts that kernels start, instead of by collectives.
-        averaged: copies of the model, `torch.optim.swa_utils.AveragedModel(model)`, say, whose experts change owners
-            with the model's. They have no optimizer of their own.
+        averaged: models whose experts change owners with this one's, though they were not made by `copy.deepcopy` of
+            it: read from a file, say. They have no optimizer of their own.
     Attributes:
         averaged: append one that is made later, on all ranks, before the next step.
         overlap: t; 0 while it is not known yet.
@@ -117,8 +117,8 @@ class ShardedExperts:
     Raises:
         ConfigError: no layers with dynamic experts, layers of different numbers of experts or with a ShardedExperts
             already, numbers that cannot be, or an optimizer whose state cannot move with single experts; in the first
-            step, where it cannot be tried on a small parameter before. In a step, where owners may change: a copy of
-            the model that is not in `averaged`.
+            step, where it cannot be tried on a small parameter before. In a step in which owners change: a copy of the
+            model that is trained by itself, or that not all ranks have.
         RankError: the ranks pass different arguments.
     """
 
@@ -149,11 +149,16 @@ class ShardedExperts:
             raise ConfigError("ShardedExperts: no layer of this model was made with placement='fssdp'")
         if any(one.hooked for one in self._layers):
             raise ConfigError("ShardedExperts: this model has one already; close() it before another is made")
-        if any(parametrize.is_parametrized(module) for one in self._layers for module in one.experts.modules()):
-            raise ConfigError(
-                "ShardedExperts: weights of experts are parametrised (LoRA, weight norm), and only parameters move: "
-                "make the model with placement='ep', or the parts parameters of your own experts, [experts, ...] each"
-            )
+        for layer in layers:
+            assert layer.placed is not None
+            if layer.experts is not layer.placed.experts:
+                raise ConfigError(
+                    f"ShardedExperts: the experts of a layer were put into a {type(layer.experts).__name__}, which "
+                    "computes without copies (peft's target_parameters, say). Give them LoRA by "
+                    "torch.nn.utils.parametrize instead, with one part for each expert, or use placement='ep'."
+                )
+            require_stacked(layer.placed.experts, layer.placed.owned)
+        self._names = [one.names for one in self._layers]
         if len({one.placement.experts for one in self._layers}) > 1:
             raise ConfigError("the layers have different numbers of experts; ShardedExperts needs equal ones")
         self.iteration, self.moved_bytes = 0, 0
@@ -258,6 +263,11 @@ class ShardedExperts:
             one.rest()
 
     def _begin(self) -> None:
+        if self._names != [one.names for one in self._layers]:
+            raise ConfigError(
+                "ShardedExperts: parameters of experts have come or gone since this was made. Parametrise experts "
+                "(LoRA) first; to do it now, close() this and make another, with the optimizer that has them."
+            )
         with self._topology.guard("ShardedExperts"):
             for layer, one in zip(self._recorded, self._layers, strict=True):
                 one.recorder = layer.recorder
@@ -302,37 +312,12 @@ class ShardedExperts:
 
     def _install(self, placements: Sequence[Placement]) -> None:
         shardings = [one.sharding for one in placements]
-        if self._moves or shardings != [one.placement.sharding for one in self._layers]:
-            self._require_averaged()
-        averaged = [_dynamic(model) for model in self.averaged]
-        self.moved_bytes += move(self._layers, shardings, self._optimizer, averaged)
+        if shardings != [one.placement.sharding for one in self._layers]:
+            given = [_dynamic(model) for model in self.averaged]
+            copies = followers(self._layers, given, self._topology.world)
+            self.moved_bytes += move(self._layers, shardings, self._optimizer, copies)
         for one, placement in zip(self._layers, placements, strict=True):
             one.place(placement)
-
-    def _require_averaged(self) -> None:
-        """All copies of the model that are there are given as `averaged`, and their experts are where the model's are.
-
-        Raises:
-            ConfigError: they are not.
-        """
-        owners = [one.placement.sharding for one in self._layers]
-        given = {id(one) for model in self.averaged for one in _dynamic(model)}
-        if any([one.placement.sharding for one in _dynamic(model)] != owners for model in self.averaged):
-            raise ConfigError(
-                "ShardedExperts: a model of `averaged` has other experts on this rank than the model. Give copies of "
-                "the model as it is now: deepcopy(model), or AveragedModel(model)"
-            )
-
-        def others() -> bool:
-            return any(id(one) not in given and not one.hooked for of in self._layers for one in of.deepcopies)
-
-        if others() and gc.collect() >= 0 and others():  # what is there may be garbage
-            raise ConfigError(
-                "ShardedExperts: experts change owners, and there is a copy of the model (deepcopy, AveragedModel) "
-                "whose experts would stay where they are: averages would mix different experts. Give it as "
-                "ShardedExperts(…, averaged=[copy]), or append it to `averaged`, and its experts move along; or use "
-                "reshard=False; or drop it, and keep its state_dict()."
-            )
 
     @property
     def _policy(self) -> Policy:

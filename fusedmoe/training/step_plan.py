@@ -22,6 +22,7 @@ from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.sparse_collectives import add_sparse
 from fusedmoe.schedule.step import buckets_after, one_pass, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 from fusedmoe.schedule.timeline import PHASES
@@ -70,14 +71,15 @@ def plan_step(
     Returns:
         The plan of the step, whose tasks that are not of the layers' pipelines follow autograd's order, and the
         gradients that it reduces on the way. A plan without tasks: nothing goes in chunks, nor gradients on the way.
+        Where experts move, it has the sparse collectives too, at their place among what the link between nodes has to
+        do, whatever they take.
     Raises:
         ConfigError: an unknown policy, or a model without MoE layers.
         RankError: ranks that come to different plans.
     """
     step = PlannedStep(model, topology, costs, workload, limit=limit, mp_loss=mp_loss, blocks=blocks, samples=samples)
     found = step.candidate(policy)
-    step.follow(found)
-    return found.plan, step.buckets
+    return step.follow(found), step.buckets
 
 
 class PlannedStep:
@@ -189,9 +191,11 @@ class PlannedStep:
         if there != back and not all(_any_degree(layer) for layer in self._layers):
             raise ConfigError("plan_step: experts that are modules of their own need one degree for both passes")
 
-    def follow(self, candidate: PlanCandidate) -> None:
+    def follow(self, candidate: PlanCandidate) -> Plan:
         """From now on steps follow this plan. Collective over all ranks.
 
+        Returns:
+            The plan with the sparse collectives of experts that move.
         Raises:
             ConfigError: it cannot run here.
             RankError: ranks that come to different plans.
@@ -200,14 +204,20 @@ class PlannedStep:
         plan = candidate.plan
         if candidate.whole:
             assert self.blocks is not None
+            plan = self.blocks.with_copies(plan)
             self.blocks.set_plan(_passes(plan), self.buckets)
-            return
+            return plan
         if self.blocks is not None:
             self.blocks.set_plan(None)
         self.topology.agree({"plan": plan.fingerprint}, "plan of the training step")
         for number, layer in enumerate(self._layers):
             plans = Plans(pass_of(plan, number, "forward"), pass_of(plan, number, "backward")) if len(plan) else None
             layer.set_plan(plans, self.buckets, buckets_after(plan, number))
+        moving = {number: one.placed for number, one in enumerate(self._layers) if one.placed is not None}
+        for placed in moving.values():
+            placed.travel = "in turns" if len(plan) else "at once"
+        again = [number for number, placed in moving.items() if placed.rematerialises]
+        return add_sparse(plan, moving, again=again[:-1]) if len(plan) else plan
 
     def choice_path(self, policy: str) -> Path:
         """Where it is kept what was measured to be the fastest here. Collective over all ranks."""

@@ -56,7 +56,10 @@ def test_a_process_that_ends_and_one_that_does_not(tmp_path: Path) -> None:
     ended = watch(slow, 3.0, hear=heard.append)
     assert (ended.code, ended.output, "".join(heard)) == (None, "begun\n", "begun\n")
     assert 3 <= ended.seconds < 30 and "time was up" in ended.why
-    assert not is_running(int(child.read_text()))
+    deadline = time.monotonic() + 10  # a signal has been sent; on a busy machine it may take its time
+    while is_running(int(child.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -272,6 +272,18 @@ def test_placements_are_measured_and_shown(
     assert len(rows["smartmoe"]["rounds_s"]) == 12
 
 
+@pytest.mark.slow
+def test_the_price_of_placements_is_measured_and_shown(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.run(2, measured_parts, TINY, ["price"], str(tmp_path))
+    rows = shown(TINY, tmp_path, ["price"], capsys)["price"]["rows"]
+    assert [*rows] == ["ep, off", "fssdp, off", "ep, fsmoe", "fssdp, fsmoe"]
+    for name, row in rows.items():
+        assert len(row["rounds_s"]) == 4 and row["price"] > -1
+        assert row["price"] == 0 if name.startswith("ep") else row["copies"] >= 0
+
+
 def layer_and_job(rank: int, world: int, setting: Setting) -> list[Any]:
     topology = topology_of(setting)
     x_SM, dy_SM = torch.randn(setting.S // 2, setting.M).requires_grad_(), torch.randn(setting.S // 2, setting.M)

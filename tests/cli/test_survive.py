@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cluster.agents import Agents, kept_files, metrics
+from bench.cluster.agents import PRELOAD, Agents, kept_files, metrics
 from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings
@@ -117,9 +119,9 @@ def flags(text: Path, run: Path, steps: int, *more: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_rank_costs_no_step(cluster: Cluster, tmp_path: Path, text: Path) -> None:
-    """One node of two ranks: what is killed was in its memory."""
+    """One node of two ranks, each started as a Python of its own: what is killed was in its node's memory."""
     run, right, steps = tmp_path / "run", tmp_path / "right", 60
-    with Agents(tmp_path, 1, 2, *flags(text, run, steps, "--survive", "1")) as agents:
+    with Agents(tmp_path, 1, 2, *flags(text, run, steps, "--survive", "1"), forked=False) as agents:
         agents.wait_for_step(run, 10, 250)
         os.kill(random.choice(agents.ranks(agents.running[0])), signal.SIGKILL)
         cluster.run(2, reference, settings_of(text, steps=steps), right)
@@ -130,9 +132,12 @@ def test_a_killed_rank_costs_no_step(cluster: Cluster, tmp_path: Path, text: Pat
     assert kept_files() == []
 
 
+FAULTS = ["a rank is killed", "a rank is frozen", "a node is lost", "a node's torchrun is lost", "a node comes back"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", ["a rank is killed", "a rank is frozen", "a node is lost", "a node comes back"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_two_nodes_go_on(cluster: Cluster, tmp_path: Path, text: Path, fault: str) -> None:
     """Each at a random moment, from a state every one to three steps; `bench.cluster.survive` does many."""
     seed = random.SystemRandom().randrange(10**6)
@@ -148,7 +153,7 @@ def test_two_nodes_go_on(cluster: Cluster, tmp_path: Path, text: Path, fault: st
             how = signal.SIGKILL if "killed" in fault else signal.SIGSTOP
             os.kill(rng.choice(agents.ranks(agent)), how)
         else:
-            node = agents.lose(agent)
+            node = agents.lose(agent, only_agent="torchrun" in fault)
             if "back" in fault:
                 agents.wait_for_step(run, at + 5, 250)
                 agents.start(node)
@@ -160,3 +165,15 @@ def test_two_nodes_go_on(cluster: Cluster, tmp_path: Path, text: Path, fault: st
     assert said.count("with the state from memory") == len(ranks), f"seed {seed}: {said}"
     check_metrics(run, right, steps)
     assert kept_files() == []
+
+
+@pytest.mark.slow
+def test_what_is_imported_before_ranks_are_forked_leaves_gpus_and_threads_alone() -> None:
+    """A fork of a process that has used CUDA has none, and one of a process with threads may hang."""
+    imports = PRELOAD.split(";")[0]
+    lines = ["import os, torch", "def used(*_): raise SystemExit('CUDA was asked for')"]
+    lines += ["torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = used", "import numpy"]
+    lines += ["before = len(os.listdir('/proc/self/task'))", imports, "import torch.distributed.run"]
+    lines += ["raise SystemExit(len(os.listdir('/proc/self/task')) - before)"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stderr)

@@ -21,6 +21,9 @@ def compared(out: str) -> None:
     assert numbers is not None and ratio is not None
     predicted, measured = map(float, numbers.groups())
     assert float(ratio[1]) == pytest.approx(measured / predicted, rel=0.1, abs=0.05)
+    again = re.search(r"from the parts as measured: ([\d.]+) ms \(([+-][\d.]+)%\)", out)
+    assert again is not None
+    assert float(again[1]) / measured - 1 == pytest.approx(float(again[2]) / 100, rel=0.1, abs=0.05)
 
 
 @pytest.mark.parametrize("schedule", ["fsmoe", pytest.param("off", marks=pytest.mark.slow)])

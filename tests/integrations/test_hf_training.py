@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,23 @@ def test_trainer_and_a_model_that_was_saved(tmp_path: Path, monkeypatch: pytest.
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", experts_implementation="fusedmoe")
     assert all(torch.equal(again.state_dict()[name], saved) for name, saved in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_trainer_over_two_ranks(tmp_path: Path) -> None:
+    """Experts split over the ranks, gradients clipped: the losses, norms and metrics of one process."""
+    make("mixtral", "eager").save_pretrained(tmp_path)
+    found = []
+    for ranks in (1, 2):
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"] if ranks > 1 else []
+        command = [sys.executable, "-m", *launcher, "tests.integrations.trainer_on_ranks", str(tmp_path)]
+        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **own})
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.split("steps:")[1]))
+    assert len(found[0]) == 4
+    for one, two in zip(*found, strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])

@@ -83,6 +83,12 @@ def test_all_shards() -> None:
     assert both.source_N is not None and both.source_N.tolist() == [1, 0, 3] * 3
     two = for_all_shards(order(torch.tensor([[1, 0], [0, -1]]), 2), 2)
     assert two.row_SK.tolist() == [[2, 5, 1, 4], [0, 3, -1, -1]] and two.pair_N.tolist() == [4, 2, 0, 5, 3, 1]
+    groups = for_all_shards(order(torch.tensor([[2, 0], [0, -1], [3, 1]]), 4), 2, groups=2)
+    assert groups.counts == [2, 1, 2, 1, 1, 1, 1, 1], "ranks of the first group, then of the second"
+    assert groups.source_N is not None and groups.source_N.tolist() == [1, 0, 2, 1, 0, 2, 0, 2, 0, 2]
+    assert groups.row_SK.tolist() == [[6, 8, 1, 4], [0, 3, -1, -1], [7, 9, 2, 5]]
+    assert groups.pair_N.tolist() == [4, 2, 10, 5, 3, 11, 0, 8, 1, 9]
+    assert for_all_shards(order(torch.tensor([[-1]]), 4), 2, groups=2).row_SK.tolist() == [[-1, -1]]
     for s, row in enumerate(both.row_SK.tolist()):
         for q, n in enumerate(row):
             assert n < 0 or int(both.pair_N[n]) == 3 * s + q

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import Move, improve, materialise, moves, overlap_degree, reshard, slots
+from fusedmoe.placement.hecate import Move, improve, materialise, moves, overlap_degree, reshard, slots, worth
 from fusedmoe.placement.load_trace import make_loads, predict
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.placement_policies import Decision, Situation, expert_parallelism, hecate
@@ -174,6 +174,22 @@ def test_machines_differ():
         for costs in (replace(CLUSTER_A, token_s=0.0), replace(CLUSTER_A, token_bytes=0))
     )
     assert exchange.busiest_inter < work.busiest_inter and work.work_W.max() < exchange.work_W.max()
+
+
+def test_copies_that_save_nothing_are_not_made():
+    """At even loads and on a quick network they do; where an expert is liked, or rows are dear, they save something."""
+    nodes, even = Nodes(4, 2), Placement.even(4, 8)
+    copied = materialise(even, [9, 1, 1, 1, 1, 1, 1, 1], nodes, 4, 2)
+    assert copied != even
+    quick, slow = (PlacementCosts(1e-6, 8, 100, 200, rate, rate) for rate in (1e12, 1e5))
+    unknown = PlacementCosts(0.0, 0, 0, 0, 1.0, 1.0)
+    assert worth(even, copied, [5] * 8, nodes, quick) == even
+    assert worth(even, copied, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == copied
+    everywhere = materialise(even, [5] * 8, nodes, 8, 6)
+    assert worth(even, everywhere, [5] * 8, nodes, slow) == everywhere, "no rows travel"
+    assert worth(even, everywhere, [5] * 8, nodes, quick) == even
+    assert worth(even, copied, [5] * 8, nodes, unknown) == copied, "nothing is known"
+    assert worth(even, even, [9, 1, 1, 1, 1, 1, 1, 1], nodes, quick) == even
 
 
 def test_nothing_to_improve():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -101,6 +102,13 @@ def test_the_picture_says_what_is_in_it():
         attention = max((s for s in timeline.spans if s.kind == "attention"), key=lambda s: s.duration_s)
         ms = attention.duration_s * 1e3
         assert (f"{ms:.2f} ms" if ms < 9.995 else f"{ms:.1f} ms") in found
+
+
+@pytest.mark.parametrize(("layers", "pattern"), [(1, r"(for|back)ward, layer \d"), (9, r"[fb]wd \d")])
+def test_brackets_all_say_pass_and_layer_in_one_way(layers, pattern):
+    found = texts([training_step(random.Random(layers), rank, layers=layers, degree=2) for rank in range(2)])
+    named = [text for text in found if re.match("forward|backward|[fb]wd", text) and text != "backward pass"]
+    assert len(named) >= 4 and all(re.fullmatch(pattern, text) for text in named), named
 
 
 def test_each_bar_has_its_colour_in_its_place():

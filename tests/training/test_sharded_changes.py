@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -370,26 +371,28 @@ def test_a_state_of_other_experts_is_refused_whole(make: Any) -> None:
 
 
 def averages(rank: int, world: int, placement: str) -> tuple[list[Tensor], dict[tuple[int, int, str, int], Tensor]]:
-    """What two models of averaged weights compute after eight steps, and their experts by model, layer, name, number.
+    """What models of averaged weights compute after eight steps, and their experts by model, layer, name, number.
 
-    A copy that nobody has told of is refused, unless it is gone.
+    One is named, others are not: an average of the model, and of an average. A copy that is garbage does not count.
     """
     topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
     model = Model(topology, placement)
     optimizer, means = optimizer_of(model), [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))]
-    sharded = ShardedExperts(model, optimizer, topology, averaged=means, **HECATE) if placement == "fssdp" else None
+    named = [AveragedModel(model)]
+    sharded = ShardedExperts(model, optimizer, topology, averaged=named, **HECATE) if placement == "fssdp" else None
     before = owners_of(model)
     for step in range(8):
         train_step(model, optimizer, topology, step)
         if step == 2:
-            means.append(AveragedModel(model))
-            if sharded is not None:
-                sharded.averaged.append(means[-1])
+            means += [AveragedModel(model), AveragedModel(means[0].module)]
             spare = deepcopy(model)
             spare.circle = [spare]
             del spare
-        for mean in means:
+        for mean in (*means[:2], *named):
             mean.update_parameters(model)
+        for mean in means[2:]:
+            mean.update_parameters(means[0].module)
+    means += named
     with torch.no_grad():
         outputs = [mean(tokens(rank, 9)) for mean in means]
     found = {
@@ -400,11 +403,7 @@ def averages(rank: int, world: int, placement: str) -> tuple[list[Tensor], dict[
         for expert, row in zip(layer.experts.numbers or layer.experts.place.numbers, parameter, strict=True)
     }
     if sharded is not None:
-        assert owners_of(means[0].module) == owners_of(means[1].module) == owners_of(model) != before
-        forgotten = AveragedModel(model)
-        with pytest.raises(ConfigError, match=r"a copy of the model .* averaged=\[copy\]"):
-            train_step(model, optimizer, topology, 8)
-        del forgotten
+        assert all(owners_of(mean.module) == owners_of(model) != before for mean in means)
         sharded.close()
     return outputs, found
 
@@ -417,4 +416,29 @@ def test_averaged_weights_are_of_the_same_experts(cluster: Cluster) -> None:
         torch.testing.assert_close(outputs, outputs_there, rtol=1e-10, atol=1e-12)
         for key in experts.keys() & experts_there.keys():
             torch.testing.assert_close(experts[key], experts_there[key], rtol=1e-10, atol=1e-12)
-    assert ours[0][1].keys() == wanted[0][1].keys() and len(ours[0][1]) == 2 * 8 * 6
+    assert ours[0][1].keys() == wanted[0][1].keys() and len(ours[0][1]) == 4 * 8 * 6
+
+
+def other_copies(rank: int, world: int, kind: str) -> str:
+    """A copy that is trained, or that one rank alone has, does not see its experts leave."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=20.0)
+    model = Model(topology, "fssdp")
+    optimizer, sharded = (made := optimizer_of(model)), ShardedExperts(model, made, topology, **HECATE)
+    kept = [deepcopy(model)] if kind == "trained" or rank == 1 else []
+    if kind == "trained":
+        kept[0](tokens(rank, 0)).sum().backward()
+    before = owners_of(model)
+    with pytest.raises(ConfigError) as caught:
+        for step in range(8):
+            train_step(model, optimizer, topology, step)
+    assert owners_of(model) == before
+    sharded.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("trained", "trained by itself.*ShardedExperts of its own"), ("on one rank", "on all ranks")]
+)
+def test_copies_that_cannot_follow(cluster: Cluster, kind: str, text: str) -> None:
+    for message in cluster.run(2, other_copies, kind):
+        assert re.search(text, message), message

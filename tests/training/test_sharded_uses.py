@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement.price import PlacementCosts
 from fusedmoe.schedule.grid import TESTBEDS
@@ -287,7 +288,7 @@ def unmovable(rank: int, world: int) -> list[str]:
     said = []
     smart: dict[str, Any] = {"reshard": False, "policy": "smartmoe", "costs": CHEAP}
     for options in (HECATE, smart):
-        for one in (optimizer, torch.optim.Adafactor(model.parameters(), lr=0.01)):
+        for one in (optimizer, *(of(model.parameters(), lr=0.01) for of in (torch.optim.Adafactor, torch.optim.LBFGS))):
             with pytest.raises(ConfigError) as caught:
                 ShardedExperts(model, one, topology, **options)
             said.append(str(caught.value))
@@ -300,6 +301,9 @@ def unmovable(rank: int, world: int) -> list[str]:
         for step in range(7):
             train_step(model, optimizer, topology, step)
         sharded.close()
+    without = torch.optim.SGD([one for name, one in model.named_parameters() if "experts" not in name], lr=0.1)
+    with pytest.raises(ConfigError, match="the SGD does not have the experts' "):
+        ShardedExperts(model, without, topology, **HECATE)
     late = Late(model.parameters(), lr=0.01)
     late.steps = 1
     sharded = ShardedExperts(model, late, topology, **HECATE)
@@ -308,15 +312,51 @@ def unmovable(rank: int, world: int) -> list[str]:
     sharded.close()
     said.append(str(caught.value))
     parametrize.register_parametrization(model.layers[1].experts, "w2", torch.nn.Identity())
-    with pytest.raises(ConfigError, match=r"experts are parametrised .* make the model with placement='ep'"):
+    with pytest.raises(
+        ConfigError, match=r"has parametrizations\.w2\.original besides, .*say so before .*original'\] ="
+    ):
         ShardedExperts(model, optimizer, topology, reshard=False)
     return said
 
 
+class Put(torch.nn.Module):
+    """As peft puts experts into a module of its own (`target_parameters`)."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.base_layer = experts
+
+
+def parametrised_elsewhere(rank: int, world: int) -> None:
+    """After ShardedExperts was made, by what has no part for each expert, and around the experts."""
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    model = Model(topology, "fssdp")
+    optimizer, experts = optimizer_of(model), model.layers[0].experts
+    sharded = ShardedExperts(model, optimizer, topology, **HECATE)
+    parametrize.register_parametrization(experts, "w2", torch.nn.Identity())
+    experts.shardings["parametrizations.w2.original"] = experts.shardings.pop("w2")
+    with pytest.raises(ConfigError, match="have come or gone since .* close"):
+        model(tokens(rank, 0))
+    sharded.close()
+    ShardedExperts(model, optimizer, topology, **HECATE).close()
+    experts.scale = torch.nn.Parameter(torch.ones(3))
+    experts.shardings["scale"] = {"ep": 0}
+    with pytest.raises(ConfigError, match="FeedForward has scale besides"):
+        ShardedExperts(model, optimizer, topology, **HECATE)
+    del experts.scale, experts.shardings["scale"]
+    model.layers[1].experts = Put(model.layers[1].experts)
+    with pytest.raises(ConfigError, match="were put into a Put, .*target_parameters.*parametrize instead"):
+        ShardedExperts(model, optimizer, topology, **HECATE)
+
+
+def test_parametrised_where_it_cannot_be(cluster: Cluster) -> None:
+    cluster.run(2, parametrised_elsewhere)
+
+
 def test_what_cannot_be_is_told_at_once(cluster: Cluster):
     for states in cluster.run(2, unmovable):
-        kept = ["row_var" if state.startswith("Adafactor") else "rows" for state in states]
-        assert len(kept) == 5 and all(f"keeps {name} of" in state for name, state in zip(kept, states, strict=True))
+        kept = [{"Adafactor": "row_var", "LBFGS": "d"}.get(state.split()[0], "rows") for state in states]
+        assert len(kept) == 7 and all(f"keeps {name} of" in state for name, state in zip(kept, states, strict=True))
         assert all(" of shape " in state and "reshard=False" in state for state in states)
 
 

@@ -5,20 +5,19 @@ Shape suffixes are torchtitan's, as in `fusedmoe.integrations.titan.token_dispat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import spmd_types as spmd
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from fusedmoe import ops
 from fusedmoe.integrations.titan.gpt_oss_experts import FusedGptOssExperts
 from fusedmoe.integrations.titan.token_dispatcher import TokenDispatcher
-from fusedmoe.kernels import operators
+from fusedmoe.integrations.weights_in_parts import WeightParts, experts_in_parts
 
 
 class FusedExperts(GroupedExperts):
@@ -30,12 +29,11 @@ class FusedExperts(GroupedExperts):
 
     def forward(self, x_SD: Tensor, layout: ops.Layout, score_N: Tensor) -> Tensor:
         """[S, D] for each token (or received row) the sum of its sorted rows' results, times their scores."""
-        w1_EFD, w2_EDF, w3_EFD = (
+        parts = [
             parameter.to_local() if isinstance(parameter, DTensor) else parameter
             for parameter in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        )
-        y_SD: Tensor = _SwiGLU.apply(x_SD, score_N, w1_EFD, w2_EDF, w3_EFD, layout)
-        return y_SD
+        ]
+        return experts_in_parts(x_SD, layout, score_N, parts, _PARTS, "swiglu")
 
 
 class FusedRoutedExperts(RoutedExperts):
@@ -70,39 +68,15 @@ class FusedRoutedExperts(RoutedExperts):
             return y_TD.view(x_BLD.shape).to(x_BLD.dtype)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """The kernels' operator with both halves of the up projection as parameters of their own.
-
-    The kernels read them as one tensor, and parameters in the dtype of the rows. That copy lives while a pass runs:
-    what is saved for backward is the parameters themselves, so that FSDP can free what it gathered.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_SD: Tensor,
-        score_N: Tensor,
-        w1_EFD: Tensor,
-        w2_EDF: Tensor,
-        w3_EFD: Tensor,
-        layout: ops.Layout,
-    ) -> Tensor:
-        w13, w2 = _as_read(x_SD.dtype, w1_EFD, w2_EDF, w3_EFD)
-        y_SD, h = operators.experts(x_SD, score_N, w13, w2, None, None, 0, *layout.tensors, "swiglu")
-        ctx.save_for_backward(h, x_SD, score_N, w1_EFD, w2_EDF, w3_EFD, *layout.tensors)
-        return y_SD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
-        h, x_SD, score_N, w1_EFD, w2_EDF, w3_EFD, *layout = ctx.saved_tensors
-        w13, w2 = _as_read(x_SD.dtype, w1_EFD, w2_EDF, w3_EFD)
-        given = (dy_SD, h, x_SD, score_N, w13, w2, None, None, 0, *layout, "swiglu")
-        dx_SD, dscore_N, dw13, dw2, *_ = operators.experts_backward(*given)
-        dw1, dw3 = (half.to(w1_EFD.dtype) for half in dw13.unbind(1))
-        return dx_SD, dscore_N, dw1, dw2.to(w2_EDF.dtype), dw3, None
-
-
-def _as_read(dtype: torch.dtype, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> tuple[Tensor, Tensor]:
+def _join(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """[e, 2, F, D] and [e, D, F], contiguous."""
-    return torch.stack((w1_EFD.to(dtype), w3_EFD.to(dtype)), 1), w2_EDF.to(dtype).contiguous()
+    w1_EFD, w2_EDF, w3_EFD = parts
+    return torch.stack((w1_EFD, w3_EFD), 1), w2_EDF.contiguous()
+
+
+def _split(w13: Tensor, w2_EDF: Tensor) -> Sequence[Tensor]:
+    w1_EFD, w3_EFD = w13.unbind(1)
+    return w1_EFD, w2_EDF, w3_EFD
+
+
+_PARTS = WeightParts(_join, _split)

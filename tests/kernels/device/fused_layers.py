@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +13,14 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe.comm import heaps
+from fusedmoe.comm.receive_buffers import TOKEN_TILE
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
+from fusedmoe.layers import planner
+from fusedmoe.layers.measure import observe_fused
+from fusedmoe.runtime import cache
 from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.observed import Sample
 from fusedmoe.schedule.task import FUSED
 
 WIDTH = 32
@@ -37,9 +45,9 @@ def train(layer: nn.Module, rank: int, steps: int) -> list[Tensor]:
     return found
 
 
-def same_as_collectives(rank: int, world: int, axis: str) -> list[str]:
+def same_as_collectives(rank: int, world: int, sizes: dict[str, int]) -> list[str]:
     """What differs between both ways, in words; and that kernels did send."""
-    topology = Topology.from_sizes(**{axis: world}, timeout_s=30)
+    topology = Topology.from_sizes(**sizes, timeout_s=30)
     recorder = Recorder(rank)
     layers = {}
     for name, schedule in (("off", "off"), ("fused", fusedmoe.Schedule("fused", degrees=(2, 2)))):
@@ -74,7 +82,7 @@ def without_a_heap(rank: int, world: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setitem(heaps.BACKENDS, "shm", replace(heaps.BACKENDS["shm"], why_not=lambda device: "no memory"))
-        wrong = same_as_collectives(rank, world, "ep")
+        wrong = same_as_collectives(rank, world, {"ep": world})
     return wrong
 
 
@@ -89,3 +97,36 @@ def by_collectives_where_it_must(rank: int, world: int) -> set[str]:
     train(layer, rank, 1)
     double(torch.randn(3, WIDTH, dtype=torch.float64))
     return {one.kind for one in recorder.timeline().spans} & {*FUSED, "dispatch"}
+
+
+def auto(rank: int, world: int, quick: bool) -> tuple[set[str], list[str]]:
+    """What a layer with "auto" runs by, and what differs from the layer without a schedule, in words. Kernels are said
+    to take next to nothing (`quick`), or for ever, in place of what is measured."""
+    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    recorder, found = Recorder(rank), []
+    layers = {name: layer_of(topology, name, fusedmoe.experts.SwiGLU(24)) for name in ("off", "auto")}
+    layers["auto"].load_state_dict(layers["off"].state_dict())
+    plain = train(layers["off"], rank, 2)
+
+    def observe(*args: Any, **more: Any) -> dict[Sample, float]:
+        measured = observe_fused(*args, **more)
+        found.append(measured)
+        return dict.fromkeys(measured, 1e-9 if quick else 1e6)
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv(cache.CACHE, folder)
+        patch.setattr(cache, "profile", partial(cache.profile, budget_s=1.0))
+        patch.setattr(planner, "observe_fused", observe)
+        layers["auto"].recorder = recorder
+        own = train(layers["auto"], rank, 2)
+        (costs,) = layers["auto"]._planner._costs.values()
+    (seen,) = costs.observed.values()
+    (measured,) = found
+    assert costs.fused is not None and 0 < costs.fused.signal_s["inter"] < 1 and costs.fused.tile_rows == TOKEN_TILE
+    assert len(measured) == 2 and all(0 < s < 60 and sample in seen.seconds for sample, s in measured.items())
+    wrong = []
+    for place, (one, other) in enumerate(zip(own, plain, strict=True)):
+        if not torch.allclose(one, other, 1e-4, 1e-5):
+            wrong.append(f"result {place}: {(one - other).abs().max()}")
+    kinds = {one.kind for one in recorder.timeline().spans} & {*FUSED, "expert"}
+    return kinds, wrong

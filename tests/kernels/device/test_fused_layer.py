@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from tests.cluster import Cluster
-from tests.kernels.device.fused_layers import by_collectives_where_it_must, no_room, same_as_collectives, without_a_heap
+from tests.kernels.device.fused_layers import (
+    auto,
+    by_collectives_where_it_must,
+    no_room,
+    same_as_collectives,
+    without_a_heap,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +21,11 @@ def on_a_cpu(device: torch.device) -> None:
         pytest.skip("processes share memory of the host; virtual ranks are tested on GPUs")
 
 
-@pytest.mark.parametrize("axis", ["ep", "esp"])
-def test_same_as_collectives(cluster: Cluster, axis: str) -> None:
-    assert cluster.run(2, same_as_collectives, axis) == [[], []]
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(2, {"ep": 2}), (2, {"esp": 2}), (4, {"ep": 2, "esp": 2}), (4, {"ep": 2})], ids=str
+)
+def test_same_as_collectives(cluster: Cluster, world: int, sizes: dict[str, int]) -> None:
+    assert cluster.run(world, same_as_collectives, sizes) == [[]] * world
 
 
 def test_no_room(cluster: Cluster) -> None:
@@ -34,3 +42,9 @@ def test_by_collectives_where_some_rank_has_no_heap(cluster: Cluster) -> None:
     """Found out together: a rank that could would wait for one that cannot."""
     for wrong in cluster.run(2, without_a_heap):
         assert len(wrong) == 1 and wrong[0].startswith("no fused operation among")
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
+def test_auto_takes_what_is_measured_to_be_faster(cluster: Cluster, quick: bool) -> None:
+    for kinds, wrong in cluster.run(2, auto, quick):
+        assert wrong == [] and kinds == {"dispatch-expert-combine" if quick else "expert"}

@@ -1,0 +1,71 @@
+"""Experts whose parameters lie in parts, of which the kernels read tensors made for one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedmoe import ops
+from fusedmoe.kernels import operators
+
+
+class WeightParts(NamedTuple):
+    """How parts become weights.
+
+    Attributes:
+        join: the parts, in the dtype of the rows, as w1 and w2 of `fusedmoe.ops.Weights`, contiguous.
+        split: its inverse, for their gradients.
+    """
+
+    join: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
+    split: Callable[[Tensor, Tensor], Sequence[Tensor]]
+
+
+def experts_in_parts(
+    x_SM: Tensor,
+    layout: ops.Layout,
+    weight_N: Tensor | None,
+    parts: Sequence[Tensor],
+    how: WeightParts,
+    activation: str,
+) -> Tensor:
+    """`fusedmoe.ops.experts` without biases, with weights that lie in parts.
+
+    The weights live while a pass runs. Saved for backward are the parts themselves, so that FSDP can free what
+    it gathered, with x_SM, weight_N and the pre-activation.
+    """
+    y_SM: Tensor = _InParts.apply(x_SM, weight_N, layout, how, activation, *parts)
+    return y_SM
+
+
+class _InParts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SM: Tensor,
+        weight_N: Tensor | None,
+        layout: ops.Layout,
+        how: WeightParts,
+        activation: str,
+        *parts: Tensor,
+    ) -> Tensor:
+        w1, w2 = how.join([part.to(x_SM.dtype) for part in parts])
+        y_SM, h = operators.experts(x_SM, weight_N, w1, w2, None, None, 0, *layout.tensors, activation)
+        ctx.save_for_backward(h, x_SM, weight_N, *layout.tensors, *parts)
+        ctx.how, ctx.activation = how, activation
+        return y_SM
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
+        h, x_SM, weight_N, *saved = ctx.saved_tensors
+        layout, parts = saved[:5], saved[5:]
+        w1, w2 = ctx.how.join([part.to(x_SM.dtype) for part in parts])
+        given = (dy_SM, h, x_SM, weight_N, w1, w2, None, None, 0, *layout, ctx.activation)
+        dx_SM, dweight_N, dw1, dw2, *_ = operators.experts_backward(*given)
+        dparts = [grad.to(part.dtype) for grad, part in zip(ctx.how.split(dw1, dw2), parts, strict=True)]
+        return dx_SM, None if weight_N is None else dweight_N, None, None, None, *dparts

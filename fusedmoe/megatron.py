@@ -1,0 +1,78 @@
+"""Megatron-core's models with this library's exchange of rows and kernels, by their layer specs:
+
+    spec = fusedmoe.megatron.routed_experts(get_gpt_layer_local_spec(num_experts=8))
+
+`token_dispatcher` sends rows by this library, and leaves the experts to Megatron; `routed_experts` is both, with the
+experts by this library's kernels. See `fusedmoe.integrations.megatron`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from fusedmoe.errors import ConfigError
+from fusedmoe.integrations.megatron import MegatronMoELayer, StackedExperts
+
+__all__ = ["routed_experts", "token_dispatcher"]
+
+_TIMEOUT_S = 300.0
+
+
+def token_dispatcher(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
+    """The spec, with layers of experts whose rows travel by this library. The experts stay Megatron's.
+
+    Args:
+        spec: of a transformer layer, of a block of them (dense layers stay as they are), or of a layer of experts.
+        timeout_s: how long a rank waits for others, in seconds.
+    Returns:
+        Another spec of the same kind; the one given does not change.
+    Raises:
+        ConfigError: a spec without a layer of experts of Megatron's; what stands there is named.
+    """
+    return _replaced(spec, None, timeout_s)
+
+
+def routed_experts(spec: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
+    """The same, with experts by this library's kernels.
+
+    Their parameters are those of Megatron's `SequentialMLP`, whichever experts the spec has: `local_experts.0.…`. In
+    distributed checkpoints they have the names that all of Megatron's experts have there.
+
+    Args, Returns, Raises: as for `token_dispatcher`.
+    """
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return _replaced(spec, ModuleSpec(module=StackedExperts, submodules=linears), timeout_s)
+
+
+def _replaced(spec: Any, experts: ModuleSpec | None, timeout_s: float) -> Any:
+    found: list[str] = []
+
+    def of_experts(mlp: Any) -> Any:
+        module = getattr(mlp, "module", mlp)
+        if module is not MoELayer:
+            found.append(getattr(module, "__name__", repr(module)))
+            return mlp
+        inside = mlp.submodules if experts is None else replace(mlp.submodules, experts=experts)
+        params = {**mlp.params, "timeout_s": timeout_s}
+        return replace(mlp, module=MegatronMoELayer, submodules=inside, params=params)
+
+    def of_layer(layer: Any) -> Any:
+        inside: Any = getattr(layer, "submodules", None)
+        if not hasattr(inside, "mlp"):
+            return of_experts(layer)
+        return replace(layer, submodules=replace(inside, mlp=of_experts(inside.mlp)))
+
+    layers = getattr(spec, "layer_specs", None)
+    made = of_layer(spec) if layers is None else replace(spec, layer_specs=[of_layer(layer) for layer in layers])
+    if len(found) == (1 if layers is None else len(layers)):
+        raise ConfigError(
+            f"fusedmoe.megatron: the spec has no layer of experts of Megatron's MoELayer, but {', '.join(set(found))}; "
+            "give num_experts where it is made, and put this library in before others"
+        )
+    return made

@@ -1,0 +1,264 @@
+"""Megatron-core's own layer with this library in it, against the definition of experts and Megatron's in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron.core is not installed")
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+import fusedmoe.megatron
+from fusedmoe.errors import ConfigError
+from fusedmoe.integrations.megatron.staged_dispatcher import chosen
+from tests.cluster import Cluster
+
+DIM, HIDDEN, EXPERTS, K = 16, 24, 4, 2
+OURS = [fusedmoe.megatron.token_dispatcher, fusedmoe.megatron.routed_experts]
+PLAIN: dict[str, Any] = {"gated_linear_unit": True, "activation_func": functional.silu}
+
+
+def config(**other: Any) -> TransformerConfig:
+    given = {
+        "num_layers": 2, "num_attention_heads": 2, "hidden_size": DIM, "ffn_hidden_size": 2 * HIDDEN,
+        "moe_ffn_hidden_size": HIDDEN, "num_moe_experts": EXPERTS, "moe_router_topk": K, "moe_router_dtype": "fp64",
+        "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather", "add_bias_linear": False,
+        "bias_activation_fusion": False, "use_cpu_initialization": True, "params_dtype": torch.float64,
+    }  # fmt: skip
+    return TransformerConfig(**{**given, **PLAIN, **other})
+
+
+@contextmanager
+def megatron(**sizes: int) -> Iterator[None]:
+    """Megatron's process groups, and what it takes for granted: a GPU, NVIDIA's Transformer Engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.current_device", lambda: "cpu")
+        patch.setattr("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, raising=False)
+        parallel_state.initialize_model_parallel(**sizes)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def layer_of(cfg: TransformerConfig, ours: Any = None) -> Any:
+    """A layer with parameters that depend on which they are, and not on the rank that has them."""
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp
+    layer = build_module(spec if ours is None else ours(spec, timeout_s=40.0), config=cfg)
+    layer.set_layer_number(1)
+    up, down, router = weights(cfg.gated_linear_unit)
+    layer.router.weight.data.copy_(router)
+    parts, part = layer.experts.tp_group.size(), layer.experts.tp_group.rank()
+    for e, expert in zip(layer.local_expert_indices, layer.experts.local_experts, strict=True):
+        mine = torch.cat([half.chunk(parts)[part] for half in up[e].chunk(2 if cfg.gated_linear_unit else 1)])
+        expert.linear_fc1.weight.data.copy_(mine)
+        expert.linear_fc2.weight.data.copy_(down[e].chunk(parts, 1)[part])
+    return layer
+
+
+def weights(gated: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """[E, (2·)H, D], [E, D, H], [E, D], of all experts."""
+    seed, width = torch.Generator().manual_seed(1), HIDDEN * (2 if gated else 1)
+    shapes = ((EXPERTS, width, DIM), (EXPERTS, DIM, HIDDEN), (EXPERTS, DIM))
+    up, down, router = (0.3 * torch.randn(shape, generator=seed, dtype=torch.float64) for shape in shapes)
+    return up, down, router
+
+
+def tokens(count: int, seed: int) -> Tensor:
+    return torch.randn(count, 1, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def define(x: Tensor, router: Any, up: Tensor, down: Tensor, cfg: TransformerConfig) -> Tensor:
+    """Σ over experts of weight·FFN(x), as Megatron's router gives the weights."""
+    probs, _ = router(x)
+    y = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        h = x @ up[e].T
+        if cfg.gated_linear_unit:
+            gate, h = h.chunk(2, -1)
+            h = cfg.activation_func(gate) * h
+        else:
+            h = cfg.activation_func(h)
+        y = y + probs[:, e].view(-1, 1, 1) * (h @ down[e].T)
+    return y
+
+
+def definition(
+    rank: int, ours: Any, counts: list[int], cfg: TransformerConfig, wanted: Sequence[int] = range(EXPERTS)
+) -> None:
+    """Values and gradients of everything, beside those of all ranks' tokens with all experts in one place.
+
+    No token chooses experts that are not wanted. (A rank without tokens is more than Megatron's router takes.)
+    """
+    layer = layer_of(cfg, ours)
+    router = layer.router
+    router.weight.data[:, 0] = torch.tensor([0.0 if e in wanted else -99.0 for e in range(EXPERTS)])
+    up, down = (weight.requires_grad_() for weight in weights(cfg.gated_linear_unit)[:2])
+    batches = [tokens(count, seed) for seed, count in enumerate(counts)]
+    for x in batches:
+        x[..., 0] = 1.0
+        x.requires_grad_()
+    totals = [define(x, router, up, down, cfg) for x in batches]
+    x = batches[rank].detach().clone().requires_grad_()
+    y, bias = layer(x)
+    assert bias is None
+    linears = [getattr(expert, name).weight for name in ("linear_fc1", "linear_fc2") for expert in
+               layer.experts.local_experts]  # fmt: skip
+    found = torch.autograd.grad(y.square().sum(), [x, layer.router.weight, *linears], materialize_grads=True)
+    own = torch.autograd.grad(
+        totals[rank].square().sum(), [batches[rank], router.weight], materialize_grads=True, retain_graph=True
+    )
+    total = sum(one.square().sum() for one in totals)
+    dup, ddown = torch.autograd.grad(total, [up, down], materialize_grads=True)
+    parts, part = layer.experts.tp_group.size(), layer.experts.tp_group.rank()
+    here, halves = layer.local_expert_indices, 2 if cfg.gated_linear_unit else 1
+    of_up = [torch.cat([half.chunk(parts)[part] for half in dup[e].chunk(halves)]) for e in here]
+    of_down = [ddown[e].chunk(parts, 1)[part] for e in here]
+    for one, other in zip([y, *found], [totals[rank], *own, *of_up, *of_down], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def beside_megatron(rank: int, ours: Any, count: int, cfg: TransformerConfig) -> None:
+    """Ten steps of two layers each, and the same losses."""
+    losses = []
+    for which in (None, ours):
+        layers = [layer_of(cfg, which) for _ in range(2)]
+        optimizer, found = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01), []
+        for _ in range(10):
+            x = tokens(count, rank)
+            y = x + layers[0](x)[0]
+            loss = (y + layers[1](y)[0] - x.flip(-1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        losses.append(torch.stack(found))
+    assert losses[0][-1] < losses[0][0], losses[0]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
+
+
+def on_ranks(rank: int, counts: list[list[int]], **sizes: int) -> None:
+    tp = sizes.get("tensor_model_parallel_size", 1)
+    names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    told = {name: sizes[name] for name in names if name in sizes}
+    cfg = config(sequence_parallel=tp > 1, **told)
+    dropping = config(sequence_parallel=tp > 1, moe_expert_capacity_factor=0.6, **told)
+    with megatron(**sizes):
+        for ours in OURS:
+            for each in counts:
+                definition(rank, ours, each, cfg)
+            definition(rank, ours, counts[0], cfg, wanted=(2, 3))
+            definition(rank, ours, counts[0], dropping)
+            beside_megatron(rank, ours, 7, cfg)
+
+
+def alone(rank: int, world: int) -> None:
+    on_ranks(rank, [[9], [1]])
+    with megatron():
+        for act in (functional.silu, functional.gelu, functional.relu):
+            for gated in (False, True):
+                if not (gated and act is functional.relu):
+                    cfg = config(activation_func=act, gated_linear_unit=gated)
+                    definition(rank, fusedmoe.megatron.routed_experts, [9], cfg)
+        same_checkpoints()
+        refusals()
+
+
+def same_checkpoints() -> None:
+    """Names of parameters, and those and shapes of their parts in distributed checkpoints, are Megatron's."""
+    theirs, *ours = (layer_of(config(), which) for which in (None, *OURS))
+
+    def own(layer: Any) -> Any:
+        return {name: getattr(value, "shape", None) for name, value in layer.state_dict().items()}
+
+    def sharded(layer: Any) -> Any:
+        found = layer.sharded_state_dict(prefix="mlp.").items()
+        return {name: (part.key, getattr(part, "global_shape", None)) for name, part in found}
+
+    for layer in ours:
+        assert own(layer) == own(theirs) and sharded(layer) == sharded(theirs)
+
+
+def refusals() -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("flex", {"moe_token_dispatcher_type": "flex"}),
+        ("moe_shared_expert_overlap", {"moe_shared_expert_overlap": True}),
+        ("moe_pad_expert_input_to_capacity", {"moe_pad_expert_input_to_capacity": True}),
+        ("overlap_moe_expert_parallel_comm", {"overlap_moe_expert_parallel_comm": True}),
+        ("cuda_graph_scope", {"cuda_graph_impl": "local"}),
+        ("biases", {"add_bias_linear": True}),
+        ("activation_func_clamp_value", {"activation_func_clamp_value": 7.0}),
+        ("relu with a gate", {"activation_func": functional.relu}),
+        ("activation tanh", {"activation_func": torch.tanh, "gated_linear_unit": False}),
+    ]
+    for named, setting in cases:
+        cfg = config()
+        for name, value in setting.items():  # whether Megatron itself would take them together is its business
+            setattr(cfg, name, value)
+        with pytest.raises(ConfigError, match=named):
+            layer_of(cfg, fusedmoe.megatron.routed_experts)
+
+
+def test_one_rank(cluster: Cluster) -> None:
+    cluster.run(1, alone)
+
+
+def test_experts_over_two_ranks(cluster: Cluster) -> None:
+    """Ragged ranks, and one that nobody sends a row."""
+    cluster.run(2, over_two)
+
+
+def over_two(rank: int, world: int) -> None:
+    on_ranks(rank, [[5, 9], [1, 7]], expert_model_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_expert_over_two_ranks(cluster: Cluster, world: int) -> None:
+    cluster.run(world, split_experts)
+
+
+def split_experts(rank: int, world: int) -> None:
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    counts = [[5, 9, 3, 1]]
+    on_ranks(rank, [each[:world] for each in counts], expert_model_parallel_size=world // 2, **sizes)
+
+
+def test_what_a_token_has_chosen() -> None:
+    routing_TE = torch.tensor([[True, False, True, False], [False, False, False, True], [False] * 4])
+    probs_TE = torch.rand(3, 4) * routing_TE
+    number_TK, weight_TK = chosen(routing_TE, probs_TE, 2)
+    assert number_TK.tolist() == [[0, 2], [3, -1], [-1, -1]]
+    assert weight_TK[0].tolist() == probs_TE[0, [0, 2]].tolist() and weight_TK[1, 0] == probs_TE[1, 3]
+
+
+def test_specs() -> None:
+    """Of a layer, of a block in which only some layers have experts, and of one that has none."""
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS)
+    for ours in OURS:
+        made = ours(spec, timeout_s=7.0)
+        assert issubclass(made.submodules.mlp.module, MoELayer) and made.submodules.mlp.params["timeout_s"] == 7.0
+        assert spec.submodules.mlp.module is MoELayer and "timeout_s" not in spec.submodules.mlp.params
+        assert made.submodules.self_attention is spec.submodules.self_attention
+        with pytest.raises(ConfigError, match="MLP"):
+            ours(get_gpt_layer_local_spec(num_experts=None))
+        with pytest.raises(ConfigError, match="MegatronMoELayer"):
+            ours(made)
+    cfg = config(moe_layer_freq=[0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_world_size", lambda: 1)
+        patch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_rank", lambda: 0)
+        block = get_gpt_decoder_block_spec(cfg, use_transformer_engine=False)
+    dense, sparse = OURS[1](block).layer_specs
+    assert dense == block.layer_specs[0] and issubclass(sparse.submodules.mlp.module, MoELayer)

@@ -1,0 +1,232 @@
+"""Copies of experts and their gradients in the plan that is executed: as expert parallelism, and one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.expert_networks import Experts
+from fusedmoe.layers.pipeline import PipelinedBlocks
+from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.plan import Plan, name
+from fusedmoe.schedule.step import StepSplit, micro_schedule
+from fusedmoe.schedule.task import GATHER, REDUCE
+from fusedmoe.schedule.timeline import Span
+from fusedmoe.schedule.workload import Workload
+from fusedmoe.training import ShardedExperts, plan_step, sync_gradients
+from fusedmoe.training.gradient_buckets import GradientBuckets
+from tests.cluster import Cluster
+from tests.layers.test_pipeline_plans import halves
+from tests.training.placed import DIM, EXPERTS, HECATE, Model, experts_of, optimizer_of, owners_of, tokens
+
+STEPS = 8
+# Links that make chunks and gradient buckets worth their while.
+LINES = ("gemm", "all-to-all/ep", "all-gather/esp", "reduce-scatter/esp", "all-reduce/dp")
+COSTS = CostModel({name: Line(0.0, 1e-6) for name in LINES})
+
+
+def blocks_of(model: Model) -> PipelinedBlocks:
+    (blocks,) = model._pipeline
+    assert isinstance(blocks, PipelinedBlocks)
+    return blocks
+
+
+def follow(model: Model, topology: Topology, mode: str) -> tuple[Plan | None, GradientBuckets | None]:
+    """The plan that a mode has, and what it reduces of gradients."""
+    work = Workload(4, 4, DIM, 6, EXPERTS, k=2, ep=topology.ep.size, esp=topology.esp.size, itemsize=8)
+    if mode == "ep":
+        return None, None
+    if mode == "layers":
+        return plan_step(model, topology, "fsmoe", COSTS, work, limit=2)
+    blocks = blocks_of(model)
+    if mode == "blocks":
+        return plan_step(model, topology, "flowmoe", COSTS, work, limit=2, blocks=blocks)
+    costs = work.step_costs(COSTS, [0, 0], blocks.experts[0].parts, whole=True)
+    plan = micro_schedule(costs, StepSplit(3, 2, weights=True)).plan()
+    plan = blocks.with_copies(plan) if mode == "weights apart" else plan
+    blocks.set_plan(halves(plan))
+    return plan, None
+
+
+class Lora(nn.Module):
+    """w + B·A, with factors for each expert."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        owned, out, inputs = experts.w2.shape
+        numbers = experts.place.numbers
+        a = [torch.randn(2, inputs, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in numbers]
+        self.A, self.B = nn.Parameter(torch.stack(a)), nn.Parameter(experts.w2.new_full((owned, out, 2), 0.1))
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + self.B @ self.A
+
+
+def parametrised(model: Model) -> None:
+    for layer in model.layers:
+        experts = layer.experts
+        experts.w2.requires_grad_(False)
+        parametrize.register_parametrization(experts, "w2", Lora(experts))
+        experts.shardings["parametrizations.w2.original"] = experts.shardings.pop("w2")
+        experts.shardings |= {f"parametrizations.w2.0.{factor}": {"ep": 0} for factor in "AB"}
+
+
+def trained(rank: int, world: int, mode: str, sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    """Steps through changing copies and owners, and what came of them on this rank."""
+    topology = Topology.from_sizes(**sizes, ranks_per_node=1, timeout_s=30.0)
+    split = {} if mode in ("ep", "layers") else {"degrees": (1, 1)}
+    parts, recomputes = options.pop("parts", 1), options.pop("recomputes", False)
+    model = Model(topology, "ep" if mode == "ep" else "fssdp", recomputes=recomputes, **split)
+    if options.pop("lora", False):
+        parametrised(model)
+    optimizer = optimizer_of(model)
+    sharded = None if mode == "ep" else ShardedExperts(model, optimizer, topology, **HECATE, **options)
+    plan, buckets = follow(model, topology, mode)
+    losses, owners, copied, spans = [], [], 0, []
+    for step in range(STEPS):
+        recorder = Recorder(rank)
+        for one in (*model.layers, *model._pipeline):
+            one.recorder = recorder
+        copied += 0 if sharded is None else sum(str(one).count("+") for one in sharded.placements)
+        optimizer.zero_grad()
+        for part in range(parts):
+            y_SM = model(tokens(rank, step + 100 * part))
+            loss = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in model.layers)
+            if buckets is not None and part == parts - 1:
+                buckets.open(recorder)
+            loss.backward()
+        sync_gradients(model, topology, buckets=buckets)
+        losses.append(loss.detach())
+        owners.append(owners_of(model))
+        found = experts_of(model)
+        optimizer.step()
+        spans.append([span for span in recorder.timeline().on("inter") if span.name != "exchange of counts"])
+    dense = {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name}
+    if sharded is not None:
+        sharded.close()
+    return {
+        "losses": losses, "dense": dense, "experts": found, "owners": owners, "copies": copied, "spans": spans,
+        "plan": None if plan is None else str(plan),
+    }  # fmt: skip
+
+
+def of_experts(ranks: list[dict[str, Any]]) -> dict[tuple[int, str, int], Any]:
+    """Parameters before the last step, and its gradients, by layer, name and number."""
+    return {
+        (layer, name, number): pair
+        for rank in ranks
+        for layer, of in enumerate(rank["experts"])
+        for name, by_number in of.items()
+        for number, pair in by_number.items()
+    }
+
+
+def one_at_a_time(spans: list[Span]) -> None:
+    for one, other in zip(spans, spans[1:], strict=False):
+        assert one.end_s <= other.start_s, f"{one.kind} of layer {one.layer} beside {other.kind} of layer {other.layer}"
+
+
+@pytest.fixture(scope="module")
+def plain(cluster: Cluster) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Expert parallelism, by ranks, parts of a batch, and whether experts are parametrised."""
+    return {
+        (world, parts, lora): cluster.run(world, trained, "ep", {"ep": world}, {"parts": parts, "lora": lora})
+        for world, parts, lora in ((2, 1, False), (2, 2, False), (4, 1, False), (2, 1, True), (4, 1, True))
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "mode", "options"),
+    [
+        (2, "blocks", {}),
+        (4, "weights apart", {}),
+        (2, "beside", {}),
+        (4, "layers", {}),
+        (2, "layers", {"rematerialises": True, "parts": 2}),
+        (2, "layers", {"lora": True}),
+        (4, "blocks", {"lora": True}),
+        pytest.param(2, "layers", {"recomputes": True}, marks=pytest.mark.slow),
+        pytest.param(4, "blocks", {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_as_expert_parallelism(cluster: Cluster, plain: Any, world: int, mode: str, options: dict[str, Any]) -> None:
+    wanted = plain[world, options.get("parts", 1), options.get("lora", False)]
+    found = cluster.run(world, trained, mode, {"ep": world}, options)
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours["losses"], theirs["losses"], **close)
+        torch.testing.assert_close(ours["dense"], theirs["dense"], **close)
+    experts, experts_there = of_experts(found), of_experts(wanted)
+    assert len(experts) == len(experts_there)
+    torch.testing.assert_close(experts, experts_there, **close)
+    assert found[0]["copies"] > STEPS and found[0]["owners"][0] != found[0]["owners"][-1]
+    plan = Plan.parse(found[0]["plan"])
+    sparse = [task for task in plan.inter if task.kind in (GATHER, REDUCE)]
+    again = 1 if options.get("rematerialises") else 0
+    assert len(sparse) == (0 if mode == "beside" else 4 + again)
+    for rank in found:
+        for spans in rank["spans"]:
+            kinds = {span.kind for span in spans}
+            if mode != "beside":
+                one_at_a_time(spans)
+            if mode in ("blocks", "weights apart"):  # here the executor runs every task, also where nothing travels
+                order = [(span.kind, span.chunk, span.layer, span.phase) for span in spans]
+                tasks = [task[:4] for phase in ("forward", "backward") for task in plan.inter if task.phase == phase]
+                assert order == [task for task in tasks if task[0] != "gradient-all-reduce" or task in order]
+                assert {GATHER, REDUCE} <= kinds
+        assert {GATHER, REDUCE} <= {span.kind for spans in rank["spans"] for span in spans}
+
+
+def refused(rank: int, world: int) -> list[str]:
+    topology = Topology.from_sizes(ep=world, timeout_s=10.0)
+    told = []
+    placed, fixed = (Model(topology, placement, degrees=(1, 1)) for placement in ("fssdp", "ep"))
+    plans = blocks_of(placed).plans
+    assert plans is not None and [name(task) for task in plans.forward.inter[:2]] == ["f0.SAG", "f0.D0"]
+    backward = str(plans.backward).replace("inter:", "inter: b0.SAG")
+    for model, forward, back in ((fixed, plans.forward, plans.backward), (placed, plans.forward, Plan.parse(backward))):
+        with pytest.raises(ConfigError) as caught:
+            blocks_of(model).set_plan(type(plans)(forward, back))
+        told.append(str(caught.value))
+    return told
+
+
+def test_plans_with_copies_where_none_can_be(cluster: Cluster) -> None:
+    for first, second in cluster.run(2, refused):
+        assert "f0.SAG (sparse-all-gather), which cannot run here" in first
+        assert "the backward plan has b0.SAG" in second
+
+
+def frozen(rank: int, world: int, mode: str) -> bool:
+    """Experts that do not learn send no gradients, and what is reduced beside them is all the same."""
+    topology = Topology.from_sizes(ep=world, ranks_per_node=1, timeout_s=30.0)
+    model = Model(topology, "fssdp", **({"degrees": (2, 2)} if mode == "blocks" else {}))
+    for layer in model.layers:
+        layer.experts.requires_grad_(False)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    sharded = ShardedExperts(model, optimizer, topology, reshard=False, **HECATE)
+    _, buckets = follow(model, topology, mode)
+    for step in range(3):
+        optimizer.zero_grad()
+        y_SM = model(tokens(rank, step))
+        buckets.open()
+        y_SM.square().sum().backward()
+        sync_gradients(model, topology, buckets=buckets)
+        optimizer.step()
+    sharded.close()
+    assert all(one.grad is None for layer in model.layers for one in layer.experts.parameters())
+    between: nn.Module = model.between
+    return all(bool(one.grad.abs().sum() > 0) for one in between.parameters())
+
+
+@pytest.mark.parametrize("mode", ["layers", "blocks"])
+def test_experts_that_do_not_learn(cluster: Cluster, mode: str) -> None:
+    assert all(cluster.run(2, frozen, mode))
