@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of several processes of tests, one has all of those that another process interprets; else a file's stay together.
     """
-    if config.pluginmanager.hasplugin("xdist"):
+    if hasattr(config, "workerinput"):  # of xdist
         for item in items:
             file = item.nodeid.partition("::")[0]
             item.add_marker(pytest.mark.xdist_group(DEVICE if file.startswith("tests/kernels/device/") else file))
