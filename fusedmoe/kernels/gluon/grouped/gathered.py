@@ -89,7 +89,7 @@ def load_gathered(
         expert, start, end, col_tile = locate(tile, table, GROUP)
         # Rows past the end are clamped: what is computed of them is not stored.
         row = gl.minimum(start + gl.arange(0, BM, layout=gl.SliceLayout(1, COPIED)), end - 1)
-        # No GPU holds 2^31 such rows, and these threads have few registers: half as wide, the numbers take half of them.
+        # No GPU holds 2^31 such rows; in 32 bits their numbers take half as many of the few registers there are.
         source = gl.load(source_ptr + row).to(gl.int32).to(gl.int64)
         x_ptrs = x_ptr + source[:, None] * D + k[None, :]
         for k0 in range(0, D, BK):
