@@ -96,10 +96,8 @@ train: $(READY)
 	else set -- --nproc-per-node $(CPU_RANKS) -m fusedmoe.cli train $(CPU_LAYOUT); fi; \
 	exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m torch.distributed.run --standalone "$$@" $(ARGS)
 
-# Half of their time tests wait for ranks, so three processes share them, where pytest-xdist is installed.
 test: $(READY)
-	@side=$$($(PY) -c 'import xdist' 2>/dev/null && echo '-n 3 --dist loadgroup'); \
-	exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m pytest $$side $(ARGS)
+	@exec env $(RUN_ENV) $(ONE_THREAD) $(PY) -m pytest $(ARGS)
 
 # All three report, also when an earlier one has found something.
 lint: $(READY)

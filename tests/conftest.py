@@ -11,7 +11,6 @@ import pytest
 from fusedmoe.kernels.libraries import nvshmem_home
 from fusedmoe.runtime.cache import CACHE
 from tests.cluster import Cluster
-from tests.kernels.interpreter import DEVICE
 
 
 @pytest.hookimpl(wrapper=True)
@@ -24,16 +23,8 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The campaign's slow tests come last: in their minutes a hundred others end.
-
-    Of several processes of tests, one has all of those that another process interprets; else a file's stay together.
-    """
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            file = item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group(DEVICE if file.startswith("tests/kernels/device/") else file))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The campaign's slow tests come last: in their minutes a hundred others end."""
     items.sort(key=lambda item: "tests/chaos/" in item.nodeid and item.get_closest_marker("slow") is not None)
 
 

@@ -90,24 +90,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtestloop(session: pytest.Session) -> None:
-    # Of several processes of tests, one gets those of this folder, and starts the other one with the first of them.
-    if _ELSEWHERE and not hasattr(session.config, "workerinput"):
-        _interpret(session)
-
-
-def _interpret(session: pytest.Session) -> None:
     config = session.config
     nodeids = [item.nodeid for item in session.items if item.path.is_relative_to(_HERE)]
-    if nodeids and not config.option.collectonly and _INTERPRETER not in config.stash:
-        config.stash[_INTERPRETER] = Interpreter(nodeids, config.getoption("timeout"))
-        config.add_cleanup(config.stash[_INTERPRETER].close)
+    if not _ELSEWHERE or not nodeids or config.option.collectonly:
+        return
+    config.stash[_INTERPRETER] = Interpreter(nodeids, config.getoption("timeout"))
+    config.add_cleanup(config.stash[_INTERPRETER].close)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not _ELSEWHERE:
         return None
-    _interpret(pyfuncitem.session)
     result, text = pyfuncitem.config.stash[_INTERPRETER].outcome(pyfuncitem.nodeid)
     if result == "failed":
         pytest.fail(text, pytrace=False)
