@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def test_old_files_and_namespaces(tmp_path: Path) -> None:
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     command = ["--inputs", f"{tmp_path}/file", "--input_size", "1", "--output", f"{tmp_path}/whole"]
-    torch.save({"model": model(4).state_dict(), "args": Path("a")}, tmp_path / "file")
+    torch.save({"model": model(4).state_dict(), "args": Fraction(1, 2)}, tmp_path / "file")
     with pytest.raises(ConfigError, match="no checkpoint of tensors and plain values; save state_dict"):
         gather.main([*command, "--namespace", "model"])
     torch.save({"model": model(4).state_dict()}, tmp_path / "file")
