@@ -113,7 +113,14 @@ def test_every_candidate_and_every_kernel_of_a_layer_is_there(target: int) -> No
     for name, operations in (("up", ["up"]), ("dhidden", ["dhidden"]), ("product", ["down", "dinput"])):
         configs = [one.config for op in operations for one in candidates(op, torch.bfloat16, divmod(target, 10))]
         assert {(c.bm, c.bn, c.bk, c.warps, c.stages) for c in configs} == tiles[name]
-    named = {"up": "up", "down": "product", "dinput": "product", "dhidden": "dhidden", "dw1": "dweight", "dw2": "dweight"}
+    named = {
+        "up": "up",
+        "down": "product",
+        "dinput": "product",
+        "dhidden": "dhidden",
+        "dw1": "dweight",
+        "dw2": "dweight",
+    }
     half = Variant("", "bfloat16", "ieee", "", True, False, True, True)
     assert gluon == {
         (name, one.bm, one.bn, one.bk, one.stages)
