@@ -29,8 +29,8 @@ from torch import Tensor
 
 # Bytes from which tensors come out of a workspace: the C library may ask the system for each that is larger.
 _SMALLEST = 1 << 17
-# Ragged batches differ a little from step to step: a new buffer has room for an eighth more than was asked for (pages that
-# nobody touches the system does not hand out), and a buffer serves what takes at least two thirds of it.
+# Ragged batches differ a little from step to step: a new buffer has room for an eighth more than was asked for (the
+# system hands out no page before somebody touches it), and a buffer serves what takes at least two thirds of it.
 _ROOM, _WASTE = 1.125, 1.5
 # What nobody has asked for is given back after this many requests, and four times as many as ever lay between two uses.
 _PATIENCE = 256
