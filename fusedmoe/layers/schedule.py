@@ -46,7 +46,8 @@ class Schedule:
     Attributes:
         policy: a name of `fusedmoe.schedule.policies.LAYER_POLICIES`, or "fused": kernels that send and receive by
             themselves, where they can and it is shorter, and else the best order of each pass.
-        degrees: chunks forward and backward; None has the policy choose them by `costs`.
+        degrees: chunks forward and backward, of collectives or of kernels that send by themselves; None has the policy
+            choose them by `costs`. Experts that are modules of their own need the same in both passes.
         costs: what collectives and products take on this machine, the same on every rank; None: measured when first
             needed, once for each machine (`fusedmoe.runtime.cache`).
         limit: the largest degree that may be chosen.
