@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import fusedmoe
 from bench.cluster.layer import Wait, make_layer
-from bench.cluster.profile import BUDGET_S
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
 from bench.cluster.turns import (
@@ -36,7 +35,7 @@ from fusedmoe.cli.trainer import probes
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.pipeline import Parts, PipelinedBlocks
 from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.runtime.observing import observe_steps
+from fusedmoe.runtime.observing import BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
 from fusedmoe.schedule.candidates import OFF, PlanCandidate
 from fusedmoe.schedule.contest import Contest
