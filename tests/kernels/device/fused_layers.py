@@ -116,7 +116,7 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...],
     """What a layer with "auto" runs by, in which chunks kernels send, and what differs from the layer without a
     schedule, in words. Kernels are said to take next to nothing in 2 chunks forward and 4 backward (`quick`), or for
     ever, in place of what is measured."""
-    topology = Topology.from_sizes(ep=world, timeout_s=30)
+    topology = Topology.from_sizes(ep=world, timeout_s=60)
     recorder, found = Recorder(rank), []
     layers = {name: layer_of(topology, name, fusedmoe.experts.SwiGLU(24)) for name in ("off", "auto")}
     layers["auto"].load_state_dict(layers["off"].state_dict())
