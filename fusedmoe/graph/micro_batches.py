@@ -108,8 +108,8 @@ def chosen_ranges(
     count: int,
     reach: int | None,
     show: Callable[[int, int], object],
-    rows: Crossings,
-    known: KnownSplits,
+    rows: Crossings = False,
+    known: KnownSplits | None = None,
 ) -> list[tuple[InstructionRange, Pipelined]]:
     """The ranges of a pass that are worth splitting, by the dynamic programme.
 
@@ -119,6 +119,7 @@ def chosen_ranges(
         rows: as for `infer`.
         known: how ranges have been split before, in the same graph and with the same `node_s`; from now on also these.
     """
+    known = {} if known is None else known
     groups, layers = grouped(of, node_s, count)
     longest = reach or -(-len(groups) // layers)
     degrees = [2**power for power in range(1, most_parts.bit_length())]
