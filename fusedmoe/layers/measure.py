@@ -31,7 +31,6 @@ from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import PHASES, Timeline
 
-_BUDGET_S = 10.0
 # Chunks of the passes that are measured.
 _DEGREES = (1, 4)
 # How often the passes by fused operations are measured, and the tokens of a first try.
@@ -90,7 +89,7 @@ def observe_layer(
 
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices=devices):
-        found = observe_steps(topology, plans, costs, run, _BUDGET_S, clock)
+        found = observe_steps(topology, plans, costs, run, clock=clock)
     of_layer = {sample: s for sample, s in found.seconds.items() if sample.kind not in ("loss", "optimizer")}
     rows = max(all_gather_object(topology.world, max(sent), "measuring a layer"))
     return Observed(of_layer, experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size).rows)
