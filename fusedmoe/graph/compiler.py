@@ -43,8 +43,8 @@ class GraphBackend:
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
         own_places: True says of the model that each place of an expert's buffer takes at most one token of a rank's
             batch, and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then
-            the rows of some tokens go to the experts and back by themselves, and micro-batches go on before and behind
-            the layer, in the forward pass. The host waits for the counts of each micro-batch's rows. None: where the graph proves it
+            the rows of some tokens go to the experts and back by themselves, and forward micro-batches go on before and
+            behind the layer. The host waits for the counts of each micro-batch's rows. None: where the graph proves it
             (`fusedmoe.graph.place_proofs`). False: nowhere.
         irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
             waits for a small all-to-all before each. Plans are made as if all rows travelled.

@@ -236,13 +236,11 @@ def planned(
         device = all_to_alls[0].meta["val"].device
         hosts = graph_ranks.all(socket.gethostname())
         facts = machine_facts(Topology(), device, torch.float32)
-        costs = MeasuredCosts.load(
-            _points(graph_ranks, all_to_alls, device, facts, len(set(hosts))),
-            facts | {"ranks of hosts": sorted(Counter(hosts).values())},
-            graph_ranks.from_first,
-        )
+        points = _points(graph_ranks, all_to_alls, device, facts, len(set(hosts)))
+        facts |= {"ranks of hosts": sorted(Counter(hosts).values())}
+        costs = MeasuredCosts.load(points, facts, graph_ranks.from_first)
         facts |= {"settings": asdict(settings), "alike": alike, "phase": phase, "graph": sizes, "results": results}
-        facts |= {"points": asdict(costs.points), "gradients": sorted(map(str, gradients)), "costs": costs.path and costs.path.name}
+        facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
         kept = graph_ranks.from_first(lambda: read_kept(path) or "")
     assert costs is not None
@@ -367,8 +365,6 @@ def _decided(
     for start, (taken_s, beside_s) in collectives.items():
         seconds_s += max(0.0, taken_s - beside_s) if of.nodes[start] not in split_up else 0.0
     return {"collectives": collectives, "ranges": pipelined, "seconds": seconds_s}
-
-
 
 
 def _report(
