@@ -120,6 +120,17 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "noticed after {} s in the median; once it took {} s", noticed
     named = [sum(of) for of in zip(*chaos["rank_at_fault_named"].values(), strict=True)]
     yield "was named in {} of {} errors", tuple(f"{count:,}" for count in named)
+    survive = load("survive")
+    for fault, of in survive["faults"].items():
+        seconds = of["seconds_to_go_on"]
+        counts = str(of["faults"]), str(of["went_on"])
+        yield f"| {fault} | {{}} | {{}} | {{}} s | {{}} s |", (*counts, f"{seconds['median']:.1f}", f"{seconds['max']:.1f}")
+    price = survive["price"]
+    sizes = f"{price['memory_mb_of_a_rank']:.0f}", f"{price['sent_mb_by_a_rank']:.0f}"
+    yield "keep {} MB of memory for a rank, send {} MB a refresh", sizes
+    yield "which takes {} s beside a step of {} s", (f"{price['refresh_s']:.2f}", f"{price['step_without_s']:.2f}")
+    worst = max(of["worst_difference"] for of in survive["faults"].values())
+    yield "no loss differs by more than {} of it", (f"{worst:.0e}",)
     job = load("long_job")
     yield "make long-job`, {} steps with {} faults", (f"{job['steps']:,}", str(sum(job["faults"].values())))
     yield "of {} lines of losses", (f"{job['lines_compared']:,}",)
