@@ -87,7 +87,7 @@ def test_up(far: Far) -> None:
 
 def test_dhidden(far: Far) -> None:
     # The router weights' gradient of the second tile of columns is far from the first's.
-    dy, source, w, n_rows = far(ROWS, DEPTH), far(ROWS, dtype=torch.int64), random(DEPTH, COLUMNS), 2**31
+    dy, source, w, n_rows = far(ROWS, DEPTH), far(ROWS, dtype=torch.int64), random(DEPTH, COLUMNS), 2**31 - 8
     dy[FIRST:], source[FIRST:] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
     h, s, ds = far(ROWS, COLUMNS), far(ROWS, dtype=torch.float32), far(2, n_rows, dtype=torch.float32)
     h[FIRST:], s[FIRST:] = random(COUNT, COLUMNS), random(COUNT, dtype=torch.float32)
