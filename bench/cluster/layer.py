@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fusedmoe
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
-from bench.cluster.turns import beside, first_of, in_turns, predicted, refitted, row
+from bench.cluster.turns import beside, first_of, in_turns, predicted, recorded_step, refitted, row
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
@@ -24,12 +24,12 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.layers.expert_networks import Place, RowExperts
 from fusedmoe.layers.moe import number_layers
 from fusedmoe.layers.schedule import Schedule
-from fusedmoe.runtime.recorder import Recorder
+from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import PHASES, RESOURCES, Timeline
+from fusedmoe.schedule.timeline import PHASES, RESOURCES
 from fusedmoe.schedule.workload import Workload
 
 #: Experts that a token goes to.
@@ -57,8 +57,8 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
         if plan := plans[name]:
             number_layers([made[name]])  # spans then say the same layer as tasks
             both = Plan.from_orders({one: (*plan.forward.on(one), *plan.backward.on(one)) for one in RESOURCES})
-            recorded = partial(_recorded, made[name], x_SM, dy_SM, topology.rank)
-            refit_s[name] = _step_s(plan, refitted(topology, both, costs, recorded))
+            step = partial(recorded_step, topology, partial(run, made[name], x_SM, dy_SM))
+            refit_s[name] = _step_s(plan, refitted(topology, both, costs, step))
     rows = {name: row(seconds) for name, seconds in in_turns(topology, runs, rounds).items()}
     for name, later_s in refit_s.items():
         plan, found = plans[name], rows[name]
@@ -70,9 +70,13 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     timelines = {}
     for name in ("off", fastest):
         all_gather_object(topology.world, None, "beginning together")
-        timelines[name] = _recorded(made[name], x_SM, dy_SM, topology.rank).as_dict()
-    return {"rows": beside(rows, first), "parts": parts, "around_s": _around_s(costs), "layers": 1} | {
-        "timelines": timelines
+        timelines[name] = recorded_step(topology, partial(run, made[name], x_SM, dy_SM)).as_dict()
+    return {
+        "rows": beside(rows, first),
+        "parts": parts,
+        "around_s": _around_s(costs),
+        "layers": 1,
+        "timelines": timelines,
     }
 
 
@@ -84,21 +88,6 @@ def _around_s(costs: StepCosts) -> float:
 def _step_s(plans: Plans, costs: StepCosts) -> float:
     """Both passes, by their plans."""
     return _around_s(costs) + sum(makespan(one, costs) for one in (plans.forward, plans.backward))
-
-
-def _recorded(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor, rank: int) -> Timeline:
-    """Of this rank, in one more step."""
-    x_SM.grad = None
-    layer.zero_grad(set_to_none=True)
-    layer.recorder = recorder = Recorder(rank)
-    y_SM = layer(x_SM)
-    with recorder.span("between the passes", kind="loss"):
-        pass
-    y_SM.backward(dy_SM)
-    with recorder.span("after the passes", kind="optimizer"):
-        pass
-    layer.recorder = None
-    return recorder.timeline()
 
 
 def make_layer(setting: Setting, topology: Topology | None, schedule: Schedule | None) -> fusedmoe.MoELayer:
@@ -121,10 +110,18 @@ def _plans(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor) -> Plans | Non
     return next(iter(layer._planner.made.values()), None)
 
 
-def run(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor) -> None:
+def run(layer: fusedmoe.MoELayer, x_SM: Tensor, dy_SM: Tensor, recorder: Recorder | None = None) -> None:
+    """Both passes; a recorder has their spans and the times between and after them."""
     x_SM.grad = None
     layer.zero_grad(set_to_none=True)
-    layer(x_SM).backward(dy_SM)
+    layer.recorder = recorder
+    y_SM = layer(x_SM)
+    with span(recorder, "between the passes", kind="loss"):
+        pass
+    y_SM.backward(dy_SM)
+    with span(recorder, "after the passes", kind="optimizer"):
+        pass
+    layer.recorder = None
 
 
 class Waiting(RowExperts):

@@ -17,15 +17,25 @@ from torch import Tensor, nn
 
 import fusedmoe
 from bench.cluster.layer import Wait, make_layer
-from bench.cluster.profile import BUDGET_S
 from bench.cluster.setting import Setting
 from bench.cluster.step import START_S
-from bench.cluster.turns import beside, first_of, in_turns, planned, predicted, refitted, row, seconds_of, tell
+from bench.cluster.turns import (
+    beside,
+    first_of,
+    in_turns,
+    planned,
+    predicted,
+    recorded_step,
+    refitted,
+    row,
+    seconds_of,
+    tell,
+)
 from fusedmoe.cli.trainer import probes
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.pipeline import Parts, PipelinedBlocks
 from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.runtime.observing import observe_steps
+from fusedmoe.runtime.observing import BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
 from fusedmoe.schedule.candidates import OFF, PlanCandidate
 from fusedmoe.schedule.contest import Contest
@@ -122,9 +132,7 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
 
     def run(plan: Plan, number: int) -> Timeline:
         probed.follow(PlanCandidate("a probe", plan, setting.blocks, 0.0))
-        recorder = Recorder(topology.rank)
-        model.step(probed.buckets, recorder)
-        return recorder.timeline()
+        return recorded_step(topology, partial(model.step, probed.buckets))
 
     tell(topology, "observing steps")
     seen = observe_steps(topology, probes(probed.costs, _SAMPLES), probed.costs, run, BUDGET_S)
@@ -139,17 +147,13 @@ def measure(setting: Setting, topology: Topology, rounds: int) -> dict[str, Any]
     first = first_of({name: (one.plan.fingerprint, one.whole) for name, one in candidates.items()})
     runs = {name: partial(model.step, step.buckets) for name in dict.fromkeys(first.values())}
 
-    def recorded_step() -> Timeline:
-        recorder = Recorder(topology.rank)
-        model.step(step.buckets, recorder)
-        return recorder.timeline()
-
     refit_s = {}
     for name in runs:
         if name != OFF:
             one = candidates[name]
             step.follow(one)
-            refit_s[name] = makespan(one.plan, refitted(topology, one.plan, step.costs_of(one.whole), recorded_step))
+            followed = partial(recorded_step, topology, partial(model.step, step.buckets))
+            refit_s[name] = makespan(one.plan, refitted(topology, one.plan, step.costs_of(one.whole), followed))
     seconds = in_turns(topology, runs, rounds, lambda name: step.follow(candidates[name]))
     rows = {name: row(of) for name, of in seconds.items()}
     for name, later_s in refit_s.items():

@@ -13,7 +13,7 @@ from bench.cluster.setting import LIMIT, Setting
 from bench.cluster.step import Step
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.runtime.observing import observe_steps
+from fusedmoe.runtime.observing import BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.observed import Observed
@@ -25,8 +25,6 @@ from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import PHASES, Timeline
 from fusedmoe.schedule.workload import Workload
 
-#: For steps that are done to be measured.
-BUDGET_S = 30.0
 # In how many chunks: whole, and some.
 _DEGREES = (1, 4)
 

@@ -22,6 +22,7 @@ MEASURED = (
     "fusedmoe/graph",
     "fusedmoe/cli/trainer.py",
     "bench/cluster",
+    *(f":(exclude)fusedmoe/kernels/{room}" for room in ("triton", "gluon")),  # GPUs run these
 )
 
 _TITLES = {

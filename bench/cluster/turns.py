@@ -12,6 +12,7 @@ import torch
 from bench.cluster.setting import Setting
 from fusedmoe.comm.collectives import all_gather_object, all_reduce
 from fusedmoe.comm.topology import Topology
+from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.refit import observe, refit
 from fusedmoe.schedule.step_costs import StepCosts
@@ -63,6 +64,13 @@ def first_of(keys: Mapping[str, Hashable]) -> dict[str, str]:
 def row(seconds: list[float]) -> dict[str, Any]:
     """What something took in each round."""
     return {**spread(seconds), "rounds_s": seconds}
+
+
+def recorded_step(topology: Topology, step: Callable[[Recorder], object]) -> Timeline:
+    """Of one step on this rank."""
+    recorder = Recorder(topology.rank)
+    step(recorder)
+    return recorder.timeline()
 
 
 def refitted(topology: Topology, plan: Plan, costs: StepCosts, run: Callable[[], Timeline]) -> StepCosts:

@@ -69,7 +69,7 @@ class _Puts(torch.autograd.Function):
         ]
         in_turn(runs)
         # Runs have by themselves what they keep; so it is counted, too (`memory.py`).
-        ctx.save_for_backward(*(tensor for run in runs for kept in run.kept for tensor in kept))
+        ctx.save_for_backward(*(tensor for run in runs for tensor in (*run.x, *run.h)))
         ctx.runs, ctx.dtypes = runs, (weight_SK.dtype, w1.dtype)
         return torch.cat([run.finish() for run in runs])
 
@@ -138,9 +138,10 @@ def part_steps(case: Case, count: int) -> list[Step]:
         epochs = [route.put_tokens(x) for route, x in zip(routes, tokens, strict=True)]
         rows = []
         for route, epoch in zip(routes, epochs, strict=True):
-            for chunk in range(route.degree):
-                route.await_tokens(chunk, epoch)
-            rows.append([route.take(chunk, epoch) for chunk in range(route.degree)])
+            chunks = route.forward
+            for chunk in range(len(chunks)):
+                chunks.await_tokens(chunk, epoch)
+            rows.append([chunks.take(chunk, epoch) for chunk in range(len(chunks))])
             route.read(epoch)
         return rows
 
@@ -154,7 +155,7 @@ def part_steps(case: Case, count: int) -> list[Step]:
         for route, epoch, own in zip(routes, epochs, rows, strict=True):
             for chunk, out_RM in enumerate(own):
                 last = route.arrivals[chunk].layout.offsets_E1[-1:]
-                return_rows(out_RM, last, route.put(chunk, epoch))
-        return [route.receive(epoch)[0] for route, epoch in zip(routes, epochs, strict=True)]
+                return_rows(out_RM, last, route.forward.put(chunk, epoch))
+        return [route.receive(epoch, _DEGREE)[0] for route, epoch in zip(routes, epochs, strict=True)]
 
     return [Step(PARTS[0], dispatch, with_metadata), Step(PARTS[1], combine, dispatched)]

@@ -29,8 +29,7 @@ from fusedmoe.models.block import block_workload, make_gate, make_order
 from fusedmoe.models.transformer import Loss
 from fusedmoe.runtime.cache import cached_observed, kept_observed, machine_facts
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
-from fusedmoe.runtime.observing import observe_steps
-from fusedmoe.runtime.profiler import BUDGET_S
+from fusedmoe.runtime.observing import BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.cost import CostModel

@@ -9,11 +9,17 @@ come, and put results straight back.
 
 Values and gradients are those of the collectives (`engine/tokens.py`), bit for bit: rows meet in the same order, in
 the same tiles. The backward of each is the other way by the same means.
+
+All of it goes in chunks: an expert's rows are shared out evenly (`kernels/one_sided.py`), and each chunk has kernels
+of its own, which wait for its rows and put its results. So a chunk's results may still be on their way while the next
+one is computed. `fused_experts` may have other chunks backward than forward: the forward pass ends with all rows in the
+receive buffer, and keeps them by the backward's chunks; pre-activations are copied to these as they begin. The parts
+give rows to their caller chunk by chunk and take gradients back so: for them both passes have the same chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,7 +29,9 @@ from torch.autograd.function import once_differentiable
 
 from fusedmoe.comm.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
+from fusedmoe.engine.chunks import Kept
 from fusedmoe.engine.route import Route
+from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import put_pairs, take_pairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import contiguous
@@ -42,7 +50,7 @@ class Measured(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What the backward needs of a chunk."""
+    """What the backward needs of a chunk, where both passes have the same."""
 
     x_RM: Tensor
     h_RH: Tensor
@@ -56,27 +64,39 @@ def _span(measured: Measured | None, phase: str, chunk: int) -> AbstractContextM
 
 
 def make_route(
-    x_SM: Tensor, weight_SK: Tensor | None, layout: Layout, buffers: ReceiveBuffers, degree: int = 1
+    x_SM: Tensor,
+    weight_SK: Tensor | None,
+    layout: Layout,
+    buffers: ReceiveBuffers,
+    degree: int | tuple[int, int] = 1,
 ) -> Route:
     """The way of a batch's tokens, for one of each of the functions below. Nothing is sent yet.
 
     Args:
         x_SM: [S, M] tokens, or what is like them. weight_SK: router weight of each slot, or None for 1.
         layout: of all E experts; rank p of the buffers' group has those from p·E/W on.
-        degree: chunks in which results are computed and come back.
+        degree: chunks in which results are computed and come back; two numbers: forward and backward, for
+            `fused_experts`.
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for.
     """
     weight_N = None if weight_SK is None else take_pairs(weight_SK.detach(), layout)
-    return Route(buffers, layout, weight_N, degree, x_SM.dtype, x_SM.shape[1])
+    degrees = (degree, degree) if isinstance(degree, int) else degree
+    return Route(buffers, layout, weight_N, degrees, x_SM.dtype, x_SM.shape[1])
 
 
 class Forward:
-    """The forward pass of `fused_experts` in three steps, which virtual ranks of one process take in turn."""
+    """The forward pass of `fused_experts` in three steps, which virtual ranks of one process take in turn.
+
+    Attributes:
+        x: received rows [R, M] of each chunk of the backward pass.
+        h: pre-activations [R, (2,) H] of each chunk of the forward pass.
+    """
 
     def __init__(self, x_SM: Tensor, route: Route, experts: GroupedExperts, measured: Measured | None = None) -> None:
         self._x_SM, self.route, self.experts, self.measured = x_SM, route, experts, measured
-        self.kept: list[_Kept] = []
+        self.x: list[Tensor] = []
+        self.h: list[Tensor] = []
         self._tokens = self._results = 0
 
     def send(self) -> None:
@@ -84,19 +104,21 @@ class Forward:
         self._tokens = self.route.put_tokens(self._x_SM)
 
     def compute(self) -> None:
-        route, arrivals = self.route, self.route.arrivals
+        route, chunks = self.route, self.route.forward
         self._results = route.begin_results()
-        for chunk in range(route.degree):
-            x_CM, layout, wait = route.arriving(chunk, self._tokens)
-            put = route.put(chunk, self._results, arrivals[chunk].weight_R)
+        for chunk, arrivals in enumerate(chunks.arrivals):
+            x_CM, layout, wait = chunks.arriving(chunk, self._tokens)
+            put = chunks.put(chunk, self._results, arrivals.weight_R)
             with route.buffers.watch.over(), _span(self.measured, "forward", chunk):
                 _, h_RH = forward_in_flight(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
-            self.kept.append(_Kept(route.take(chunk, self._tokens), h_RH))
+            self.h.append(h_RH)
+        # Products of all chunks have waited for all rows.
+        self.x = [route.backward.take(chunk, self._tokens) for chunk in range(len(route.backward))]
         route.read(self._tokens)
 
     def finish(self) -> Tensor:
         """[S, M]"""
-        return self.route.receive(self._results)[0]
+        return self.route.receive(self._results, len(self.route.forward))[0]
 
 
 class Backward:
@@ -107,8 +129,8 @@ class Backward:
     """
 
     def __init__(self, forward: Forward, dy_SM: Tensor) -> None:
-        self._route, self._experts, self._kept, self._dy_SM = forward.route, forward.experts, forward.kept, dy_SM
-        self._measured = forward.measured
+        self._route, self._experts, self._dy_SM = forward.route, forward.experts, dy_SM
+        self._x, self._h, self._measured = forward.x, forward.h, forward.measured
         self._tokens = self._results = 0
         self.totals: Totals = None
 
@@ -116,27 +138,35 @@ class Backward:
         self._tokens = self._route.put_tokens(self._dy_SM)
 
     def compute(self) -> None:
-        route, experts = self._route, self._experts
+        route, chunks, experts = self._route, self._route.backward, self._experts
         self._results = route.begin_results()
         left = []
-        for chunk, kept in enumerate(self._kept):
-            dy_CM, layout, wait = route.arriving(chunk, self._tokens)
-            weight_R, put = route.arrivals[chunk].weight_R, route.put(chunk, self._results)
-            values = route.value_addresses(chunk, self._results)
+        for chunk, (arrivals, h_RH) in enumerate(zip(chunks.arrivals, self._pre_activations(), strict=True)):
+            dy_CM, layout, wait = chunks.arriving(chunk, self._tokens)
+            put, values = chunks.put(chunk, self._results), chunks.value_addresses(chunk, self._results)
             with route.buffers.watch.over(), _span(self._measured, "backward", chunk):
                 _, _, dy_RM, hidden = backward_rows_in_flight(
-                    dy_CM, kept.h_RH, layout, weight_R, experts.weights, experts.activation, wait, put, values
+                    dy_CM, h_RH, layout, arrivals.weight_R, experts.weights, experts.activation, wait, put, values
                 )
             left.append((dy_RM, hidden))
         route.read(self._tokens)
         # Sums over rows wait for nothing, and what others wait for is on its way by now.
-        for (dy_RM, hidden), kept, arrivals in zip(left, self._kept, route.arrivals, strict=True):
+        for (dy_RM, hidden), x_RM, arrivals in zip(left, self._x, chunks.arrivals, strict=True):
             layout = contiguous(arrivals)
-            self.totals = experts.weight_gradients(dy_RM, kept.x_RM, hidden, layout, arrivals.weight_R, self.totals)
+            self.totals = experts.weight_gradients(dy_RM, x_RM, hidden, layout, arrivals.weight_R, self.totals)
+
+    def _pre_activations(self) -> Iterator[Tensor]:
+        """Of each chunk, from those that the forward's chunks have kept."""
+        there, here = self._route.forward, self._route.backward
+        if here is there:
+            yield from self._h
+            return
+        kept = Kept(self._h)
+        yield from map(kept.rows, here.find(there))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Gradients of tokens, [S, M], and of router weights, [S, K] float32."""
-        dx_SM, dweight_N = self._route.receive(self._results)
+        dx_SM, dweight_N = self._route.receive(self._results, len(self._route.backward))
         return dx_SM, put_pairs(dweight_N, self._route.layout)
 
 
@@ -175,7 +205,7 @@ def fused_experts(
     layout: Layout,
     buffers: ReceiveBuffers,
     experts: GroupedExperts,
-    degree: int = 1,
+    degree: int | tuple[int, int] = 1,
     measured: Measured | None = None,
 ) -> Tensor:
     """Σ over a token's experts of their weighted results, through the experts' ranks, by puts. Collective.
@@ -187,7 +217,8 @@ def fused_experts(
     Returns:
         [S, M]
     Saves for backward:
-        received rows, R·M, and pre-activations R·H (gated 2·R·H).
+        received rows, R·M, and pre-activations R·H (gated 2·R·H); where the passes have different numbers of chunks,
+        the backward copies the latter once.
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for. Nothing has been
             sent then.
@@ -202,11 +233,10 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[Tensor, ...]:
         route.put_metadata()
         epoch = route.put_tokens(x_SM)
-        rows = []
-        for chunk in range(route.degree):
-            route.arrivals  # noqa: B018  waits for the routing metadata
-            route.await_tokens(chunk, epoch)
-            rows.append(route.take(chunk, epoch))
+        rows, chunks = [], route.forward
+        for chunk in range(len(chunks)):
+            chunks.await_tokens(chunk, epoch)
+            rows.append(chunks.take(chunk, epoch))
         route.read(epoch)
         ctx.route, ctx.weighted = route, None if weight_SK is None else weight_SK.dtype
         return (*rows, *(arrivals.weight_R.clone() for arrivals in route.arrivals))
@@ -214,13 +244,13 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        route, count = ctx.route, ctx.route.degree
+        route, chunks, count = ctx.route, ctx.route.forward, len(ctx.route.forward)
         epoch = route.begin_results()
         for chunk, (drows, dweight) in enumerate(zip(grads[:count], grads[count:], strict=True)):
-            last = route.arrivals[chunk].layout.offsets_E1[-1:]
-            put_values(dweight.float().contiguous(), route.value_addresses(chunk, epoch), last)
-            return_rows(drows, last, route.put(chunk, epoch))
-        dx_SM, dweight_N = route.receive(epoch)
+            last = chunks.arrivals[chunk].layout.offsets_E1[-1:]
+            put_values(dweight.float().contiguous(), chunks.value_addresses(chunk, epoch), last)
+            return_rows(drows, last, chunks.put(chunk, epoch))
+        dx_SM, dweight_N = route.receive(epoch, count)
         dweight_SK = None if ctx.weighted is None else put_pairs(dweight_N, route.layout).to(ctx.weighted)
         return dx_SM, dweight_SK, None
 
@@ -233,30 +263,32 @@ def dispatch_tokens(x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tup
         weights [R], float32.
     Saves for backward: nothing.
     Raises:
+        ConfigError: a route with other chunks backward than forward.
         RankError: as `fused_experts`.
     """
+    degree = _only_degree(route, "dispatch_tokens")
     found = _Dispatch.apply(x_SM, weight_SK, route)
-    return list(found[: route.degree]), list(found[route.degree :])
+    return list(found[:degree]), list(found[degree:])
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: Route, *rows: Tensor) -> Tensor:
-        epoch = route.begin_results()
+        epoch, chunks = route.begin_results(), route.forward
         for chunk, out_RM in enumerate(rows):
-            return_rows(out_RM, route.arrivals[chunk].layout.offsets_E1[-1:], route.put(chunk, epoch))
+            return_rows(out_RM, chunks.arrivals[chunk].layout.offsets_E1[-1:], chunks.put(chunk, epoch))
         ctx.route = route
-        return route.receive(epoch)[0]
+        return route.receive(epoch, len(chunks))[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
-        route = ctx.route
+        route, chunks = ctx.route, ctx.route.forward
         epoch = route.put_tokens(dy_SM)
         drows = []
-        for chunk in range(route.degree):
-            route.await_tokens(chunk, epoch)
-            drows.append(route.take(chunk, epoch))
+        for chunk in range(len(chunks)):
+            chunks.await_tokens(chunk, epoch)
+            drows.append(chunks.take(chunk, epoch))
         route.read(epoch)
         return None, *drows
 
@@ -266,8 +298,10 @@ def combine_results(rows: Sequence[Tensor], route: Route) -> Tensor:
 
     Saves for backward: nothing.
     Raises:
+        ConfigError: a route with other chunks backward than forward.
         RankError: as `fused_experts`.
     """
+    _only_degree(route, "combine_results")
     return _Combine.apply(route, *rows)
 
 
@@ -277,36 +311,35 @@ class _DispatchExperts(torch.autograd.Function):
         ctx: Any, x_SM: Tensor, route: Route, experts: GroupedExperts, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         route.put_metadata()
-        epoch = route.put_tokens(x_SM)
-        arrivals = route.arrivals
+        epoch, chunks = route.put_tokens(x_SM), route.forward
         out, ctx.kept = [], []
-        for chunk in range(route.degree):
-            x_CM, layout, wait = route.arriving(chunk, epoch)
+        for chunk in range(len(chunks)):
+            x_CM, layout, wait = chunks.arriving(chunk, epoch)
             with route.buffers.watch.over():
                 out_RM, h_RH = forward_in_flight(x_CM, layout, experts.weights, experts.activation, wait, None)
             out.append(out_RM)
-            ctx.kept.append(_Kept(route.take(chunk, epoch), h_RH))
+            ctx.kept.append(_Kept(chunks.take(chunk, epoch), h_RH))
         route.read(epoch)
-        ctx.route, ctx.experts, ctx.chunks = route, experts, len(arrivals)
+        ctx.route, ctx.experts = route, experts
         return tuple(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
-        route, experts = ctx.route, ctx.experts
+        route, chunks, experts = ctx.route, ctx.route.forward, ctx.experts
         kept, ctx.kept = ctx.kept, None
         epoch = route.begin_results()
         left: list[tuple[Tensor, Hidden]] = []
         for chunk, (dy_RM, one) in enumerate(zip(dout, kept, strict=True)):
-            put, layout = route.put(chunk, epoch), contiguous(route.arrivals[chunk])
+            put, layout = chunks.put(chunk, epoch), contiguous(chunks.arrivals[chunk])
             _, _, _, hidden = backward_rows_in_flight(
                 dy_RM, one.h_RH, layout, None, experts.weights, experts.activation, None, put
             )
             left.append((dy_RM, hidden))
         totals: Totals = None
-        for (dy_RM, hidden), one, arrivals in zip(left, kept, route.arrivals, strict=True):
+        for (dy_RM, hidden), one, arrivals in zip(left, kept, chunks.arrivals, strict=True):
             totals = experts.weight_gradients(dy_RM, one.x_RM, hidden, contiguous(arrivals), None, totals)
-        return route.receive(epoch)[0], None, None, *_grads(totals, experts)
+        return route.receive(epoch, len(chunks))[0], None, None, *_grads(totals, experts)
 
 
 def dispatch_experts(x_SM: Tensor, route: Route, experts: GroupedExperts) -> list[Tensor]:
@@ -316,41 +349,44 @@ def dispatch_experts(x_SM: Tensor, route: Route, experts: GroupedExperts) -> lis
     Saves for backward:
         received rows, R·M, and pre-activations R·H (gated 2·R·H).
     Raises:
+        ConfigError: a route with other chunks backward than forward.
         RankError: as `fused_experts`.
     """
+    _only_degree(route, "dispatch_experts")
     return list(_DispatchExperts.apply(x_SM, route, experts, *experts.parameters))
 
 
 class _ExpertsCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: Route, experts: GroupedExperts, *inputs: Tensor | None) -> Tensor:
-        count = route.degree
+        chunks = route.forward
+        count = len(chunks)
         rows, weights = inputs[:count], inputs[count : 2 * count]
         epoch = route.begin_results()
         ctx.kept = []
         for chunk, (x_RM, weight_R) in enumerate(zip(rows, weights, strict=True)):
             assert x_RM is not None
-            put, layout = route.put(chunk, epoch, weight_R), contiguous(route.arrivals[chunk])
+            put, layout = chunks.put(chunk, epoch, weight_R), contiguous(chunks.arrivals[chunk])
             _, h_RH = forward_in_flight(x_RM, layout, experts.weights, experts.activation, None, put)
             ctx.kept.append(_Kept(x_RM, h_RH))
         ctx.route, ctx.experts, ctx.weights = route, experts, weights
-        return route.receive(epoch)[0]
+        return route.receive(epoch, count)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
-        route, experts, weights = ctx.route, ctx.experts, ctx.weights
+        route, chunks, experts, weights = ctx.route, ctx.route.forward, ctx.experts, ctx.weights
         kept, ctx.kept = ctx.kept, None
         epoch = route.put_tokens(dy_SM)
         drows, dweights = [], []
         totals: Totals = None
         for chunk, (one, weight_R) in enumerate(zip(kept, weights, strict=True)):
-            dy_CM, layout, wait = route.arriving(chunk, epoch)
+            dy_CM, layout, wait = chunks.arriving(chunk, epoch)
             with route.buffers.watch.over():
                 dx_RM, dweight_R, dy_RM, hidden = backward_rows_in_flight(
                     dy_CM, one.h_RH, layout, weight_R, experts.weights, experts.activation, wait, None
                 )
-            by_expert = contiguous(route.arrivals[chunk])
+            by_expert = contiguous(chunks.arrivals[chunk])
             totals = experts.weight_gradients(dy_RM, one.x_RM, hidden, by_expert, weight_R, totals)
             drows.append(dx_RM)
             dweights.append(None if weight_R is None or dweight_R is None else dweight_R.to(weight_R.dtype))
@@ -369,10 +405,23 @@ def experts_combine(
     Saves for backward:
         the rows, R·M, and pre-activations R·H (gated 2·R·H).
     Raises:
+        ConfigError: a route with other chunks backward than forward.
         RankError: as `fused_experts`.
     """
+    _only_degree(route, "experts_combine")
     factors = [None] * len(rows) if weights is None else list(weights)
     return _ExpertsCombine.apply(route, experts, *rows, *factors, *experts.parameters)
+
+
+def _only_degree(route: Route, operation: str) -> int:
+    """The chunks of both passes."""
+    there, back = route.degrees
+    if there != back:
+        raise ConfigError(
+            f"{operation} takes gradients in the chunks in which it gives rows, and the route has {there} forward and "
+            f"{back} backward; make_route(degree={there}), or fused_experts, which can have both"
+        )
+    return there
 
 
 def _grads(totals: Totals, experts: GroupedExperts) -> list[Tensor | None]:

@@ -8,8 +8,8 @@
     for report in own.reports:
         print(report)
 
-Results are those of the model as it is. Backward, weight gradients run while rows are on the wire; forward, what lies
-around an all-to-all goes in micro-batches.
+Results are those of the model as it is. What lies around an all-to-all goes in micro-batches; backward, weight
+gradients run while rows are on the wire.
 
 All-to-alls may be irregular: rows of zeros, such as places that no token took, stay where they are (Lancet §5.1). One
 small all-to-all tells every rank which rows come, then these alone travel; buffers keep their shapes, and what was not
@@ -43,12 +43,13 @@ class GraphBackend:
         reach: the most groups of a range (its ι); None: as many as lie between two MoE layers.
         own_places: True says of the model that each place of an expert's buffer takes at most one token of a rank's
             batch, and that only this token reads it back, as with any gate that drops what is beyond the capacity. Then
-            the rows of some tokens go to the experts and back by themselves, and micro-batches go on before and behind
-            the layer. The host waits for the counts of each micro-batch's rows. None: where the graph proves it
+            the rows of some tokens go to the experts and back by themselves, and forward micro-batches go on before and
+            behind the layer. The host waits for the counts of each micro-batch's rows. None: where the graph proves it
             (`fusedmoe.graph.place_proofs`). False: nowhere.
         irregular: rows of zeros, such as places that no token took, do not travel (see above); the host then
             waits for a small all-to-all before each. Plans are made as if all rows travelled.
-        costs: what operators and all-to-alls take; None: measured, once for each machine, and kept on disk.
+        costs: what operators and all-to-alls take; None: measured by all ranks at the same time, once for each machine,
+            and kept on disk by the first of them.
         timeout_s: how long a rank waits for the others to capture the same graph and for the first to plan it.
     Attributes:
         reports: of every pass that was planned, in order.

@@ -1,4 +1,4 @@
-"""Ranges of a forward pass in micro-batches (Lancet §5): which, how they run, and what they take.
+"""Ranges of a pass in micro-batches (Lancet §5): which, how they run, and what they take.
 
 The parts of a range run stage by stage: what can be computed without another all-to-all, of one part after the other;
 each part's all-to-all starts as soon as its stage has been computed, and runs beside the following parts.
@@ -94,6 +94,11 @@ class InstructionRange(NamedTuple):
         return RangeSplit(early, ways, tuple(node for node in nodes if node not in taken))
 
 
+#: How ranges are split, None where they cannot be, and the instructions of the first such range; by what they are
+#: (`split_key`) and parts.
+KnownSplits = dict[tuple[str, int], tuple[RangeSplit | None, Sequence[fx.Node]]]
+
+
 def chosen_ranges(
     of: Instructions,
     node_s: Callable[[fx.Node], float],
@@ -102,8 +107,9 @@ def chosen_ranges(
     most_parts: int,
     count: int,
     reach: int | None,
-    show: Callable[[int, int], None],
+    show: Callable[[int, int], object],
     rows: Crossings = False,
+    known: KnownSplits | None = None,
 ) -> list[tuple[InstructionRange, Pipelined]]:
     """The ranges of a pass that are worth splitting, by the dynamic programme.
 
@@ -111,7 +117,9 @@ def chosen_ranges(
         hidden_s: of the collective that starts at a place, the seconds that run beside it when nothing is split.
         most_parts, count, reach: `parts`, `groups` and `reach` of `fusedmoe.graph.GraphBackend`.
         rows: as for `infer`.
+        known: how ranges have been split before, in the same graph and with the same `node_s`; from now on also these.
     """
+    known = {} if known is None else known
     groups, layers = grouped(of, node_s, count)
     longest = reach or -(-len(groups) // layers)
     degrees = [2**power for power in range(1, most_parts.bit_length())]
@@ -127,7 +135,7 @@ def chosen_ranges(
             if is_all_to_all(of.nodes[index])
         )
         whole_s.append(exposed_s + sum(map(node_s, of.nodes[start:stop])))
-    known: dict[tuple[str, int], tuple[Any, Any, float] | None] = {}
+    taken: dict[tuple[str, int], float] = {}
     asked, total = 0, sum(1 + len(degrees) * min(stop, longest) for stop in range(1, len(groups) + 1))
 
     def seconds(first: int, last: int, parts: int) -> float:
@@ -143,23 +151,20 @@ def chosen_ranges(
         key = (split_key(nodes, said), parts)
         if key not in known:
             # Layers are alike: how one is split, all are.
-            split = infer(nodes, parts, node_s, in_order(of, start, stop), rows, ways)
-            if split is None:
-                known[key] = None
-            else:
-                places = {node: place for place, node in enumerate(nodes)}
-                axes = tuple((places[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
-                early = tuple(places[node] for node in split.before)
-                known[key] = axes, early, pipeline_s(nodes, split, parts, node_s, costs, pieces)
-        entry = known[key]
-        if entry is None:
+            known[key] = infer(nodes, parts, node_s, in_order(of, start, stop), rows, ways), nodes
+        split, example = known[key]
+        if split is None:
             return float("inf")
-        axes, early, taken_s = entry
+        if key not in taken:
+            taken[key] = pipeline_s(example, split, parts, node_s, costs, pieces)
+        places = {node: place for place, node in enumerate(example)}
+        axes = tuple((places[node], tuple(way.axis), way.crosses) for node, way in split.split.items())
+        early = tuple(places[node] for node in split.before)
         found[first, last, parts] = InstructionRange(start, stop, parts, axes, early), Pipelined(
-            nodes[0].name, nodes[-1].name, parts, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken_s,
+            nodes[0].name, nodes[-1].name, parts, len(axes), len(nodes), sum(map(is_all_to_all, nodes)), taken[key],
             sum(whole_s[first:last]),
         )  # fmt: skip
-        return taken_s
+        return taken[key]
 
     ranges, _ = best_ranges(len(groups), seconds, degrees, longest)
     return [found[one] for one in ranges if one.parts > 1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedmoe.comm.topology import Topology
 from fusedmoe.files import read_kept
 from fusedmoe.graph.instructions import bytes_of, computes, concrete
-from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, write
+from fusedmoe.runtime.cache import cache_dir, fingerprint, write
 
 #: The smallest collective that is measured; each further one is twice as large.
 FIRST_BYTES = 1024
@@ -67,17 +66,28 @@ class Points:
 class MeasuredCosts:
     """What operators take on this machine. They are measured when they are asked for, unless they are known.
 
-    `points`: of all-to-alls. `known`: seconds by operator. `path`: where these are kept; None: nowhere.
+    `points`: of all-to-alls. `known`: seconds by operator. `path`: where these are kept; None: nowhere. `fresh`: what
+    this rank has measured, and others may not know.
     """
 
     points: Points
     known: dict[str, float] = field(default_factory=dict)
     path: Path | None = None
+    fresh: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, points: Points, device: torch.device) -> MeasuredCosts:
-        path = cache_dir() / f"operators-{fingerprint(machine_facts(Topology(), device, torch.float32))}.json"
-        return cls(points, load_numbers(path), path)
+    def load(
+        cls, points: Points, facts: dict[str, Any], from_first: Callable[[Callable[[], str]], str]
+    ) -> MeasuredCosts:
+        """As the first rank has kept them, on all ranks: what one of them measures, all do. Collective.
+
+        Args:
+            facts: all that the seconds depend on.
+            from_first: tells all ranks what the first one brings (`GraphRanks.from_first`).
+        """
+        path = cache_dir() / f"operators-{fingerprint(facts)}.json"
+        known: dict[str, float] = json.loads(from_first(lambda: json.dumps(load_numbers(path))))
+        return cls(points, known, path)
 
     def save(self) -> None:
         if self.path is not None:
@@ -86,8 +96,17 @@ class MeasuredCosts:
     def operator_s(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         key = operator_key(target, args, kwargs)
         if key not in self.known:
-            self.known[key] = measure(target, args, kwargs)
+            self.known[key] = self.fresh[key] = measure(target, args, kwargs)
         return self.known[key]
+
+    def agree(self, found: Iterable[Mapping[str, float]]) -> None:
+        """Takes what every rank has measured (its `fresh`): of each operator the seconds of the slowest rank."""
+        slowest: dict[str, float] = {}
+        for own in found:
+            for key, seconds in own.items():
+                slowest[key] = max(seconds, slowest.get(key, 0.0))
+        self.known |= slowest
+        self.fresh.clear()
 
     def collective_s(self, size: float) -> float:
         return self.points.at(size)

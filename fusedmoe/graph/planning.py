@@ -1,7 +1,11 @@
 """Planning a captured pass: one rank decides, all do the same; and a report of it for whoever wants to read it.
 
-First all instructions are put in order, weight gradients beside all-to-alls; then, forward, ranges of instructions are
-split. What the first rank has decided is kept on disk.
+First all instructions are put in order, weight gradients beside all-to-alls; then ranges of instructions are split.
+What the first rank has decided is kept on disk.
+
+All ranks measure operators, at the same time, as they compute in a step: those of one machine share its memory, and one
+that computes while the others wait is faster. An operator counts as long as it takes on the slowest rank, for which
+all others wait at the next all-to-all.
 
 The ranks that run a graph meet at the job's store. Nothing is sent over the process groups of the graph: a rank that
 captures a graph which others do not is told so, and does not disturb what these send meanwhile.
@@ -12,9 +16,11 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +31,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
 from fusedmoe.files import read_kept
 from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
-from fusedmoe.graph.micro_batches import InstructionRange, Pipelined, chosen_ranges, rewrite
+from fusedmoe.graph.micro_batches import InstructionRange, KnownSplits, Pipelined, chosen_ranges, rewrite
 from fusedmoe.graph.operator_costs import (
     MeasuredCosts,
     OperatorCosts,
@@ -38,7 +44,7 @@ from fusedmoe.graph.operator_costs import (
     start_s,
 )
 from fusedmoe.graph.place_proofs import proven
-from fusedmoe.graph.weight_gradients import gaps_of, ordered, place, reorder, skeleton
+from fusedmoe.graph.weight_gradients import Skeleton, gaps_of, ordered, place, reorder, skeleton
 from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, write
 from fusedmoe.runtime.progress import WorkBar
 
@@ -48,9 +54,8 @@ _CURE = (
     "dimensions as dynamic on all of them"
 )
 
-Show = Callable[[int, int], None]
-# Of ranks that do not decide.
-_NONE = Points((1.0,), (0.0,))
+Show = Callable[[int, int], object]
+T = TypeVar("T")
 
 
 class GraphRanks:
@@ -93,15 +98,16 @@ class GraphRanks:
 
     def from_first(self, decide: Callable[[], str]) -> str:
         """What the first rank decides. An exception there ends all ranks."""
-        text = ""
-        if self.leader:
-            try:
-                text = decide()
-            except BaseException as error:
-                if self._board is not None:
-                    self._board.post(self._rank, _OPERATION, f"{type(error).__name__}: {error}")
-                raise
-        return self.all(text)[0]
+        return self.all(self.guarded(decide) if self.leader else "")[0]
+
+    def guarded(self, run: Callable[[], T]) -> T:
+        """What `run` returns. An exception in it ends all ranks, at the next meeting."""
+        try:
+            return run()
+        except BaseException as error:
+            if self._board is not None:
+                self._board.post(self._rank, _OPERATION, f"{type(error).__name__}: {error}")
+            raise
 
 
 def resolve(group: Any) -> Any:
@@ -219,47 +225,53 @@ def planned(
     """
     graph = module.graph
     of = Instructions(graph)
-    if phase != "backward":  # its order is the same whatever things cost
-        reorder(graph, of, ordered(of, skeleton(of, gradients, _nothing), {}))
-        of = Instructions(graph)
     all_to_alls = [of.nodes[start] for start in of.starts if is_all_to_all(of.nodes[start])]
     groups = list(dict.fromkeys(group_of(of.nodes[start]) for start in of.starts))
     graph_ranks = GraphRanks(groups, settings.timeout_s)
     graph_ranks.require_same(_structure(of))
     sizes = _sizes(of)
     alike = len(set(graph_ranks.all(hashlib.sha256(sizes.encode()).hexdigest()))) == 1
-    splits = settings if alike and phase != "backward" else None
-    device = all_to_alls[0].meta["val"].device
-    points = None if given is not None else _points(graph_ranks, all_to_alls, device)
-    path = None
-    if points is not None:
-        facts = machine_facts(Topology(), device, torch.float32) | {"settings": asdict(settings), "alike": alike}
-        facts |= {"phase": phase, "graph": sizes, "results": results, "points": asdict(points)}
-        facts |= {"gradients": sorted(map(str, gradients))}
+    path, costs, kept = None, given, ""
+    if given is None:
+        device = all_to_alls[0].meta["val"].device
+        hosts = graph_ranks.all(socket.gethostname())
+        facts = machine_facts(Topology(), device, torch.float32)
+        points = _points(graph_ranks, all_to_alls, device, facts, len(set(hosts)))
+        facts |= {"ranks of hosts": sorted(Counter(hosts).values())}
+        costs = MeasuredCosts.load(points, facts, graph_ranks.from_first)
+        facts |= {"settings": asdict(settings), "alike": alike, "phase": phase, "graph": sizes, "results": results}
+        facts |= {"points": asdict(points), "gradients": sorted(map(str, gradients))}
         path = cache_dir() / f"graph-{fingerprint(facts)}.json"
-    kept = []
-
-    def decide() -> str:
-        text = read_kept(path) if path is not None else None
-        if text is not None:
-            kept.append(True)
-            return text
-        with WorkBar(f"planning the {phase} pass") as bar:
-            costs = given if points is None else MeasuredCosts.load(points, device)
-            assert costs is not None
-            text = json.dumps(_decided(of, gradients, costs, splits, results, bar.show))
-        if path is not None:
-            assert isinstance(costs, MeasuredCosts)
-            costs.save()
-            write(path, text, "what was planned")
-        return text
-
-    plan: dict[str, Any] = json.loads(graph_ranks.from_first(decide))
-    beside = {int(start): units for start, units in plan["beside"].items()}
+        kept = graph_ranks.from_first(lambda: read_kept(path) or "")
+    assert costs is not None
+    plan: dict[str, Any] = json.loads(kept or "{}")
     bare = skeleton(of, gradients, _nothing)
-    report = _report(of, phase, plan, bare.units, beside)
-    if phase == "backward":
+    with WorkBar(f"planning the {phase} pass") as bar:
+        show: Show = bar.show if graph_ranks.leader else _nothing
+        if not kept:
+            seconds = _seconds_of_all(graph_ranks, of, costs, show)
+            bare = skeleton(of, gradients, seconds)
+            text = graph_ranks.from_first(lambda: json.dumps(_placed(of, bare, seconds, costs)))
+            plan["beside"] = json.loads(text)
+        beside = {int(start): units for start, units in plan["beside"].items()}
         reorder(graph, of, ordered(of, bare, beside))
+        old, of = of, Instructions(graph)
+        if not kept:
+            hidden_s = {
+                of.place[old.nodes[start]]: due_s
+                + sum(seconds(node) for unit in beside.get(start, ()) for node in old.of(bare.units[unit]))
+                for start, due_s in bare.due_s.items()
+            }
+            decide = partial(
+                _decided, of, seconds, hidden_s, costs, settings if alike else None, phase, results, show, {}
+            )
+            _measure_together(graph_ranks, costs, decide)
+            plan |= json.loads(graph_ranks.from_first(lambda: json.dumps(decide())))
+            if path is not None and graph_ranks.leader:
+                assert isinstance(costs, MeasuredCosts)
+                costs.save()
+                write(path, json.dumps(plan), "what was planned")
+    report = _report(old, of, phase, plan, bare.units, beside)
     for one in plan["ranges"]:
         rewrite(graph, of, InstructionRange(one["start"], one["stop"], one["parts"], one["axes"], one["before"]))
     graph.lint()
@@ -268,77 +280,111 @@ def planned(
     return report
 
 
-def _nothing(node: fx.Node) -> float:
+def _nothing(*_: Any) -> float:
     return 0.0
+
+
+def _measure_together(graph_ranks: GraphRanks, costs: OperatorCosts, run: Callable[[], Any]) -> None:
+    """Runs what asks for the seconds of operators on all ranks at the same time, after which they know the same.
+
+    Collective; where costs are given, nothing is measured and nothing is run.
+    """
+    if isinstance(costs, MeasuredCosts):
+        graph_ranks.guarded(run)
+        costs.agree([json.loads(text) for text in graph_ranks.all(json.dumps(costs.fresh))])
+
+
+def _seconds_of_all(
+    graph_ranks: GraphRanks, of: Instructions, costs: OperatorCosts, show: Show
+) -> Callable[[fx.Node], float]:
+    """The seconds of each instruction, the same on all ranks that captured the same. Collective."""
+
+    def ask() -> dict[fx.Node, float]:
+        found = {}
+        for node in of.nodes:
+            found[node] = node_s(costs, node)
+            show(len(found), len(of.nodes))
+        return found
+
+    _measure_together(graph_ranks, costs, ask)
+    return graph_ranks.guarded(ask).__getitem__
+
+
+def _placed(
+    of: Instructions, bare: Skeleton, seconds: Callable[[fx.Node], float], costs: OperatorCosts
+) -> dict[int, list[int]]:
+    """The weight gradients beside each all-to-all."""
+    starts, gaps = gaps_of(of, bare, lambda node: start_s(costs, node))
+    beside: dict[int, list[int]] = {start: [] for start in starts}
+    for unit, number in enumerate(place(gaps, [sum(map(seconds, of.of(unit))) for unit in bare.units])):
+        if number is not None:
+            beside[starts[number]].append(unit)
+    return beside
 
 
 def _decided(
     of: Instructions,
-    gradients: Collection[fx.Node],
+    seconds: Callable[[fx.Node], float],
+    hidden_s: Mapping[int, float],
     costs: OperatorCosts,
     split: PlanSettings | None,
+    phase: str,
     results: int | None,
     show: Show,
+    known: KnownSplits,
 ) -> dict[str, Any]:
-    """The plan, as what JSON can hold.
+    """The ranges of a pass in order, and what all takes, as what JSON can hold.
 
-    `split`: how ranges are split; None: not at all. `results`: as for `proven`.
+    `hidden_s`: of each collective, the seconds of what runs beside it. `split`: how ranges are split; None: not at all.
+    `results`: as for `proven`. `known`: as for `chosen_ranges`.
     """
-    known: dict[fx.Node, float] = {}
-
-    def seconds(node: fx.Node) -> float:
-        if node not in known:
-            known[node] = node_s(costs, node)
-            show(len(known), len(of.nodes))
-        return known[node]
-
-    bare = skeleton(of, gradients, seconds)
-    starts, gaps = gaps_of(of, bare, lambda node: start_s(costs, node))
-    placed = place(gaps, [sum(seconds(node) for node in of.of(unit)) for unit in bare.units])
-    beside: dict[int, list[int]] = {start: [] for start in starts}
-    for unit, number in enumerate(placed):
-        if number is not None:
-            beside[starts[number]].append(unit)
     ranges = []
     if split is not None and split.parts > 1:
+        rows = proven(of.nodes[0].graph, results) if split.own_places is None else split.own_places
         ranges = chosen_ranges(
             of,
             seconds,
-            lambda start: bare.due_s.get(start, 0.0),
+            lambda start: hidden_s.get(start, 0.0),
             costs,
             split.parts,
             split.groups,
             split.reach,
             show,
-            proven(of.nodes[0].graph, results) if split.own_places is None else split.own_places,
+            rows if phase != "backward" else False,
+            known,
         )
     collectives = {}
     for start in of.starts:
         if is_all_to_all(of.nodes[start]):
-            weights_s = sum(seconds(one) for unit in beside.get(start, ()) for one in of.of(bare.units[unit]))
             within = any(one.start <= start < one.stop for one, _ in ranges)
-            due_s = 0.0 if within else bare.due_s.get(start, 0.0) + weights_s
-            collectives[start] = (start_s(costs, of.nodes[start]), due_s)
+            collectives[start] = (start_s(costs, of.nodes[start]), 0.0 if within else hidden_s.get(start, 0.0))
     pipelined = [one._asdict() | {"report": vars(what)} for one, what in ranges]
     seconds_s = sum(what.seconds for _, what in ranges)
     split_up = {of.nodes[place] for one, _ in ranges for place in range(one.start, one.stop)}
     seconds_s += sum(seconds(node) for node in of.nodes if node not in split_up)
     for start, (taken_s, beside_s) in collectives.items():
         seconds_s += max(0.0, taken_s - beside_s) if of.nodes[start] not in split_up else 0.0
-    return {"beside": beside, "collectives": collectives, "ranges": pipelined, "seconds": seconds_s}
+    return {"collectives": collectives, "ranges": pipelined, "seconds": seconds_s}
 
 
 def _report(
-    of: Instructions, phase: str, plan: dict[str, Any], units: list[int], beside: dict[int, list[int]]
+    old: Instructions,
+    of: Instructions,
+    phase: str,
+    plan: dict[str, Any],
+    units: list[int],
+    beside: dict[int, list[int]],
 ) -> PassReport:
+    """`old`: the instructions before they were put in order, as `units` and `beside` count them."""
+
     def names(numbers: Collection[int]) -> tuple[str, ...]:
-        units_of = ([node.name for node in of.of(units[number]) if computes(node)] for number in numbers)
+        units_of = ([node.name for node in old.of(units[number]) if computes(node)] for number in numbers)
         return tuple(" + ".join(found) for found in units_of)
 
     report = PassReport(phase, len(of.nodes), seconds=plan["seconds"])
     for text, (seconds, beside_s) in plan["collectives"].items():
         node = of.nodes[int(text)]
-        weights = names(beside.get(int(text), ()))
+        weights = names(beside.get(old.place[node], ()))
         report.collectives.append(Collective(node.name, bytes_of(node), seconds, beside_s, weights))
     report.ranges = [Pipelined(**one["report"]) for one in plan["ranges"]]
     used = {unit for found in beside.values() for unit in found}
@@ -365,16 +411,16 @@ def _sizes(of: Instructions) -> str:
     return "\n".join(lines)
 
 
-def _points(graph_ranks: GraphRanks, all_to_alls: list[fx.Node], device: torch.device) -> Points:
-    """Of the first all-to-all's group: known, or measured by all ranks. Collective."""
+def _points(
+    graph_ranks: GraphRanks, all_to_alls: list[fx.Node], device: torch.device, facts: dict[str, Any], hosts: int
+) -> Points:
+    """Of the first all-to-all's group: as the first rank knows them, or measured by all ranks. Collective."""
     handle = resolve(group_of(all_to_alls[0]))
     sizes = point_sizes(max(bytes_of(one.all_input_nodes[0]) for one in all_to_alls))
-    facts = machine_facts(Topology(), device, torch.float32)
-    hosts = graph_ranks.all(socket.gethostname())
-    world = {"size": dist.get_world_size(handle), "backend": dist.get_backend(handle), "hosts": len(set(hosts))}
+    world = {"size": dist.get_world_size(handle), "backend": dist.get_backend(handle), "hosts": hosts}
     path = cache_dir() / f"all-to-all-{fingerprint(facts | {'group': world})}.json"
-    known = load_numbers(path) if graph_ranks.leader else {}
-    missing = json.loads(graph_ranks.from_first(lambda: json.dumps([size for size in sizes if str(size) not in known])))
+    known: dict[str, float] = json.loads(graph_ranks.from_first(lambda: json.dumps(load_numbers(path))))
+    missing = [size for size in sizes if str(size) not in known]
     if missing:
         with as_at_run_time():
             found = measure_points(handle, device, missing)
@@ -382,4 +428,4 @@ def _points(graph_ranks: GraphRanks, all_to_alls: list[fx.Node], device: torch.d
         if graph_ranks.leader:
             write(path, json.dumps(known), "what all-to-alls take")
     chosen = sorted((int(size), seconds) for size, seconds in known.items())
-    return Points(tuple(size for size, _ in chosen), tuple(seconds for _, seconds in chosen)) if chosen else _NONE
+    return Points(tuple(size for size, _ in chosen), tuple(seconds for _, seconds in chosen))

@@ -16,7 +16,7 @@ from torch import fx
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.graph.axes import Axis, OperatorSplit, Rows, first_axes, outputs_from, way_of
-from fusedmoe.graph.instructions import is_all_to_all, is_wait
+from fusedmoe.graph.instructions import is_all_to_all, is_start, is_wait
 from fusedmoe.schedule.lancet import solved
 
 # Of the solver's work (`fusedmoe.schedule.lancet`).
@@ -182,10 +182,19 @@ def infer(
     if solver is None:
         return None
     taken = {node: way for node in nodes for key, way in ways.get(node, {}).items() if solver.value(chosen[node, key])}
+    # What needs no part may run beside what does, and so fill the time in which rows are on the wire.
+    before: dict[fx.Node, list[fx.Node]] = {node: list(node.all_input_nodes) for node in nodes}
+    for first, second in ordered:
+        before[nodes[second]].append(nodes[first])
+    behind: set[fx.Node] = set()
+    for node in nodes:
+        needs = any(one in taken or one in behind for one in before[node])
+        if node not in taken and solver.value(late[node]) and (needs or is_start(node) or is_wait(node)):
+            behind.add(node)
     return RangeSplit(
-        tuple(node for node in nodes if solver.value(early[node])),
+        tuple(node for node in nodes if node not in taken and node not in behind),
         taken,
-        tuple(node for node in nodes if solver.value(late[node])),
+        tuple(node for node in nodes if node in behind),
     )
 
 

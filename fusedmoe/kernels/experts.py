@@ -26,8 +26,8 @@ from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Gradients, Hidden, Weights
 from fusedmoe.kernels.workspace import empty
 
-# Rows of a block: enough for full speed in the matrix products.
-_BLOCK_ROWS = 512
+# Rows of a block: enough for full speed in the products; and sums of weight gradients are rarely read again.
+_BLOCK_ROWS = 2048
 # Bytes of each tensor in a slice of a block, for each thread: what activations read and write stays in its cache.
 _SLICE_BYTES = 1 << 18
 

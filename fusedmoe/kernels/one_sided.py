@@ -12,7 +12,9 @@ Worked example, two ranks of one expert each, degree 1: rank 0 has tokens a, b, 
 0 it puts a, to rank 1 a, b, c in places 0, 1, 2. Rank 1 reads in the metadata: 3 rows of its expert, whose results go
 to rows 1, 2, 3 of rank 0's results (row 0 there is expert 0's); then places 0, 1, 2 and the weights.
 
-With more chunks tokens go in the order of the first chunk that needs them. Plain torch, no host synchronisation where
+With more chunks tokens go in the order of the first chunk that needs them. The backward pass may have other chunks:
+both cut an expert's rows at multiples of 1 / lcm(r, r'), so that tokens in the order of that many chunks are in order
+for either. Plain torch, no host synchronisation where
 the number of rows is given as a bound. Definitions: tests/kernels/test_one_sided.py.
 
 A peer is far where this GPU cannot address its memory: it is on another node. Rows for it are first stored in memory of
@@ -291,6 +293,32 @@ def read_metadata(
         place_R = start_We[peer_R, expert_R] + inside_R
         found.append(Arrivals(layout, weight_R, peer_R.to(torch.int32), place_R, count_eW.sum(0, dtype=torch.int32)))
     return found
+
+
+def find_rows(there: Sequence[Arrivals], here: Sequence[Arrivals], peers: int, places: int) -> list[Tensor]:
+    """For each chunk of `here`, where its rows are among those of `there`, one chunk after the other with its padding.
+
+    Both are the same rows in other chunks; padding gets any row's number. A row is known by its source, and by where
+    its result goes.
+
+    Args:
+        peers: sources.   places: that each has for results.
+    """
+    device = there[0].place_R.device
+    number_P = torch.zeros(peers * places + 1, dtype=torch.int64, device=device)
+    first = 0
+    for arrivals in there:
+        row_R = torch.arange(arrivals.layout.rows, device=device)
+        number_P[_keys(arrivals, places, peers * places)] = first + row_R
+        first += arrivals.layout.rows
+    number_P[-1] = 0
+    return [number_P[_keys(arrivals, places, peers * places)] for arrivals in here]
+
+
+def _keys(arrivals: Arrivals, places: int, padding: int) -> Tensor:
+    """[R]: a number for each row of a rank; `padding` for padding."""
+    kept_R = torch.arange(arrivals.layout.rows, device=arrivals.place_R.device) < arrivals.layout.offsets_E1[-1]
+    return torch.where(kept_R, arrivals.peer_R.long() * places + arrivals.place_R, padding)
 
 
 def contiguous(arrivals: Arrivals) -> Layout:

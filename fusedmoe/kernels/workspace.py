@@ -29,8 +29,9 @@ from torch import Tensor
 
 # Bytes from which tensors come out of a workspace: the C library may ask the system for each that is larger.
 _SMALLEST = 1 << 17
-# A buffer serves what takes at least two thirds of it: ragged batches differ a little from step to step.
-_WASTE = 1.5
+# Ragged batches differ a little from step to step: a new buffer has room for an eighth more than was asked for (the
+# system hands out no page before somebody touches it), and a buffer serves what takes at least two thirds of it.
+_ROOM, _WASTE = 1.125, 1.5
 # What nobody has asked for is given back after this many requests, and four times as many as ever lay between two uses.
 _PATIENCE = 256
 # Results of operations leave the library: users may hoard them, and so these are as many of a size (to twice it).
@@ -107,7 +108,7 @@ class Workspace:
                 return found.buffer
             oldest = self._requests - max(_PATIENCE, 4 * self._longest)
             self._free = [free for free in self._free if free.since >= oldest]
-        return torch.empty(size, dtype=torch.uint8).numpy()  # aligned as PyTorch has it
+        return torch.empty(int(_ROOM * size), dtype=torch.uint8).numpy()  # aligned as PyTorch has it
 
     def _take_back(self) -> None:
         while self._returned:

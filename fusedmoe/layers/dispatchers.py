@@ -35,11 +35,11 @@ class KernelTransport(NamedTuple):
     """How kernels of a layer send and receive by themselves.
 
     Attributes:
-        kind: the fused operation.   degree: its chunks, in both passes.   tokens: at most.
+        kind: the fused operation.   degrees: its chunks forward and backward.   tokens: at most.
     """
 
     kind: str
-    degree: int
+    degrees: tuple[int, int]
     tokens: int
 
 
@@ -127,10 +127,10 @@ def choose_transport(
     assert group is not None
     tokens = torch.tensor([len(x_SM)], device=device_of(group))
     most = rounded_up(int(all_reduce(group, tokens, "max", "tokens of the ranks")))
-    forward = plans_for(most).forward
-    if any(task.kind != kind for task in forward):
+    plans = plans_for(most)
+    if any(task.kind != kind for task in plans.forward):
         return None
-    return KernelTransport(kind, len(forward), most)
+    return KernelTransport(kind, (len(plans.forward), len(plans.backward)), most)
 
 
 def fused_experts(
@@ -160,7 +160,7 @@ def fused_experts(
     buffers = _buffers(topology, group, layout, x_SM, transport)
     try:
         measured = one_sided_experts.Measured(recorder, transport.kind, resources_of(transport.kind)[1:])
-        return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, transport.degree, measured)
+        return one_sided_experts.fused_experts(x_SM, weight_SK, layout, buffers, experts, transport.degrees, measured)
     except BaseException:
         _shared.pop(topology, None)
         buffers.heap.abandon()
@@ -175,7 +175,9 @@ def _buffers(topology: Topology, group: Group, layout: Layout, x_SM: Tensor, tra
     from fusedmoe.comm.heaps import open_heap
     from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 
-    sizes = BufferSizes(transport.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, transport.degree)
+    # Chunks cost next to no room: the same buffers serve layers with any numbers of them.
+    degree = max(BufferSizes.degree, *transport.degrees)
+    sizes = BufferSizes(transport.tokens, layout.k, layout.experts, x_SM.shape[1], x_SM.dtype, degree)
     known = _shared.setdefault(topology, {})
     if (group.axis, sizes) not in known:
         known[group.axis, sizes] = ReceiveBuffers(open_heap(group, x_SM.device), sizes)

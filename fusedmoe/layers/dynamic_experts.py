@@ -213,11 +213,16 @@ class DynamicExperts:
             self._start.note(self._device)
         self._drop()
         self.begun = True
-        first = self.neighbours[0] is None
-        if first if self.rematerialises or self.travel == "in turns" else self.travel == "at once":
+        if self._comes_at_once():
             self.fetch()
         if torch.is_grad_enabled():
             self._lay_way()
+
+    def _comes_at_once(self) -> bool:
+        """Where replicas come one layer after the other, those of the first layer do."""
+        if self.rematerialises or self.travel == "in turns":
+            return self.neighbours[0] is None
+        return self.travel == "at once"
 
     def _lay_way(self) -> None:
         """Of gradients, back to the owners: whatever comes after this in a forward has its backward before it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -31,10 +31,11 @@ from fusedmoe.schedule.step import ChunkedPass, pass_of, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import PHASES, Timeline
 
-_BUDGET_S = 10.0
 # Chunks of the passes that are measured.
 _DEGREES = (1, 4)
-# How often the passes by fused operations are measured, and the tokens of a first try.
+#: Chunks of the passes by fused operations that are measured.
+FUSED_DEGREES = (1, 2, 4)
+# How often these are measured, and the tokens of a first try.
 _ROUNDS, _FEW = 5, 64
 
 
@@ -90,14 +91,14 @@ def observe_layer(
 
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices=devices):
-        found = observe_steps(topology, plans, costs, run, _BUDGET_S, clock)
+        found = observe_steps(topology, plans, costs, run, clock=clock)
     of_layer = {sample: s for sample, s in found.seconds.items() if sample.kind not in ("loss", "optimizer")}
     rows = max(all_gather_object(topology.world, max(sent), "measuring a layer"))
     return Observed(of_layer, experts.workload(rows, like.dtype.itemsize, topology.ep.size, topology.esp.size).rows)
 
 
-# A layer's results of its tokens, by a fused operation.
-Through = Callable[[Routed], Tensor]
+# A layer's results of its tokens, by a fused operation in so many chunks.
+Through = Callable[[Routed, int], Tensor]
 
 
 def observe_fused(
@@ -108,6 +109,7 @@ def observe_fused(
     like: Tensor,
     kind: str,
     through: Through,
+    degrees: Sequence[int],
     enough_s: float,
     *,
     clock: Callable[[], float] = time.perf_counter,
@@ -116,9 +118,12 @@ def observe_fused(
     Collective over all ranks; nothing of the layer changes.
 
     Args:
-        enough_s: where a few tokens take longer than that, all are not tried: their time is taken for that of all.
+        degrees: numbers of chunks, tried in both passes at once.
+        enough_s: where a few tokens in one chunk take longer than that, nothing more is tried: their time is taken for
+            that of all.
     Returns:
-        By `kind` and pass; nothing where the order has no weights for rows, which kernels need.
+        By `kind`, pass and chunks, in one chunk alone where there are but a few tokens; nothing where the order has no
+        weights for rows, which kernels need.
     """
     gate = copy.copy(gate)
     if isinstance(gate, Hash):
@@ -135,13 +140,13 @@ def observe_fused(
             torch.cuda.synchronize(like.device)
         return clock()
 
-    def passes_s(tokens: int) -> list[float] | None:
+    def passes_s(tokens: int, degree: int) -> list[float] | None:
         x = x_SM[:tokens].detach().requires_grad_()
         began = now()
         ordered = order.order(x, gate(x), gate.experts)
         if ordered.weight_SK is None:
             return None
-        y = order.restore(through(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK)), ordered)
+        y = order.restore(through(Routed(ordered.x_SM, ordered.layout, ordered.weight_SK), degree), ordered)
         between = now()  # once all ranks are there: the slowest one's time
         torch.autograd.grad(y, [x, *parameters], dy_SM[:tokens], allow_unused=True)
         return [between - began, now() - between]
@@ -154,10 +159,15 @@ def observe_fused(
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices=devices):
         few = min(len(like), _FEW)
-        if passes_s(few) is None:  # the first time, kernels are compiled
+        if passes_s(few, 1) is None:  # the first time, kernels are compiled
             return {}
-        seconds = slowest(passes_s(few) or [])
-        if few < len(like) and sum(seconds) < enough_s:
-            rounds = [slowest(passes_s(len(like)) or []) for _ in range(1 + _ROUNDS)][1:]
-            seconds = [statistics.median(of) for of in zip(*rounds, strict=True)]
-    return {Sample(kind, phase): s for phase, s in zip(PHASES, seconds, strict=True)}
+        found = {1: slowest(passes_s(few, 1) or [])}
+        if few < len(like) and sum(found[1]) < enough_s:
+            for degree in degrees:
+                rounds = [slowest(passes_s(len(like), degree) or []) for _ in range(1 + _ROUNDS)][1:]
+                found[degree] = [statistics.median(of) for of in zip(*rounds, strict=True)]
+    return {
+        Sample(kind, phase, degree): s
+        for degree, seconds in found.items()
+        for phase, s in zip(PHASES, seconds, strict=True)
+    }

@@ -29,7 +29,7 @@ from fusedmoe.layers.dispatchers import (
 from fusedmoe.layers.dynamic_experts import DynamicExperts
 from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates.base import Gate
-from fusedmoe.layers.measure import observe_fused, observe_layer
+from fusedmoe.layers.measure import FUSED_DEGREES, observe_fused, observe_layer
 from fusedmoe.layers.orders import Order
 from fusedmoe.layers.schedule import Schedule, measured_costs, measured_parts, require_same_plans
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
@@ -138,7 +138,7 @@ class Planner:
         sizes = [list(parameter.shape) for parameter in experts.parameters()]
         what = {"shapes": workload.shapes, "experts": kind, "sizes": sizes, "gate": repr(gate), "order": repr(order)}
         fused = self._fused_kind(like) if self.schedule is not None and self.schedule.puts else None
-        what |= {} if fused is None else {"fused": fused}
+        what |= {} if fused is None else {"fused": f"{fused} in {self._fused_degrees}"}
 
         def observed() -> Observed:
             step = workload.step_costs(costs, [0], self.kinds)
@@ -169,7 +169,8 @@ class Planner:
 
         def plans_for(tokens: int) -> Plans:
             kinds = (*self.kinds, kind)
-            return self._plans(x_SM, self._workload(x_SM, tokens * self._k), any_degree=False, kinds=kinds)
+            # Of grouped experts, as fused operations are.
+            return self._plans(x_SM, self._workload(x_SM, tokens * self._k), any_degree=True, kinds=kinds)
 
         return choose_transport(self._topology, kind, x_SM, plans_for)
 
@@ -187,17 +188,24 @@ class Planner:
         )
         return next((kind for kind in runnable_kinds(here, "itself") if kind in FUSED), None)
 
+    @property
+    def _fused_degrees(self) -> list[int]:
+        """Chunks of fused operations that are measured."""
+        assert self.schedule is not None
+        return [degree for degree in FUSED_DEGREES if degree <= self.schedule.limit]
+
     def _fused_seconds(self, kind: str, like: Tensor, tokens: int, enough_s: float) -> dict[Sample, float]:
         """What both passes take by a fused operation, for tokens like these, the most of which a rank has."""
         topology, experts = self._topology, self._experts
-        transport = KernelTransport(kind, 1, max(len(like), tokens))
 
-        def through(routed: Routed) -> Tensor:
+        def through(routed: Routed, degree: int) -> Tensor:
             x_SM, layout, weight_SK, _ = routed
             assert weight_SK is not None
+            transport = KernelTransport(kind, (degree, degree), max(len(like), tokens))
             return fused_experts(x_SM, weight_SK, layout, topology, experts.in_chunks(x_SM), transport, None)
 
-        return observe_fused(topology, self._gate, self._order, experts, like, kind, through, enough_s)
+        degrees = self._fused_degrees
+        return observe_fused(topology, self._gate, self._order, experts, like, kind, through, degrees, enough_s)
 
     def _workload(self, x_SM: Tensor, rows: int) -> Workload | None:
         """What a schedule must know; None where it has nothing to choose."""

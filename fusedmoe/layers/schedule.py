@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,14 +46,15 @@ class Schedule:
     Attributes:
         policy: a name of `fusedmoe.schedule.policies.LAYER_POLICIES`, or "fused": kernels that send and receive by
             themselves, where they can and it is shorter, and else the best order of each pass.
-        degrees: chunks forward and backward; None has the policy choose them by `costs`.
+        degrees: chunks forward and backward, of collectives or of kernels that send by themselves; None has the policy
+            choose them by `costs`. Experts that are modules of their own need the same in both passes.
         costs: what collectives and products take on this machine, the same on every rank; None: measured when first
             needed, once for each machine (`fusedmoe.runtime.cache`).
         limit: the largest degree that may be chosen.
         puts: kernels may send and receive by themselves, where they can and it is shorter: of "fused" and "auto".
 
     Raises:
-        ConfigError: an unknown policy, a degree below 1, or "fused" with other chunks backward than forward.
+        ConfigError: an unknown policy, or a degree below 1.
     """
 
     policy: str = "fsmoe"
@@ -69,8 +70,6 @@ class Schedule:
             raise ConfigError(f"unknown policy {self.policy!r}; choose {', '.join(_POLICIES)}{_elsewhere(self.policy)}")
         if self.degrees is not None:
             require_degrees(self.degrees)
-            if self.policy == FUSED_POLICY and len(set(self.degrees)) > 1:
-                raise ConfigError(f"fused operations have as many chunks backward as forward, not {self.degrees}")
 
     @classmethod
     def named(cls, name: str) -> Schedule | None:
@@ -109,9 +108,9 @@ class Schedule:
         assert costs is not None and workload is not None
         step_costs = workload.step_costs(costs, [0], kinds)
         plan: Plan = _POLICIES[self.policy](step_costs, self.limit)
-        fused_s = None if kind is None else _fused_s(kind, workload, costs, step_costs)
-        if kind is not None and fused_s is not None and fused_s * (1 + ROUNDING) < makespan(plan, step_costs):
-            return Plans(*(fused_pass(kind, 1, phase) for phase in PHASES))
+        fused = None if kind is None else _best_fused(kind, workload, costs, step_costs, self.limit, any_degree)
+        if kind is not None and fused is not None and fused.seconds * (1 + ROUNDING) < makespan(plan, step_costs):
+            return Plans(*map(partial(fused_pass, kind), fused.degrees, PHASES))
         forward = pass_of(plan, 0, "forward")
         if any_degree:
             return Plans(forward, pass_of(plan, 0, "backward"))
@@ -121,17 +120,36 @@ class Schedule:
         return self.policy if self.degrees is None else f"{self.policy} in {self.degrees} chunks"
 
 
-def _fused_s(kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts) -> float | None:
-    """Seconds of both passes of a layer by a fused operation: as it ran here, else by what it takes beside the lines;
-    None: nothing is known of it."""
-    seen = costs.observed.get(workload.shapes)
-    ran = [] if seen is None else [seen.get(kind, phase).get(1) for phase in PHASES]
-    if seen is not None and None not in ran:
-        return sum(s for s in ran if s is not None) * (1.0 if seen.rows is None else workload.rows / seen.rows)
+class _Fused(NamedTuple):
+    """Seconds of both passes of a layer by a fused operation, with so many chunks forward and backward."""
+
+    seconds: float
+    degrees: tuple[int, int]
+
+
+def _best_fused(
+    kind: str, workload: Workload, costs: CostModel, step_costs: StepCosts, limit: int, any_degree: bool
+) -> _Fused | None:
+    """The best numbers of chunks of those that ran here; else one chunk, by what it takes beside the lines. None:
+    nothing is known of the operation.
+
+    Different numbers cost a copy of what the forward pass keeps (`LayerCosts.regroup_s`).
+    """
+    layer = step_costs.layers[0]
+    seen = costs.observed.get(workload.shapes, Observed())
+    share = 1.0 if seen.rows is None else workload.rows / seen.rows
+    ran = [
+        _Fused(share * (there_s + back_s) + (0.0 if there == back else layer.regroup_s), (there, back))
+        for there, there_s in seen.get(kind, "forward").items()
+        for back, back_s in seen.get(kind, "backward").items()
+        if max(there, back) <= limit and (any_degree or there == back)
+    ]
+    if ran:
+        return min(ran)
     fused = one_sided_s(kind, workload, costs)
     if fused is None:
         return None
-    return sum(step_costs.layers[0].dense_total_s(phase) for phase in PHASES) + sum(fused.values())
+    return _Fused(sum(layer.dense_total_s(phase) for phase in PHASES) + sum(fused.values()), (1, 1))
 
 
 def _elsewhere(name: str) -> str:

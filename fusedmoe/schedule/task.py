@@ -11,7 +11,7 @@ What stands in brackets goes in chunks; any part may be missing (without expert 
 
 All that stands there may be one task: a fused operation, whose kernels send and receive rows while they compute. It is
 named after its parts, and occupies the processor and its link together, from its start to its end. All chunks of a
-layer's pass go through the same.
+layer's pass go through the same; the backward pass may have other chunks than the forward pass.
 """
 
 from __future__ import annotations

@@ -186,8 +186,9 @@ class Workload:
 
 
 def one_sided_s(kind: str, workload: Workload, model: CostModel) -> dict[str, float] | None:
-    """Seconds of both passes of a layer by a fused operation, in one chunk: more only add starts and tiles. None where
-    the machine's costs know nothing of it.
+    """Seconds of both passes of a layer by a fused operation, in one chunk. None where the machine's costs know nothing
+    of it. More chunks cost starts, and results of one may travel while the next is computed: what they take is known
+    only where they ran (`CostModel.observed`).
 
     A part's bytes travel as fast as its collective takes them by its line (β·n), and no collective has to start: a
     signal for each takes the place of α. Products take what their line says, and FLOP of products are equal.

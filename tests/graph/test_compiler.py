@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,10 @@ from torch.distributed._functional_collectives import all_to_all_single
 
 import fusedmoe
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.graph import GraphBackend, PassReport
+from fusedmoe.graph import GraphBackend, PassReport, operator_costs
 from fusedmoe.graph.irregular import IrregularAllToAlls
 from fusedmoe.graph.planning import GraphRanks
-from fusedmoe.runtime.cache import CACHE
+from fusedmoe.runtime.cache import CACHE, write
 from tests.cluster import Cluster
 from tests.graph.models import Model, Steady, train
 
@@ -57,6 +60,7 @@ def test_training_is_what_it_was(cluster: Cluster, world_size: int, k: int, part
     for worst, (forward, backward) in found:
         assert worst < 1e-10
         assert [one.parts for one in forward.ranges] == [parts] * blocks
+        assert {one.parts for one in backward.ranges} == {parts}
         # Each all-to-all of the backward pass has something beside it that only weights need.
         assert [bool(one.weights) for one in backward.collectives] == [True] * 2 * blocks
     assert len({str((forward.order, backward.order)) for _, (forward, backward) in found}) == 1
@@ -82,6 +86,58 @@ def test_weight_gradients_in_between_change_no_bit(world: None) -> None:
     assert sum("mm" in name for one in backward.collectives for name in one.weights) >= 6
     text = str(backward)
     assert text.startswith("backward: ") and "4 all-to-alls" in text and "beside it " in text
+
+
+def measuring(rank: int, world: int, folder: str) -> tuple[Any, ...]:
+    """Jobs of a rank whose cache is its own, with made-up seconds, where ranks start to measure only when all do.
+
+    Returns: of each job the operators that this rank measured, and its reports; the costs that are kept in the end."""
+    asked: list[str] = []
+
+    def measure(target: Any, args: Any, kwargs: Any) -> float:
+        key = operator_costs.operator_key(target, args, kwargs)
+        if not asked:  # whoever measured alone would wait in vain
+            dist.barrier()
+        asked.append(key)
+        return made_up_s(key, rank)
+
+    jobs: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, f"{folder}/{rank}")
+        patch.setattr(operator_costs, "measure", measure)
+        for forget in (None, 1, 0):  # the rank whose cache is lost
+            dist.barrier()
+            if rank == forget:
+                shutil.rmtree(f"{folder}/{rank}")
+            asked.clear()
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = Model(1, 1).double()
+            backend = GraphBackend(parts=2, groups=1)
+            train(model, torch.compile(model, backend=backend, fullgraph=True), rank, steps=1)
+            jobs.append((list(asked), [(one.cached, one.seconds, one.order) for one in backend.reports]))
+            (kept,) = Path(folder, "0").glob("operators-*")
+            if rank == 1:  # what a rank has kept that does not lead is not asked for
+                write(Path(folder, "1", kept.name), json.dumps(dict.fromkeys(jobs[0][0], 1e9)), "what is wrong")
+    return jobs, operator_costs.load_numbers(kept)
+
+
+def made_up_s(key: str, rank: int) -> float:
+    """Now one rank is slower, now the other."""
+    return 1e-4 * (1 + zlib.crc32(f"{rank} {key}".encode()) % 100)
+
+
+def test_all_ranks_measure_at_once_and_agree(cluster: Cluster, tmp_path: Path) -> None:
+    """On the slowest rank's seconds, and so on a plan; also where only some of them have measured before."""
+    (first, kept), (second, _) = cluster.run(2, measuring, str(tmp_path))
+    for (asked, reports), (others, other_reports), cached in zip(first, second, (False, True, False), strict=True):
+        assert [seconds for _, seconds, _ in reports] == [seconds for _, seconds, _ in other_reports]
+        assert [order for _, _, order in reports] == [order for _, _, order in other_reports]
+        assert [known for known, _, _ in reports] == [cached] * 2
+        assert asked == others and len(set(asked)) == len(asked) and bool(asked) != cached
+    slowest = {key: max(made_up_s(key, 0), made_up_s(key, 1)) for key in first[2][0]}
+    assert kept == slowest
+    assert any(seconds != made_up_s(key, 0) for key, seconds in slowest.items())
 
 
 class Broken(nn.Module):

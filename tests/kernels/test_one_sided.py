@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.autograd.order import order
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.one_sided import chunk_of, for_all_shards, plan_sends, read_metadata
+from fusedmoe.kernels.one_sided import Arrivals, chunk_of, find_rows, for_all_shards, plan_sends, read_metadata
 
 
 def ranges(count: int, degree: int) -> list[int]:
@@ -73,6 +75,53 @@ def test_every_row_arrives_once(seed: int, peers: int, local: int, degree: int, 
             assert len(set(used)) == len(used) and set(used) == set(needed)
             firsts = [next(c for c, chunk in enumerate(wanted) if (sender, t) in {x[:2] for x in chunk}) for t in used]
             assert firsts == sorted(firsts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.booleans())
+def test_other_chunks_of_the_same_rows(seed: int, peers: int, local: int, degree: int, other: int, drops: bool) -> None:
+    """Tokens are in order for both numbers of chunks, and each row is found where the other chunks have it."""
+    slots, most = min(2, peers * local), 9
+    lines, random = local + most * slots, torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, most, (peers,), generator=random).tolist()
+    batches = [route(seed + p, count, slots, peers * local, 3 if drops else None) for p, count in enumerate(tokens)]
+    sends = [plan_sends(lay, None, peers, math.lcm(degree, other), most, lines) for lay, _ in batches]
+    metadata = torch.full((peers, lines, 2), -7, dtype=torch.int32)
+    for sender, send in enumerate(sends):
+        used = int(send.line_used_W[0])
+        metadata[sender, :used] = send.metadata[send.line_WC[0, :used].long()]
+    passes = []
+    for count in (degree, other):
+        padding = torch.randint(0, 4, (count,), generator=random).tolist()
+        exact = read_metadata(metadata, local, count, most, [peers * most * slots] * count)
+        rows = [int(one.wanted_W.sum()) + more for one, more in zip(exact, padding, strict=True)]
+        passes.append(read_metadata(metadata, local, count, most, rows))
+        # Nobody waits for a token that the sender puts behind those of a later chunk.
+        first_of: list[dict[int, int]] = [{} for _ in tokens]
+        for chunk, one in enumerate(passes[-1]):
+            assert one.layout.source_N is not None
+            for source in one.layout.source_N[: int(one.wanted_W.sum())].tolist():
+                first_of[source // most].setdefault(source % most, chunk)
+        for found in first_of:
+            chunks = [found[place] for place in sorted(found)]
+            assert chunks == sorted(chunks)
+
+    def named(chunks: list[Arrivals]) -> list[list[tuple[int, int] | None]]:
+        return [
+            [
+                (int(peer), int(place)) if row < int(one.wanted_W.sum()) else None
+                for row, (peer, place) in enumerate(zip(one.peer_R, one.place_R, strict=True))
+            ]
+            for one in chunks
+        ]
+
+    there = [name for chunk in named(passes[0]) for name in chunk]
+    found_rows = find_rows(*passes, peers, most * slots)
+    for names, index in zip(named(passes[1]), found_rows, strict=True):
+        assert len(index) == len(names)
+        for name, row in zip(names, index.tolist(), strict=True):
+            assert name is None or there[row] == name
+            assert 0 <= row < max(1, len(there))
 
 
 def test_all_shards() -> None:

@@ -4,11 +4,13 @@ run."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from fusedmoe.layers.schedule import SCHEDULES, Schedule
 from fusedmoe.schedule.cost import CostModel, FusedCosts, Line
+from fusedmoe.schedule.observed import Observed, Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import any_order
 from fusedmoe.schedule.simulate import makespan
@@ -47,7 +49,41 @@ def test_the_choice_flips_where_it_should(
     for plan in (plans.forward, plans.backward):
         assert {task.kind for task in plan} == ({kind} if chosen else set(parts)), what
         assert plan == Plan.parse(str(plan))
-    assert not chosen or len(plans.forward) == len(plans.backward) == 1  # more chunks only add starts and tiles
+    assert not chosen or len(plans.forward) == len(plans.backward) == 1  # what more take is known where they ran
+
+
+@pytest.mark.parametrize("where", [OVER_EXPERTS, OVER_SHARDS], ids=["experts", "shards"])
+def test_chunks_of_each_pass_by_what_ran(where: tuple[Workload, tuple[str, ...], str]) -> None:
+    """The best of all pairs that ran, with the copy that different numbers cost; else one chunk, by the lines."""
+    workload, parts, kind = where
+    rng, seen, copies = random.Random(), set(), (0.0, 0.3)
+    for _ in range(200):
+        slow = costs_of(Line(1e3, 1e-9), Line(1e-6, 1e-12), 1e-6)
+        copy_s = rng.choice(copies)
+        lines = {**slow.lines, "copy": Line(copy_s, 0.0)}
+        ran = {
+            Sample(kind, phase, chunks): rng.uniform(1.0, 1.5)
+            for phase in PHASES
+            for chunks in rng.sample((1, 2, 4, 8), rng.randint(1, 4))
+        }
+        rows = rng.choice((None, workload.rows / 2))
+        costs = replace(slow, lines=lines, observed={workload.shapes: Observed(ran, rows)})
+        limit, any_degree = rng.choice((1, 4, 8)), rng.choice((True, False))
+        share = 1 if rows is None else 2
+        took = {
+            (there.chunks, back.chunks): share * (ran[there] + ran[back]) + copy_s * (there.chunks != back.chunks)
+            for there in ran
+            for back in ran
+            if (there.phase, back.phase) == PHASES and max(there.chunks, back.chunks) <= limit
+            if any_degree or there.chunks == back.chunks
+        }
+        schedule = Schedule("joint", costs=costs, limit=limit, puts=True)
+        plans = schedule.plans((*parts, kind), workload, any_degree=any_degree)
+        found = len(plans.forward), len(plans.backward)
+        assert {task.kind for plan in (plans.forward, plans.backward) for task in plan} == {kind}
+        assert found == (min(took, key=took.__getitem__) if took else (1, 1))
+        seen.add(found[0] == found[1])
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("off", "auto")])

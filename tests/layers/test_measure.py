@@ -11,12 +11,14 @@ from torch import Tensor
 
 import fusedmoe
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.dispatcher import Routed
 from fusedmoe.layers.expert_networks import Custom
 from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.layers.measure import observe_layer
+from fusedmoe.layers.measure import observe_fused, observe_layer
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.observed import Observed, Sample
+from fusedmoe.schedule.timeline import PHASES
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import plan_step
 from fusedmoe.training import step_plan as step_plan_module
@@ -109,6 +111,32 @@ def test_known_parts_are_found(cluster: Cluster) -> None:
     assert expert.alpha_s == pytest.approx(2 * slower * START_S)
     assert expert.whole_s == pytest.approx(2 * slower * ROW_S * rows)
     assert layer.dense_s["backward"]["gate"] == pytest.approx(2 * GATE_S)
+
+
+@pytest.mark.parametrize(("enough_s", "tokens"), [(1e9, 100), (1e-9, 100), (1e9, 64)])
+def test_fused_operations_are_measured_by_chunks(enough_s: float, tokens: int) -> None:
+    """Passes apart; a few tokens in one chunk alone where they take too long already, or are all there are."""
+    clock, topology, tried = Clock(), Topology(), []
+    layer = fusedmoe.MoELayer(M, EvenGate(clock), SlowExperts(clock, 1.0), topology=topology)
+
+    def through(routed: Routed, degree: int) -> Tensor:
+        tried.append((len(routed.x_SM), degree))
+        y = Tick.apply(routed.x_SM, clock, degree * START_S + ROW_S * len(routed.x_SM))
+        assert routed.weight_SK is not None
+        return y * routed.weight_SK.sum(1, keepdim=True)
+
+    like = torch.empty(tokens, M)
+    of = layer.gate, layer.order, layer.experts, like, "dispatch-expert-combine", through
+    found = observe_fused(topology, *of, (1, 2, 4), enough_s, clock=clock)
+    more = enough_s > 1 and tokens > 64
+    of_all = tokens if more else 64
+    assert found.keys() == {
+        Sample(of[4], phase, chunks) for phase in PHASES for chunks in ((1, 2, 4) if more else (1,))
+    }
+    for (_, phase, chunks, _), seconds in found.items():
+        forward_s = GATE_S + chunks * START_S + ROW_S * of_all
+        assert seconds == pytest.approx(forward_s * (1 if phase == "forward" else 2))
+    assert {degree for rows, degree in tried if rows == 100} == ({1, 2, 4} if more else set())
 
 
 def planned(rank: int, world: int, folder: str) -> list[Any]:

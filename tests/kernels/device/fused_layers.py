@@ -22,6 +22,7 @@ from fusedmoe.runtime import cache
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.observed import Sample
 from fusedmoe.schedule.task import FUSED
+from fusedmoe.schedule.timeline import PHASES
 
 WIDTH = 32
 
@@ -46,11 +47,11 @@ def train(layer: nn.Module, rank: int, steps: int) -> list[Tensor]:
 
 
 def same_as_collectives(rank: int, world: int, sizes: dict[str, int]) -> list[str]:
-    """What differs between both ways, in words; and that kernels did send."""
+    """What differs between both ways, in words; and that kernels did send, in other chunks backward than forward."""
     topology = Topology.from_sizes(**sizes, timeout_s=30)
     recorder = Recorder(rank)
     layers = {}
-    for name, schedule in (("off", "off"), ("fused", fusedmoe.Schedule("fused", degrees=(2, 2)))):
+    for name, schedule in (("off", "off"), ("fused", fusedmoe.Schedule("fused", degrees=(2, 3)))):
         layers[name] = layer_of(topology, schedule, fusedmoe.experts.SwiGLU(24))
     layers["fused"].load_state_dict(layers["off"].state_dict())
     plain = train(layers["off"], rank, 2)
@@ -58,10 +59,18 @@ def same_as_collectives(rank: int, world: int, sizes: dict[str, int]) -> list[st
     own = train(layers["fused"], rank, 2)
     kinds = {one.kind for one in recorder.timeline().spans}
     wrong = [] if kinds & FUSED.keys() else [f"no fused operation among {sorted(kinds)}"]
+    if not wrong and chunks_of(recorder) != (2, 3):
+        wrong.append(f"in {chunks_of(recorder)} chunks")
     for place, (one, other) in enumerate(zip(own, plain, strict=True)):
         if not torch.allclose(one, other, 1e-4, 1e-5):
             wrong.append(f"result {place}: {(one - other).abs().max()}")
     return wrong
+
+
+def chunks_of(recorder: Recorder) -> tuple[int, ...]:
+    """Of fused operations, forward and backward."""
+    spans = [one for one in recorder.timeline().spans if one.kind in FUSED]
+    return tuple(len({one.chunk for one in spans if one.phase == phase}) for phase in PHASES)
 
 
 def no_room(rank: int, world: int) -> str:
@@ -87,7 +96,7 @@ def without_a_heap(rank: int, world: int) -> list[str]:
 
 
 def by_collectives_where_it_must(rank: int, world: int) -> set[str]:
-    """Experts of any kind, and doubles."""
+    """Experts of any kind, which refuse other chunks backward than forward, and doubles."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     recorder = Recorder(rank)
     schedule = fusedmoe.Schedule("fused", degrees=(1, 1))
@@ -96,13 +105,18 @@ def by_collectives_where_it_must(rank: int, world: int) -> set[str]:
     layer.recorder = double.recorder = recorder
     train(layer, rank, 1)
     double(torch.randn(3, WIDTH, dtype=torch.float64))
+    uneven = fusedmoe.Schedule("fused", degrees=(2, 3))
+    layer = layer_of(topology, uneven, fusedmoe.experts.Custom(lambda dim: nn.Linear(dim, dim)))
+    with pytest.raises(fusedmoe.ConfigError, match="need one degree for both passes, not 2 forward and 3 backward"):
+        layer(torch.randn(3, WIDTH))
     return {one.kind for one in recorder.timeline().spans} & {*FUSED, "dispatch"}
 
 
-def auto(rank: int, world: int, quick: bool) -> tuple[set[str], list[str]]:
-    """What a layer with "auto" runs by, and what differs from the layer without a schedule, in words. Kernels are said
-    to take next to nothing (`quick`), or for ever, in place of what is measured."""
-    topology = Topology.from_sizes(ep=world, timeout_s=30)
+def auto(rank: int, world: int, quick: bool) -> tuple[set[str], tuple[int, ...], list[str]]:
+    """What a layer with "auto" runs by, in which chunks kernels send, and what differs from the layer without a
+    schedule, in words. Kernels are said to take next to nothing in 2 chunks forward and 4 backward (`quick`), or for
+    ever, in place of what is measured."""
+    topology = Topology.from_sizes(ep=world, timeout_s=60)
     recorder, found = Recorder(rank), []
     layers = {name: layer_of(topology, name, fusedmoe.experts.SwiGLU(24)) for name in ("off", "auto")}
     layers["auto"].load_state_dict(layers["off"].state_dict())
@@ -111,7 +125,8 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], list[str]]:
     def observe(*args: Any, **more: Any) -> dict[Sample, float]:
         measured = observe_fused(*args, **more)
         found.append(measured)
-        return dict.fromkeys(measured, 1e-9 if quick else 1e6)
+        best = {Sample(sample.kind, phase, of) for sample in measured for phase, of in zip(PHASES, (2, 4), strict=True)}
+        return dict.fromkeys(measured, 1e6) | dict.fromkeys(best, 1e-9 if quick else 1e6)
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv(cache.CACHE, folder)
@@ -129,4 +144,4 @@ def auto(rank: int, world: int, quick: bool) -> tuple[set[str], list[str]]:
         if not torch.allclose(one, other, 1e-4, 1e-5):
             wrong.append(f"result {place}: {(one - other).abs().max()}")
     kinds = {one.kind for one in recorder.timeline().spans} & {*FUSED, "expert"}
-    return kinds, wrong
+    return kinds, chunks_of(recorder), wrong

@@ -42,6 +42,7 @@ from fusedmoe.kernels.triton.one_sided import put, wait
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.schedule.list_schedule import list_plan
 from fusedmoe.schedule.task import PIPELINE, Task
+from fusedmoe.schedule.timeline import PHASES
 from tests.kernels.device.far import FarHeap
 
 CPU = torch.device("cpu")
@@ -80,13 +81,18 @@ def results(y: Tensor, x: Tensor, weight: Tensor, experts: GroupedExperts, dy: T
     return [torch.zeros(0) if one is None else one for one in found]
 
 
-def by_collectives(case: Case, topology: Topology, degree: int) -> list[Tensor]:
+#: Numbers of chunks: of both passes, or of each.
+Degree = int | tuple[int, int]
+
+
+def by_collectives(case: Case, topology: Topology, degree: Degree) -> list[Tensor]:
     x, weight, experts = leaves(case)
     layout = case.layout.exact()
     exchange = Exchange(make_all_to_all("direct", topology), topology.esp, layout.counts_E, x.dtype)
+    degrees = (degree, degree) if isinstance(degree, int) else degree
     tasks = {
-        phase: [Task(kind, i, 0, phase) for i in range(degree) for kind in PIPELINE if kind in _NEEDED]
-        for phase in ("forward", "backward")
+        phase: [Task(kind, i, 0, phase) for i in range(chunks) for kind in PIPELINE if kind in _NEEDED]
+        for phase, chunks in zip(PHASES, degrees, strict=True)
     }
     plans = Plans(*(list_plan(of, dict.fromkeys(of, 1.0)) for of in tasks.values()))
     run = Run(plans, partial(topology.stop, "test"))
@@ -97,7 +103,7 @@ def by_collectives(case: Case, topology: Topology, degree: int) -> list[Tensor]:
 _NEEDED = ("dispatch", "expert", "combine")
 
 
-def by_puts(case: Case, buffers: ReceiveBuffers, degree: int) -> list[Tensor]:
+def by_puts(case: Case, buffers: ReceiveBuffers, degree: Degree) -> list[Tensor]:
     x, weight, experts = leaves(case)
     return results(fused_experts(x, weight, case.layout, buffers, experts, degree), x, weight, experts, case.dy_SM)
 
@@ -125,13 +131,14 @@ def compare(
     rank: int,
     world: int,
     tokens: list[int],
-    degrees: list[int],
+    degrees: list[Degree],
     bias: bool,
     nodes: Sequence[int] = (),
     breaks: Sequence[str] = (),
     halves: bool = True,
 ) -> list[str]:
-    """What differs from the collectives, in words. `halves`: through two operations, too."""
+    """What differs from the collectives, in words. `halves`: through two operations, too, where both passes have as
+    many chunks."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     wrong = []
     with heap_over(topology.ep, nodes, breaks) as heap:
@@ -144,7 +151,7 @@ def compare(
             blas = {2} if bias else set()
             all_bits = set(range(9)) - blas
             ways = [("fused_experts", by_puts(case, buffers, degree), right, all_bits)]
-            if halves:
+            if halves and isinstance(degree, int):
                 ways += [
                     ("dispatch + experts_combine", by_halves(case, buffers, degree, False), right, all_bits),
                     # Weights are applied outside: gradients are rounded elsewhere.
@@ -282,6 +289,29 @@ def fail_in_the_middle(rank: int, world: int, how: str, timeout_s: float) -> str
 def nothing_in_shared_memory() -> list[str]:
     names = [path.name for path in Path("/dev/shm").glob("*fusedmoe*")]
     return [name for name in names if "doctor" not in name]  # whose tests may run at the same time
+
+
+def refuse_halves(rank: int, world: int) -> list[str]:
+    """Halves take gradients in the chunks in which they gave rows; they say so before anything is sent."""
+    topology = Topology.from_sizes(ep=world, timeout_s=20)
+    says = []
+    with open_heap(topology.ep, CPU) as heap:
+        buffers = ReceiveBuffers(heap, BufferSizes(8, SLOTS, EXPERTS, WIDTH, torch.float32))
+        case = Case(rank, world, 8, 0, False)
+        x, weight, experts = leaves(case)
+        route = make_route(x, weight, case.layout, buffers, (2, 3))
+        for half in (
+            lambda: dispatch_tokens(x, weight, route),
+            lambda: dispatch_experts(x, route, experts),
+            lambda: experts_combine([], None, route, experts),
+            lambda: combine_results([], route),
+        ):
+            try:
+                half()
+            except ConfigError as error:
+                says.append(str(error))
+        by_puts(case, buffers, (2, 3))
+        return says
 
 
 def refuse(rank: int, world: int) -> str:

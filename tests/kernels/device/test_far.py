@@ -7,7 +7,7 @@ import torch
 
 from tests.cluster import Cluster
 from tests.kernels.device.deaths import check_death
-from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, compare, exchange_often
+from tests.kernels.device.on_buffers import EXPERTS, SLOTS, WIDTH, Degree, compare, exchange_often
 from tests.kernels.device.on_nodes import APART, count_puts, return_twice
 
 
@@ -21,6 +21,8 @@ def on_a_cpu(device: torch.device) -> None:
     ("tokens", "degrees", "bias"),
     [
         ([5, 0], [2], True),
+        ([7, 4], [(3, 2)], False),
+        pytest.param([9, 20], [(1, 4), (2, 3), (8, 5)], True, marks=pytest.mark.slow),
         pytest.param([5, 9], [2], False, marks=pytest.mark.slow),
         pytest.param([9, 20], [1, 5, 8], True, marks=pytest.mark.slow),
         pytest.param([20, 0], [3], False, marks=pytest.mark.slow),
@@ -28,7 +30,7 @@ def on_a_cpu(device: torch.device) -> None:
     ],
     ids=str,
 )
-def test_two_nodes(cluster: Cluster, tokens: list[int], degrees: list[int], bias: bool) -> None:
+def test_two_nodes(cluster: Cluster, tokens: list[int], degrees: list[Degree], bias: bool) -> None:
     assert cluster.run(2, compare, tokens, degrees, bias, APART, timeout_s=110) == [[], []]
 
 

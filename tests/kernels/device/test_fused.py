@@ -17,6 +17,7 @@ from tests.kernels.device.on_buffers import (
     fail_in_the_middle,
     nothing_in_shared_memory,
     refuse,
+    refuse_halves,
 )
 
 
@@ -62,6 +63,30 @@ def test_all_degrees(cluster: Cluster, world: int) -> None:
     tokens = [12, 7, 0, 30][:world]
     degrees = [1, 3, 8] if world == 4 else list(range(1, 9))
     assert cluster.run(world, compare, tokens, degrees, True, timeout_s=280) == [[]] * world
+
+
+@pytest.mark.parametrize(
+    ("tokens", "degrees", "bias"),
+    [
+        ([9, 0], [(2, 3), (4, 1)], True),
+        ([6], [(3, 4)], False),
+        ([3, 0, 6, 2], [(1, 4)], False),
+        pytest.param([9, 20], [(1, 2), (5, 3), (8, 7), (2, 4)], True, marks=pytest.mark.slow),
+        pytest.param([5, 0, 17, 3], [(4, 2), (3, 2)], True, marks=pytest.mark.slow),
+        pytest.param([200, 130], [(1, 4), (6, 1), (2, 3)], False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_chunks_backward(cluster: Cluster, tokens: list[int], degrees: list[tuple[int, int]], bias: bool) -> None:
+    """With empty experts and ranks, and with a capacity; chunks of which some are empty."""
+    assert cluster.run(len(tokens), compare, tokens, degrees, bias, timeout_s=110) == [[]] * len(tokens)
+
+
+def test_halves_have_the_same_chunks_backward(cluster: Cluster) -> None:
+    for says in cluster.run(2, refuse_halves):
+        names = ["dispatch_tokens", "dispatch_experts", "experts_combine", "combine_results"]
+        assert [one.split()[0] for one in says] == names
+        assert all("the route has 2 forward and 3 backward; make_route(degree=2)" in one for one in says)
 
 
 def test_no_tokens_anywhere(cluster: Cluster) -> None:

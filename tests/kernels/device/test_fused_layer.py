@@ -46,5 +46,6 @@ def test_by_collectives_where_some_rank_has_no_heap(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
 def test_auto_takes_what_is_measured_to_be_faster(cluster: Cluster, quick: bool) -> None:
-    for kinds, wrong in cluster.run(2, auto, quick):
+    for kinds, chunks, wrong in cluster.run(2, auto, quick, timeout_s=110):
         assert wrong == [] and kinds == {"dispatch-expert-combine" if quick else "expert"}
+        assert chunks == ((2, 4) if quick else (0, 0))

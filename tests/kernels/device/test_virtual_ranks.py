@@ -24,10 +24,18 @@ from fusedmoe.kernels.weights import Weights
 
 @pytest.mark.parametrize(
     ("degree", "peers"),
-    [(3, 4), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((1, 2), (1, 4), (1, 8), (3, 2), (3, 8)))],
+    [
+        (3, 4),
+        ((2, 3), 2),
+        *(
+            pytest.param(*of, marks=pytest.mark.slow)
+            for of in ((1, 2), (1, 4), (1, 8), (3, 2), (3, 8), ((4, 1), 4), ((1, 5), 8))
+        ),
+    ],
+    ids=str,
 )
-def test_equals_dense(device: torch.device, peers: int, degree: int) -> None:
-    draw = torch.Generator().manual_seed(peers * 10 + degree)
+def test_equals_dense(device: torch.device, peers: int, degree: int | tuple[int, int]) -> None:
+    draw = torch.Generator().manual_seed(peers * 10 + sum([degree] if isinstance(degree, int) else degree))
     experts, slots, width, hidden = 8, 2, 64, 48
     counts = torch.randint(0, 30, (peers,), generator=draw).tolist()
     w1, w2 = torch.randn(experts, 2, hidden, width, generator=draw), torch.randn(experts, width, hidden, generator=draw)
