@@ -82,7 +82,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Rows of a tensor of fewer, by which each is looked up."""
+    """Rows x, and which of them each routed row is."""
 
     x: Tensor
     source: Tensor
@@ -93,6 +93,7 @@ class Gathered:
 
 
 def _gathered(rows: Rows, width: int, dtype: torch.dtype, padding: int = 0) -> Gathered:
+    """About half as many as are routed: some come several times."""
     tokens = rows.number // 2 + 1
     source = torch.randint(tokens, (rows.number + padding,), generator=torch.Generator().manual_seed(2))
     return Gathered(_random(tokens, width, dtype=dtype, seed=1), source)

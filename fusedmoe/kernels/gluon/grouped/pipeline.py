@@ -27,8 +27,8 @@ threads_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a kernel is cut: tiles [bm, bn] of its result, in bands of `group` row tiles; steps of depth bk, in a ring of
-    `stages`; `lag`: by how many steps rows that threads copy are shown late; `pingpong`: the groups take turns."""
+    """A kernel's tiles [bm, bn], in bands of `group` row tiles; its steps of depth bk, in a ring of `stages`. `lag`:
+    how many steps later copies of threads are waited for; `pingpong`: the two groups take turns."""
 
     bm: int
     bn: int
