@@ -20,9 +20,6 @@ from fusedmoe.kernels.gluon.interpreter import interpret
 from fusedmoe.kernels.grouped import define_dhidden, define_dweight, define_tiles
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
 
-GROUP = 2
-_REGISTERS = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
-
 
 class Tile(NamedTuple):
     """`bn`: of the product, both halves of a gated activation; `swizzle`: bytes of the layout in shared memory."""
@@ -36,6 +33,11 @@ class Tile(NamedTuple):
     def layout(self) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=self.swizzle, element_bitwidth=16, rank=2)
 
+    def constants(self, stages: int) -> dict[str, int]:
+        """Constexprs of all kernels."""
+        sizes = {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP": 2, "STAGES": stages}
+        return {**sizes, "CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
+
 
 SMALL = Tile()
 #: Of a matrix, whose height is contiguous in shared memory.
@@ -43,6 +45,7 @@ SMALL_MATRIX = Tile(bm=16)
 #: As the kernels are compiled for a GPU.
 LARGE, LARGE_TURNS = Tile(128, 256, 64, 128), Tile(128, 128, 64, 128)
 
+PADDING = 3
 # Rows of each expert: empty experts at both ends and between, one row, full tiles, tiles with a rest.
 ROUTINGS = {
     "one row": (1,),
@@ -75,6 +78,32 @@ class Rows:
         used = sum(expert >= 0 for expert, _ in tiles)
         ends = torch.tensor(self.counts).cumsum(0)
         return *(torch.tensor(of, dtype=torch.int32) for of in (tiles, [used])), ends.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Rows x, and which of them each routed row is."""
+
+    x: Tensor
+    source: Tensor
+
+    @property
+    def double(self) -> Tensor:
+        return self.x[self.source].double()
+
+
+def _gathered(rows: Rows, width: int, dtype: torch.dtype, padding: int = 0) -> Gathered:
+    """About half as many as are routed: some come several times."""
+    tokens = rows.number // 2 + 1
+    source = torch.randint(tokens, (rows.number + padding,), generator=torch.Generator().manual_seed(2))
+    return Gathered(_random(tokens, width, dtype=dtype, seed=1), source)
+
+
+def _padded(rows: Rows, width: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Sorted rows. Padding follows, in which there is what must not matter."""
+    values = _random(rows.number + PADDING, width, dtype=dtype, seed=seed)
+    values[rows.number :] = torch.nan
+    return values
 
 
 def _random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -127,13 +156,8 @@ def check_product(
         width,
         TRANSPOSED=transposed,
         BIAS=bias,
-        BM=tile.bm,
-        BN=tile.bn,
-        BK=tile.bk,
-        GROUP=GROUP,
-        STAGES=stages,
         PINGPONG=pingpong,
-        **_REGISTERS,
+        **tile.constants(stages),
         seed=seed,
         **changed,
     )
@@ -163,9 +187,7 @@ def check_up(
     """Runs the up projection and compares both results with float64."""
     rows, experts, act = Rows(counts, tile.bm), len(counts), ACTIVATIONS[activation]
     columns = tile.bn // act.halves
-    tokens = rows.number // 2 + 1
-    x = _random(tokens, dim, dtype=dtype, seed=1)
-    source = torch.randint(tokens, (rows.number,), generator=torch.Generator().manual_seed(2))
+    given = _gathered(rows, dim, dtype)
     w = _random(experts, act.halves * hidden, dim, dtype=dtype, seed=3)
     b = _random(experts, act.halves * hidden, dtype=dtype, seed=4) if bias else None
     h = torch.full((rows.number, act.halves * hidden), torch.nan, dtype=dtype)
@@ -173,8 +195,8 @@ def check_up(
     interpret(
         up_kernel,
         programs,
-        x,
-        source,
+        given.x,
+        given.source,
         TensorDescriptor.from_tensor(w.view(-1, dim), [columns, tile.bk], tile.layout),
         b,
         h,
@@ -187,18 +209,13 @@ def check_up(
         GATED=act.gated,
         BIAS=bias,
         EVEN=dim % tile.bk == 0,
-        BM=tile.bm,
-        BN=tile.bn,
-        BK=tile.bk,
-        GROUP=GROUP,
-        STAGES=stages,
         LAG=lag,
         PINGPONG=pingpong,
-        **_REGISTERS,
+        **tile.constants(stages),
         seed=seed,
         **changed,
     )
-    of, x_ND = rows.expert_N, x[source].double()
+    of, x_ND = rows.expert_N, given.double
     right = (x_ND[:, None] @ w[of].double().mT)[:, 0]
     scale = (x_ND.abs()[:, None] @ w[of].double().abs().mT)[:, 0]
     if b is not None:
@@ -227,13 +244,10 @@ def check_dhidden(
 ) -> None:
     """Runs the gradient of the hidden rows and compares all three results with float64."""
     rows, experts, act = Rows(counts, tile.bm), len(counts), ACTIVATIONS[activation]
-    tokens, n_col_tiles = rows.number // 2 + 1, -(-hidden // tile.bn)
-    dy = _random(tokens, dim, dtype=dtype, seed=1)
-    source = torch.randint(tokens, (rows.number,), generator=torch.Generator().manual_seed(2))
+    n_col_tiles = -(-hidden // tile.bn)
+    given = _gathered(rows, dim, dtype)
     w = _random(experts, dim, hidden, dtype=dtype, seed=3)
-    # Rows of padding follow, in which there is what must not matter.
-    h = _random(rows.number + 3, act.halves * hidden, dtype=dtype, seed=4)
-    h[rows.number :] = torch.nan
+    h = _padded(rows, act.halves * hidden, dtype, seed=4)
     s = _random(rows.number, dtype=torch.float32, seed=5) if weighted else None
     dh = torch.full((rows.number, act.halves * hidden), torch.nan, dtype=dtype)
     a = torch.full((rows.number, hidden), torch.nan, dtype=dtype)
@@ -241,8 +255,8 @@ def check_dhidden(
     interpret(
         dhidden_kernel,
         programs,
-        dy,
-        source,
+        given.x,
+        given.source,
         TensorDescriptor.from_tensor(w.view(-1, hidden), [tile.bk, tile.bn], tile.layout),
         s,
         TensorDescriptor.from_tensor(h, [tile.bm, tile.bk], tile.layout),
@@ -258,23 +272,18 @@ def check_dhidden(
         GATED=act.gated,
         WEIGHTED=weighted,
         EVEN=dim % tile.bk == 0,
-        BM=tile.bm,
-        BN=tile.bn,
-        BK=tile.bk,
-        GROUP=GROUP,
-        STAGES=stages,
         LAG=lag,
-        **_REGISTERS,
+        **tile.constants(stages),
         seed=seed,
         **changed,
     )
     of, shape = rows.expert_N, (rows.number, act.halves, hidden) if act.gated else (rows.number, hidden)
     factor = torch.ones(rows.number).double() if s is None else s.double()
     h_N = h[: rows.number].double().view(shape)
-    dy, w = dy.double(), w.double()
-    right_dh, right_a, right_ds = define_dhidden(dy, source, of, factor, h_N, w, activation)
+    w = w.double()
+    right_dh, right_a, right_ds = define_dhidden(given.x.double(), given.source, of, factor, h_N, w, activation)
     # Of dA' with all signs one, what each element is of; no derivative is greater than 1.13.
-    sums = (dy[source].abs()[:, None] @ w[of].abs())[:, 0]
+    sums = (given.double.abs()[:, None] @ w[of].abs())[:, 0]
     size = 1.2 * (sums * factor.abs()[:, None]).view(rows.number, *[1] * act.gated, hidden)
     _close(dh, right_dh.view(dh.shape), (size * (1 + h_N.flip(1).abs()) if act.gated else size).view(dh.shape))
     _close(a, right_a, right_a.abs())
@@ -297,19 +306,15 @@ def check_dweight(
 ) -> None:
     """Runs the gradient of the experts' matrices and compares it with float64. `gather`: "left" or "right"."""
     rows, experts, left = Rows(counts, tile.bm), len(counts), gather == "left"
-    tokens = rows.number // 2 + 1
-    looked_up = _random(tokens, height if left else width, dtype=dtype, seed=1)
-    source = torch.randint(tokens, (rows.number + 3,), generator=torch.Generator().manual_seed(2))
-    # Rows of padding follow, in which there is what must not matter.
-    in_order = _random(rows.number + 3, width if left else height, dtype=dtype, seed=3)
-    in_order[rows.number :] = torch.nan
+    given = _gathered(rows, height if left else width, dtype, PADDING)
+    in_order = _padded(rows, width if left else height, dtype, seed=3)
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     out = torch.full((experts, height, width), torch.nan, dtype=dtype)
     interpret(
         dweight_kernel,
         programs,
-        looked_up,
-        source,
+        given.x,
+        given.source,
         in_order,
         TensorDescriptor.from_tensor(in_order, [tile.bk, tile.bn if left else tile.bm], tile.layout),
         out,
@@ -320,17 +325,12 @@ def check_dweight(
         -(-height // tile.bm),
         -(-width // tile.bn),
         GATHER_LEFT=left,
-        BM=tile.bm,
-        BN=tile.bn,
-        BK=tile.bk,
-        GROUP=GROUP,
-        STAGES=stages,
         LAG=lag,
-        **_REGISTERS,
+        **tile.constants(stages),
         seed=seed,
         **changed,
     )
-    sides = (looked_up[source[: rows.number]].double(), in_order[: rows.number].double())
+    sides = (given.double[: rows.number], in_order[: rows.number].double())
     left_NP, right_NQ = sides if left else sides[::-1]
     right = define_dweight(left_NP, right_NQ, rows.expert_N, experts)
     _close(out, right, define_dweight(left_NP.abs(), right_NQ.abs(), rows.expert_N, experts))

@@ -37,30 +37,37 @@ def hand_back(bar):
 
 
 @gluon.jit
-def write(x_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
-    for i in range(N):
-        mbarrier.wait(empty.index(i % 2), ((i // 2) & 1) ^ 1)
-        x = gl.load(x_ptr + i * SIZE * SIZE + row[:, None] * SIZE + column[None, :])
-        bufs.index(i % 2).store(x)
-        fence_rows()
-        threads_barrier()
-        hand_full(full.index(i % 2))
+def make_barriers():
+    """Of two stages: when they are full, when empty."""
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_barriers()
+    return full, empty
 
 
 @gluon.jit
-def copy(x_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
+def places(SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of a square's elements."""
+    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))
+    return row[:, None] * SIZE + column[None, :]
+
+
+@gluon.jit
+def by_threads(x_ptr, bufs, full, empty, N, SIZE: gl.constexpr, LATE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
     for i in range(N):
         mbarrier.wait(empty.index(i % 2), ((i // 2) & 1) ^ 1)
-        ptrs = x_ptr + i * SIZE * SIZE + row[:, None] * SIZE + column[None, :]
-        async_copy.async_copy_global_to_shared(bufs.index(i % 2), ptrs)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
+        ptrs = x_ptr + i * SIZE * SIZE + places(SIZE, layout)
+        if LATE:
+            async_copy.async_copy_global_to_shared(bufs.index(i % 2), ptrs)
+            async_copy.commit_group()
+            async_copy.wait_group(0)
+        else:
+            bufs.index(i % 2).store(gl.load(ptrs))
         fence_rows()
         threads_barrier()
         hand_full(full.index(i % 2))
@@ -85,59 +92,46 @@ def square(out_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
         acc = warpgroup_mma(buf, buf.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         hand_back(empty.index(i % 2))
-    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, mma))
-    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, mma))
-    gl.store(out_ptr + row[:, None] * SIZE + column[None, :], acc)
+    gl.store(out_ptr + places(SIZE, mma), acc)
 
 
 @gluon.jit
 def squares_kernel(x, out_ptr, N, HOW: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     """out = Σ x_i·x_iᵀ; the x_i get to shared memory by a bulk copy, cp.async or ordinary stores."""
     bufs = gl.allocate_shared_memory(gl.bfloat16, [2, SIZE, SIZE], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_barriers()
+    full, empty = make_barriers()
     if HOW == "bulk":
         gl.warp_specialize(
             [(square, (out_ptr, bufs, full, empty, N, SIZE)), (bulk, (x, bufs, full, empty, N, SIZE))], [1], [40]
         )
-    elif HOW == "copy":
-        gl.warp_specialize(
-            [(square, (out_ptr, bufs, full, empty, N, SIZE)), (copy, (x, bufs, full, empty, N, SIZE))], [4], [40]
-        )
     else:
         gl.warp_specialize(
-            [(square, (out_ptr, bufs, full, empty, N, SIZE)), (write, (x, bufs, full, empty, N, SIZE))], [4], [40]
+            [
+                (square, (out_ptr, bufs, full, empty, N, SIZE)),
+                (by_threads, (x, bufs, full, empty, N, SIZE, HOW == "copy")),
+            ],
+            [4],
+            [40],
         )
 
 
 @gluon.jit
 def read_back(out_ptr, bufs, full, empty, N, SIZE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
     for i in range(N):
         mbarrier.wait(full.index(i % 2), (i // 2) & 1)
         x = bufs.index(i % 2).load(layout)
         fence_rows()
         threads_barrier()
         hand_back(empty.index(i % 2))
-        gl.store(out_ptr + i * SIZE * SIZE + row[:, None] * SIZE + column[None, :], x)
+        gl.store(out_ptr + i * SIZE * SIZE + places(SIZE, layout), x)
 
 
 @gluon.jit
 def copies_kernel(x, out_ptr, N, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     """out = x, by bulk copies into shared memory and reads of threads."""
     bufs = gl.allocate_shared_memory(gl.bfloat16, [2, SIZE, SIZE], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_barriers()
+    full, empty = make_barriers()
     gl.warp_specialize(
         [(read_back, (out_ptr, bufs, full, empty, N, SIZE)), (bulk, (x, bufs, full, empty, N, SIZE))], [1], [40]
     )

@@ -181,6 +181,13 @@ def _unknown_argument_kernel(x_ptr):
 
 
 @gluon.jit
+def _overflowing_kernel(x_ptr, out_ptr):
+    x = gl.load(x_ptr)
+    gl.store(out_ptr, gl.minimum(x, 7) * 2147483647)
+    gl.store(out_ptr + 1, gl.maximum(1, x) * 2147483647)
+
+
+@gluon.jit
 def _outside_kernel(x_ptr, N):
     gl.store(x_ptr + N, 1.0)
 
@@ -231,6 +238,13 @@ def test_a_seed_is_an_order_and_others_are_others() -> None:
 def test_places_outside_of_a_tensor() -> None:
     with pytest.raises(KernelFault, match="element 3 of a tensor of 3 elements"):
         interpret(_outside_kernel, 1, torch.zeros(3), 3, seed=0)
+
+
+def test_whole_numbers_overflow_as_on_a_gpu() -> None:
+    """Beside plain numbers, too, which are Python's own and never would."""
+    out = torch.zeros(2, dtype=torch.int64)
+    interpret(_overflowing_kernel, 1, torch.tensor([2], dtype=torch.int32), out, seed=0)
+    assert out.tolist() == [-2, -2]
 
 
 def test_memory_that_nobody_wrote_is_poison() -> None:

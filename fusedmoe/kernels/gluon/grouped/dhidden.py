@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from fusedmoe.kernels.gluon.grouped.columns import act_both, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
 from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
-from fusedmoe.kernels.gluon.grouped.pipeline import await_full, make_ring, multiply, release, threads_barrier
+from fusedmoe.kernels.gluon.grouped.pipeline import await_full, blocks, make_ring, multiply, release, threads_barrier
 from fusedmoe.kernels.gluon.jit import jit
 
 
@@ -72,14 +72,15 @@ def _finish(
     GATED: gl.constexpr,
     ROWS: gl.constexpr,
     WIDTH: gl.constexpr,
-    BK: gl.constexpr,
     OUT: gl.constexpr,
-    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     """Finishes WIDTH columns, as many at a time as a box of H has: all at once would not fit the registers."""
     _, dh_ptr, a_ptr, _, bufs, ring, _, sizes = of_tile
     _, H = sizes
     HALVES: gl.constexpr = 2 if GATED else 1
+    BK: gl.constexpr = BLOCKS.bk
+    STAGES: gl.constexpr = BLOCKS.stages
     if WIDTH == BK:
         PART: gl.constexpr = BK // 2
         h_bufs, _ = bufs
@@ -103,13 +104,11 @@ def _finish(
     else:
         HALF: gl.constexpr = WIDTH // 2
         left, right = halves(da, ROWS, WIDTH)
-        ds = _finish(
-            left, s, of_tile, it, row, end, first_column, GROUP_OF_WARPS, ACT, GATED, ROWS, HALF, BK, OUT, STAGES
-        )
+        ds = _finish(left, s, of_tile, it, row, end, first_column, GROUP_OF_WARPS, ACT, GATED, ROWS, HALF, OUT, BLOCKS)
         it += HALVES * (HALF // BK)
         first_column += HALF
         return ds + _finish(
-            right, s, of_tile, it, row, end, first_column, GROUP_OF_WARPS, ACT, GATED, ROWS, HALF, BK, OUT, STAGES
+            right, s, of_tile, it, row, end, first_column, GROUP_OF_WARPS, ACT, GATED, ROWS, HALF, OUT, BLOCKS
         )
 
 
@@ -120,30 +119,25 @@ def _multiply(
     ACT: gl.constexpr,
     GATED: gl.constexpr,
     WEIGHTED: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     weights, _, _, ds_ptr, bufs, ring, table, sizes = of_tile
     weight_ptr, n_rows = weights
     D, _ = sizes
-    ROWS: gl.constexpr = BM // 2
-    BOXES: gl.constexpr = (2 if GATED else 1) * (BN // BK)
-    OUT: gl.constexpr = stored_layout(BK // 2)
+    ROWS: gl.constexpr = BLOCKS.bm // 2
+    BN: gl.constexpr = BLOCKS.bn
+    BOXES: gl.constexpr = (2 if GATED else 1) * (BN // BLOCKS.bk)
+    OUT: gl.constexpr = stored_layout(BLOCKS.bk // 2)
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
-        expert, start, end, col_tile = locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, False, False)
+        expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
+        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, False, False, BLOCKS)
         row = start + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         if WEIGHTED:
             s = gl.load(weight_ptr + row, mask=row < end, other=0.0).to(gl.float32)
         else:
             s = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, OUT))
-        ds = _finish(
-            acc, s, of_tile, it, row, end, col_tile * BN, GROUP_OF_WARPS, ACT, GATED, ROWS, BN, BK, OUT, STAGES
-        )
+        ds = _finish(acc, s, of_tile, it, row, end, col_tile * BN, GROUP_OF_WARPS, ACT, GATED, ROWS, BN, OUT, BLOCKS)
         it += BOXES
         if WEIGHTED:
             gl.store(ds_ptr + (row + col_tile.to(gl.int64) * n_rows), ds, mask=row < end)
@@ -183,41 +177,22 @@ def dhidden_kernel(
     each other, [E·D, H]; `h_desc`: boxes [BM, BK] of H [rows, (2·)H]; dh as H, a [rows, H]. WEIGHTED: `weight_ptr`
     [rows] float32 are s, and `ds_ptr` [n_col_tiles, n_rows] float32 takes the parts of ⟨dA', A⟩ of the column tiles;
     else s is 1. EVEN: BK divides D, and always BN; LAG at most STAGES - 2. Four warps, those of the first group."""
+    BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG)
     HALVES: gl.constexpr = 2 if GATED else 1
     BOXES: gl.constexpr = HALVES * (BN // BK)
     dy_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], h_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
     bufs = (dy_bufs, w_bufs)
-    ring = make_ring(STAGES, 2, False)
+    ring = make_ring(2, BLOCKS)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (D, H)
+    rows = (dy_ptr, source_ptr)
     of_tile = ((weight_ptr, n_rows), dh_ptr, a_ptr, ds_ptr, bufs, ring, table, sizes)
     gl.warp_specialize(
         [
-            (_multiply, (of_tile, 0, ACT, GATED, WEIGHTED, BM, BN, BK, GROUP, STAGES)),
-            (_multiply, (of_tile, 1, ACT, GATED, WEIGHTED, BM, BN, BK, GROUP, STAGES)),
-            (
-                load_gathered,
-                (
-                    (dy_ptr, source_ptr),
-                    w_desc,
-                    h_desc,
-                    bufs,
-                    ring,
-                    table,
-                    sizes,
-                    HALVES,
-                    False,
-                    BOXES,
-                    EVEN,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP,
-                    STAGES,
-                    LAG,
-                ),
-            ),
+            (_multiply, (of_tile, 0, ACT, GATED, WEIGHTED, BLOCKS)),
+            (_multiply, (of_tile, 1, ACT, GATED, WEIGHTED, BLOCKS)),
+            (load_gathered, (rows, w_desc, h_desc, bufs, ring, table, sizes, HALVES, False, BOXES, EVEN, BLOCKS)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

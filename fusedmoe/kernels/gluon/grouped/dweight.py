@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 from fusedmoe.kernels.gluon.grouped.columns import store_tile
 from fusedmoe.kernels.gluon.grouped.gathered import copied_layout, end_step, end_steps
 from fusedmoe.kernels.gluon.grouped.order import place
-from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, fill, make_ring, multiply
+from fusedmoe.kernels.gluon.grouped.pipeline import announce, await_empty, blocks, fill, make_ring, multiply
 from fusedmoe.kernels.gluon.jit import jit
 
 
@@ -45,24 +45,19 @@ def _copy_rows(buf, ptr, row, inside, first_column, COLUMNS, WIDTH: gl.constexpr
 
 @gluon.jit
 def _load(
-    gathered_ptr,
-    source_ptr,
-    sorted_ptr,
-    sorted_desc,
+    sides,
     bufs,
     ring,
     table,
     sizes,
     GATHER_LEFT: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    LAG: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
-    # A group gives a stage back once it has the next: with more in flight, all would wait for each other.
-    gl.static_assert(LAG + 2 <= STAGES)
+    BM: gl.constexpr = BLOCKS.bm
+    BN: gl.constexpr = BLOCKS.bn
+    BK: gl.constexpr = BLOCKS.bk
+    STAGES: gl.constexpr = BLOCKS.stages
+    gathered_ptr, source_ptr, sorted_ptr, sorted_desc = sides
     left_bufs, right_bufs = bufs
     full, empty, _ = ring
     P, Q = sizes
@@ -72,7 +67,7 @@ def _load(
     COPIED: gl.constexpr = copied_layout(GATHERED)
     it = 0
     for tile in range(gl.program_id(0), _tiles_in(table), gl.num_programs(0)):
-        expert, start, end, row_tile, col_tile = _locate(tile, table, GROUP)
+        expert, start, end, row_tile, col_tile = _locate(tile, table, BLOCKS.group)
         last = gl.maximum(end - 1, 0)
         row = start + gl.arange(0, BK, layout=gl.SliceLayout(1, COPIED))
         # The next step's rows are looked up a step ahead.
@@ -99,9 +94,9 @@ def _load(
                 _copy_rows(sorted_buf, sorted_ptr, row, row < end, first, sorted_columns, SORTED, COPIED)
             row += BK
             source = gl.load(source_ptr + gl.minimum(row, last)).to(gl.int32)
-            end_step(full, it, STAGES, LAG)
+            end_step(full, it, STAGES, BLOCKS.lag)
             it += 1
-    end_steps(full, it, STAGES, LAG)
+    end_steps(full, it, STAGES, BLOCKS.lag)
 
 
 @gluon.jit
@@ -112,20 +107,17 @@ def _multiply(
     table,
     sizes,
     GROUP_OF_WARPS: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     P, Q = sizes
-    ROWS: gl.constexpr = BM // 2
+    ROWS: gl.constexpr = BLOCKS.bm // 2
+    BN: gl.constexpr = BLOCKS.bn
     it = 0
     for tile in range(gl.program_id(0), _tiles_in(table), gl.num_programs(0)):
-        expert, start, end, row_tile, col_tile = _locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, end - start, GROUP_OF_WARPS, BM, BN, BK, STAGES, True, False, False)
+        expert, start, end, row_tile, col_tile = _locate(tile, table, BLOCKS.group)
+        acc, it = multiply(bufs, ring, it, end - start, GROUP_OF_WARPS, True, False, BLOCKS)
         # All matrices below each other.
-        first = expert * P + row_tile * BM + GROUP_OF_WARPS * ROWS
+        first = expert * P + row_tile * BLOCKS.bm + GROUP_OF_WARPS * ROWS
         store_tile(acc, out_ptr, first, (expert + 1) * P, col_tile * BN, Q, (None, 0, 0, 0), ROWS, BN, False)
 
 
@@ -156,37 +148,20 @@ def dweight_kernel(
     [·, Q]; the other side is `sorted_ptr`, and `sorted_desc`: boxes [BK, BN or BM] of it; out [E, P, Q];
     `starts_ptr` [E + 1] int32: first row of each expert and, last, their number, at least one of which there are.
     P and Q are multiples of 8; LAG at most STAGES - 2. Four warps, those of the first group."""
+    BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG)
     dtype: gl.constexpr = sorted_desc.dtype
     left_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BM], sorted_desc.layout)
     right_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], sorted_desc.layout)
     bufs = (left_bufs, right_bufs)
-    ring = make_ring(STAGES, 2, False)
+    ring = make_ring(2, BLOCKS)
     table = (starts_ptr, experts, n_row_tiles, n_col_tiles)
     sizes = (P, Q)
+    sides = (gathered_ptr, source_ptr, sorted_ptr, sorted_desc)
     gl.warp_specialize(
         [
-            (_multiply, (out_ptr, bufs, ring, table, sizes, 0, BM, BN, BK, GROUP, STAGES)),
-            (_multiply, (out_ptr, bufs, ring, table, sizes, 1, BM, BN, BK, GROUP, STAGES)),
-            (
-                _load,
-                (
-                    gathered_ptr,
-                    source_ptr,
-                    sorted_ptr,
-                    sorted_desc,
-                    bufs,
-                    ring,
-                    table,
-                    sizes,
-                    GATHER_LEFT,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP,
-                    STAGES,
-                    LAG,
-                ),
-            ),
+            (_multiply, (out_ptr, bufs, ring, table, sizes, 0, BLOCKS)),
+            (_multiply, (out_ptr, bufs, ring, table, sizes, 1, BLOCKS)),
+            (_load, (sides, bufs, ring, table, sizes, GATHER_LEFT, BLOCKS)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -59,21 +59,18 @@ def load_gathered(
     TRANSPOSED: gl.constexpr,
     BOXES: gl.constexpr,
     EVEN: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    LAG: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     """The partition that loads gathered rows of depth D, and of matrices of H columns.
 
-    TRANSPOSED: those are [E·HALVES·H, D], and a tile has BN / HALVES columns of each half; else they are [E·D, H].
-    BOXES: as many more steps end a tile, which bring [BM, BK] of `h_desc` each, sorted rows of HALVES·H columns: of
-    columns as the tile's, BK of each half by turns. EVEN: BK divides D.
+    TRANSPOSED: those are [E·HALVES·H, D], and a tile has bn / HALVES columns of each half; else they are [E·D, H].
+    BOXES: as many more steps end a tile, which bring [bm, bk] of `h_desc` each, sorted rows of HALVES·H columns: of
+    columns as the tile's, bk of each half by turns. EVEN: bk divides D.
     """
-    # A group gives a stage back once it has the next: with more in flight, all would wait for each other.
-    gl.static_assert(LAG + 2 <= STAGES)
+    BM: gl.constexpr = BLOCKS.bm
+    BN: gl.constexpr = BLOCKS.bn
+    BK: gl.constexpr = BLOCKS.bk
+    STAGES: gl.constexpr = BLOCKS.stages
     x_ptr, source_ptr = rows
     x_bufs, w_bufs = bufs
     full, empty, _ = ring
@@ -86,7 +83,7 @@ def load_gathered(
     k = gl.arange(0, BK, layout=gl.SliceLayout(0, COPIED))
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
-        expert, start, end, col_tile = locate(tile, table, GROUP)
+        expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
         # Rows past the end are clamped: what is computed of them is not stored.
         row = gl.minimum(start + gl.arange(0, BM, layout=gl.SliceLayout(1, COPIED)), end - 1)
         # No GPU holds 2^31 such rows; in 32 bits their numbers take half as many of the few registers there are.
@@ -109,7 +106,7 @@ def load_gathered(
                 mask = (k < D - k0)[None, :]
                 async_copy.async_copy_global_to_shared(x_bufs.index(it % STAGES), x_ptrs, mask=mask)
             x_ptrs += BK
-            end_step(full, it, STAGES, LAG)
+            end_step(full, it, STAGES, BLOCKS.lag)
             it += 1
         if BOXES > 0:
             for box in range(0, BOXES):
@@ -119,6 +116,6 @@ def load_gathered(
                 column = col_tile * BH + (box // HALVES) * BK + (box % HALVES) * H
                 bar = full.index(it % STAGES)
                 tma.async_copy_global_to_shared(h_desc, [start, column], bar, x_bufs.index(it % STAGES))
-                end_step(full, it, STAGES, LAG)
+                end_step(full, it, STAGES, BLOCKS.lag)
                 it += 1
-    end_steps(full, it, STAGES, LAG)
+    end_steps(full, it, STAGES, BLOCKS.lag)

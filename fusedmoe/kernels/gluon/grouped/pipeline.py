@@ -10,6 +10,8 @@ take a phase of the other's for its own. So it begins once all the other's steps
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,16 +25,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 threads_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """A kernel's tiles [bm, bn], in bands of `group` row tiles; its steps of depth bk, in a ring of `stages`. `lag`:
+    how many steps later copies of threads are waited for; `pingpong`: the two groups take turns."""
+
+    bm: int
+    bn: int
+    bk: int
+    group: int
+    stages: int
+    lag: int
+    pingpong: bool
+
+
+@gluon.constexpr_function
+def blocks(bm, bn, bk, group, stages, lag=0, pingpong=False):
+    # A group gives a stage back once it has the next: with more in flight, all would wait for each other.
+    assert lag + 2 <= stages
+    return Blocks(bm, bn, bk, group, stages, lag, pingpong)
+
+
 @gluon.jit
-def make_ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr, PINGPONG: gl.constexpr):
+def make_ring(ARRIVALS: gl.constexpr, BLOCKS: gl.constexpr):
     """The barriers. ARRIVALS: how often the loading partition arrives in a step."""
-    READERS: gl.constexpr = 1 if PINGPONG else 2
+    STAGES: gl.constexpr = BLOCKS.stages
+    READERS: gl.constexpr = 1 if BLOCKS.pingpong else 2
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=READERS)
-    if PINGPONG:
+    if BLOCKS.pingpong:
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for group in gl.static_range(2):
             mbarrier.init(turn.index(group), count=1)
@@ -96,11 +120,11 @@ def pass_turn(turn, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def tiles_of_group(depth, GROUP: gl.constexpr, BK: gl.constexpr, PINGPONG: gl.constexpr):
+def tiles_of_group(depth, GROUP: gl.constexpr, BLOCKS: gl.constexpr):
     """A group's first tile, how many tiles further the next is, its first step, and steps of the other's between two
-    tiles of its own. PINGPONG: of tiles that all have this depth."""
-    if PINGPONG:
-        steps = gl.cdiv(depth, BK)
+    tiles of its own. Where groups take turns all tiles have this depth."""
+    if BLOCKS.pingpong:
+        steps = gl.cdiv(depth, BLOCKS.bk)
         return gl.program_id(0) + GROUP * gl.num_programs(0), 2 * gl.num_programs(0), GROUP * steps, steps
     else:
         return gl.program_id(0), gl.num_programs(0), 0, 0
@@ -113,28 +137,26 @@ def multiply(
     it,
     depth,
     GROUP: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
     A_TRANSPOSED: gl.constexpr,
     B_TRANSPOSED: gl.constexpr,
-    PINGPONG: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     """The rows of a tile's product that are one group's, 0 or 1, and the step that comes next.
 
-    A stage holds [BM, BK] of a, or transposed [BK, BM], and [BK, BN] of b, or transposed [BN, BK]. One product is in
+    A stage holds [bm, bk] of a, or transposed [bk, bm], and [bk, bn] of b, or transposed [bn, bk]. One product is in
     flight while the next is awaited, so a stage is given back a step late. Without depth there is no step.
     """
     a_bufs, b_bufs = bufs
     full, empty, turn = ring
-    ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
-    FIRST: gl.constexpr = first_row(GROUP, BM, PINGPONG)
+    ROWS: gl.constexpr = rows_of_group(BLOCKS.bm, BLOCKS.pingpong)
+    FIRST: gl.constexpr = first_row(GROUP, BLOCKS.bm, BLOCKS.pingpong)
+    BN: gl.constexpr = BLOCKS.bn
+    STAGES: gl.constexpr = BLOCKS.stages
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     acc = gl.zeros([ROWS, BN], gl.float32, mma)
-    if PINGPONG:
-        await_turn(turn, it // (2 * gl.cdiv(depth, BK)), GROUP)
-    for k0 in range(0, depth, BK):
+    if BLOCKS.pingpong:
+        await_turn(turn, it // (2 * gl.cdiv(depth, BLOCKS.bk)), GROUP)
+    for k0 in range(0, depth, BLOCKS.bk):
         await_full(full, it, STAGES)
         if A_TRANSPOSED:
             a_buf = a_bufs.index(it % STAGES).slice(FIRST, ROWS, 1).permute((1, 0))
@@ -147,7 +169,7 @@ def multiply(
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         release(empty, it + STAGES - 1, STAGES, k0 > 0)
         it += 1
-    if PINGPONG:
+    if BLOCKS.pingpong:
         pass_turn(turn, GROUP)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     release(empty, it + STAGES - 1, STAGES, depth > 0)

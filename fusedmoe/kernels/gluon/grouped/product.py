@@ -14,6 +14,7 @@ from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
 from fusedmoe.kernels.gluon.grouped.pipeline import (
     announce,
     await_empty,
+    blocks,
     first_row,
     make_ring,
     multiply,
@@ -32,22 +33,19 @@ def _load(
     table,
     sizes,
     TRANSPOSED: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     a_bufs, b_bufs = bufs
     full, empty = ring[0], ring[1]
     K, N = sizes
+    STAGES: gl.constexpr = BLOCKS.stages
     it = 0
     for tile in range(gl.program_id(0), tiles_in(table), gl.num_programs(0)):
-        expert, start, _, col_tile = locate(tile, table, GROUP)
-        n0 = col_tile * BN
-        for k0 in range(0, K, BK):
+        expert, start, _, col_tile = locate(tile, table, BLOCKS.group)
+        n0 = col_tile * BLOCKS.bn
+        for k0 in range(0, K, BLOCKS.bk):
             await_empty(empty, it, STAGES)
-            announce(full, it, STAGES, (BM + BN) * BK * (a_desc.dtype.primitive_bitwidth // 8))
+            announce(full, it, STAGES, (BLOCKS.bm + BLOCKS.bn) * BLOCKS.bk * (a_desc.dtype.primitive_bitwidth // 8))
             bar = full.index(it % STAGES)
             # A tile's box may run into the next expert's rows, whose results are not stored.
             tma.async_copy_global_to_shared(a_desc, [start, k0], bar, a_bufs.index(it % STAGES))
@@ -64,25 +62,20 @@ def _multiply(
     GROUP_OF_WARPS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes = of_tile
     K, N = sizes
     bias_start, bias_columns = bias_sizes
-    ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
-    FIRST: gl.constexpr = first_row(GROUP_OF_WARPS, BM, PINGPONG)
-    first_tile, further, it, between = tiles_of_group(K, GROUP_OF_WARPS, BK, PINGPONG)
+    ROWS: gl.constexpr = rows_of_group(BLOCKS.bm, BLOCKS.pingpong)
+    FIRST: gl.constexpr = first_row(GROUP_OF_WARPS, BLOCKS.bm, BLOCKS.pingpong)
+    first_tile, further, it, between = tiles_of_group(K, GROUP_OF_WARPS, BLOCKS)
     for tile in range(first_tile, tiles_in(table), further):
-        expert, start, end, col_tile = locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, TRANSPOSED, PINGPONG)
+        expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
+        acc, it = multiply(bufs, ring, it, K, GROUP_OF_WARPS, False, TRANSPOSED, BLOCKS)
         it += between
         bias = (bias_ptr, expert * bias_columns, bias_start, bias_columns)
-        store_tile(acc, out_ptr, start + FIRST, end, col_tile * BN, N, bias, ROWS, BN, BIAS)
+        store_tile(acc, out_ptr, start + FIRST, end, col_tile * BLOCKS.bn, N, bias, ROWS, BLOCKS.bn, BIAS)
 
 
 @jit(do_not_specialize=["n_col_tiles", "bias_start", "bias_columns"])
@@ -112,22 +105,23 @@ def product_kernel(
 ):
     """`a_desc`: boxes [BM, BK] of the rows; `b_desc`: [BN, BK] of all experts' matrices below each other, [E·N, K], or
     [BK, BN] of [E·K, N]. BN at least 32 on a GPU; four warps, those of the first group."""
+    BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, pingpong=PINGPONG)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK], a_desc.layout)
     if TRANSPOSED:
         b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
     else:
         b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BK, BN], b_desc.layout)
     bufs = (a_bufs, b_bufs)
-    ring = make_ring(STAGES, 1, PINGPONG)
+    ring = make_ring(1, BLOCKS)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (K, N)
     bias_sizes = (bias_start, bias_columns)
     of_tile = (bias_ptr, out_ptr, bufs, ring, table, sizes, bias_sizes)
     gl.warp_specialize(
         [
-            (_multiply, (of_tile, 0, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES, PINGPONG)),
-            (_multiply, (of_tile, 1, TRANSPOSED, BIAS, BM, BN, BK, GROUP, STAGES, PINGPONG)),
-            (_load, (a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED, BM, BN, BK, GROUP, STAGES)),
+            (_multiply, (of_tile, 0, TRANSPOSED, BIAS, BLOCKS)),
+            (_multiply, (of_tile, 1, TRANSPOSED, BIAS, BLOCKS)),
+            (_load, (a_desc, b_desc, bufs, ring, table, sizes, TRANSPOSED, BLOCKS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -8,7 +8,14 @@ from triton.experimental.gluon import language as gl
 from fusedmoe.kernels.gluon.grouped.columns import act_forward, add_bias, halves, store_columns, stored_layout
 from fusedmoe.kernels.gluon.grouped.gathered import load_gathered
 from fusedmoe.kernels.gluon.grouped.order import locate, tiles_in
-from fusedmoe.kernels.gluon.grouped.pipeline import first_row, make_ring, multiply, rows_of_group, tiles_of_group
+from fusedmoe.kernels.gluon.grouped.pipeline import (
+    blocks,
+    first_row,
+    make_ring,
+    multiply,
+    rows_of_group,
+    tiles_of_group,
+)
 from fusedmoe.kernels.gluon.jit import jit
 
 
@@ -46,24 +53,20 @@ def _multiply(
     ACT: gl.constexpr,
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes = of_tile
     D, H = sizes
-    ROWS: gl.constexpr = rows_of_group(BM, PINGPONG)
-    FIRST: gl.constexpr = first_row(GROUP_OF_WARPS, BM, PINGPONG)
+    ROWS: gl.constexpr = rows_of_group(BLOCKS.bm, BLOCKS.pingpong)
+    FIRST: gl.constexpr = first_row(GROUP_OF_WARPS, BLOCKS.bm, BLOCKS.pingpong)
+    BN: gl.constexpr = BLOCKS.bn
     BH: gl.constexpr = BN // 2 if GATED else BN
     WIDE: gl.constexpr = BH // 4
     OUT: gl.constexpr = stored_layout(WIDE)
-    first_tile, further, it, between = tiles_of_group(D, GROUP_OF_WARPS, BK, PINGPONG)
+    first_tile, further, it, between = tiles_of_group(D, GROUP_OF_WARPS, BLOCKS)
     for tile in range(first_tile, tiles_in(table), further):
-        expert, start, end, col_tile = locate(tile, table, GROUP)
-        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, BM, BN, BK, STAGES, False, True, PINGPONG)
+        expert, start, end, col_tile = locate(tile, table, BLOCKS.group)
+        acc, it = multiply(bufs, ring, it, D, GROUP_OF_WARPS, False, True, BLOCKS)
         it += between
         row = start + FIRST + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
         column = col_tile * BH + gl.arange(0, WIDE, layout=gl.SliceLayout(0, OUT))
@@ -117,40 +120,21 @@ def up_kernel(
     matrices below each other, [E·(2·)H, D]; h [rows, (2·)H], a [rows, H]; EVEN: BK divides D; LAG at
     most STAGES - 2.
     Four warps, those of the first group."""
+    BLOCKS: gl.constexpr = blocks(BM, BN, BK, GROUP, STAGES, LAG, PINGPONG)
     HALVES: gl.constexpr = 2 if GATED else 1
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BM, BK], w_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     bufs = (x_bufs, w_bufs)
-    ring = make_ring(STAGES, 2, PINGPONG)
+    ring = make_ring(2, BLOCKS)
     table = (tiles_ptr, ends_ptr, gl.load(used_ptr), n_col_tiles)
     sizes = (D, H)
+    rows = (x_ptr, source_ptr)
     of_tile = (b1_ptr, h_ptr, a_ptr, bufs, ring, table, sizes)
     gl.warp_specialize(
         [
-            (_multiply, (of_tile, 0, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES, PINGPONG)),
-            (_multiply, (of_tile, 1, ACT, GATED, BIAS, BM, BN, BK, GROUP, STAGES, PINGPONG)),
-            (
-                load_gathered,
-                (
-                    (x_ptr, source_ptr),
-                    w_desc,
-                    None,
-                    bufs,
-                    ring,
-                    table,
-                    sizes,
-                    HALVES,
-                    True,
-                    0,
-                    EVEN,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP,
-                    STAGES,
-                    LAG,
-                ),
-            ),
+            (_multiply, (of_tile, 0, ACT, GATED, BIAS, BLOCKS)),
+            (_multiply, (of_tile, 1, ACT, GATED, BIAS, BLOCKS)),
+            (load_gathered, (rows, w_desc, None, bufs, ring, table, sizes, HALVES, True, 0, EVEN, BLOCKS)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -144,11 +144,18 @@ def _torch(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], 
     return lambda x: Value(function(torch.as_tensor(numbers(x))))
 
 
+def _of_type(x: Any, other: Any) -> Value:
+    """A whole number is of the tensor's type: a wider one would hide that the GPU's overflows."""
+    if isinstance(x, Value):
+        return x
+    return Value(torch.as_tensor(numbers(x), dtype=numbers(other).dtype if isinstance(x, int) else None))
+
+
 def _extreme(whole: Callable[[Any, Any], Any], tensors: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def function(x: Any, y: Any) -> Any:
         if not isinstance(x, Value) and not isinstance(y, Value):
             return whole(x, y)
-        return calculate(lambda a, b: tensors(torch.as_tensor(a), torch.as_tensor(b)), x, y)
+        return calculate(tensors, _of_type(x, y), _of_type(y, x))
 
     return function
 

@@ -1,0 +1,136 @@
+"""Elements more than 2³¹ away from the first: every offset that a Gluon kernel counts in elements needs 64 bits.
+
+The tensors are sparse files, of which only the pages in use exist; a launch is one tile, far from the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
+from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
+from fusedmoe.kernels.gluon.grouped.product import product_kernel
+from fusedmoe.kernels.gluon.grouped.up import up_kernel
+from fusedmoe.kernels.gluon.interpreter import interpret
+from fusedmoe.kernels.grouped import define_dhidden
+from fusedmoe.kernels.triton.grouped.device import ACT_CODES
+from tests.kernels.gluon.grouped_cases import SMALL, SMALL_MATRIX
+
+Far = Callable[..., Tensor]
+DEPTH, COLUMNS, COUNT = 24, 40, 5
+# The first of some rows, all of whose elements are beyond 2³¹ in a tensor of any of these widths.
+FIRST = 2**31 // DEPTH + 1
+ROWS = FIRST + COUNT
+BF16 = torch.bfloat16
+RELU = ACT_CODES["relu"]
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Far:
+    """Makes tensors of zeros."""
+
+    def make(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
+        size, file = torch.Size(sizes).numel(), tmp_path / str(len([*tmp_path.iterdir()]))
+        return torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(sizes)
+
+    return make
+
+
+def random(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Small whole numbers: their products and sums are exact."""
+    return torch.randint(-2, 3, sizes).to(dtype)
+
+
+def tables() -> tuple[Tensor, ...]:
+    """One tile, far from the first row."""
+    return tuple(torch.tensor(of, dtype=torch.int32) for of in ([[0, FIRST]], [1], [ROWS]))
+
+
+def described(tensor: Tensor, *box: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, [*box], SMALL.layout)
+
+
+def run(kernel: Any, *arguments: Any, **constants: Any) -> None:
+    interpret(kernel, 1, *arguments, **constants, **SMALL.constants(3), seed=0)
+
+
+def test_product(far: Far) -> None:
+    a, b, out = far(ROWS, DEPTH), random(1, COLUMNS, DEPTH), far(ROWS, COLUMNS)
+    a[FIRST:] = random(COUNT, DEPTH)
+    given = described(a, SMALL.bm, SMALL.bk), described(b[0], SMALL.bn, SMALL.bk), None, out
+    flags = {"TRANSPOSED": True, "BIAS": False, "PINGPONG": False}
+    run(product_kernel, *given, *tables(), DEPTH, COLUMNS, 2, 0, 0, **flags)
+    assert torch.equal(out[FIRST:].double(), (a[FIRST:].double() @ b[0].double().T).bfloat16().double())
+
+
+def test_up(far: Far) -> None:
+    x, source, w = far(ROWS, DEPTH), far(ROWS, dtype=torch.int64), random(COLUMNS, DEPTH)
+    x[FIRST:], source[FIRST:] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
+    h, a = far(ROWS, COLUMNS), far(ROWS, COLUMNS)
+    flags = {"ACT": RELU, "GATED": False, "BIAS": False, "EVEN": False, "LAG": 1, "PINGPONG": False}
+    given = x, source, described(w, SMALL.bn, SMALL.bk), None, h, a
+    run(up_kernel, *given, *tables(), DEPTH, COLUMNS, 2, **flags)
+    right = (x[FIRST:].flip(0).double() @ w.double().T).bfloat16()
+    assert torch.equal(h[FIRST:], right) and torch.equal(a[FIRST:], right.relu())
+
+
+def test_dhidden(far: Far) -> None:
+    # The router weights' gradient of the second tile of columns is far from the first's.
+    dy, source, w, n_rows = far(ROWS, DEPTH), far(ROWS, dtype=torch.int64), random(DEPTH, COLUMNS), 2**31 - 8
+    dy[FIRST:], source[FIRST:] = random(COUNT, DEPTH), torch.arange(FIRST, ROWS).flip(0)
+    h, s, ds = far(ROWS, COLUMNS), far(ROWS, dtype=torch.float32), far(2, n_rows, dtype=torch.float32)
+    h[FIRST:], s[FIRST:] = random(COUNT, COLUMNS), random(COUNT, dtype=torch.float32)
+    dh, a = far(ROWS, COLUMNS), far(ROWS, COLUMNS)
+    flags = {"ACT": RELU, "GATED": False, "WEIGHTED": True, "EVEN": False, "LAG": 1}
+    given = dy, source, described(w, SMALL.bk, SMALL.bn), s, described(h, SMALL.bm, SMALL.bk), dh, a, ds
+    run(dhidden_kernel, *given, *tables(), DEPTH, COLUMNS, n_rows, 2, **flags)
+    place = torch.arange(COUNT)
+    doubles = s[FIRST:].double(), h[FIRST:].double(), w[None].double()
+    right = define_dhidden(dy[FIRST:].flip(0).double(), place, torch.zeros_like(place), *doubles, "relu")
+    assert torch.equal(dh[FIRST:], right[0].bfloat16()) and torch.equal(a[FIRST:], right[1].bfloat16())
+    assert torch.equal(ds[:, FIRST:ROWS].sum(0).double(), right[2])
+
+
+@pytest.mark.parametrize("gather_left", [False, True], ids=["dw1", "dw2"])
+def test_dweight(gather_left: bool, far: Far) -> None:
+    height, width, tile = SMALL_MATRIX.bm, SMALL_MATRIX.bn, SMALL_MATRIX
+    first = 2**31 // height + 1
+    experts, rows = 2**31 // (height * width) + 2, first + COUNT
+    left, right, source = far(rows, height), far(rows, width), far(rows, dtype=torch.int64)
+    left[first:], right[first:], source[first:] = random(COUNT, height), random(COUNT, width), torch.arange(first, rows)
+    starts, out = far(experts + 1, dtype=torch.int32), far(experts, height, width)
+    starts[-2:] = torch.tensor([first, rows])
+    looked_up, in_order = (left, right) if gather_left else (right, left)
+    interpret(
+        dweight_kernel,
+        1,
+        looked_up,
+        source,
+        in_order,
+        described(in_order, tile.bk, in_order.shape[1]),
+        out,
+        starts,
+        height,
+        width,
+        experts,
+        1,
+        1,
+        GATHER_LEFT=gather_left,
+        LAG=1,
+        **tile.constants(3),
+        seed=0,
+        # The last expert's tile alone.
+        changed={gl.program_id: lambda program: lambda axis: experts - 1},
+    )
+    assert torch.equal(out[-1], (left[first:].double().T @ right[first:].double()).bfloat16())
