@@ -91,6 +91,10 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
         cells = (f"{of[name]['speedup']:.2f}", f"{of[name]['peak_bytes'] / 1e9:.2f}")
         yield f"| {label} | {{}} | {{}} GB |", cells
 
+    of = rows("computed", "price")
+    prices = tuple(f"{of[f'fssdp, {name}']['price']:.1%}" for name in ("off", "fsmoe"))
+    yield "takes {} longer without a schedule and {} longer with `fsmoe`", prices
+
     captured = load("captured")["settings"]["captured"]["captured"]
     for name, label in (
         ("off", "none"),
@@ -123,8 +127,8 @@ def figures() -> Iterator[tuple[str, tuple[str, ...]]]:
     survive = load("survive")
     for fault, of in survive["faults"].items():
         seconds = of["seconds_to_go_on"]
-        counts = str(of["faults"]), str(of["went_on"])
-        yield f"| {fault} | {{}} | {{}} | {{}} s | {{}} s |", (*counts, f"{seconds['median']:.1f}", f"{seconds['max']:.1f}")
+        cells = str(of["faults"]), str(of["went_on"]), f"{seconds['median']:.1f}", f"{seconds['max']:.1f}"
+        yield f"| {fault} | {{}} | {{}} | {{}} s | {{}} s |", cells
     price = survive["price"]
     sizes = f"{price['memory_mb_of_a_rank']:.0f}", f"{price['sent_mb_by_a_rank']:.0f}"
     yield "keep {} MB of memory for a rank, send {} MB a refresh", sizes
