@@ -1,10 +1,11 @@
-"""A layer's step without and with a schedule, from `bench/results/cluster.json`, as the picture of the README.
+"""Draws a layer's step without and with a schedule, from `bench/results/cluster.json`: the picture of the README.
 
 python -m bench.cluster.picture
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _ROW_HEIGHT = 0.8
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="bench.cluster.picture", description=__doc__.split("\n\n")[0]).parse_args()
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     found = json.loads(RESULTS.read_text())["settings"][SETTING]["layer"]
     picture(found).savefig(PICTURE, metadata={"Date": None})

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from bench.cluster.setting import LIMIT, Setting
 from bench.cluster.step import Step
+from bench.cluster.turns import recorded_step
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.observing import BUDGET_S, observe_steps
-from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.observed import Observed
 from fusedmoe.schedule.passes import three_queues
@@ -35,7 +36,7 @@ Points = Sequence[tuple[float, float]]
 class StackProfile:
     """What was measured, the same on every rank.
 
-    `model`, `points`, `seconds`: of the machine (`runtime.profiler.Profile`). `seen`: of steps.   `stack`: by both.
+    `model`, `points`, `seconds`: of the machine (`runtime.profiler.Profile`). `seen`: of steps. `stack`: by both.
     """
 
     model: CostModel
@@ -65,9 +66,7 @@ def profile_stack(setting: Setting, topology: Topology, step: Step) -> StackProf
     before = _stack(setting, step, found.costs)
 
     def run(plan: Plan, number: int) -> Timeline:
-        recorder = Recorder(topology.rank)
-        step.run(plan, recorder)
-        return recorder.timeline()
+        return recorded_step(topology, partial(step.run, plan))
 
     seen = observe_steps(topology, _probes(before), before, run, BUDGET_S)
     return StackProfile(found.costs, found.points, found.seconds, seen, refit(before, seen))

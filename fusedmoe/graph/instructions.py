@@ -124,6 +124,7 @@ class Instructions:
         self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         self.place = {node: index for index, node in enumerate(self.nodes)}
         self.ancestors: list[int] = []
+        direct: list[set[int]] = []
         last_random = last_change = None
         for index, node in enumerate(self.nodes):
             before = {self.place[one] for one in node.all_input_nodes if one in self.place}
@@ -139,10 +140,11 @@ class Instructions:
             for one in before:
                 known |= self.ancestors[one] | 1 << one
             self.ancestors.append(known)
+            direct.append(before)
         self.descendants = [0] * len(self.nodes)
-        for index, known in enumerate(self.ancestors):
-            for one in bits(known):
-                self.descendants[one] |= 1 << index
+        for index in reversed(range(len(self.nodes))):
+            for one in direct[index]:
+                self.descendants[one] |= self.descendants[index] | 1 << index
         self.computing = sum(1 << index for index, node in enumerate(self.nodes) if computes(node))
         self.starts = [index for index, node in enumerate(self.nodes) if is_start(node)]
         self.waits = {start: self._waits(start) for start in self.starts}

@@ -14,8 +14,8 @@ to rows 1, 2, 3 of rank 0's results (row 0 there is expert 0's); then places 0, 
 
 With more chunks tokens go in the order of the first chunk that needs them. The backward pass may have other chunks:
 both cut an expert's rows at multiples of 1 / lcm(r, r'), so that tokens in the order of that many chunks are in order
-for either. Plain torch, no host synchronisation where
-the number of rows is given as a bound. Definitions: tests/kernels/test_one_sided.py.
+for either. Plain torch, no host synchronisation where the number of rows is given as a bound. Definitions:
+tests/kernels/test_one_sided.py.
 
 A peer is far where this GPU cannot address its memory: it is on another node. Rows for it are first stored in memory of
 this rank that NVSHMEM may read (staging), and go on from there; `triton/one_sided/network.py` says how.
