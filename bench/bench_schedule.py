@@ -7,14 +7,15 @@ import random
 import pytest
 
 from bench.paper_degree import paper_degree
+from bench.simulate.grid import run_grid
 from fusedmoe.schedule.cost import CostModel, Durations, Line, fit
-from fusedmoe.schedule.grid import TESTBEDS, run_grid
 from fusedmoe.schedule.passes import choose_degree, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 
 # Twelve layers in eight chunks, with attention and one all-reduce: 985 tasks.

@@ -14,8 +14,8 @@ import numpy as np
 from bench.cluster.blocks import with_buckets
 from bench.reproduce.sample import costs_of, sampled
 from bench.reproduce.table import Part, Progress, Row, Table
+from bench.simulate.grid import LAYERS
 from fusedmoe.schedule.cost import Durations, Line
-from fusedmoe.schedule.grid import LAYERS, TESTBEDS
 from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.passes import one_queue_s
 from fusedmoe.schedule.plan import Plan
@@ -24,6 +24,7 @@ from fusedmoe.schedule.simulate import ROUNDING, makespan, simulate
 from fusedmoe.schedule.step import StepSplit, gradient_buckets, micro_schedule
 from fusedmoe.schedule.step_costs import ChunkTimes, LayerCosts, MicroBatches, StageTime, StepCosts
 from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.training.bucket_search import BucketSearch
 
 SIZES = Table(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from bench.reproduce.sample import costs_of, sampled
 from bench.reproduce.table import Part, Progress, Row, Table
-from fusedmoe.schedule.grid import LAYERS, TESTBEDS
+from bench.simulate.grid import LAYERS
 from fusedmoe.schedule.lancet import (
     Gap,
     forward_ranges,
@@ -26,6 +26,7 @@ from fusedmoe.schedule.policies import pipemoe, sequential, tutel
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import Degrees, pass_tasks
 from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.testbeds import TESTBEDS
 
 GREEDY = Table(
     "lancet-greedy",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from fusedmoe.schedule.grid import LAYERS, TESTBEDS, workloads
+from bench.simulate.grid import LAYERS, workloads
 from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 
 

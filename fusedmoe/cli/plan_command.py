@@ -31,13 +31,13 @@ from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import CostModel, Costs
 from fusedmoe.schedule.draw import draw
-from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.machines import MACHINES, Machine
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
 from fusedmoe.schedule.sparse_collectives import hidden_s, with_sparse
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import PHASES, Timeline
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}

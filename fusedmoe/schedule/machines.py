@@ -40,7 +40,7 @@ import numpy as np
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.grid import TESTBEDS
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import Timeline
 
 

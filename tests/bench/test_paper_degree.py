@@ -7,9 +7,10 @@ import random
 import pytest
 
 from bench.paper_degree import paper_cases, paper_degree
-from fusedmoe.schedule.grid import TESTBEDS, workloads
+from bench.simulate.grid import workloads
 from fusedmoe.schedule.passes import choose_degree, three_queues_s
 from fusedmoe.schedule.step_costs import MAX_DEGREE, ChunkTimes, chunk_times
+from fusedmoe.schedule.testbeds import TESTBEDS
 
 
 def case_by_hand(r: int, times: ChunkTimes, gar: float) -> float:

@@ -17,16 +17,17 @@ from bench.reproduce import __main__ as command
 from bench.reproduce import flowmoe, fsmoe, hecate, lancet, testbed
 from bench.reproduce.page import page
 from bench.reproduce.table import HOW, PAPERS, Part, Row, Table, cells, reasons_of, shown
+from bench.simulate.grid import workloads
 from fusedmoe.placement.load_trace import WINDOW, make_loads
 from fusedmoe.placement.placement import Nodes, Placement
 from fusedmoe.placement.placement_policies import expert_parallelism
 from fusedmoe.placement.price import CLUSTER_A
 from fusedmoe.placement.replay import replay
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.grid import TESTBEDS, workloads
 from fusedmoe.schedule.lancet import Gap
 from fusedmoe.schedule.passes import choose_degree
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.testbeds import TESTBEDS
 
 QUICK = ("fsmoe-table2", "flowmoe-table2", "hecate-table1", "hecate-volume")
 
@@ -103,7 +104,7 @@ def shortened(monkeypatch) -> None:
 
 
 def few_layers(**of):
-    from fusedmoe.schedule import grid
+    from bench.simulate import grid
 
     whole, grid.workloads = grid.workloads, lambda testbed: islice(workloads(testbed), 0, None, 97)
     try:

@@ -39,8 +39,8 @@ from fusedmoe.placement.load_trace import LoadTrace, make_loads
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import Span, Timeline
 from tests.training.planted import changes, tamper
 from tests.training.test_storage import OLD, load, save

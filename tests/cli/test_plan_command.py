@@ -15,9 +15,9 @@ from fusedmoe.cli.trainer import Trainer, step_costs
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.profiler import Profile
-from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import RESOURCES
 from tests.cli.on_ranks import command, is_picture
 from tests.cluster import Cluster

@@ -24,10 +24,10 @@ from fusedmoe.runtime.cache import CACHE
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.cost import FusedCosts
 from fusedmoe.schedule.draw import figure
-from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import RESOURCES
 from tests.cluster import Cluster
 

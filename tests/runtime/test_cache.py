@@ -30,11 +30,11 @@ from fusedmoe.runtime.cache import (
 )
 from fusedmoe.runtime.profiler import Profile, line_names
 from fusedmoe.schedule.cost import CostModel, Line
-from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, PlanSearch
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 

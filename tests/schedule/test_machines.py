@@ -8,7 +8,6 @@ import pytest
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.machines import (
     MACHINES,
     Known,
@@ -19,6 +18,7 @@ from fusedmoe.schedule.machines import (
     slowest_of,
     spread_of,
 )
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import Span, Timeline
 
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import LAYER_POLICIES, LINA_BYTES, POLICIES, TUTEL_DEGREES
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts, gradient_ranges
 from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 from tests.schedule.plans import random_costs, random_plan
 

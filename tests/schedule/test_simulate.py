@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Durations
-from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.passes import one_queue, one_queue_s, three_queues, three_queues_s
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import critical_path, makespan, simulate, stretches
 from fusedmoe.schedule.step_costs import ChunkTimes, StepCosts, pass_bound_s
 from fusedmoe.schedule.task import PIPELINE, Task, resources_of
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import RESOURCES, Timeline
 from fusedmoe.schedule.workload import Workload
 from tests.schedule.plans import ORDERS, random_costs, random_plan

@@ -5,12 +5,12 @@ import pytest
 from fusedmoe.errors import ConfigError
 from fusedmoe.placement.hecate import overlap_degree
 from fusedmoe.schedule.cost import Durations, Line
-from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES
 from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.sparse_collectives import hidden_s, idle_after, idle_before, with_sparse
 from fusedmoe.schedule.step_costs import LayerCosts, StageTime, StepCosts
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.workload import Workload
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.bound import bound_s
 from fusedmoe.schedule.cost import Durations, Line
-from fusedmoe.schedule.grid import TESTBEDS, workloads
 from fusedmoe.schedule.lancet import forward_ranges, lancet_plan
 from fusedmoe.schedule.list_schedule import fill_idle_slots
 from fusedmoe.schedule.plan import Plan
@@ -20,6 +20,7 @@ from fusedmoe.schedule.simulate import makespan, simulate
 from fusedmoe.schedule.step import Degrees, StepSplit, exposed_plan, gradient_buckets, micro_schedule
 from fusedmoe.schedule.step_costs import LayerCosts, StepCosts
 from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
 from fusedmoe.schedule.workload import Workload
 

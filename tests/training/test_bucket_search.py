@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.simulate.grid import workloads
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line
-from fusedmoe.schedule.grid import TESTBEDS, workloads
 from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.training.bucket_search import BucketSearch
 
 

@@ -16,9 +16,9 @@ from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
-from fusedmoe.kernels.gluon.interpreter import interpret
 from fusedmoe.kernels.grouped import define_dhidden, define_dweight, define_tiles
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
+from tests.gluon_interpreter import interpret
 
 
 class Tile(NamedTuple):

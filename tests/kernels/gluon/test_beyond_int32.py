@@ -22,9 +22,9 @@ from fusedmoe.kernels.gluon.grouped.dhidden import dhidden_kernel
 from fusedmoe.kernels.gluon.grouped.dweight import dweight_kernel
 from fusedmoe.kernels.gluon.grouped.product import product_kernel
 from fusedmoe.kernels.gluon.grouped.up import up_kernel
-from fusedmoe.kernels.gluon.interpreter import interpret
 from fusedmoe.kernels.grouped import define_dhidden
 from fusedmoe.kernels.triton.grouped.device import ACT_CODES
+from tests.gluon_interpreter import interpret
 from tests.kernels.gluon.grouped_cases import SMALL, SMALL_MATRIX
 
 Far = Callable[..., Tensor]

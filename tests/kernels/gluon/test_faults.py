@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fusedmoe.kernels.gluon.grouped import dhidden, gathered, pipeline
-from fusedmoe.kernels.gluon.interpreter import KernelFault
+from tests.gluon_interpreter import KernelFault
 from tests.kernels.gluon.grouped_cases import check_dhidden, check_dweight, check_product, check_up
 
 COUNTS = (3, 0, 9, 11)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fusedmoe.kernels.gluon.grouped.pipeline import threads_barrier
-from fusedmoe.kernels.gluon.interpreter import KernelFault, NotInterpreted, interpret
+from tests.gluon_interpreter import KernelFault, NotInterpreted, interpret
 from tests.kernels.gluon import small
 
 SIZE, N = 16, 5

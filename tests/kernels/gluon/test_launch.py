@@ -14,12 +14,12 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from fusedmoe.kernels.activation import ACTIVATIONS
 from fusedmoe.kernels.gluon.grouped import launch
-from fusedmoe.kernels.gluon.interpreter import interpret
 from fusedmoe.kernels.grouped import define_tiles
 from fusedmoe.kernels.triton.grouped import call as grouped_call
 from fusedmoe.kernels.triton.grouped.configs import HopperConfig, Variant
 from fusedmoe.kernels.triton.grouped.correctness import check
 from fusedmoe.kernels.triton.grouped.tiles import Tiles
+from tests.gluon_interpreter import interpret
 
 SMALL = HopperConfig(32, 64, 64, stages=3, group=2)
 TURNS = replace(SMALL, pingpong=True)

@@ -13,7 +13,7 @@ import torch
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault, NotInterpreted
+from tests.gluon_interpreter.faults import KernelFault, NotInterpreted
 
 _DTYPES: tuple[tuple[Any, torch.dtype], ...] = (
     (gl.bfloat16, torch.bfloat16),

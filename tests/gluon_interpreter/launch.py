@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fusedmoe.kernels.gluon.interpreter.copies import Descriptor
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
-from fusedmoe.kernels.gluon.interpreter.functions import Functions
-from fusedmoe.kernels.gluon.interpreter.language import Language
-from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
-from fusedmoe.kernels.gluon.interpreter.values import Pointer
+from tests.gluon_interpreter.copies import Descriptor
+from tests.gluon_interpreter.faults import KernelFault
+from tests.gluon_interpreter.functions import Functions
+from tests.gluon_interpreter.language import Language
+from tests.gluon_interpreter.schedule import EventOrder
+from tests.gluon_interpreter.values import Pointer
 
 _NOTHING: Mapping[Any, Callable[[Any], Any]] = MappingProxyType({})
 

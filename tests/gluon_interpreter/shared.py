@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.gluon.interpreter.clocks import Clock, Ticks
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault, NotInterpreted
-from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Strand
-from fusedmoe.kernels.gluon.interpreter.values import Value
+from tests.gluon_interpreter.clocks import Clock, Ticks
+from tests.gluon_interpreter.faults import KernelFault, NotInterpreted
+from tests.gluon_interpreter.schedule import EventOrder, Strand
+from tests.gluon_interpreter.values import Value
 
 Box = tuple[tuple[int, int], ...]
 _HERE = str(Path(__file__).parent)

@@ -11,7 +11,7 @@ from typing import Any
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from fusedmoe.kernels.gluon.interpreter.faults import NotInterpreted
+from tests.gluon_interpreter.faults import NotInterpreted
 
 
 class _Names:

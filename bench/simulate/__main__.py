@@ -1,33 +1,31 @@
-"""`fusedmoe simulate`: what schedules promise, without a machine to run them on."""
+"""Compares schedules in simulation on published grids of layers, without a machine to run them on."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from fusedmoe.errors import ConfigError
+from bench.simulate.grid import ABLATION, ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, SAMPLE, Result, run_grid
 from fusedmoe.runtime.progress import WorkBar
-from fusedmoe.schedule.grid import ABLATION, ASSUMPTIONS, COLUMNS, LAYERS, PUBLISHED, SAMPLE, TESTBEDS, Result, run_grid
 from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.testbeds import TESTBEDS
 
-GRIDS = ("fsmoe",)
 
-
-def add_command(commands: Any) -> None:
-    """Adds `simulate` to the commands."""
-    parser = commands.add_parser(
-        "simulate",
-        help="compare schedules in simulation",
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's settings."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.simulate",
         description="Compares schedules in simulation on published grids of layers.",
         epilog="policies:\n" + "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--grid", choices=GRIDS, required=True, help="fsmoe: Table 5 of the FSMoE paper")
+    parser.add_argument("--grid", choices=("fsmoe",), required=True, help="fsmoe: Table 5 of the FSMoE paper")
     parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help=f"of a step (default: {LAYERS})")
     parser.add_argument(
         "--sample",
@@ -38,23 +36,24 @@ def add_command(commands: Any) -> None:
         f"second a case (default: {SAMPLE}, drawn once; 486 are all)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
+    parsed = parser.parse_args(arguments)
+    if parsed.layers < 1:
+        parser.error(f"--layers {parsed.layers}: a step has at least one layer")
+    if parsed.sample < 1:
+        parser.error(f"--sample {parsed.sample}: take at least one case")
+    return parsed
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the grid and prints its table, or JSON."""
-    if arguments.layers < 1:
-        raise ConfigError(f"--layers {arguments.layers}: a step has at least one layer")
-    if arguments.sample < 1:
-        raise ConfigError(f"--sample {arguments.sample}: take at least one case")
+    settings = parse(arguments)
     with WorkBar("simulating") as bar:
-        results = run_grid(arguments.layers, arguments.sample, bar.show)
-    assumptions = _assumptions(arguments.layers, arguments.sample)
-    if arguments.json:
-        print(json.dumps(_as_dict(results, arguments.layers, assumptions), indent=2))
+        results = run_grid(settings.layers, settings.sample, bar.show)
+    assumptions = _assumptions(settings.layers, settings.sample)
+    if settings.json:
+        print(json.dumps(_as_dict(results, settings.layers, assumptions), indent=2))
     else:
         _print_table(results, assumptions)
-    return 0
 
 
 def _name(result: Result) -> str:
@@ -101,3 +100,7 @@ def _print_table(results: list[Result], assumptions: list[str]) -> None:
         console.print(table)
     for text in assumptions:
         console.print(f"· {text}", highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,13 +10,13 @@ import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
-from fusedmoe.kernels.gluon.interpreter.copies import ThreadCopies, bulk_copy, cp_async
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault, NotInterpreted
-from fusedmoe.kernels.gluon.interpreter.products import TensorCores
-from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
-from fusedmoe.kernels.gluon.interpreter.shared import SharedMemory, View
-from fusedmoe.kernels.gluon.interpreter.values import Pointer, Value, calculate, numbers, torch_dtype
+from tests.gluon_interpreter.barriers import Barrier
+from tests.gluon_interpreter.copies import ThreadCopies, bulk_copy, cp_async
+from tests.gluon_interpreter.faults import KernelFault, NotInterpreted
+from tests.gluon_interpreter.products import TensorCores
+from tests.gluon_interpreter.schedule import EventOrder
+from tests.gluon_interpreter.shared import SharedMemory, View
+from tests.gluon_interpreter.values import Pointer, Value, calculate, numbers, torch_dtype
 
 
 class Language:

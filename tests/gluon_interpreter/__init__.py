@@ -13,7 +13,7 @@ Threads of a partition count as one: what only some of them would see, or be lat
 
 from __future__ import annotations
 
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault, NotInterpreted
-from fusedmoe.kernels.gluon.interpreter.launch import interpret
+from tests.gluon_interpreter.faults import KernelFault, NotInterpreted
+from tests.gluon_interpreter.launch import interpret
 
 __all__ = ["KernelFault", "NotInterpreted", "interpret"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fusedmoe.kernels.gluon.interpreter.clocks import Clock
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
-from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder
+from tests.gluon_interpreter.clocks import Clock
+from tests.gluon_interpreter.faults import KernelFault
+from tests.gluon_interpreter.schedule import EventOrder
 
 _MOST = (1 << 20) - 1  # arrivals and bytes that a barrier can count
 

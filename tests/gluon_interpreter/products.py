@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedmoe.kernels.gluon.interpreter.clocks import join
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault, NotInterpreted
-from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Late
-from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
-from fusedmoe.kernels.gluon.interpreter.values import Pending, Value
+from tests.gluon_interpreter.clocks import join
+from tests.gluon_interpreter.faults import KernelFault, NotInterpreted
+from tests.gluon_interpreter.schedule import EventOrder, Late
+from tests.gluon_interpreter.shared import View, kernel_line
+from tests.gluon_interpreter.values import Pending, Value
 
 
 class TensorCores:

@@ -5,8 +5,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from fusedmoe.schedule import grid
-from fusedmoe.schedule.grid import ABLATION, COLUMNS, PUBLISHED, TESTBEDS, run_grid, workloads
+from bench.simulate import grid
+from bench.simulate.grid import ABLATION, COLUMNS, PUBLISHED, run_grid, workloads
+from fusedmoe.schedule.testbeds import TESTBEDS
 
 
 def check(results) -> None:

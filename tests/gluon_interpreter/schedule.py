@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from random import Random
 from threading import Lock, Thread
 
-from fusedmoe.kernels.gluon.interpreter.clocks import Clock
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
+from tests.gluon_interpreter.clocks import Clock
+from tests.gluon_interpreter.faults import KernelFault
 
 _EVENTS = 40
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fusedmoe.kernels.gluon.interpreter.barriers import Barrier
-from fusedmoe.kernels.gluon.interpreter.clocks import Clock, join
-from fusedmoe.kernels.gluon.interpreter.faults import KernelFault
-from fusedmoe.kernels.gluon.interpreter.schedule import EventOrder, Late
-from fusedmoe.kernels.gluon.interpreter.shared import View, kernel_line
-from fusedmoe.kernels.gluon.interpreter.values import Pointer, language_dtype
+from tests.gluon_interpreter.barriers import Barrier
+from tests.gluon_interpreter.clocks import Clock, join
+from tests.gluon_interpreter.faults import KernelFault
+from tests.gluon_interpreter.schedule import EventOrder, Late
+from tests.gluon_interpreter.shared import View, kernel_line
+from tests.gluon_interpreter.values import Pointer, language_dtype
 
 
 def cp_async(strand: str) -> str:

@@ -5,9 +5,9 @@ from itertools import islice
 
 import pytest
 
-from fusedmoe.cli.main import main
-from fusedmoe.schedule import grid
-from fusedmoe.schedule.grid import COLUMNS
+from bench.simulate import grid
+from bench.simulate.__main__ import main
+from bench.simulate.grid import COLUMNS
 from fusedmoe.schedule.policies import POLICIES
 
 
@@ -18,7 +18,7 @@ def few_cases(monkeypatch):
 
 
 def test_json(capsys):
-    assert main(["simulate", "--grid", "fsmoe", "--json", "--layers", "2", "--sample", "1"]) == 0
+    main(["--grid", "fsmoe", "--json", "--layers", "2", "--sample", "1"])
     data = json.loads(capsys.readouterr().out)
     assert data["layers"] == 2 and any("2 equal layers" in text for text in data["assumptions"])
     for testbed in ("A", "B"):
@@ -33,7 +33,7 @@ def test_json(capsys):
 
 
 def test_table(capsys):
-    assert main(["simulate", "--grid", "fsmoe", "--layers", "1", "--sample", "1"]) == 0
+    main(["--grid", "fsmoe", "--layers", "1", "--sample", "1"])
     out = capsys.readouterr().out
     for part in ("A ideal", "B calibrated", "A published", "1.18", "912", "· Coefficients"):
         assert part in out
@@ -41,13 +41,13 @@ def test_table(capsys):
 
 def test_help_lists_the_policies(capsys):
     with pytest.raises(SystemExit) as end:
-        main(["simulate", "--help"])
+        main(["--help"])
     out = capsys.readouterr().out
     assert end.value.code == 0 and all(name in out for name in POLICIES)
 
 
-def test_a_step_without_layers_is_refused(capsys):
-    assert main(["simulate", "--grid", "fsmoe", "--layers", "0"]) == 2
-    assert "at least one layer" in capsys.readouterr().err
-    assert main(["simulate", "--grid", "fsmoe", "--sample", "0"]) == 2
-    assert "at least one case" in capsys.readouterr().err
+@pytest.mark.parametrize(("flag", "cure"), [("--layers", "at least one layer"), ("--sample", "at least one case")])
+def test_nothing_to_simulate_is_refused(flag, cure, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--grid", "fsmoe", flag, "0"])
+    assert end.value.code == 2 and cure in capsys.readouterr().err
