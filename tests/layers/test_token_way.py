@@ -1,0 +1,16 @@
+"""A token's way through the library stays as short as it is: ceilings, which fall and never rise."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.token_way import SETTINGS, Way, way_of
+
+CEILINGS = dict(zip(SETTINGS, (Way(42, 742, 406), Way(43, 1254, 653), Way(45, 2150, 1057)), strict=True))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_token_s_way_grows_no_longer(cluster: Cluster, name: str) -> None:
+    way, ceiling = cluster.run(2, way_of, name)[0], CEILINGS[name]
+    assert all(found <= most for found, most in zip(way, ceiling, strict=True)), f"{way} exceeds {ceiling}"
