@@ -86,14 +86,22 @@ def digests(named: dict[str, Tensor | None]) -> dict[str, str]:
     return found
 
 
-def step(module: nn.Module, shape: tuple[int, ...], rank: int, aux: Callable[[], Tensor | float]) -> dict[str, str]:
+def step(module: nn.Module, shape: tuple[int, ...], rank: int, aux: Callable[[Any], Tensor]) -> dict[str, str]:
     """Digests of a step's output, of the gradients of its input and of all parameters."""
     torch.manual_seed(100 + rank)
     x = torch.randn(shape, dtype=_SEEDED).requires_grad_()
     y = module(x)
-    ((y * torch.randn(y.shape, dtype=y.dtype)).sum() + 0.3 * aux()).backward()
+    ((y * torch.randn(y.shape, dtype=y.dtype)).sum() + 0.3 * aux(module)).backward()
     named: dict[str, Tensor | None] = {"y": y, "dx": x.grad}
     return digests(named | {f"gradient of {name}": one.grad for name, one in module.named_parameters()})
+
+
+def _aux(layer: fusedmoe.MoELayer) -> Tensor:
+    return layer.aux_loss
+
+
+def _aux_of_layers(model: nn.Module) -> Tensor:
+    return torch.stack([one.aux_loss for one in model.modules() if isinstance(one, fusedmoe.MoELayer)]).sum()
 
 
 def layer_of(case: tuple[str, str, str], topology: fusedmoe.Topology, **options: Any) -> fusedmoe.MoELayer:
@@ -126,7 +134,7 @@ def layers(
         schedule = "off" if degrees is None else fusedmoe.Schedule("fsmoe", degrees)
         options = {"mp_input": "split"} if sizes.get("mp") else {}
         layer = layer_of(case, topology, dispatch=dispatch, schedule=schedule, **options)
-        results = step(layer, (TOKENS[rank], M), rank, lambda layer=layer: layer.aux_loss)  # type: ignore[misc]
+        results = step(layer, (TOKENS[rank], M), rank, _aux)
         results |= digests({"load": layer.load_E, "aux": layer.aux_loss, "dropped": torch.tensor(layer.dropped)})
         found |= {f"{'-'.join(case)}: {name}": digest for name, digest in results.items()}
     topology.close()
@@ -157,24 +165,24 @@ def others(rank: int, world: int) -> dict[str, str]:
         torch.manual_seed(5)
         blocks = [(_Dense(), layer_of(("topk3", "dropless", "swiglu"), topology)) for _ in range(2)]
         piped = fusedmoe.pipeline(blocks, degrees)
-        note(f"blocks {degrees}", step(piped, (5, 3, M), rank, lambda b=blocks: sum(x.aux_loss for _, x in b)))  # type: ignore[misc]
+        note(f"blocks {degrees}", step(piped, (5, 3, M), rank, _aux_of_layers))
     for hook in (fusedmoe.hooks.WireCast(torch.bfloat16), fusedmoe.hooks.WireFp8()):
         hooked = layer_of(case, topology, hooks=[hook])
-        note(type(hook).__name__, step(hooked, (TOKENS[rank], M), rank, lambda: hooked.aux_loss))
+        note(type(hook).__name__, step(hooked, (TOKENS[rank], M), rank, _aux))
     moving = layer_of(case, topology, placement="fssdp")
-    note("fssdp", step(moving, (TOKENS[rank], M), rank, lambda: moving.aux_loss))
+    note("fssdp", step(moving, (TOKENS[rank], M), rank, _aux))
     plain = layer_of(case, topology)
     compiled = torch.compile(plain, backend="aot_eager")
-    note("compiled", step(compiled, (31 + rank, M), rank, lambda: plain.aux_loss))
+    note("compiled", step(compiled, (31 + rank, M), rank, lambda _: plain.aux_loss))
     with torch.autocast("cpu", torch.bfloat16):
-        note("autocast", step(plain, (TOKENS[rank], M), rank, lambda: plain.aux_loss))
+        note("autocast", step(plain, (TOKENS[rank], M), rank, lambda _: plain.aux_loss))
     for kind, degree in itertools.product(("ffn", "llama_ffn"), (1, 2)):
         torch.manual_seed(3)
         network = {"type": kind, "num_experts_per_device": 2, "hidden_size_per_expert": H}
         tutel = moe.moe_layer(
             {"type": "top", "k": 2}, M, network, seeds=(1, rank + 1, 1), a2a_ffn_overlap_degree=degree
         )
-        note(f"tutel {kind} {degree}", step(tutel, (24, M), rank, lambda: tutel.l_aux))
+        note(f"tutel {kind} {degree}", step(tutel, (24, M), rank, lambda model: model.l_aux))
     topology.close()
     return found
 
@@ -197,9 +205,7 @@ def main() -> int:
         prog="python -m tests.recorded_runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="where to write the record")
-    parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="an earlier record: names every digest that differs"
-    )
+    parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier record: what differs is named")
     options = parser.parse_args()
     ranks = Cluster()
     found = {}
