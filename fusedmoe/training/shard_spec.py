@@ -20,8 +20,8 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.expert_networks import NAMED, NUMBERS, experts_of
-from fusedmoe.layers.sharding import parameter_shardings
-from fusedmoe.training.copies import active, holders, local_part
+from fusedmoe.layers.sharding import active_shardings, parameter_shardings
+from fusedmoe.training.copies import holders, local_part
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -134,8 +134,8 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
         ConfigError, RankError: ranks hold different tensors, or a shard that torch.chunk would not have made; the
             message names the first tensor.
     """
-    found = parameter_shardings(model)
-    shardings = {plain_name(name): active(sharding, topology) for name, sharding in found.items()}
+    found = active_shardings(parameter_shardings(model), model, topology)
+    shardings = {plain_name(name): sharding for name, sharding in found.items()}
     split = {name: tuple(tensor.shape) for name, tensor in tensors.items() if shardings.get(name)}
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
     shapes = _exchange_shapes(split, whole, topology, operation)
@@ -181,7 +181,7 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {
         plain_name(prefix + name): experts.numbers
         for prefix, experts in experts_of(model)
-        if experts.numbers is not None
+        if experts.moves
         for name, _ in experts.named_parameters()
     }
 
@@ -202,6 +202,14 @@ def _shard_spec(
     managed = isinstance(tensor, DTensor)
     if not sharding:
         return ShardSpec(tuple(tensor.shape), topology.mp if managed else topology.world)
+    for axis, dim in sharding.items():
+        others = [rank for rank in getattr(topology, axis).ranks if rank != topology.rank and name in shapes[rank]]
+        if dim == NAMED and others:
+            raise ConfigError(
+                f"ranks {topology.rank} and {others[0]} each have a {name} of their own, and one name for both: a "
+                "checkpoint would keep one of them. Make it [local experts, …], or say in its module's `shardings` "
+                "along which dimension it is split, or give it a name with the expert's number"
+            )
     shape = list(tensor.shape)
     for dim in set(sharding.values()) - {NAMED}:
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
