@@ -141,7 +141,9 @@ class Experts(nn.Module):
         # Without shards it may be of a version that did not write them.
         here = list(self.numbers) if saved.dim() == 1 else self._identity()
         if saved.tolist() != here:
-            raise other_experts(prefix, saved.tolist(), here, f"In a state put together by hand leave out {prefix}{NUMBERS}")
+            raise other_experts(
+                prefix, saved.tolist(), here, f"In a state put together by hand leave out {prefix}{NUMBERS}"
+            )
 
     def make(
         self,
@@ -206,12 +208,12 @@ def require_own_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix:
 
 
 def other_experts(prefix: str, saved: list[Any], here: list[Any], more: str = "") -> ConfigError:
-    """The refusal of a state of other experts; experts as numbers, or as [number, shard, shards]."""
+    """Makes the refusal of a state of other experts, given as numbers or names, or as [number, shard, shards]."""
 
     def told(experts: list[Any]) -> str:
-        if not experts or isinstance(experts[0], int):
-            return f"experts {experts}"
-        return f"shard {experts[0][1]} of {experts[0][2]} of experts {[number for number, *_ in experts]}"
+        if experts and isinstance(experts[0], list):
+            return f"shard {experts[0][1]} of {experts[0][2]} of experts {[number for number, *_ in experts]}"
+        return f"experts {experts}"
 
     return ConfigError(
         f"this state has {told(saved)} under {prefix.rstrip('.') or 'the model'}, and this rank has {told(here)} now: "
@@ -281,6 +283,16 @@ class Custom(RowExperts):
             self.experts[name] = module
             for key, _ in itertools.chain(module.named_parameters(), module.named_buffers()):
                 self.shardings[f"experts.{name}.{key}"] = {"ep": NAMED, "esp": NAMED}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # the names have the numbers
+
+    def require_own(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        start = f"{prefix}experts."
+        saved = {name.removeprefix(start).partition(".")[0] for name in state_dict if name.startswith(start)}
+        here = [name for name, module in self.experts.items() if module.state_dict()]
+        if saved and not saved.issuperset(here):
+            raise other_experts(prefix, sorted(saved, key=lambda name: (len(name), name)), here)
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
         parts = rows_NM.split(counts)

@@ -181,7 +181,7 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {
         plain_name(prefix + name): experts.numbers
         for prefix, experts in experts_of(model)
-        if experts.moves
+        if experts.moves and experts.numbers is not None
         for name, _ in experts.named_parameters()
     }
 
@@ -203,12 +203,12 @@ def _shard_spec(
     if not sharding:
         return ShardSpec(tuple(tensor.shape), topology.mp if managed else topology.world)
     for axis, dim in sharding.items():
-        others = [rank for rank in getattr(topology, axis).ranks if rank != topology.rank and name in shapes[rank]]
-        if dim == NAMED and others:
+        having = [rank for rank in getattr(topology, axis).ranks if name in shapes[rank]]
+        if dim == NAMED and len(having) > 1:
             raise ConfigError(
-                f"ranks {topology.rank} and {others[0]} each have a {name} of their own, and one name for both: a "
-                "checkpoint would keep one of them. Make it [local experts, …], or say in its module's `shardings` "
-                "along which dimension it is split, or give it a name with the expert's number"
+                f"the ranks {having} each have a {name} of their own, and one name for all: a checkpoint would keep "
+                "one of them. Make it [local experts, …], or say in its module's `shardings` along which dimension it "
+                "is split, or give it a name with the expert's number"
             )
     shape = list(tensor.shape)
     for dim in set(sharding.values()) - {NAMED}:

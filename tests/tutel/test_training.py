@@ -92,7 +92,9 @@ class Case(NamedTuple):
     def model(self, group: Any, count: float) -> nn.Sequential:
         """Two layers of experts between dense ones. Every rank draws other experts."""
         custom = callable(self.kind)
-        experts = {"type": "custom", "module": self.kind} if custom else {"type": self.kind, "hidden_size_per_expert": H}
+        experts = (
+            {"type": "custom", "module": self.kind} if custom else {"type": self.kind, "hidden_size_per_expert": H}
+        )
         experts |= {"num_experts_per_device": count, **self.options}
         torch.manual_seed(5)
         gate = {"type": "top", "k": min(2, self.experts), "capacity_factor": 0.0}
@@ -116,13 +118,12 @@ CASES = {
     "stacked": Case(Stacked, 2, ep=2),
     "shared ffn": Case(FFN, -2, esp=2, options={"has_fc1_bias": False}),
     "shared llama": Case(LLAMA, -2, esp=2),
-    "copies": Case(FFN, 2, esp=1),
+    "copies": Case(FFN, 2, groups=2),
     "ffn in groups": Case(FFN, 1, 4, ep=2, groups=2),
     "ffn across groups": Case(FFN, 2, 4, ep=2, groups=2, strided=True, degree=0),
     "shared of several": Case(FFN, -2, 4, ep=2, esp=2, degree=2),
     "slices": Case(Slices, -2, 4, ep=2, esp=2),
 }
-CASES["copies"] = Case(FFN, 2, groups=2)
 
 
 def own(name: str, value: Tensor, case: Case, topology: Topology) -> Tensor:
@@ -145,7 +146,11 @@ def same(model: nn.Module, whole: nn.Module, case: Case, topology: Topology, gra
     for (name, mine), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
         mine, theirs = (mine.grad, theirs.grad) if grads else (mine, theirs)
         torch.testing.assert_close(
-            mine.detach(), own(name, theirs.detach(), case, topology), rtol=1e-10, atol=1e-12, msg=lambda s: f"{name}: {s}"
+            mine.detach(),
+            own(name, theirs.detach(), case, topology),
+            rtol=1e-10,
+            atol=1e-12,
+            msg=lambda s: f"{name}: {s}",
         )
 
 
@@ -171,12 +176,12 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
     training.sync_gradients(model, topology)
     same(model, whole, case, topology, grads=True)
     for make in (training.distributed_data_parallel, training.fully_shard):
-        if make is training.fully_shard and case.esp > 1:
-            pass
         wrapped = fresh()
         wrapper = make(wrapped, topology)
         loss_of(wrapper, inputs(rank), wrapped).backward()
         training.sync_gradients(wrapper, topology)
+        if make is training.distributed_data_parallel:
+            same(wrapped, whole, case, topology, grads=True)
         norm = training.clip_grad_norm(wrapper, topology, 1e9)
         expected = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
         torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
@@ -214,3 +219,96 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_one_process(cluster: Cluster, name: str, tmp_path: Path) -> None:
     cluster.run(CASES[name].world, check, CASES[name], tmp_path)
+
+
+def state_of(model: nn.Module) -> list[Tensor]:
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *grads)]
+
+
+def refused(rank: int, world: int, folder: Path) -> None:
+    """Each helper says what it cannot know, and touches nothing."""
+
+    def every(model: nn.Module, topology: Topology, message: str) -> None:
+        before = state_of(model)
+        helpers: list[Callable[[], Any]] = [
+            lambda: training.sync_gradients(model, topology),
+            lambda: training.clip_grad_norm(model, topology, 0.01),
+            lambda: training.broadcast_parameters(model, topology),
+            lambda: training.distributed_data_parallel(model, topology),
+            lambda: training.fully_shard(model, topology),
+            lambda: training.save_checkpoint(folder / "refused", model, None, topology),
+        ]
+        for helper in helpers:
+            with pytest.raises(ConfigError, match=message):
+                helper()
+        assert all(map(torch.equal, before, state_of(model)))
+
+    def with_gradients(case: Case) -> nn.Sequential:
+        model = case.model(case.group(), case.count)
+        loss_of(model, inputs(rank), model).backward()
+        return model
+
+    ep, esp, dp = (Topology.from_sizes(**sizes, timeout_s=30.0) for sizes in ({"ep": 2}, {"esp": 2}, {}))
+    silent = with_gradients(Case(Slices, -2, esp=2, options={"says": False}))
+    every(silent, esp, r"1\.experts\.w. Say so where it is made")
+    different = with_gradients(Case(FFN, 2, ep=2))
+    shared = with_gradients(Case(FFN, -2, esp=2))
+    native = fusedmoe.MoELayer(D, fusedmoe.gates.TopK(4, 2), fusedmoe.experts.SwiGLU(H), topology=ep)
+    for model, other, axis in (
+        (different, dp, "ep=2, esp=1"),
+        (shared, ep, "ep=1, esp=2"),
+        (native, esp, "ep=2, esp=1"),
+    ):
+        every(model, other, rf"experts\..* is split over the ranks \[0, 1\] by its layer.*from_sizes\({axis}\)")
+    # Without their layer, nobody knows over which ranks experts are spread.
+    alone = with_gradients(Case(Stacked, 2, ep=2))[1].experts
+    every(alone, ep, "w is an expert's parameter by its mark")
+    with pytest.raises(ConfigError, match="give it their topology"):
+        training.clip_grad_norm(different, None, 1.0)
+    # What has no whole is a rank's own: right in all but a checkpoint.
+    modules = with_gradients(Case(Modules, 2, ep=2))
+    own = [parameter.grad.clone() for parameter in modules[1].experts.parameters()]
+    training.sync_gradients(modules, ep)
+    training.broadcast_parameters(modules, ep)
+    for found, known in zip(modules[1].experts.parameters(), own, strict=True):
+        torch.testing.assert_close(found.grad, known / 2)
+    with pytest.raises(ConfigError, match=r"ranks \[0, 1\] each have a 1\.experts\.each\.0\.weight of their own"):
+        training.save_checkpoint(folder / "modules", modules, None, ep)
+
+
+def test_what_is_not_known_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(2, refused, tmp_path)
+
+
+def mark(name: str, parameter: nn.Parameter) -> None:
+    parameter.skip_allreduce = True  # type: ignore[attr-defined]
+
+
+def layer_with_marks() -> moe.MOELayer:
+    experts = {"type": FFN, "num_experts_per_device": 2, "hidden_size_per_expert": H}
+    return moe.moe_layer({"type": "top"}, D, experts, scan_expert_func=mark)
+
+
+def test_marks_stay() -> None:
+    """Whatever makes other parameters of a layer's: a copy, another device, a state that is taken over."""
+    layer = layer_with_marks()
+    layer(torch.randn(3, D))
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    onto = nn.Sequential(layer_with_marks())
+    onto.load_state_dict(nn.Sequential(layer).state_dict(), assign=True)
+    copies = {
+        "deepcopy": copy.deepcopy(nn.Sequential(layer)),
+        "pickle": pickle.loads(pickle.dumps(layer)),
+        "torch.save": torch.load(buffer, weights_only=False),
+        "a state": onto,
+        "memory": nn.Sequential(layer_with_marks().to("meta")).to_empty(device="cpu"),
+        "dtype": layer_with_marks().bfloat16(),
+    }
+    for way, model in copies.items():
+        experts = {name for name, _ in model.named_parameters() if "experts" in name}
+        for attribute in ("_tutel_expert", "skip_allreduce"):
+            assert {name for name, p in model.named_parameters() if hasattr(p, attribute)} == experts, way
+        assert training.expert_parameter_names(model) == experts
