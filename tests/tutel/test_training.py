@@ -143,15 +143,13 @@ def inputs(rank: int) -> Tensor:
 
 
 def same(model: nn.Module, whole: nn.Module, case: Case, topology: Topology, grads: bool = False) -> None:
-    for (name, mine), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
-        mine, theirs = (mine.grad, theirs.grad) if grads else (mine, theirs)
-        torch.testing.assert_close(
-            mine.detach(),
-            own(name, theirs.detach(), case, topology),
-            rtol=1e-10,
-            atol=1e-12,
-            msg=lambda s: f"{name}: {s}",
-        )
+    def values(of: nn.Module) -> list[Tensor]:
+        return [(p.grad if grads else p).detach() for p in of.parameters()]
+
+    names = [name for name, _ in whole.named_parameters()]
+    for name, mine, theirs in zip(names, values(model), values(whole), strict=True):
+        expected = own(name, theirs, case, topology)
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12, msg=lambda s, name=name: f"{name}: {s}")
 
 
 def check(rank: int, world: int, case: Case, folder: Path) -> None:
@@ -162,7 +160,7 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
     def fresh() -> nn.Sequential:
         """A model of this rank's part, after whatever copies and replaces parameters."""
         model = copy.deepcopy(case.model(group, case.count))
-        for (name, parameter), value in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for name, value in whole.named_parameters():
             layer = model.get_submodule(name.rpartition(".")[0])
             setattr(layer, name.rpartition(".")[2], nn.Parameter(own(name, value.detach(), case, topology).clone()))
         return model
