@@ -100,7 +100,8 @@ class Case(NamedTuple):
         gate = {"type": "top", "k": min(2, self.experts), "capacity_factor": 0.0}
         seeds = (1, 2 + dist.get_rank(), 1)
         layers = (moe.moe_layer(gate, D, experts, group=group, seeds=seeds) for _ in range(2))
-        model = nn.Sequential(nn.Linear(D, D), next(layers), nn.Linear(D, D), next(layers))
+        out = self.options.get("output_dim", D)
+        model = nn.Sequential(nn.Linear(D, D), next(layers), nn.Linear(out, D), next(layers))
         for layer in (model[1], model[3]):
             layer.adaptive_degree = layer._valid_r(self.degree if layer.world_size > 1 else 1)
         return model.double()
@@ -117,6 +118,7 @@ CASES = {
     "llama": Case(LLAMA, 1, ep=2, degree=0),
     "stacked": Case(Stacked, 2, ep=2),
     "shared ffn": Case(FFN, -2, esp=2, options={"has_fc1_bias": False}),
+    "padded biases": Case(FFN, -4, 4, esp=4, options={"output_dim": 6}),
     "shared llama": Case(LLAMA, -2, esp=2),
     "copies": Case(FFN, 2, groups=2),
     "ffn in groups": Case(FFN, 1, 4, ep=2, groups=2),

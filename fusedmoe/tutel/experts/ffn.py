@@ -183,6 +183,7 @@ class FusedExpertsNetwork(nn.Module):
         self.register_parameter("batched_fc1_bias", b1)
         self.register_parameter("batched_fc2_bias", b2)
         self.shardings = {name: {"ep": 0, "esp": 1} for name, _ in self.named_parameters()}
+        self.unpadded = {"batched_fc2_bias": {1: self.output_dim}}
         self.reset_parameters()
 
     @torch.no_grad()
