@@ -213,7 +213,7 @@ def other_experts(prefix: str, saved: list[Any], here: list[Any], more: str = ""
     def told(experts: list[Any]) -> str:
         if experts and isinstance(experts[0], list):
             return f"shard {experts[0][1]} of {experts[0][2]} of experts {[number for number, *_ in experts]}"
-        return f"experts {experts}"
+        return f"experts [{', '.join(map(str, experts))}]"
 
     return ConfigError(
         f"this state has {told(saved)} under {prefix.rstrip('.') or 'the model'}, and this rank has {told(here)} now: "

@@ -154,6 +154,10 @@ def same(model: nn.Module, whole: nn.Module, case: Case, topology: Topology, gra
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12, msg=lambda s, name=name: f"{name}: {s}")
 
 
+def fully_sharded(model: nn.Module, topology: Topology) -> nn.Module:
+    return training.fully_shard(model, topology, experts=True)
+
+
 def check(rank: int, world: int, case: Case, folder: Path) -> None:
     topology, group = case.topology(), case.group()
     whole = case.model(net.create_standalone_group(), case.experts)
@@ -175,7 +179,7 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
     loss_of(model, inputs(rank), model).backward()
     training.sync_gradients(model, topology)
     same(model, whole, case, topology, grads=True)
-    for make in (training.distributed_data_parallel, training.fully_shard):
+    for make in (training.distributed_data_parallel, training.fully_shard, fully_sharded):
         wrapped = fresh()
         wrapper = make(wrapped, topology)
         loss_of(wrapper, inputs(rank), wrapped).backward()
