@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -31,61 +32,74 @@ def parameter_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
         ConfigError: an unknown name, axis or dimension; a tensor split over both expert axes and mp; a shared tensor
             whose owners disagree; a parameter that Tutel's mark calls an expert's, of which no module says more.
     """
-    shardings = stated_shardings(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in shardings and hasattr(parameter, "_tutel_expert"):
-            # It would pass for a parameter that all ranks share.
-            raise ConfigError(
-                f"{name} is an expert's parameter by its mark _tutel_expert, and no module says over which ranks it is "
-                "split. Give the model with its fusedmoe.tutel.moe.moe_layer, not the experts alone"
-            )
-    return shardings
+    return {name: dict(stated.axes) for name, stated in _collect(model).items()}
 
 
-def stated_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Collects what the modules say, as `parameter_shardings` does, without a look at marks."""
-    shardings: dict[str, dict[str, int]] = {}
-    seen: dict[int, tuple[str, dict[str, int]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for own_name, axes in getattr(module, "shardings", {}).items():
-            name = f"{prefix}.{own_name}" if prefix else own_name
-            tensor = _find(module, own_name, name)
-            if tensor is None:
-                continue
-            _check(name, tensor, axes)
-            first, known = seen.setdefault(id(tensor), (name, axes))
-            if known != axes:
-                raise ConfigError(f"{first} and {name} are one tensor, but split as {known} and as {axes}")
-            shardings[name] = dict(axes)
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named if seen else ():
-        if id(tensor) in seen:
-            shardings.setdefault(name, dict(seen[id(tensor)][1]))
-    return shardings
-
-
-def active_shardings(
-    shardings: Mapping[str, Mapping[str, int]], model: nn.Module, topology: Topology
-) -> dict[str, dict[str, int]]:
+def active_shardings(model: nn.Module, topology: Topology) -> tuple[dict[str, dict[str, int]], set[str]]:
     """Leaves of each sharding the axes that split over ranks; a tensor without any is replicated.
 
     A layer's attribute `expert_ranks` says which ranks its own ep and esp have. Along an axis on which these are one
     rank the layer's experts are replicated, whatever the topology; several ranks must be those of the topology.
 
-    Args:
-        shardings: `parameter_shardings(model)`.
+    Returns:
+        The shardings by the names of `parameter_shardings`, and which of these are experts', split or not.
     Raises:
-        ConfigError: a layer splits its experts over other ranks than the topology says; a tensor of which nobody said
-            how an axis splits it.
+        ConfigError: as `parameter_shardings`; a layer splits its experts over other ranks than the topology says; a
+            tensor of which nobody said how an axis splits it.
     """
-    layers: dict[int, Mapping[str, tuple[int, ...]]] = {}
-    for module in model.modules():
-        expert_ranks = getattr(module, "expert_ranks", None)
-        if expert_ranks is not None:
-            layers |= dict.fromkeys(map(id, (*module.parameters(), *module.buffers())), expert_ranks)
+    every = _collect(model)
+    experts = {name for name, stated in every.items() if not stated.axes.keys().isdisjoint(EXPERT_AXES)}
+    return {name: _active(name, *stated, topology) for name, stated in every.items()}, experts
+
+
+class _Stated(NamedTuple):
+    """What modules say of a tensor: its sharding, and the ranks along its layer's own axes."""
+
+    axes: Mapping[str, int]
+    ranks: Mapping[str, tuple[int, ...]]
+
+
+def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
+    """Collects what the modules say by the names of `model.state_dict()`.
+
+    Args:
+        marked: whether Tutel's marks are looked at.
+    """
+    found: dict[str, _Stated] = {}
+    seen: dict[int, tuple[str, _Stated]] = {}
+    layers: list[tuple[str, Mapping[str, tuple[int, ...]]]] = [("", {})]  # those around a module, from outside
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        path = f"{prefix}." if prefix else ""
+        while not path.startswith(layers[-1][0]):
+            layers.pop()
+        if (ranks := getattr(module, "expert_ranks", None)) is not None:
+            layers.append((path, ranks))
+        for own_name, axes in getattr(module, "shardings", {}).items():
+            name = path + own_name
+            tensor = _find(module, own_name, name)
+            if tensor is None:
+                continue
+            _check(name, tensor, axes)
+            first, known = seen.setdefault(id(tensor), (name, _Stated(axes, layers[-1][1])))
+            if known.axes != axes:
+                raise ConfigError(f"{first} and {name} are one tensor, but split as {known.axes} and as {axes}")
+            found[name] = known
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    ranks = {name: layers[id(tensor)] for name, tensor in named if id(tensor) in layers} if layers else {}
-    return {name: _active(name, axes, ranks.get(name, {}), topology) for name, axes in shardings.items()}
+    for name, tensor in named:
+        if id(tensor) in seen:
+            found.setdefault(name, seen[id(tensor)][1])
+        elif marked and hasattr(tensor, "_tutel_expert"):
+            # It would pass for a parameter that all ranks share.
+            raise ConfigError(
+                f"{name} is an expert's parameter by its mark _tutel_expert, and no module says over which ranks it is "
+                "split. Give the model with its fusedmoe.tutel.moe.moe_layer, not the experts alone"
+            )
+    return found
+
+
+def stated_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Collects what the modules say, as `parameter_shardings` does, without a look at marks."""
+    return {name: dict(stated.axes) for name, stated in _collect(model, marked=False).items()}
 
 
 def _active(

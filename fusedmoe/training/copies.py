@@ -16,7 +16,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED
-from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, parameter_shardings
+from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings
 
 # What the losses of an MP group are: see fusedmoe.training.data_parallel.
 MpLoss = Literal["summands", "replicated"]
@@ -61,16 +61,15 @@ def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
         ConfigError: a parameter that FSDP shards over other ranks than the dp group; a layer that splits experts over
             other ranks than the topology says, or does not say how.
     """
-    shardings = parameter_shardings(model)
-    splits = active_shardings(shardings, model, topology)
+    splits, experts = active_shardings(model, topology)
     spread = {id(part) for each in model.modules() if each in sharded_with_experts for part in each.parameters()}
     found = []
     for name, parameter in model.named_parameters():
-        sharding, expert = splits.get(name, {}), not shardings.get(name, {}).keys().isdisjoint(EXPERT_AXES)
+        sharding = splits.get(name, {})
         group, managed = holders(sharding, topology), isinstance(parameter, DTensor)
         if managed:
             group = _unmanaged_holders(name, parameter, sharding, topology, id(parameter) in spread)
-        found.append(Replica(name, parameter, sharding, group, expert, managed))
+        found.append(Replica(name, parameter, sharding, group, name in experts, managed))
     return found
 
 
@@ -131,7 +130,7 @@ def broadcast_parameters(model: nn.Module, topology: Topology) -> None:
     For models that ranks initialised differently. Models of this library need it only if their ranks were seeded
     differently.
     """
-    splits = active_shardings(parameter_shardings(model), model, topology)
+    splits, _ = active_shardings(model, topology)
     for replica in replicas(model, topology):
         broadcast(replica.parameter, replica.group)
     for name, buffer in model.named_buffers():

@@ -129,7 +129,7 @@ class DataParallel(DistributedDataParallel):
     def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
         copies = replicas(model, topology)
         split = [replica for replica in copies if replica.sharding]
-        splits = active_shardings(parameter_shardings(model), model, topology)
+        splits, _ = active_shardings(model, topology)
         hidden = [name for name, axes in splits.items() if axes]
         # It writes the names of the root module's own parameters with a dot in front.
         hidden += [f".{name}" for name in hidden if "." not in name]
@@ -203,7 +203,7 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
     if topology.dp.size == 1:
         return module
     assert topology.dense_mesh is not None and topology.expert_mesh is not None
-    splits = active_shardings(parameter_shardings(module), module, topology)
+    splits, _ = active_shardings(module, topology)
     split: set[nn.Parameter] = set()
     spread: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters():

@@ -20,7 +20,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.expert_networks import NAMED, NUMBERS, experts_of
-from fusedmoe.layers.sharding import active_shardings, parameter_shardings
+from fusedmoe.layers.sharding import active_shardings
 from fusedmoe.training.copies import holders, local_part
 
 Shapes = dict[str, tuple[int, ...]]
@@ -139,7 +139,7 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
         ConfigError, RankError: ranks hold different tensors, or a shard that torch.chunk would not have made; the
             message names the first tensor.
     """
-    found = active_shardings(parameter_shardings(model), model, topology)
+    found, _ = active_shardings(model, topology)
     shardings = {plain_name(name): sharding for name, sharding in found.items()}
     split = {name: tuple(tensor.shape) for name, tensor in tensors.items() if shardings.get(name)}
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}

@@ -75,6 +75,9 @@ class MOELayer(nn.Module):
         ConfigError: arguments that cannot work, or that are unknown.
     """
 
+    # By names of expert parameters; none in layers pickled by versions that did not keep them.
+    _marks: dict[str, dict[str, Any]] = {}
+
     def __init__(
         self,
         gate_type: str | Description | Sequence[Description],
@@ -375,7 +378,7 @@ class MOELayer(nn.Module):
     def _note_marks(self) -> None:
         """Keeps what experts' parameters are marked with, by this layer, `scan_expert_func` or anybody: a copy of a
         parameter has no attributes."""
-        self._marks: dict[str, dict[str, Any]] = {
+        self._marks = {
             name: {key: value for key, value in vars(parameter).items() if isinstance(value, bool | int | str)}
             for name, parameter in self.experts.named_parameters()
         }
