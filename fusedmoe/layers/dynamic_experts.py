@@ -184,7 +184,7 @@ class DynamicExperts:
         self._held_W = [self.now.owned(rank) for rank in range(self.now.ranks)]
         self._add(self.placement)
         self._gathered = ()
-        self.experts.numbers = self.placement.owned(self.group.index)
+        self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
         """Replicas that a placement has more than there are now come behind what is held."""

@@ -50,7 +50,8 @@ class Place:
         return range(self.first, self.first + self.local)
 
 
-#: In the state of experts under a placement: which experts the parameters are of.
+#: In the state of a layer's experts: which experts the parameters are of, [e], or with shards [e, 3], each expert's
+#: number, the number of the shard, and of how many.
 NUMBERS = "numbers"
 
 
@@ -75,10 +76,12 @@ class Experts(nn.Module):
 
     Attributes:
         shardings: own parameter name -> {axis: dimension}, for parameters that differ between ranks.
-        numbers: which of all experts the parameters here are of, where `place` does not say: under a placement. Then
-            the state has them, too, and loads where the parameters are of these experts only. `MoELayer`, models of
-            this library and those under `ShardedExperts` refuse another state whole; of other modules around them
-            PyTorch has loaded by then what comes before. `load_checkpoint` compares all first, always.
+        numbers: which of all experts the parameters here are of, once a layer has them; None for experts that all ranks
+            have. The state has them, too, and loads where the parameters are of these experts (and shards) only, or
+            where it does not say, as states of older versions do not. `MoELayer`, models of this library and those
+            under `ShardedExperts` refuse another state whole; of other modules around them PyTorch has loaded by then
+            what comes before. `load_checkpoint` compares all first, always.
+        moves: the experts change owners, under a placement.
     """
 
     def __init__(self) -> None:
@@ -88,6 +91,7 @@ class Experts(nn.Module):
         self.shardings: dict[str, dict[str, int]] = {}
         self.recorder: Recorder | None = None
         self.numbers: tuple[int, ...] | None = None
+        self.moves = False
 
     def setup(
         self,
@@ -114,26 +118,31 @@ class Experts(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.numbers is not None:
-            destination[prefix + NUMBERS] = torch.tensor(self.numbers, dtype=torch.long)
+            destination[prefix + NUMBERS] = torch.tensor(self._identity(), dtype=torch.long, device="cpu")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self.require_own(state_dict, prefix)
         state_dict.pop(prefix + NUMBERS, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def _identity(self) -> list[Any]:
+        assert self.numbers is not None and self.place is not None
+        shard = [self.place.shard, self.place.shards]
+        return [[number, *shard] for number in self.numbers] if self.place.shards > 1 else list(self.numbers)
+
     def require_own(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Raises `ConfigError` if the state, whose names begin with `prefix`, is of other experts than those here.
 
         Without this the rows of one expert would become another one's.
         """
-        saved, here = state_dict.get(prefix + NUMBERS), self.numbers
-        if here is None and self.place is not None:
-            here = tuple(self.place.numbers)
-        if saved is not None and tuple(saved.tolist()) != here:
-            raise ConfigError(
-                f"this state has experts {saved.tolist()} under {prefix or 'the model'}, and this rank has "
-                f"{list(here or ())} now: owners have changed. save_checkpoint and load_checkpoint know "
-                "experts by their numbers; reshard=False keeps owners as they are"
+        saved = state_dict.get(prefix + NUMBERS)
+        if saved is None or self.numbers is None:
+            return
+        # Without shards it may be of a version that did not write them.
+        here = list(self.numbers) if saved.dim() == 1 else self._identity()
+        if saved.tolist() != here:
+            raise other_experts(
+                prefix, saved.tolist(), here, f"In a state put together by hand leave out {prefix}{NUMBERS}"
             )
 
     def make(
@@ -198,6 +207,21 @@ def require_own_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix:
         experts.require_own(state_dict, prefix + name)
 
 
+def other_experts(prefix: str, saved: list[Any], here: list[Any], more: str = "") -> ConfigError:
+    """Makes the refusal of a state of other experts, given as numbers or names, or as [number, shard, shards]."""
+
+    def told(experts: list[Any]) -> str:
+        if experts and isinstance(experts[0], list):
+            return f"shard {experts[0][1]} of {experts[0][2]} of experts {[number for number, *_ in experts]}"
+        return f"experts [{', '.join(map(str, experts))}]"
+
+    return ConfigError(
+        f"this state has {told(saved)} under {prefix.rstrip('.') or 'the model'}, and this rank has {told(here)} now: "
+        "it is another rank's, or owners have changed. A state_dict() is a rank's own; save_checkpoint and "
+        f"load_checkpoint know experts by their numbers, and reshard=False keeps owners as they are. {more}".rstrip()
+    )
+
+
 class RowExperts(Experts):
     """Experts that are given their rows sorted and return rows; gathering and weighting is done here."""
 
@@ -259,6 +283,16 @@ class Custom(RowExperts):
             self.experts[name] = module
             for key, _ in itertools.chain(module.named_parameters(), module.named_buffers()):
                 self.shardings[f"experts.{name}.{key}"] = {"ep": NAMED, "esp": NAMED}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # the names have the numbers
+
+    def require_own(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        start = f"{prefix}experts."
+        saved = {name.removeprefix(start).partition(".")[0] for name in state_dict if name.startswith(start)}
+        here = [name for name, module in self.experts.items() if module.state_dict()]
+        if saved and not saved.issuperset(here):
+            raise other_experts(prefix, sorted(saved, key=lambda name: (len(name), name)), here)
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
         parts = rows_NM.split(counts)

@@ -148,6 +148,7 @@ class MoELayer(nn.Module):
             shared.shardings = {}
         if self.topology.ep.size * self.topology.esp.size > 1:
             require_shardings(experts)
+        experts.numbers = tuple(place.numbers)
         for name, _ in experts.named_parameters():
             experts.shardings.setdefault(name, {"ep": NAMED})  # an expert's all the same, even where nothing is split
         self.placed: DynamicExperts | None = None
@@ -285,6 +286,11 @@ class MoELayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are not part of a graph.
         return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
+
+    @property
+    def expert_ranks(self) -> dict[str, tuple[int, ...]]:
+        """The ranks over which the experts are split along ep and esp, as `fusedmoe.training` asks."""
+        return {"ep": self.topology.ep.ranks, "esp": self.topology.esp.ranks}
 
     @property
     def load_E(self) -> Tensor:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fusedmoe.comm.group import Group
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED
 
 EXPERT_AXES = ("ep", "esp")
 AXES = (*EXPERT_AXES, "mp")
+# In place of a dimension: nobody has said how the tensor is split over this axis. `active_shardings` refuses it where
+# the axis has several ranks.
+UNKNOWN = -2
 
 
 def parameter_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
@@ -22,26 +30,104 @@ def parameter_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
 
     Raises:
         ConfigError: an unknown name, axis or dimension; a tensor split over both expert axes and mp; a shared tensor
-            whose owners disagree.
+            whose owners disagree; a parameter that Tutel's mark calls an expert's, of which no module says more.
     """
-    shardings: dict[str, dict[str, int]] = {}
-    seen: dict[int, tuple[str, dict[str, int]]] = {}
+    return {name: dict(stated.axes) for name, stated in _collect(model).items()}
+
+
+def active_shardings(model: nn.Module, topology: Topology) -> tuple[dict[str, dict[str, int]], set[str]]:
+    """Leaves of each sharding the axes that split over ranks; a tensor without any is replicated.
+
+    A layer's attribute `expert_ranks` says which ranks its own ep and esp have. Along an axis on which these are one
+    rank the layer's experts are replicated, whatever the topology; several ranks must be those of the topology.
+
+    Returns:
+        The shardings by the names of `parameter_shardings`, and which of these are experts', split or not.
+    Raises:
+        ConfigError: as `parameter_shardings`; a layer splits its experts over other ranks than the topology says; a
+            tensor of which nobody said how an axis splits it.
+    """
+    every = _collect(model)
+    experts = {name for name, stated in every.items() if not stated.axes.keys().isdisjoint(EXPERT_AXES)}
+    return {name: _active(name, *stated, topology) for name, stated in every.items()}, experts
+
+
+class _Stated(NamedTuple):
+    """What modules say of a tensor: its sharding, and the ranks along its layer's own axes."""
+
+    axes: Mapping[str, int]
+    ranks: Mapping[str, tuple[int, ...]]
+
+
+def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
+    """Collects what the modules say by the names of `model.state_dict()`.
+
+    Args:
+        marked: whether Tutel's marks are looked at.
+    """
+    found: dict[str, _Stated] = {}
+    seen: dict[int, tuple[str, _Stated]] = {}
+    layers: list[tuple[str, Mapping[str, tuple[int, ...]]]] = [("", {})]  # those around a module, from outside
     for prefix, module in model.named_modules(remove_duplicate=False):
+        path = f"{prefix}." if prefix else ""
+        while not path.startswith(layers[-1][0]):
+            layers.pop()
+        if (ranks := getattr(module, "expert_ranks", None)) is not None:
+            layers.append((path, ranks))
         for own_name, axes in getattr(module, "shardings", {}).items():
-            name = f"{prefix}.{own_name}" if prefix else own_name
+            name = path + own_name
             tensor = _find(module, own_name, name)
             if tensor is None:
                 continue
             _check(name, tensor, axes)
-            first, known = seen.setdefault(id(tensor), (name, axes))
-            if known != axes:
-                raise ConfigError(f"{first} and {name} are one tensor, but split as {known} and as {axes}")
-            shardings[name] = dict(axes)
+            first, known = seen.setdefault(id(tensor), (name, _Stated(axes, layers[-1][1])))
+            if known.axes != axes:
+                raise ConfigError(f"{first} and {name} are one tensor, but split as {known.axes} and as {axes}")
+            found[name] = known
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named if seen else ():
+    for name, tensor in named:
         if id(tensor) in seen:
-            shardings.setdefault(name, dict(seen[id(tensor)][1]))
-    return shardings
+            found.setdefault(name, seen[id(tensor)][1])
+        elif marked and hasattr(tensor, "_tutel_expert"):
+            # It would pass for a parameter that all ranks share.
+            raise ConfigError(
+                f"{name} is an expert's parameter by its mark _tutel_expert, and no module says over which ranks it is "
+                "split. Give the model with its fusedmoe.tutel.moe.moe_layer, not the experts alone"
+            )
+    return found
+
+
+def stated_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Collects what the modules say, as `parameter_shardings` does, without a look at marks."""
+    return {name: dict(stated.axes) for name, stated in _collect(model, marked=False).items()}
+
+
+def _active(
+    name: str, axes: Mapping[str, int], of_layer: Mapping[str, tuple[int, ...]], topology: Topology
+) -> dict[str, int]:
+    found = {}
+    for axis, dim in axes.items():
+        group: Group = getattr(topology, axis)
+        ranks = of_layer.get(axis, group.ranks)
+        if len(ranks) == 1:
+            continue
+        if ranks != group.ranks:
+            sizes = ", ".join(f"{each}={len(of_layer[each])}" for each in EXPERT_AXES)
+            raise ConfigError(
+                f"rank {topology.rank}: {name} is split over the ranks {list(ranks)} by its layer, and {axis} of the "
+                f"topology given is the ranks {list(group.ranks)}: experts would be taken for copies of others. Give "
+                f"the layer's own topology, with {sizes}: Topology.from_sizes({sizes}), or from_mesh where its ranks "
+                "are not consecutive"
+            )
+        if dim == UNKNOWN:
+            raise ConfigError(
+                f"rank {topology.rank}: the ranks {list(ranks)} share an expert, and its module does not say how they "
+                f"split {name}. Say so where it is made: self.shardings = {{'{name.rpartition('.')[2]}': {{'ep': 0, "
+                "'esp': 1}}, if each has a slice along dimension 1 of [local experts, …], or {'ep': 0} if each has "
+                "all of it"
+            )
+        found[axis] = dim
+    return found
 
 
 def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
@@ -69,7 +155,7 @@ def _check(name: str, tensor: Tensor, axes: dict[str, int]) -> None:
     for axis, dim in axes.items():
         if axis not in AXES:
             raise ConfigError(f"{name} is split over an unknown axis {axis!r}; the axes are {', '.join(AXES)}")
-        if dim != NAMED and not 0 <= dim < tensor.dim():
+        if dim not in (NAMED, UNKNOWN) and not 0 <= dim < tensor.dim():
             raise ConfigError(f"{name} of shape {list(tensor.shape)} has no dimension {dim} to split over {axis}")
     if "mp" in axes and len(axes) > 1:
         raise ConfigError(f"{name} is split as {axes}; a tensor is split over ep and esp, or over mp, not both")

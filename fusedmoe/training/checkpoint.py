@@ -390,7 +390,7 @@ class OptimizerState:
                 targets[entry] = torch.empty(saved.size, dtype=dtype)
                 continue
             if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dtype != dtype:
-                value = self._state[name][key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                value = self._state[name][key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             targets[entry] = spec.spread(value)
         return targets
 

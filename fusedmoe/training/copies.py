@@ -16,7 +16,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED
-from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
+from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings
 
 # What the losses of an MP group are: see fusedmoe.training.data_parallel.
 MpLoss = Literal["summands", "replicated"]
@@ -58,18 +58,18 @@ def replicas(model: nn.Module, topology: Topology) -> list[Replica]:
     """Every distinct parameter once, in the order of `named_parameters`, which is the same on all ranks.
 
     Raises:
-        ConfigError: a parameter that FSDP shards over other ranks than the dp group.
+        ConfigError: a parameter that FSDP shards over other ranks than the dp group; a layer that splits experts over
+            other ranks than the topology says, or does not say how.
     """
-    shardings = parameter_shardings(model)
+    splits, experts = active_shardings(model, topology)
     spread = {id(part) for each in model.modules() if each in sharded_with_experts for part in each.parameters()}
     found = []
     for name, parameter in model.named_parameters():
-        declared = shardings.get(name, {})
-        sharding, expert = active(declared, topology), not declared.keys().isdisjoint(EXPERT_AXES)
+        sharding = splits.get(name, {})
         group, managed = holders(sharding, topology), isinstance(parameter, DTensor)
         if managed:
             group = _unmanaged_holders(name, parameter, sharding, topology, id(parameter) in spread)
-        found.append(Replica(name, parameter, sharding, group, expert, managed))
+        found.append(Replica(name, parameter, sharding, group, name in experts, managed))
     return found
 
 
@@ -86,14 +86,9 @@ def divisor(replica: Replica, topology: Topology, mp_loss: MpLoss) -> int:
     return ranks * topology.mp.size if whole else ranks
 
 
-def active(sharding: dict[str, int], topology: Topology) -> dict[str, int]:
-    """The axes of a sharding that do split: those of more than one rank."""
-    return {axis: dim for axis, dim in sharding.items() if getattr(topology, axis).size > 1}
-
-
 def holders(sharding: dict[str, int], topology: Topology) -> Group:
-    """The ranks that hold a copy of a tensor split along the active axes of `sharding`."""
-    axes = set(active(sharding, topology))
+    """The ranks that hold a copy of a tensor with this active sharding."""
+    axes = set(sharding)
     if not axes:
         return topology.world
     if axes == {"mp"}:
@@ -135,11 +130,11 @@ def broadcast_parameters(model: nn.Module, topology: Topology) -> None:
     For models that ranks initialised differently. Models of this library need it only if their ranks were seeded
     differently.
     """
-    shardings = parameter_shardings(model)
+    splits, _ = active_shardings(model, topology)
     for replica in replicas(model, topology):
         broadcast(replica.parameter, replica.group)
     for name, buffer in model.named_buffers():
-        broadcast(buffer, holders(shardings.get(name, {}), topology))
+        broadcast(buffer, holders(splits.get(name, {}), topology))
 
 
 @torch.no_grad()

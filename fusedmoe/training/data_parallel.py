@@ -28,10 +28,9 @@ from fusedmoe.comm.group import bounded
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED, experts_of
-from fusedmoe.layers.sharding import EXPERT_AXES, parameter_shardings
+from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, parameter_shardings
 from fusedmoe.training.copies import (
     MpLoss,
-    active,
     broadcast,
     divisor,
     holders,
@@ -130,8 +129,8 @@ class DataParallel(DistributedDataParallel):
     def __init__(self, model: nn.Module, topology: Topology, mp_loss: MpLoss, **options: Any) -> None:
         copies = replicas(model, topology)
         split = [replica for replica in copies if replica.sharding]
-        shardings = parameter_shardings(model)
-        hidden = [name for name, axes in shardings.items() if active(axes, topology)]
+        splits, _ = active_shardings(model, topology)
+        hidden = [name for name, axes in splits.items() if axes]
         # It writes the names of the root module's own parameters with a dot in front.
         hidden += [f".{name}" for name in hidden if "." not in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, hidden)
@@ -204,11 +203,11 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
     if topology.dp.size == 1:
         return module
     assert topology.dense_mesh is not None and topology.expert_mesh is not None
-    shardings = parameter_shardings(module)
+    splits, _ = active_shardings(module, topology)
     split: set[nn.Parameter] = set()
     spread: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters():
-        axes = active(shardings.get(name, {}), topology)
+        axes = splits.get(name, {})
         if isinstance(parameter, DTensor) or axes.keys().isdisjoint(EXPERT_AXES):
             continue
         copies = holders(axes, topology) is topology.edp and NAMED not in axes.values()
@@ -230,7 +229,7 @@ def _over_copies(module: nn.Module, topology: Topology, spread: set[nn.Parameter
             f"fully_shard(experts=True) needs a PyTorch whose FSDP2 has a mesh for each parameter; {torch.__version__} "
             "has one for all of a module. Update PyTorch, or leave experts=False."
         )
-    if any(experts.numbers is not None for _, experts in experts_of(module)):
+    if any(experts.moves for _, experts in experts_of(module)):
         raise ConfigError("fully_shard(experts=True) of experts that move between ranks: leave experts=False")
     assert topology.expert_mesh is not None
     ranks, over = topology.edp.size, FSDPMeshInfo(mesh=topology.expert_mesh["edp"], shard_mesh_dim=0)

@@ -79,7 +79,11 @@ _known: WeakKeyDictionary[nn.Module, tuple[list[_Held], Topology, set[str]]] = W
 
 def _by_meshes(model: nn.Module) -> tuple[Topology, list[tuple[nn.Parameter, bool]]]:
     """The whole job, and each parameter with whether this rank counts it."""
-    if any(isinstance(module, MoELayer) and module.topology.size > 1 for module in model.modules()):
+    if any(
+        (isinstance(module, MoELayer) and module.topology.size > 1)
+        or any(len(ranks) > 1 for ranks in getattr(module, "expert_ranks", {}).values())
+        for module in model.modules()
+    ):
         raise ConfigError(
             "clip_grad_norm of a model with layers of fusedmoe that are split over ranks: give it their topology, "
             "clip_grad_norm(model, topology, max_norm)"

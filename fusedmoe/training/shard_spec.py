@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.expert_networks import NAMED, NUMBERS, experts_of
-from fusedmoe.layers.sharding import parameter_shardings
-from fusedmoe.training.copies import active, holders, local_part
+from fusedmoe.layers.sharding import active_shardings
+from fusedmoe.training.copies import holders, local_part
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -96,6 +96,7 @@ class ShardSpec:
         everywhere: all ranks hold (a part of) a tensor of this name.
         mesh, placements: of the DTensor that this rank's part belongs to; mesh None: the tensor is used as it is.
         numbers, starts: which rows this rank has, where they are not in order, and where in them its part begins.
+        kept: dimension -> how much of this rank's part belongs to the whole; padding comes behind it.
     """
 
     shape: tuple[int, ...]
@@ -106,6 +107,7 @@ class ShardSpec:
     placements: tuple[Placement, ...] = ()
     numbers: tuple[int, ...] | None = None
     starts: tuple[int, ...] = ()
+    kept: Mapping[int, int] = field(default_factory=dict)
 
     def spread(self, tensor: Tensor) -> Tensor:
         """The DTensor (or `RowShard`) whose part on this rank is `tensor`, in the same memory."""
@@ -114,8 +116,11 @@ class ShardSpec:
         if self.mesh is None:
             return tensor
         stride = torch.empty(self.shape, device="meta").stride()
+        part = local_part(tensor)
+        for dim, size in self.kept.items():
+            part = part.narrow(dim, 0, size)
         return DTensor.from_local(
-            local_part(tensor), self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
+            part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
         )
 
 
@@ -134,18 +139,18 @@ def shard_specs(model: nn.Module, tensors: Mapping[str, Tensor], topology: Topol
         ConfigError, RankError: ranks hold different tensors, or a shard that torch.chunk would not have made; the
             message names the first tensor.
     """
-    found = parameter_shardings(model)
-    shardings = {plain_name(name): active(sharding, topology) for name, sharding in found.items()}
+    found, _ = active_shardings(model, topology)
+    shardings = {plain_name(name): sharding for name, sharding in found.items()}
     split = {name: tuple(tensor.shape) for name, tensor in tensors.items() if shardings.get(name)}
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in split}
     shapes = _exchange_shapes(split, whole, topology, operation)
-    numbers = _row_numbers(model)
+    numbers, unpadded = _row_numbers(model), _unpadded(model)
     result = ShardSpecs({}, {name for on_rank in shapes.values() for name in on_rank} - split.keys())
 
     def build() -> None:
         for name, tensor in tensors.items():
-            spec = _shard_spec(name, tensor, shardings.get(name, {}), shapes, topology, numbers.get(name))
-            result.own[name] = spec
+            known = shapes, topology, numbers.get(name), unpadded.get(name, {})
+            result.own[name] = _shard_spec(name, tensor, shardings.get(name, {}), *known)
 
     on_all_ranks(topology.world, operation, build)
     return result
@@ -181,8 +186,18 @@ def _row_numbers(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {
         plain_name(prefix + name): experts.numbers
         for prefix, experts in experts_of(model)
-        if experts.numbers is not None
+        if experts.moves and experts.numbers is not None
         for name, _ in experts.named_parameters()
+    }
+
+
+def _unpadded(model: nn.Module) -> dict[str, dict[int, int]]:
+    """Where ranks pad their parts to one size, the size of the whole along a dimension: as a module says, in its
+    attribute `unpadded`, under names relative to itself."""
+    return {
+        plain_name(f"{prefix}.{name}".lstrip(".")): sizes
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, sizes in getattr(module, "unpadded", {}).items()
     }
 
 
@@ -198,14 +213,30 @@ def _shard_spec(
     shapes: dict[int, Shapes],
     topology: Topology,
     numbers: tuple[int, ...] | None,
+    unpadded: Mapping[int, int],
 ) -> ShardSpec:
     managed = isinstance(tensor, DTensor)
     if not sharding:
         return ShardSpec(tuple(tensor.shape), topology.mp if managed else topology.world)
+    for axis, dim in sharding.items():
+        having = [rank for rank in getattr(topology, axis).ranks if name in shapes[rank]]
+        if dim == NAMED and len(having) > 1:
+            raise ConfigError(
+                f"the ranks {having} each have a {name} of their own, and one name for all: a checkpoint would keep "
+                "one of them. Make it [local experts, …], or say in its module's `shardings` along which dimension it "
+                "is split, or give it a name with the expert's number"
+            )
     shape = list(tensor.shape)
     for dim in set(sharding.values()) - {NAMED}:
         shape[dim] = sum(shapes[rank][name][dim] for rank in _ranks_along(dim, sharding, topology))
-    starts = _check_chunk(name, tensor, shape, sharding, topology, numbers is not None)
+    own = list(tensor.shape)
+    if not managed:
+        for dim, size in unpadded.items():
+            shape[dim] = min(shape[dim], size)
+            start = own[dim] * topology.esp.index if sharding.get("esp") == dim else 0
+            own[dim] = max(0, min(own[dim], size - start))
+    kept = {dim: size for dim, size in enumerate(own) if size != tensor.shape[dim]}
+    starts = _check_chunk(name, own, shape, sharding, topology, numbers is not None)
     everywhere, group = NAMED not in sharding.values(), holders(sharding, topology)
     alone = topology.subgroup("own", (topology.rank,))
     if "mp" not in sharding:
@@ -215,7 +246,8 @@ def _shard_spec(
             by_copies = _in_order(topology.expert_mesh, ("ep", "esp", "edp"))
             return ShardSpec(tuple(shape), alone, True, everywhere, by_copies, (*by_axes, *tensor.placements))
         placements = tuple(_placement(sharding.get(axis, NAMED)) for axis in ("edp", "ep", "esp"))
-        return ShardSpec(tuple(shape), group, True, everywhere, topology.expert_mesh, placements, numbers, starts)
+        mesh = topology.expert_mesh
+        return ShardSpec(tuple(shape), group, True, everywhere, mesh, placements, numbers, starts, kept)
     by_mp, mesh = _placement(sharding["mp"]), topology.dense_mesh
     if not isinstance(tensor, DTensor):
         return ShardSpec(tuple(shape), group, True, everywhere, mesh, (Replicate(), by_mp))
@@ -251,22 +283,22 @@ def _ranks_along(dim: int, sharding: dict[str, int], topology: Topology) -> list
 
 
 def _check_chunk(
-    name: str, tensor: Tensor, shape: list[int], sharding: dict[str, int], topology: Topology, placed: bool
+    name: str, own: list[int], shape: list[int], sharding: dict[str, int], topology: Topology, placed: bool
 ) -> tuple[int, ...]:
     """Where in the whole this rank's part begins; of `placed` rows any may be here."""
     expected, starts = list(shape), [0] * len(shape)
     for axis in ("ep", "esp", "mp"):
         dim = sharding.get(axis, NAMED)
         if placed and axis == "ep":
-            expected[dim] = tensor.shape[dim]
+            expected[dim] = own[dim]
         elif dim != NAMED:
             group: Group = getattr(topology, axis)
             chunk = -(-expected[dim] // group.size)
             starts[dim] += min(chunk * group.index, expected[dim])
             expected[dim] = max(0, min(chunk, expected[dim] - chunk * group.index))
-    if list(tensor.shape) != expected:
+    if own != expected:
         raise ConfigError(
-            f"rank {topology.rank}: {name} has shape {list(tensor.shape)} here and {shape} over all ranks; split as "
+            f"rank {topology.rank}: {name} has shape {own} here and {shape} over all ranks; split as "
             f"{sharding}, torch.chunk would put {expected} here. Split it that way, or pad it."
         )
     return tuple(starts)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fusedmoe
+from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import Custom, Experts, FeedForward, SwiGLU
+from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.models.config import ModelConfig
+from fusedmoe.models.transformer import Transformer
+from tests.cluster import Cluster
 from tests.layers.dense import ShardedExpert
 
 M, H, E = 8, 12, 4
@@ -183,3 +192,48 @@ def test_learns() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+LAYERS: dict[str, Callable[[Topology], nn.Module]] = {
+    "feed-forward": lambda t: MoELayer(8, TopK(4, 2), FeedForward(6), topology=t, shared=FeedForward(4)),
+    "custom": lambda t: MoELayer(8, TopK(4, 2), Custom(lambda d, shard=0, shards=1: nn.Linear(d, d)), topology=t),
+    "placed": lambda t: MoELayer(8, TopK(4, 2), FeedForward(6), topology=t, placement="fssdp"),
+    "model": lambda t: Transformer(ModelConfig(2, model_dim=8, heads=2, seq_len=4, hidden=4, experts=4), t),
+}
+
+
+def states(rank: int, world: int) -> None:
+    """A rank's state is its own, whole and by its experts alone, however it travels."""
+    for axis, name in itertools.product(("ep", "esp"), LAYERS):
+        if (axis, name) == ("esp", "placed"):
+            continue
+        topology, make = Topology.from_sizes(**{axis: 2}, timeout_s=30.0), LAYERS[name]
+        layer = make(topology)
+        paths = [path for path, module in layer.named_modules() if isinstance(module, Experts) and module.numbers]
+        own, alone = layer.state_dict(), layer.get_submodule(paths[0]).state_dict()
+        theirs, theirs_alone = all_gather_object(topology.world, (own, alone), "states")[1 - rank]
+        whole = make(Topology())
+        layer.load_state_dict(own)
+        layer.load_state_dict({key: value.clone() for key, value in own.items()})
+        # States of versions that did not write numbers.
+        layer.load_state_dict({key: value for key, value in own.items() if "numbers" not in key})
+        before = copy.deepcopy(own)
+        for target, state in (
+            (layer, theirs),
+            (layer, dict(theirs)),
+            (layer.get_submodule(paths[0]), theirs_alone),
+            (whole, own),
+            (whole, theirs),
+        ):
+            for more in ({}, {"strict": False}, {"assign": True}):
+                with pytest.raises(ConfigError, match=r"this state has .*experts .* and this rank has .* now"):
+                    target.load_state_dict(state, **more)
+        for key, value in layer.state_dict().items():
+            assert torch.equal(value, before[key]), key
+        # Where shapes or names differ, PyTorch says so.
+        with pytest.raises((ConfigError, RuntimeError), match="this state has experts|size mismatch|Unexpected"):
+            layer.load_state_dict(whole.state_dict())
+
+
+def test_states_of_other_ranks(cluster: Cluster) -> None:
+    cluster.run(2, states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from fractions import Fraction
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fusedmoe.errors import ConfigError
@@ -193,3 +195,44 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{tmp_path}/file is not there, or no file"):
             gather.main([*command, "--namespace", "model"])
     assert not (tmp_path / "whole").exists()
+
+
+class Modules(nn.Module):
+    def __init__(self, model_dim: int, local_experts: int, sharded_count: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(model_dim, model_dim) for _ in range(local_experts))
+
+
+def other_ranks(rank: int, world: int) -> None:
+    for count, kind in ((2, "ffn"), (-2, "ffn"), (2, "llama_ffn"), (2, "custom")):
+        more = {"module": Modules} if kind == "custom" else {"hidden_size_per_expert": H}
+        experts = {"type": kind, "num_experts_per_device": count, **more}
+        m = nn.Sequential(nn.Linear(D, D), moe.moe_layer({"type": "top"}, D, experts))
+        own, theirs = m.state_dict(), [None] * world
+        dist.all_gather_object(theirs, own)
+        m.load_state_dict(theirs[rank])
+        for state in (theirs[1 - rank], through_a_file(theirs[1 - rank])):
+            for options in ({}, {"strict": False}, {"assign": True}):
+                with pytest.raises(
+                    ConfigError, match=r"this state has .*experts .* under 1\.experts, and this rank has"
+                ):
+                    m.load_state_dict(state, **options)
+        with pytest.raises(ConfigError, match="this state has"):
+            m[1].experts.load_state_dict(through_a_file(m[1].experts.state_dict(), rank))
+        # Tutel's own do not say whose they are.
+        m.load_state_dict({key: value.clone() for key, value in theirs[1 - rank].items()})
+
+
+def through_a_file(state: Any, rank: int | None = None) -> Any:
+    if rank is not None:
+        every = [None, None]
+        dist.all_gather_object(every, state)
+        state = every[1 - rank]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_states_of_other_ranks(cluster: Cluster) -> None:
+    cluster.run(2, other_ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,8 @@ def test_initial_weights(shards: int) -> None:
     torch.manual_seed(2)
     for i in range(3):
         for w, rows, inputs in ((new.batched_fc1_w, M, M), (new.batched_fc2_w, out, h)):
-            assert torch.equal(w[i], (torch.rand(h, rows) * 2 - 1) * (1 / inputs**0.5))
+            bound = 1.0 / math.sqrt(inputs)
+            assert torch.equal(w[i], torch.rand(h, rows) * (bound + bound) - bound)
             assert 0.95 * inputs**-0.5 < w[i].abs().max() <= inputs**-0.5
     assert not new.batched_fc1_bias.any() and not new.batched_fc2_bias.any()
 

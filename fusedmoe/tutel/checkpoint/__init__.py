@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.tutel.impls.moe_layer import NUMBERS
 
 _COUNT = "_num_global_experts"
 # Ranks that share an expert hold ⌈D_out/s⌉ columns of its output bias each, so that the last may hold zeros behind it.
@@ -42,6 +43,8 @@ def read(path: str, namespace: str) -> tuple[Any, State]:
             names = ", ".join(map(repr, list(state)[:8])) if isinstance(state, dict) else type(state).__name__
             raise ConfigError(f"{path} has nothing under {namespace!r}; where {key!r} should be it has {names}")
         state = state[key]
+    for metadata in getattr(state, "_metadata", {}).values():
+        metadata.pop(NUMBERS, None)  # other ranks' experts come to them, or they go
     return whole, state
 
 

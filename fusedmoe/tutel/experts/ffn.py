@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,6 +182,8 @@ class FusedExpertsNetwork(nn.Module):
         b2 = nn.Parameter(torch.empty(e, -(-self.output_dim // sharded_count))) if has_fc2_bias else None
         self.register_parameter("batched_fc1_bias", b1)
         self.register_parameter("batched_fc2_bias", b2)
+        self.shardings = {name: {"ep": 0, "esp": 1} for name, _ in self.named_parameters()}
+        self.unpadded = {"batched_fc2_bias": {1: self.output_dim}}
         self.reset_parameters()
 
     @torch.no_grad()
@@ -197,7 +200,9 @@ class FusedExpertsNetwork(nn.Module):
                     b2[i] = down.bias[: b2.shape[1]]
             else:
                 for w, inputs in ((w1[i], self.model_dim), (w2[i], self.hidden_size)):
-                    w.copy_((torch.rand(w.shape, dtype=torch.float32, device=w.device) * 2 - 1) * inputs**-0.5)
+                    # Tutel's own order of operations: (rand·2 − 1)·bound has other last bits.
+                    bound = 1 / math.sqrt(inputs)
+                    w.copy_(torch.rand(w.shape, dtype=torch.float32, device=w.device) * (bound + bound) - bound)
                 for b in (b1, b2):
                     if b is not None:
                         b[i].zero_()

@@ -49,6 +49,7 @@ class LlamaFFNNetwork(nn.Module):
         self._up, self._down = torch.Size((e, D, H)), torch.Size((e, H, D))
         for name in ("W_fc1", "W_fc2", "W_fc3"):
             self.register_parameter(name, nn.Parameter(torch.empty(-(-e * D * H // sharded_count))))
+        self.shardings = {name: {"ep": 0, "esp": 0} for name, _ in self.named_parameters()}
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -6,7 +6,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.expert_networks import NAMED, other_experts
 from fusedmoe.layers.gates.router import outside_autocast
+from fusedmoe.layers.sharding import UNKNOWN, stated_shardings
 from fusedmoe.tutel.impls import losses
 from fusedmoe.tutel.impls.choice import Choice, alignment_of, choose
 from fusedmoe.tutel.impls.communicate import skips_all_to_all
@@ -28,7 +31,10 @@ from fusedmoe.tutel.impls.described import (
 )
 from fusedmoe.tutel.impls.dispatcher import Degree, LayerDispatcher, LocalExperts
 from fusedmoe.tutel.impls.fast_dispatch import agreed_capacity
-from fusedmoe.tutel.impls.groups import get_world_size, size_of, topology_of
+from fusedmoe.tutel.impls.groups import get_world_rank, get_world_size, size_of, topology_of
+
+#: In the metadata of a state_dict, whose keys are Tutel's alone: which experts it is of.
+NUMBERS = "fusedmoe_experts"
 
 
 class MOELayer(nn.Module):
@@ -68,6 +74,9 @@ class MOELayer(nn.Module):
     Raises:
         ConfigError: arguments that cannot work, or that are unknown.
     """
+
+    # By names of expert parameters; none in layers pickled by versions that did not keep them.
+    _marks: dict[str, dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -122,6 +131,12 @@ class MOELayer(nn.Module):
                 scan_expert_func(name, parameter)
         for parameter in self.experts.parameters():
             parameter._tutel_expert = True  # type: ignore[attr-defined]
+        self._note_marks()
+        # Experts may be of any class: hooks see their states.
+        numbers = self._numbers()
+        self.experts.register_state_dict_post_hook(partial(_say_whose, numbers))
+        self.experts.register_load_state_dict_pre_hook(partial(_require_own, numbers))
+        self.register_load_state_dict_post_hook(_mark_again)
         gates = []
         for number, description in enumerate(gate_descriptions(gate_type)):
             _seed(None if gate_seed is None else gate_seed + number)
@@ -141,6 +156,36 @@ class MOELayer(nn.Module):
     @property
     def num_global_experts(self) -> int:
         return self._experts_in_all
+
+    @property
+    def expert_ranks(self) -> dict[str, tuple[int, ...]]:
+        """The ranks over which the experts are split: ep has different ones, esp shards of the same."""
+        s, at = self.sharded_count, get_world_rank(self.group)
+        ranks = dist.get_process_group_ranks(self.group) if self.world_size > 1 else [get_world_rank()]
+        return {"ep": tuple(ranks[at % s :: s]), "esp": tuple(ranks[at - at % s :][:s])}
+
+    def _numbers(self) -> list[Any]:
+        """The experts here, or with shards [number, shard, shards], as `Experts` have them."""
+        s, at, e = self.sharded_count, get_world_rank(self.group), self.num_local_experts
+        numbers = range(at // s * e, at // s * e + e)
+        return [[number, at % s, s] for number in numbers] if s > 1 else list(numbers)
+
+    @property
+    def shardings(self) -> dict[str, dict[str, int]]:
+        """How the experts are split over ep and esp, as `fusedmoe.training` asks.
+
+        Experts may say so themselves, in their attribute `shardings`, as those of this package do. Of others' a
+        parameter or buffer is each rank's own, as for Tutel: [local experts, …] part of a whole, else one without a
+        whole; how ranks that share an expert split it is unknown.
+        """
+        stated = stated_shardings(self.experts)
+        own = (*self.experts.named_parameters(), *self.experts.named_buffers())
+        return {f"experts.{name}": stated[name] if name in stated else self._sharding(tensor) for name, tensor in own}
+
+    def _sharding(self, tensor: Tensor) -> dict[str, int]:
+        stacked = tensor.dim() > 0 and len(tensor) == self.num_local_experts
+        axes = {"ep": 0 if stacked else NAMED}
+        return axes | {"esp": UNKNOWN} if self.sharded_count > 1 else axes
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -314,10 +359,33 @@ class MOELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are not part of a graph, and make their way themselves.
+        self._note_marks()
         state = self.__dict__ | {"_dispatchers": {}}
         if state.get("l_aux") is not None:
             state["l_aux"] = state["l_aux"].detach()
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_again()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._note_marks()
+        super()._apply(fn, recurse)
+        self._mark_again()
+        return self
+
+    def _note_marks(self) -> None:
+        """Keeps what experts' parameters are marked with, by this layer, `scan_expert_func` or anybody: a copy of a
+        parameter has no attributes."""
+        self._marks = {
+            name: {key: value for key, value in vars(parameter).items() if isinstance(value, bool | int | str)}
+            for name, parameter in self.experts.named_parameters()
+        }
+
+    def _mark_again(self) -> None:
+        for name, parameter in self.experts.named_parameters():
+            vars(parameter).update(self._marks.get(name, {"_tutel_expert": True}))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         count = prefix + "_num_global_experts"
@@ -328,6 +396,7 @@ class MOELayer(nn.Module):
         assert found == self.num_global_experts, (
             f"{prefix or 'moe_layer'}: the checkpoint has {found} experts in all, this layer {self.num_global_experts}"
         )
+        self._note_marks()
         for name, parameter in self.experts.named_parameters():
             key = f"{prefix}experts.{name}"
             if key not in state_dict:
@@ -351,6 +420,21 @@ class _Held:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
         return self
+
+
+def _say_whose(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    metadata[NUMBERS] = numbers
+
+
+def _require_own(numbers: list[Any], experts: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    """Refuses another rank's experts; a plain dict, and a state of Tutel's, do not say whose they are."""
+    found = metadata.get(NUMBERS, numbers)
+    if found != numbers:
+        raise other_experts(prefix, found, numbers, "A state put together by hand loads as dict(state)")
+
+
+def _mark_again(layer: MOELayer, *_: Any) -> None:
+    layer._mark_again()
 
 
 def _seed(seed: int | None) -> None:
