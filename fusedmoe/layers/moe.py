@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.aux_loss import in_function, refusing_gradients
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.topology import Topology
@@ -165,7 +166,7 @@ class MoELayer(nn.Module):
         self.checks = InputChecks(self.topology)
         self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
-        self._ran_without_graph = False
+        self._in_reentrant_checkpoint = False
         self._workspace = shared_workspace()  # held, so that there is one
         self.register_load_state_dict_pre_hook(require_own_experts)
 
@@ -274,9 +275,10 @@ class MoELayer(nn.Module):
 
     def _keep_aux(self, aux: Tensor) -> None:
         aux = self.mp_tokens.aux(aux)
-        if not recomputing():
-            self._ran_without_graph |= self.training and not torch.is_grad_enabled()
-        elif aux.requires_grad and not self._ran_without_graph:
+        if in_function():
+            self._in_reentrant_checkpoint = True
+            aux = refusing_gradients(aux, "MoELayer.aux_loss", if_any=not self.gate.aux)
+        elif aux.requires_grad and not self._in_reentrant_checkpoint and recomputing():
             # Non-reentrant checkpointing: gradients go through the first forward's graph. The graph made here, held by
             # this attribute, would keep every activation that led to it until the next forward.
             aux = aux.detach().requires_grad_()
