@@ -85,10 +85,10 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
+            return super().apply(*args)
         if forward_ad._current_level >= 0 or _transformed():
             _require_plain(cls.name_of(args), args)
-        outputs = super().apply(*args)  # type: ignore[no-untyped-call]
+        outputs = super().apply(*args)
         if not cls.twice and torch.is_grad_enabled():
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if output.grad_fn is not None:
