@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import DerivativeError
-from fusedmoe.kernels.derivatives import Function
+from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 
 
 def in_function() -> bool:
@@ -16,40 +16,69 @@ def in_function() -> bool:
 
     There, and in inference mode, forward mode is off as well; `torch.no_grad()` leaves it on.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return False
-    return not torch._C._is_fwd_grad_enabled()
+    return not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled())
 
 
-def refusing_gradients(aux: Tensor, layer: str, if_any: bool = False) -> Tensor:
-    """The same number, which refuses a gradient: made in a reentrant checkpoint, it is no part of any graph.
+def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool = False) -> Tensor:
+    """An auxiliary loss that was made without gradients, as what is kept of it: the same number, which refuses gradients
+    if it was made in a reentrant checkpoint.
 
     The checkpoint's backward computes the layer again, with a graph, but whoever adds the number to a loss has the
     first one, and a coefficient of which that backward knows nothing. (Returned from the checkpointed function it is an
-    output of the checkpoint, which takes this function's place: then gradients arrive.)
+    output of the checkpoint, whose gradient takes this one's place and arrives.)
 
     Args:
         layer: whose it is, in errors.
+        like: a parameter of the gate. A compiled graph does not know what it will run in: by this each refuses.
         if_any: there may be no loss: a zero refuses nothing.
     """
+    if not torch.compiler.is_compiling():
+        like = torch.empty(0, requires_grad=True) if in_function() else None
+    if like is None or not like.requires_grad:
+        return aux
     with torch.enable_grad():
-        return _OfCheckpoint.apply(aux.detach().requires_grad_(), layer, if_any)
+        refusing: Tensor = refuse_gradient(aux.detach(), like, layer, if_any)
+    return refusing
 
 
-class _OfCheckpoint(Function):
-    operation = "the auxiliary loss of a layer in a reentrant checkpoint"
+@operator("refuse_gradient")
+def refuse_gradient(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
+    return aux.clone()
 
-    @staticmethod
-    def forward(ctx: Any, aux: Tensor, layer: str, if_any: bool) -> Tensor:
-        ctx.layer, ctx.perhaps_none = layer, aux.detach() if if_any else None
-        return aux.clone()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if grads[0] == 0 or (ctx.perhaps_none is not None and ctx.perhaps_none == 0):
-            return grads[0], None, None
-        raise DerivativeError(
-            f"{ctx.layer} was made in a reentrant activation checkpoint (torch.utils.checkpoint or gradient checkpointing "
-            "with use_reentrant=True, Megatron's recompute): its gradient would be lost. Set use_reentrant=False, or "
-            "return the loss from the checkpointed function, beside the output"
-        )
+@register_fake(refuse_gradient)
+def _(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
+    return aux.new_empty(aux.shape)
+
+
+@operator("refused_gradient")
+def refused_gradient(grad: Tensor, aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
+    """Zeros like `like`, where there is nothing to refuse.
+
+    Raises:
+        DerivativeError: else.
+    """
+    if grad == 0 or (if_any and aux == 0):
+        return torch.zeros_like(like)
+    raise DerivativeError(
+        f"{layer} was made in a reentrant activation checkpoint (torch.utils.checkpoint or gradient checkpointing with "
+        "use_reentrant=True, Megatron's recompute): its gradient would be lost. Set use_reentrant=False, or return the "
+        "loss from the checkpointed function, beside the output"
+    )
+
+
+@register_fake(refused_gradient)
+def _(grad: Tensor, aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
+    return like.new_empty(like.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    aux, like, *ctx.given = inputs
+    ctx.save_for_backward(aux, like)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return None, refused_gradient(grad, *ctx.saved_tensors, *ctx.given), None, None
+
+
+register_gradient(refuse_gradient, _backward, _setup)

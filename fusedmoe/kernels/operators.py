@@ -393,7 +393,8 @@ def _(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operator("pack_bf16")
 def pack_bf16(rows_NM: Tensor) -> Tensor:
-    return wire.pack_bf16(rows_NM)
+    packed = wire.pack_bf16(rows_NM)
+    return packed.clone() if packed is rows_NM else packed
 
 
 @register_fake(pack_bf16)
@@ -403,7 +404,8 @@ def _(rows_NM: Tensor) -> Tensor:
 
 @operator("unpack_bf16")
 def unpack_bf16(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
-    return wire.unpack_bf16(packed_NM, dtype)
+    rows = wire.unpack_bf16(packed_NM, dtype)
+    return rows.clone() if rows is packed_NM else rows
 
 
 @register_fake(unpack_bf16)

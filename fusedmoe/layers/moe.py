@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.autograd.aux_loss import in_function, refusing_gradients
+from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.topology import Topology
@@ -275,9 +275,11 @@ class MoELayer(nn.Module):
 
     def _keep_aux(self, aux: Tensor) -> None:
         aux = self.mp_tokens.aux(aux)
-        if in_function():
-            self._in_reentrant_checkpoint = True
-            aux = refusing_gradients(aux, "MoELayer.aux_loss", if_any=not self.gate.aux)
+        if not torch.is_grad_enabled():
+            like = next(self.gate.parameters(), None) if self.training and self.gate.aux else None
+            aux = without_a_graph(aux, "MoELayer.aux_loss", like, if_any=not self.gate.aux)
+            if not torch.compiler.is_compiling():
+                self._in_reentrant_checkpoint |= aux.requires_grad
         elif aux.requires_grad and not self._in_reentrant_checkpoint and recomputing():
             # Non-reentrant checkpointing: gradients go through the first forward's graph. The graph made here, held by
             # this attribute, would keep every activation that led to it until the next forward.

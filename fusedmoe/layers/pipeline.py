@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from fusedmoe.autograd.aux_loss import in_function, refusing_gradients
+from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import GradientReducer, Plans, Run
@@ -168,9 +168,7 @@ class PipelinedBlocks(nn.Module):
             z, aux = through_stack(batch, self._stages, self._run(x, self.plans), cut, refusal)
             for layer, loss in zip(self._layers(), aux, strict=True):
                 loss = layer.mp_tokens.aux(loss)
-                if in_function():
-                    loss = refusing_gradients(loss, "MoELayer.aux_loss", if_any=not layer.gate.aux)
-                layer.aux_loss = loss
+                layer.aux_loss = without_a_graph(loss, "MoELayer.aux_loss", None, if_any=not layer.gate.aux)
         return z.view(x.shape)
 
     def _wrong(self, x: object) -> str | None:

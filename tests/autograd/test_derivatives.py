@@ -65,8 +65,13 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "router_dw", (logits_SE, x_SM, torch.float32)
     given = (torch.randn(6, 5), torch.randn(3, 4), None, *weights, *layout.tensors)
     yield "experts_backward", (x_SM, *given, "gelu")
-    yield "grouped_linear_backward", (torch.randn(6, 5).requires_grad_(), torch.randn(6, 4), w, True, True, *layout.tensors)
+    yield (
+        "grouped_linear_backward",
+        (torch.randn(6, 5).requires_grad_(), torch.randn(6, 4), w, True, True, *layout.tensors),
+    )
     yield "clamped_swiglu_backward", (torch.randn(3, 2).requires_grad_(), x_SM, 1.7, 7.0)
+    yield "refuse_gradient", (torch.ones(()), torch.randn(3).requires_grad_(), "x", False)
+    yield "refused_gradient", (torch.ones(()).requires_grad_(), torch.ones(()), torch.randn(3), "x", False)
     rows, sizes = torch.randn(6, 4).requires_grad_(), (torch.tensor([[3, 3]]), torch.tensor([[[3, 3]]]))
     yield "meet", (torch.tensor([3, 3]), None, torch.float32, WAY.name)
     yield "dispatch", (rows, torch.randn(6).requires_grad_(), *sizes, WAY.name)
@@ -78,6 +83,7 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
 WAY = exchange_operators.Way(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
 #: Their gradients do not depend on what they are given.
 LINEAR = {"permute", "unpermute", "take_pairs", "put_pairs", "pack_bf16", "unpack_bf16", "dispatch", "combine"}
+LINEAR |= {"refuse_gradient"}
 #: Arguments of other operators of which that holds as well.
 LINEAR_IN = {("grouped_linear", 2)}
 
@@ -100,7 +106,7 @@ def test_gradients_of_operators_cannot_be_differentiated_in_silence(graded: bool
                 assert not leaves or name == "pack_fp8", name  # bytes
                 continue
             seeds = [torch.ones_like(one).requires_grad_(graded) for one in outputs]
-            if name.startswith("router_d") or name.endswith("_backward"):
+            if name.startswith(("router_d", "refused")) or name.endswith("_backward"):
                 with pytest.raises(DerivativeError, match=f"fusedmoe::{name} cannot be differentiated"):
                     torch.autograd.grad(outputs, list(leaves.values()), seeds, allow_unused=True)
                 continue
@@ -126,7 +132,9 @@ def test_operators_lose_no_tangent(learns: bool) -> None:
             plain = one.detach().requires_grad_(learns)
 
             def call(value: Tensor, operator: Any = operator, inputs: Any = inputs, at: int = at) -> Any:
-                return operator(*(one.detach() if isinstance(one, Tensor) else one for one in inputs[:at]), value, *inputs[at + 1 :])
+                return operator(
+                    *(one.detach() if isinstance(one, Tensor) else one for one in inputs[:at]), value, *inputs[at + 1 :]
+                )
 
             with FakeTensorMode(allow_non_fake_inputs=True), forward_ad.dual_level():
                 with pytest.raises(DerivativeError, match=f"fusedmoe::{name} has no derivative in forward mode"):
@@ -178,12 +186,13 @@ TWICE: dict[str, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]]
     "_Mark": lambda: (lambda x: recorded(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
     "_Tap": lambda: (lambda x: enter([Squares()], x).sigmoid(), (random(3, 4),)),
     "_Again": lambda: (lambda x: again(x, lambda: None).sigmoid(), (random(3),)),
-    "_OfCheckpoint": lambda: (lambda x: x.sigmoid(), (random(3),)),
 }
 
 
 #: What makes operators and functions without the rule.
-AROUND_IT = r"autograd\.Function\b|custom_op\(|library\.Library\(|once_differentiable|from torch\.autograd.* import .*Function"
+AROUND_IT = (
+    r"autograd\.Function\b|custom_op\(|library\.Library\(|once_differentiable|from torch\.autograd.* import .*Function"
+)
 
 
 def subclasses(of: type) -> set[type]:
@@ -304,7 +313,7 @@ def tutel(world: int, activation: Any) -> nn.Module:
 
 
 def product_with_hessian(layer: nn.Module, frozen: bool = False) -> str:
-    """"right", or the words of a refusal, of losses that are linear and not linear in what the layer gives."""
+    """ "right", or the words of a refusal, of losses that are linear and not linear in what the layer gives."""
     for parameter in layer.parameters():
         parameter.requires_grad_(not frozen)
     x0, found = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
