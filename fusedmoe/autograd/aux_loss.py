@@ -20,8 +20,8 @@ def in_function() -> bool:
 
 
 def without_a_graph(aux: Tensor, layer: str, like: Tensor | None, if_any: bool = False) -> Tensor:
-    """An auxiliary loss that was made without gradients, as what is kept of it: the same number, which refuses gradients
-    if it was made in a reentrant checkpoint.
+    """Returns an auxiliary loss as it is to be kept: the same number, which refuses gradients if it was made in a
+    reentrant checkpoint.
 
     The checkpoint's backward computes the layer again, with a graph, but whoever adds the number to a loss has the
     first one, and a coefficient of which that backward knows nothing. (Returned from the checkpointed function it is an
@@ -52,13 +52,13 @@ def _(aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
 
 
 @operator("refused_gradient")
-def refused_gradient(grad: Tensor, aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
-    """Zeros like `like`, where there is nothing to refuse.
+def refused_gradient(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
+    """Zeros like `like`, where there is nothing to refuse: no gradient, or no loss, if that is given.
 
     Raises:
         DerivativeError: else.
     """
-    if grad == 0 or (if_any and aux == 0):
+    if grad == 0 or (aux is not None and aux == 0):
         return torch.zeros_like(like)
     raise DerivativeError(
         f"{layer} was made in a reentrant activation checkpoint (torch.utils.checkpoint or gradient checkpointing with "
@@ -68,17 +68,17 @@ def refused_gradient(grad: Tensor, aux: Tensor, like: Tensor, layer: str, if_any
 
 
 @register_fake(refused_gradient)
-def _(grad: Tensor, aux: Tensor, like: Tensor, layer: str, if_any: bool) -> Tensor:
+def _(grad: Tensor, aux: Tensor | None, like: Tensor, layer: str) -> Tensor:
     return like.new_empty(like.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    aux, like, *ctx.given = inputs
-    ctx.save_for_backward(aux, like)
+    aux, like, ctx.layer, if_any = inputs
+    ctx.save_for_backward(aux if if_any else None, like)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return None, refused_gradient(grad, *ctx.saved_tensors, *ctx.given), None, None
+    return None, refused_gradient(grad, *ctx.saved_tensors, ctx.layer), None, None
 
 
 register_gradient(refuse_gradient, _backward, _setup)

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fusedmoe.comm.receive_buffers import ReceiveBuffers

@@ -41,7 +41,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 
         def by_autograd(keyset: Any, *args: Any) -> Any:
             if forward_ad._current_level >= 0:
-                _require_no_tangent(f"fusedmoe::{name}", args)
+                require_no_tangent(f"fusedmoe::{name}", args)
             if _transformed() and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
                 _require_plain(f"fusedmoe::{name}", args)
             return differentiated(keyset, *args)
@@ -91,7 +91,7 @@ class Function(torch.autograd.Function):
         outputs = super().apply(*args)
         if not cls.twice and torch.is_grad_enabled():
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
-                if output.grad_fn is not None:
+                if isinstance(output, Tensor) and output.grad_fn is not None:
                     output.grad_fn.inputs = _Inputs.apply(*args)  # the context that `_once` gets
                     break
         return outputs
@@ -154,21 +154,22 @@ class _Refusing(torch.autograd.Function):
 
 
 def numbers_only() -> bool:
-    """Whether a backward is asked for numbers, and neither for a graph nor within a transform."""
+    """Whether only numbers are asked for: no graph is made, no tangent may come, no transform of `torch.func` is on."""
     return not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or _transformed())
 
 
 def _require_plain(operation: str, args: Iterable[Any]) -> None:
-    _require_no_tangent(operation, args)
+    require_no_tangent(operation, args)
     if _transformed():
         raise DerivativeError(
-            f"{operation} has no part in transforms of torch.func (grad, vjp, jacrev, jvp, hessian, vmap) and in batched "
-            "gradients; use torch.autograd.grad on a plain call"
+            f"{operation} has no part in transforms of torch.func (grad, vjp, jacrev, jvp, hessian, vmap); use "
+            "torch.autograd.grad on a plain call"
         )
 
 
-def _require_no_tangent(operation: str, args: Iterable[Any]) -> None:
-    if not torch._C._is_fwd_grad_enabled():
+def require_no_tangent(operation: str, args: Iterable[Any]) -> None:
+    """Refuses tensors that have one, in forward mode."""
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return
     if any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in args):
         raise DerivativeError(

@@ -71,7 +71,7 @@ def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
     )
     yield "clamped_swiglu_backward", (torch.randn(3, 2).requires_grad_(), x_SM, 1.7, 7.0)
     yield "refuse_gradient", (torch.ones(()), torch.randn(3).requires_grad_(), "x", False)
-    yield "refused_gradient", (torch.ones(()).requires_grad_(), torch.ones(()), torch.randn(3), "x", False)
+    yield "refused_gradient", (torch.ones(()).requires_grad_(), torch.ones(()), torch.randn(3), "x")
     rows, sizes = torch.randn(6, 4).requires_grad_(), (torch.tensor([[3, 3]]), torch.tensor([[[3, 3]]]))
     yield "meet", (torch.tensor([3, 3]), None, torch.float32, WAY.name)
     yield "dispatch", (rows, torch.randn(6).requires_grad_(), *sizes, WAY.name)
@@ -136,10 +136,10 @@ def test_operators_lose_no_tangent(learns: bool) -> None:
                     *(one.detach() if isinstance(one, Tensor) else one for one in inputs[:at]), value, *inputs[at + 1 :]
                 )
 
-            with FakeTensorMode(allow_non_fake_inputs=True), forward_ad.dual_level():
-                with pytest.raises(DerivativeError, match=f"fusedmoe::{name} has no derivative in forward mode"):
-                    call(forward_ad.make_dual(plain, torch.ones_like(plain)))
-            with pytest.raises(DerivativeError, match=f"fusedmoe::{name} has no derivative in forward mode"):
+            refused = pytest.raises(DerivativeError, match=f"fusedmoe::{name} has no derivative in forward mode")
+            with FakeTensorMode(allow_non_fake_inputs=True), forward_ad.dual_level(), refused:
+                call(forward_ad.make_dual(plain, torch.ones_like(plain)))
+            with refused:
                 torch.func.jvp(call, (plain,), (torch.ones_like(plain),))
 
 
