@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fusedmoe.engine.dispatcher import Handle as Handle
     from fusedmoe.engine.dispatcher import Routed as Routed
     from fusedmoe.errors import ConfigError as ConfigError
+    from fusedmoe.errors import DerivativeError as DerivativeError
     from fusedmoe.errors import RankError as RankError
     from fusedmoe.layers.fsmoe import CallbackBase as CallbackBase
     from fusedmoe.layers.fsmoe import ExpertBase as ExpertBase
@@ -42,6 +43,7 @@ _MODULES = ("experts", "gates", "graph", "hooks", "losses", "metrics", "ops", "o
 _HOMES = {
     "CallbackBase": "layers.fsmoe",
     "ConfigError": "errors",
+    "DerivativeError": "errors",
     "Dispatcher": "engine.dispatcher",
     "ExpertBase": "layers.fsmoe",
     "Handle": "engine.dispatcher",

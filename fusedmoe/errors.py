@@ -7,6 +7,13 @@ class ConfigError(ValueError):
     """An argument, a shape or a topology that cannot work; found before anything is sent."""
 
 
+class DerivativeError(ConfigError, NotImplementedError):
+    """A derivative that an operation does not have; the message names the operation.
+
+    It is PyTorch's own error for such, too, which is a RuntimeError.
+    """
+
+
 class RankError(RuntimeError):
     """A rank failed, or refused its input, and the others end with it.
 

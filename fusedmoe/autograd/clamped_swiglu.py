@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, refuse
 from fusedmoe.kernels import operators
+from fusedmoe.kernels.derivatives import register_gradient
 
 
 def clamped_swiglu(h_NH: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -44,4 +45,4 @@ def _backward(ctx: Any, da_NI: Tensor) -> tuple[Tensor, None, None]:
     return operators.clamped_swiglu_backward(da_NI, h_NH, ctx.alpha, ctx.limit), None, None
 
 
-operators.clamped_swiglu.register_autograd(_backward, setup_context=_setup)
+register_gradient(operators.clamped_swiglu, _backward, _setup)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fusedmoe.kernels.derivatives import Function
+
 
 class DeferredGradients(TorchFunctionMode):
     """`parameters`: leaves; a gradient is told by its place among them. Of those that need none, there is none."""
@@ -60,7 +62,9 @@ class DeferredGradients(TorchFunctionMode):
                 add(bias, rows.sum(0))
 
 
-class _DeferredLinear(torch.autograd.Function):
+class _DeferredLinear(Function):
+    operation = "a linear map whose weight gradient is a task of its own"
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredGradients, *places: int | None

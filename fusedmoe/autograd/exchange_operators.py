@@ -29,6 +29,7 @@ from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Exchange, Part
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 
 _ways: WeakValueDictionary[str, Way] = WeakValueDictionary()
 _numbers = count()
@@ -65,11 +66,7 @@ def _part(way: str, operation: str, send_PE: Tensor, come_QPE: Tensor, device: t
         yield Part(found.all_to_all, found.topology.esp, send_PE.numpy(), come_QPE.numpy(), device)
 
 
-def _operator(name: str) -> Any:
-    return torch.library.custom_op(f"fusedmoe::{name}", mutates_args=())
-
-
-@_operator("meet")
+@operator("meet")
 def meet(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
     """The ranks tell each other how many rows travel: `Exchange`.
 
@@ -89,7 +86,7 @@ def meet(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> 
         return torch.tensor(made.send_PE), torch.tensor(made.come_QPE)
 
 
-@meet.register_fake
+@register_fake(meet)
 def _(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
     topology = _ways[way].topology
     peers, shards = topology.ep.size, topology.esp.size
@@ -97,7 +94,7 @@ def _(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> tup
     return send_PE, send_PE.new_empty((shards, *send_PE.shape))
 
 
-@_operator("dispatch")
+@operator("dispatch")
 def dispatch(
     rows_NM: Tensor, weight_N: Tensor | None, send_PE: Tensor, come_QPE: Tensor, way: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -113,7 +110,7 @@ def dispatch(
         return rows_RM, weight_R, counts_e, offsets_e1, source_R, pair_R, row_R1
 
 
-@dispatch.register_fake
+@register_fake(dispatch)
 def _(rows_NM: Tensor, weight_N: Tensor | None, send_PE: Tensor, come_QPE: Tensor, way: str) -> tuple[Tensor, ...]:
     rows, experts = torch.library.get_ctx().new_dynamic_size(), send_PE.shape[1]
     like = rows_NM.new_empty(0, dtype=torch.long)
@@ -128,7 +125,7 @@ def _(rows_NM: Tensor, weight_N: Tensor | None, send_PE: Tensor, come_QPE: Tenso
     )
 
 
-@_operator("dispatch_backward")
+@operator("dispatch_backward")
 def dispatch_backward(
     drows_RM: Tensor,
     dweight_R: Tensor | None,
@@ -147,33 +144,33 @@ def dispatch_backward(
         return drows_NM, _sent_back(part, arrived_R1, rows)[:, 0].contiguous()
 
 
-@dispatch_backward.register_fake
+@register_fake(dispatch_backward)
 def _(drows_RM: Tensor, dweight_R: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
     rows = others[3]
     dweight_N = drows_RM.new_empty(0) if dweight_R is None else dweight_R.new_empty(rows)
     return drows_RM.new_empty((rows, drows_RM.shape[1])), dweight_N
 
 
-@_operator("combine")
+@operator("combine")
 def combine(out_RM: Tensor, send_PE: Tensor, come_QPE: Tensor, rows: int, way: str) -> Tensor:
     """The results of the rows that were sent, and zeros for padding: `rows` in all."""
     with _part(way, "combine", send_PE, come_QPE, out_RM.device) as part:
         return _sent_back(part, out_RM.contiguous(), rows)
 
 
-@combine.register_fake
+@register_fake(combine)
 def _(out_RM: Tensor, send_PE: Tensor, come_QPE: Tensor, rows: int, way: str) -> Tensor:
     return out_RM.new_empty((rows, out_RM.shape[1]))
 
 
-@_operator("combine_backward")
+@operator("combine_backward")
 def combine_backward(dy_NM: Tensor, send_PE: Tensor, come_QPE: Tensor, received: int, way: str) -> Tensor:
     """Gradients of the `received` results."""
     with _part(way, "combine_backward", send_PE, come_QPE, dy_NM.device) as part:
         return part.all_gather(part.dispatch(dy_NM[: part.sent].contiguous()))
 
 
-@combine_backward.register_fake
+@register_fake(combine_backward)
 def _(dy_NM: Tensor, send_PE: Tensor, come_QPE: Tensor, received: int, way: str) -> Tensor:
     return dy_NM.new_empty((received, dy_NM.shape[1]))
 
@@ -210,5 +207,5 @@ def _combine_gradient(ctx: Any, dy_NM: Tensor) -> tuple[Any, ...]:
     return combine_backward(dy_NM, send_PE, come_QPE, ctx.received, ctx.way), None, None, None, None
 
 
-dispatch.register_autograd(_dispatch_gradient, setup_context=_keep_dispatch)
-combine.register_autograd(_combine_gradient, setup_context=_keep_combine)
+register_gradient(dispatch, _dispatch_gradient, _keep_dispatch)
+register_gradient(combine, _combine_gradient, _keep_combine)

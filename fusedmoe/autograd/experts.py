@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_layout, check_row_values, check_rows, check_weights
 from fusedmoe.kernels import operators
+from fusedmoe.kernels.derivatives import register_gradient
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.runtime.recorder import Recorder, span
@@ -72,4 +73,4 @@ def _backward(ctx: Any, dy_SM: Tensor | None, _: None) -> tuple[Tensor | None, .
     return *kept, *(None,) * 7
 
 
-operators.experts.register_autograd(_backward, setup_context=_setup)
+register_gradient(operators.experts, _backward, _setup)

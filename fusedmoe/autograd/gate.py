@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_rows, check_tensor, refuse
 from fusedmoe.kernels import operators
+from fusedmoe.kernels.derivatives import first_order, register_gradient
 from fusedmoe.kernels.gate import GateChoice, GateRule, define_choice, fits_kernels, has_kernels
 
 __all__ = ["GateChoice", "GateRule", "gate", "gate_from_logits", "router_product"]
@@ -127,7 +128,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_SE, expert_SK, x_SM, weight_EM = ctx.saved_tensors
     dlogits_SE = _dlogits(logits_SE, expert_SK, grads, ctx.rule)
-    return *_product_gradients(dlogits_SE, x_SM, weight_EM, ctx.needs_input_grad), *(None,) * 8
+    found = (*_product_gradients(dlogits_SE, x_SM, weight_EM, ctx.needs_input_grad), *(None,) * 8)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # The logits are an output: autograd does not know that they were made of x and W.
+        return first_order("fusedmoe::gate", found, (x_SM, weight_EM, *grads))
+    return found
 
 
 def _setup_from_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -164,6 +169,6 @@ def _product_gradients(
     return dx_SM, operators.router_dw(dlogits_SE, x_SM, weight_EM.dtype) if needs[1] else None
 
 
-operators.gate.register_autograd(_backward, setup_context=_setup)
-operators.gate_from_logits.register_autograd(_backward_from_logits, setup_context=_setup_from_logits)
-operators.router_product.register_autograd(_product_backward, setup_context=_setup_product)
+register_gradient(operators.gate, _backward, _setup)
+register_gradient(operators.gate_from_logits, _backward_from_logits, _setup_from_logits)
+register_gradient(operators.router_product, _product_backward, _setup_product)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_floats, check_layout, check_rows, check_tensor, refuse
 from fusedmoe.kernels import operators
+from fusedmoe.kernels.derivatives import register_gradient
 from fusedmoe.kernels.layout import Layout
 
 
@@ -63,4 +64,4 @@ def _backward(ctx: Any, dout_NO: Tensor) -> tuple[Tensor | None, ...]:
     return drows_NK, dweight, dbias_EO if ctx.biased else None, *(None,) * 6
 
 
-operators.grouped_linear.register_autograd(_backward, setup_context=_setup)
+register_gradient(operators.grouped_linear, _backward, _setup)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from fusedmoe.comm.sparse import SparseWork
+from fusedmoe.kernels.derivatives import Function
 
 # Sends gradients of all experts that a rank holds, [rows, ...] for each parameter that learns, to where they belong.
 SendBack = Callable[[Sequence[Tensor]], SparseWork]
@@ -87,6 +86,8 @@ def again(y: Tensor, fetch: Callable[[], None]) -> Tensor:
 
 
 class _Materialise(Function):
+    operation = "experts with replicas (placement='fssdp')"
+
     @staticmethod
     def forward(
         ctx: Any, returns: Returns, send_back: SendBack, tables: list[Tensor], *parameters: Tensor
@@ -96,7 +97,6 @@ class _Materialise(Function):
         return _marked(ctx, returns, tables)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         returns = ctx.returns
         whole = [grad.contiguous() if learns else None for grad, learns in zip(grads, returns.learn, strict=True)]
@@ -107,13 +107,14 @@ class _Materialise(Function):
 
 
 class _Arriving(Function):
+    operation = "gradients of experts' replicas (placement='fssdp')"
+
     @staticmethod
     def forward(ctx: Any, returns: Returns, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.returns = returns
         return _marked(ctx, returns, parameters)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         returns = ctx.returns
         works, returns.works = returns.works, []
@@ -142,6 +143,8 @@ def _marked(ctx: Any, returns: Returns, tensors: Sequence[Tensor]) -> tuple[Tens
 
 
 class _Again(Function):
+    operation, twice = "experts with replicas (placement='fssdp')", True
+
     @staticmethod
     def forward(ctx: Any, y: Tensor, fetch: Callable[[], None]) -> Tensor:
         ctx.fetch = fetch

@@ -74,7 +74,9 @@ class _shard(_wire):
 
 
 def _both_ways(rows: Tensor, there: _wire, back: _wire, hooks: Sequence[Hooks], recorder: Recorder | None) -> Tensor:
-    return linear(rows, partial(there, hooks, recorder, "forward"), partial(back, hooks, recorder, "backward"))
+    return linear(
+        rows, partial(there, hooks, recorder, "forward"), partial(back, hooks, recorder, "backward"), there.name
+    )
 
 
 # (rows, layout by local expert, weight of each sorted row or None) -> summed results, one for each of the rows given.

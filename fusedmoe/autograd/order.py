@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.checks import check_choice, check_count, check_layout, check_rows, check_tensor, refuse
 from fusedmoe.kernels import operators
+from fusedmoe.kernels.derivatives import register_gradient
 from fusedmoe.kernels.layout import Layout
 
 
@@ -93,9 +94,11 @@ def _keep_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _adjoint(there: Any, back: Any) -> None:
     """Registers two linear operators that take a layout as each other's backward."""
     for one, other in ((there, back), (back, there)):
-        one.register_autograd(
-            lambda ctx, grad, other=other: (other(grad, *ctx.saved_tensors), *(None,) * 5), setup_context=_keep_layout
-        )
+
+        def backward(ctx: Any, grad: Tensor, other: Any = other) -> tuple[Tensor | None, ...]:
+            return other(grad, *ctx.saved_tensors), *(None,) * 5
+
+        register_gradient(one, backward, _keep_layout)
 
 
 _adjoint(operators.permute, operators.unpermute)

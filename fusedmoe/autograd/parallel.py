@@ -70,6 +70,7 @@ def mean_over(value: Tensor, group: Group) -> Tensor:
         value,
         lambda v: collectives.all_reduce(group, v.clone()) / group.size,
         lambda grad: grad / group.size,
+        "mean_over",
     )
 
 
@@ -77,7 +78,7 @@ def sum_gradient(value: Tensor, group: Group) -> Tensor:
     """The same value; its gradient is summed over the group: for parameters that every rank applies to other rows."""
     if group.size == 1:
         return value
-    return linear(value, lambda v: v, lambda grad: collectives.all_reduce(group, grad.clone()))
+    return linear(value, lambda v: v, lambda grad: collectives.all_reduce(group, grad.clone()), "sum_gradient")
 
 
 def _linear(
@@ -97,7 +98,7 @@ def _linear(
         group.refuse(name, f"by counts = {list(counts)} this rank passes in {rows} rows, but got {got}")
     if group.size == 1:
         return x_SM
-    return linear(x_SM, there(group, counts, recorder, "forward"), back(group, counts, recorder, "backward"))
+    return linear(x_SM, there(group, counts, recorder, "forward"), back(group, counts, recorder, "backward"), name)
 
 
 def _all_gather(group: Group, counts: Sequence[int], recorder: Recorder | None, phase: str) -> Move:

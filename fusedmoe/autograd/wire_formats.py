@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedmoe.kernels import operators
+from fusedmoe.kernels.derivatives import register_gradient
 from fusedmoe.kernels.operators import pack_bf16, pack_fp8, unpack_bf16, unpack_fp8
 
 __all__ = ["pack_bf16", "pack_fp8", "unpack_bf16", "unpack_fp8"]
@@ -20,7 +21,5 @@ def _note_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
-operators.pack_bf16.register_autograd(
-    lambda ctx, grad: operators.unpack_bf16(grad, ctx.dtype), setup_context=_note_dtype
-)
-operators.unpack_bf16.register_autograd(lambda ctx, grad: (operators.pack_bf16(grad), None), setup_context=_note_dtype)
+register_gradient(operators.pack_bf16, lambda ctx, grad: operators.unpack_bf16(grad, ctx.dtype), _note_dtype)
+register_gradient(operators.unpack_bf16, lambda ctx, grad: (operators.pack_bf16(grad), None), _note_dtype)

@@ -23,15 +23,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedmoe.comm.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
 from fusedmoe.engine.chunks import Kept
 from fusedmoe.engine.route import Route
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gather_sum import put_pairs, take_pairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import contiguous
@@ -170,7 +169,9 @@ class Backward:
         return dx_SM, put_pairs(dweight_N, self._route.layout)
 
 
-class _FusedExperts(torch.autograd.Function):
+class _FusedExperts(Function):
+    operation = "fusedmoe.puts.fused_experts"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -188,7 +189,6 @@ class _FusedExperts(torch.autograd.Function):
         return run.finish()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         forward, ctx.run = ctx.run, None
         run = Backward(forward, dy_SM)
@@ -228,7 +228,9 @@ def fused_experts(
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
 
 
-class _Dispatch(torch.autograd.Function):
+class _Dispatch(Function):
+    operation = "fusedmoe.puts.dispatch_tokens"
+
     @staticmethod
     def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[Tensor, ...]:
         route.put_metadata()
@@ -242,7 +244,6 @@ class _Dispatch(torch.autograd.Function):
         return (*rows, *(arrivals.weight_R.clone() for arrivals in route.arrivals))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         route, chunks, count = ctx.route, ctx.route.forward, len(ctx.route.forward)
         epoch = route.begin_results()
@@ -271,7 +272,9 @@ def dispatch_tokens(x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tup
     return list(found[:degree]), list(found[degree:])
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
+    operation = "fusedmoe.puts.combine_results"
+
     @staticmethod
     def forward(ctx: Any, route: Route, *rows: Tensor) -> Tensor:
         epoch, chunks = route.begin_results(), route.forward
@@ -281,7 +284,6 @@ class _Combine(torch.autograd.Function):
         return route.receive(epoch, len(chunks))[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         route, chunks = ctx.route, ctx.route.forward
         epoch = route.put_tokens(dy_SM)
@@ -305,7 +307,9 @@ def combine_results(rows: Sequence[Tensor], route: Route) -> Tensor:
     return _Combine.apply(route, *rows)
 
 
-class _DispatchExperts(torch.autograd.Function):
+class _DispatchExperts(Function):
+    operation = "fusedmoe.puts.dispatch_experts"
+
     @staticmethod
     def forward(
         ctx: Any, x_SM: Tensor, route: Route, experts: GroupedExperts, *parameters: Tensor | None
@@ -324,7 +328,6 @@ class _DispatchExperts(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
         route, chunks, experts = ctx.route, ctx.route.forward, ctx.experts
         kept, ctx.kept = ctx.kept, None
@@ -356,7 +359,9 @@ def dispatch_experts(x_SM: Tensor, route: Route, experts: GroupedExperts) -> lis
     return list(_DispatchExperts.apply(x_SM, route, experts, *experts.parameters))
 
 
-class _ExpertsCombine(torch.autograd.Function):
+class _ExpertsCombine(Function):
+    operation = "fusedmoe.puts.experts_combine"
+
     @staticmethod
     def forward(ctx: Any, route: Route, experts: GroupedExperts, *inputs: Tensor | None) -> Tensor:
         chunks = route.forward
@@ -373,7 +378,6 @@ class _ExpertsCombine(torch.autograd.Function):
         return route.receive(epoch, count)[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         route, chunks, experts, weights = ctx.route, ctx.route.forward, ctx.experts, ctx.weights
         kept, ctx.kept = ctx.kept, None

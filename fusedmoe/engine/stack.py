@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedmoe.engine.backward import BlocksBackward
 from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.forward import BlocksForward
 from fusedmoe.engine.run import Run
 from fusedmoe.engine.state import Cut, Stage
+from fusedmoe.kernels.derivatives import Function
 
 
-class _Through(torch.autograd.Function):
+class _Through(Function):
+    operation = "fusedmoe.pipeline"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -44,7 +46,6 @@ class _Through(torch.autograd.Function):
         return (z, *aux)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, *daux: Tensor | None) -> tuple[Tensor | None, ...]:
         layers, ctx.layers = ctx.layers, None
         if layers is None:

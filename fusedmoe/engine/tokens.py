@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedmoe.autograd.moves import received_layout
 from fusedmoe.comm.exchange import Exchange, Part
@@ -23,6 +22,7 @@ from fusedmoe.engine.chunk_experts import ChunkExperts
 from fusedmoe.engine.chunks import Kept, chunk_order, concatenated, in_chunks, inverse
 from fusedmoe.engine.run import BackwardPass, Chunk, ForwardPass, Pass, Run, present
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.schedule.task import Task
@@ -188,7 +188,9 @@ class _Backward(_OfTokens, BackwardPass):
         return [present(chunk.weight_R) for chunk in self.chunks[0].values()]
 
 
-class _ThroughExperts(torch.autograd.Function):
+class _ThroughExperts(Function):
+    operation = "the way through the experts of several ranks (MoELayer, moe_layer)"
+
     @staticmethod
     def forward(ctx: Any, x_SM: Tensor, weight_N: Tensor | None, batch: RowBatch, *parameters: Tensor | None) -> Tensor:
         chunks, exchange, experts = batch.forward_chunks, batch.exchange, batch.experts
@@ -207,7 +209,6 @@ class _ThroughExperts(torch.autograd.Function):
         return gather_sum(out_NM, chunks.layout)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         batch: RowBatch = ctx.batch
         there, chunks, exchange = batch.forward_chunks, batch.backward_chunks, batch.exchange

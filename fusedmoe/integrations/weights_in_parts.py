@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedmoe import ops
 from fusedmoe.kernels import operators
+from fusedmoe.kernels.derivatives import Function
 
 
 class WeightParts(NamedTuple):
@@ -42,7 +41,9 @@ def experts_in_parts(
     return y_SM
 
 
-class _InParts(torch.autograd.Function):
+class _InParts(Function):
+    operation = "fusedmoe.integrations: experts_in_parts"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -60,7 +61,6 @@ class _InParts(torch.autograd.Function):
         return y_SM
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         h, x_SM, weight_N, *saved = ctx.saved_tensors
         layout, parts = saved[:5], saved[5:]

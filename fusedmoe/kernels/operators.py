@@ -20,16 +20,13 @@ from fusedmoe.kernels import experts as _experts
 from fusedmoe.kernels import gather_sum, wire
 from fusedmoe.kernels import grouped_linear as _grouped_linear
 from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.kernels.derivatives import operator, register_fake
 from fusedmoe.kernels.gate import GateRule
 from fusedmoe.kernels.layout import Layout, build_layout, row_bound
 from fusedmoe.kernels.weights import Weights
 
 
-def _operator(name: str) -> Any:
-    return torch.library.custom_op(f"fusedmoe::{name}", mutates_args=())
-
-
-@_operator("order")
+@operator("order")
 def order(
     expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -42,7 +39,7 @@ def order(
     return counts_E, offsets_E1, source_N, pair_N, row_SK
 
 
-@order.register_fake
+@register_fake(order)
 def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor | None, padded: bool) -> Any:
     tokens, K = expert_SK.shape
     rows: Any = row_bound(tokens, K, experts, capacity)
@@ -53,55 +50,55 @@ def _(expert_SK: Tensor, experts: int, capacity: int | None, priority_S: Tensor 
     return counts_E, expert_SK.new_empty(experts + 1, dtype=torch.int32), source_N, pair_N, row_SK
 
 
-@_operator("permute")
+@operator("permute")
 def permute(
     x_SM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
     return gather_sum.permute(x_SM, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
-@permute.register_fake
+@register_fake(permute)
 def _(x_SM: Tensor, *layout: Tensor) -> Tensor:
     return x_SM.new_empty((layout[2].shape[0], x_SM.shape[1]))
 
 
-@_operator("unpermute")
+@operator("unpermute")
 def unpermute(
     rows_NM: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
     return gather_sum.gather_sum(rows_NM, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
-@unpermute.register_fake
+@register_fake(unpermute)
 def _(rows_NM: Tensor, *layout: Tensor) -> Tensor:
     return rows_NM.new_empty((layout[4].shape[0], rows_NM.shape[1]))
 
 
-@_operator("take_pairs")
+@operator("take_pairs")
 def take_pairs(
     value_SK: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
     return gather_sum.take_pairs(value_SK, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
-@take_pairs.register_fake
+@register_fake(take_pairs)
 def _(value_SK: Tensor, *layout: Tensor) -> Tensor:
     return value_SK.new_empty(layout[3].shape)
 
 
-@_operator("put_pairs")
+@operator("put_pairs")
 def put_pairs(
     value_N: Tensor, counts_E: Tensor, offsets_E1: Tensor, source_N: Tensor | None, pair_N: Tensor, row_SK: Tensor
 ) -> Tensor:
     return gather_sum.put_pairs(value_N, Layout(counts_E, offsets_E1, source_N, pair_N, row_SK))
 
 
-@put_pairs.register_fake
+@register_fake(put_pairs)
 def _(value_N: Tensor, *layout: Tensor) -> Tensor:
     return value_N.new_empty(layout[4].shape)
 
 
-@_operator("experts")
+@operator("experts")
 def experts(
     x_SM: Tensor,
     weight_N: Tensor | None,
@@ -123,7 +120,7 @@ def experts(
     return _experts.experts_forward(x_SM, layout, weight_N, weights, ACTIVATIONS[activation])
 
 
-@experts.register_fake
+@register_fake(experts)
 def _(
     x_SM: Tensor,
     weight_N: Tensor | None,
@@ -142,7 +139,7 @@ def _(
     return x_SM.new_empty((x_SM.shape[0], w2.shape[1])), x_SM.new_empty((pair_N.shape[0], *w1.shape[1:-1]))
 
 
-@_operator("experts_backward")
+@operator("experts_backward")
 def experts_backward(
     dy_SM: Tensor,
     h_NH: Tensor,
@@ -170,7 +167,7 @@ def experts_backward(
     return dx_SM, dweight_N, dw1, dw2, db1, db2
 
 
-@experts_backward.register_fake
+@register_fake(experts_backward)
 def _(
     dy_SM: Tensor,
     h_NH: Tensor,
@@ -186,7 +183,7 @@ def _(
     return tuple(x_SM.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in given)
 
 
-@_operator("grouped_linear")
+@operator("grouped_linear")
 def grouped_linear(
     rows_NK: Tensor,
     weight: Tensor,
@@ -202,12 +199,12 @@ def grouped_linear(
     return _grouped_linear.grouped_product(rows_NK, weight, bias_EO, layout, transposed)
 
 
-@grouped_linear.register_fake
+@register_fake(grouped_linear)
 def _(rows_NK: Tensor, weight: Tensor, bias_EO: Tensor | None, transposed: bool, *layout: Any) -> Tensor:
     return rows_NK.new_empty((rows_NK.shape[0], weight.shape[1 if transposed else 2]))
 
 
-@_operator("grouped_linear_backward")
+@operator("grouped_linear_backward")
 def grouped_linear_backward(
     dout_NO: Tensor,
     rows_NK: Tensor,
@@ -231,33 +228,33 @@ def grouped_linear_backward(
     return drows_NK, dweight, dbias_EO[:, 0].contiguous()
 
 
-@grouped_linear_backward.register_fake
+@register_fake(grouped_linear_backward)
 def _(dout_NO: Tensor, rows_NK: Tensor, weight: Tensor, biased: bool, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     dbias = dout_NO.new_empty((weight.shape[0], dout_NO.shape[1]) if biased else 0)
     return rows_NK.new_empty(rows_NK.shape), weight.new_empty(weight.shape), dbias
 
 
-@_operator("clamped_swiglu")
+@operator("clamped_swiglu")
 def clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
     return _clamped_swiglu.clamped_swiglu(h_NH, alpha, limit)
 
 
-@clamped_swiglu.register_fake
+@register_fake(clamped_swiglu)
 def _(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
     return h_NH.new_empty((h_NH.shape[0], h_NH.shape[1] // 2))
 
 
-@_operator("clamped_swiglu_backward")
+@operator("clamped_swiglu_backward")
 def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
     return _clamped_swiglu.clamped_swiglu_backward(da_NI, h_NH, alpha, limit)
 
 
-@clamped_swiglu_backward.register_fake
+@register_fake(clamped_swiglu_backward)
 def _(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: float) -> Tensor:
     return h_NH.new_empty(h_NH.shape)
 
 
-@_operator("gate")
+@operator("gate")
 def gate(
     x_SM: Tensor,
     weight_EM: Tensor,
@@ -277,12 +274,12 @@ def gate(
     return _all_six(choose.gate(x_SM, weight_EM, rule, bias_E))
 
 
-@gate.register_fake
+@register_fake(gate)
 def _(x_SM: Tensor, weight_EM: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
     return _fake_choice(x_SM.new_empty((x_SM.shape[0], weight_EM.shape[0]), dtype=torch.float32), GateRule(*rule))
 
 
-@_operator("gate_from_logits")
+@operator("gate_from_logits")
 def gate_from_logits(
     logits_SE: Tensor,
     bias_E: Tensor | None,
@@ -302,7 +299,7 @@ def gate_from_logits(
     return _all_six(choice._replace(logits_SE=logits_SE.new_empty(0)))
 
 
-@gate_from_logits.register_fake
+@register_fake(gate_from_logits)
 def _(logits_SE: Tensor, bias_E: Tensor | None, *rule: Any) -> tuple[Tensor, ...]:
     expert_SK, weight_SK, _, *sums = _fake_choice(logits_SE, GateRule(*rule))
     return expert_SK, weight_SK, logits_SE.new_empty(0), *sums
@@ -328,7 +325,7 @@ def _fake_choice(logits_SE: Tensor, rule: GateRule) -> tuple[Tensor, ...]:
     )
 
 
-@_operator("gate_backward")
+@operator("gate_backward")
 def gate_backward(
     logits_SE: Tensor,
     expert_SK: Tensor,
@@ -350,12 +347,12 @@ def gate_backward(
     return choose.dlogits(logits_SE, expert_SK, rule, dweight_SK, dscore_BE, dlogsumexp_S)
 
 
-@gate_backward.register_fake
+@register_fake(gate_backward)
 def _(logits_SE: Tensor, *others: Any) -> Tensor:
     return logits_SE.new_empty(logits_SE.shape)
 
 
-@_operator("router_product")
+@operator("router_product")
 def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     """x·Wᵀ, [S, E] float32, by Triton's kernel."""
     from fusedmoe.kernels.triton.gate import router
@@ -363,12 +360,12 @@ def router_product(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     return router.logits(x_SM, weight_EM)
 
 
-@router_product.register_fake
+@register_fake(router_product)
 def _(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     return x_SM.new_empty((x_SM.shape[0], weight_EM.shape[0]), dtype=torch.float32)
 
 
-@_operator("router_dx")
+@operator("router_dx")
 def router_dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
     """dlogits·W, [S, M]."""
     from fusedmoe.kernels.triton.gate import router
@@ -376,12 +373,12 @@ def router_dx(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tens
     return router.dx(dlogits_SE, weight_EM, dtype)
 
 
-@router_dx.register_fake
+@register_fake(router_dx)
 def _(dlogits_SE: Tensor, weight_EM: Tensor, dtype: torch.dtype) -> Tensor:
     return dlogits_SE.new_empty((dlogits_SE.shape[0], weight_EM.shape[1]), dtype=dtype)
 
 
-@_operator("router_dw")
+@operator("router_dw")
 def router_dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
     """dlogitsᵀ·x, [E, M]."""
     from fusedmoe.kernels.triton.gate import router
@@ -389,46 +386,48 @@ def router_dw(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
     return router.dw(dlogits_SE, x_SM, dtype)
 
 
-@router_dw.register_fake
+@register_fake(router_dw)
 def _(dlogits_SE: Tensor, x_SM: Tensor, dtype: torch.dtype) -> Tensor:
     return x_SM.new_empty((dlogits_SE.shape[1], x_SM.shape[1]), dtype=dtype)
 
 
-@_operator("pack_bf16")
+@operator("pack_bf16")
 def pack_bf16(rows_NM: Tensor) -> Tensor:
-    return wire.pack_bf16(rows_NM)
+    packed = wire.pack_bf16(rows_NM)
+    return packed.clone() if packed is rows_NM else packed
 
 
-@pack_bf16.register_fake
+@register_fake(pack_bf16)
 def _(rows_NM: Tensor) -> Tensor:
     return rows_NM.new_empty(rows_NM.shape, dtype=torch.bfloat16)
 
 
-@_operator("unpack_bf16")
+@operator("unpack_bf16")
 def unpack_bf16(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
-    return wire.unpack_bf16(packed_NM, dtype)
+    rows = wire.unpack_bf16(packed_NM, dtype)
+    return rows.clone() if rows is packed_NM else rows
 
 
-@unpack_bf16.register_fake
+@register_fake(unpack_bf16)
 def _(packed_NM: Tensor, dtype: torch.dtype) -> Tensor:
     return packed_NM.new_empty(packed_NM.shape, dtype=dtype)
 
 
-@_operator("pack_fp8")
+@operator("pack_fp8")
 def pack_fp8(rows_NM: Tensor) -> Tensor:
     return wire.pack_fp8(rows_NM)
 
 
-@pack_fp8.register_fake
+@register_fake(pack_fp8)
 def _(rows_NM: Tensor) -> Tensor:
     return rows_NM.new_empty((rows_NM.shape[0], rows_NM.shape[1] + wire.SCALE_BYTES), dtype=torch.uint8)
 
 
-@_operator("unpack_fp8")
+@operator("unpack_fp8")
 def unpack_fp8(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return wire.unpack_fp8(packed, dtype)
 
 
-@unpack_fp8.register_fake
+@register_fake(unpack_fp8)
 def _(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty((packed.shape[0], packed.shape[1] - wire.SCALE_BYTES), dtype=dtype)

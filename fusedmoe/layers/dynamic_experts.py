@@ -25,6 +25,7 @@ from fusedmoe.comm.collectives import all_gather_rows, all_reduce, device_of
 from fusedmoe.comm.sparse import SparseCollectives, SparseWork
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import require_no_tangent
 from fusedmoe.kernels.layout import Layout, offsets
 from fusedmoe.layers.expert_networks import Experts, Place
 from fusedmoe.layers.expert_tables import replace, table, unstacked_of
@@ -365,6 +366,7 @@ class DynamicExperts:
         turns = self.travel == "in turns"
         if self.rematerialises and after is not None and not turns:
             after.fetch()
+        require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
         tables, learns, send = self._tables(), torch.is_grad_enabled(), None
         if learns:
             if self._returns is None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.autograd.checks import check_results
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.comm.topology import Topology
@@ -166,7 +167,7 @@ class MoELayer(nn.Module):
         self.checks = InputChecks(self.topology)
         self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
-        self._ran_without_graph = False
+        self._in_reentrant_checkpoint = False
         self._workspace = shared_workspace()  # held, so that there is one
         self.register_load_state_dict_pre_hook(require_own_experts)
 
@@ -275,9 +276,12 @@ class MoELayer(nn.Module):
 
     def _keep_aux(self, aux: Tensor) -> None:
         aux = self.mp_tokens.aux(aux)
-        if not recomputing():
-            self._ran_without_graph |= self.training and not torch.is_grad_enabled()
-        elif aux.requires_grad and not self._ran_without_graph:
+        if not torch.is_grad_enabled():
+            like = next(self.gate.parameters(), None) if self.training and self.gate.aux else None
+            aux = without_a_graph(aux, "MoELayer.aux_loss", like, if_any=not self.gate.aux)
+            if not torch.compiler.is_compiling():
+                self._in_reentrant_checkpoint |= aux.requires_grad
+        elif aux.requires_grad and not self._in_reentrant_checkpoint and recomputing():
             # Non-reentrant checkpointing: gradients go through the first forward's graph. The graph made here, held by
             # this attribute, would keep every activation that led to it until the next forward.
             aux = aux.detach().requires_grad_()

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import GradientReducer, Plans, Run
@@ -166,7 +167,8 @@ class PipelinedBlocks(nn.Module):
             batch, cut = self._cut(x)
             z, aux = through_stack(batch, self._stages, self._run(x, self.plans), cut, refusal)
             for layer, loss in zip(self._layers(), aux, strict=True):
-                layer.aux_loss = layer.mp_tokens.aux(loss)
+                loss = layer.mp_tokens.aux(loss)
+                layer.aux_loss = without_a_graph(loss, "MoELayer.aux_loss", None, if_any=not layer.gate.aux)
         return z.view(x.shape)
 
     def _wrong(self, x: object) -> str | None:

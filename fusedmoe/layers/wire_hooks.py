@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedmoe.autograd.hooks import HookContext, Hooks, run_hooks
-from fusedmoe.autograd.linear import linear
 from fusedmoe.autograd.wire_formats import pack_fp8, unpack_fp8
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import Function
 
 __all__ = ["HookContext", "Hooks", "WireCast", "WireFp8"]
 
@@ -91,6 +92,17 @@ def leave(hooks: Sequence[Hooks], y: Tensor, chunk: int = 0, chunks: int = 1) ->
 
 def _tap(hooks: Sequence[Hooks], tensor: Tensor, seam: str, chunk: int, chunks: int) -> Tensor:
     """The identity, whose backward passes the gradient through the hooks at `seam`."""
-    return linear(
-        tensor, lambda t: t, lambda grad: run_hooks(hooks, seam, grad, HookContext("backward", chunk, chunks))
-    )
+    return _Tap.apply(tensor, lambda grad: run_hooks(hooks, seam, grad, HookContext("backward", chunk, chunks)))
+
+
+class _Tap(Function):
+    operation, twice = "hooks at a layer's start and end", True  # autograd sees what they make of a gradient, too
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, passed: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.passed = passed
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.passed(gradients[0]), None

@@ -23,8 +23,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, profiler
+from torch.autograd import profiler
 
+from fusedmoe.kernels.derivatives import Function
 from fusedmoe.schedule.timeline import Span, Timeline, check_word
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -96,6 +97,8 @@ def _close(span: AbstractContextManager[None]) -> None:
 
 class _Mark(Function):
     """The identity; calls `action` when the gradient passes."""
+
+    operation, twice = "a recorded part", True
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import DerivativeError
 from fusedmoe.layers.expert_networks import SwiGLU
 from fusedmoe.layers.moe import MoELayer
+from fusedmoe.tutel import moe
 from tests.cluster import Cluster
 
 M, H, E = 8, 12, 4
@@ -126,6 +128,113 @@ def test_activation_checkpointing_over_ranks(cluster: Cluster) -> None:
 
 def test_recomputation_that_ends_early_is_no_failure(cluster: Cluster) -> None:
     cluster.run(2, ending_early)
+
+
+def a_layer() -> MoELayer:
+    gate = fusedmoe.gates.TopK(E, 2, aux={"balance": 0.1, "z": 0.1})
+    return MoELayer(M, gate, fusedmoe.experts.FeedForward(H), dtype=torch.float64)
+
+
+def a_layer_of_tutel() -> Any:
+    experts = {"type": "ffn", "num_experts_per_device": E, "hidden_size_per_expert": H}
+    return moe.moe_layer({"type": "top", "k": 2}, M, experts).double()
+
+
+def without_losses() -> MoELayer:
+    return MoELayer(M, fusedmoe.gates.TopK(E, 2, aux={}), fusedmoe.experts.FeedForward(H), dtype=torch.float64)
+
+
+def aux_of(layer: Any) -> Tensor:
+    return layer.aux_loss if isinstance(layer, MoELayer) else layer.l_aux
+
+
+def with_aux(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return layer(x), aux_of(layer)
+
+
+def attribute(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(layer, x, use_reentrant=True), aux_of(layer)
+
+
+def nested(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(attribute, layer, x, use_reentrant=True)
+
+
+def nested_attribute(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(lambda x: attribute(layer, x)[0], x, use_reentrant=True), aux_of(layer)
+
+
+def inside_another(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(lambda x: attribute(layer, x)[0], x, use_reentrant=False), aux_of(layer)
+
+
+def around_another(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(lambda x: not_reentrant(layer, x)[0], x, use_reentrant=True), aux_of(layer)
+
+
+def compiled(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    torch._dynamo.reset()
+    return checkpoint(torch.compile(layer, backend="aot_eager"), x, use_reentrant=True), aux_of(layer)
+
+
+def not_reentrant(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(layer, x, use_reentrant=False), aux_of(layer)
+
+
+def returned(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(with_aux, layer, x, use_reentrant=True)
+
+
+def returned_while_evaluated(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    found = returned(layer.eval(), x)
+    with torch.no_grad():
+        layer(x)
+    return found
+
+
+def returned_of_two(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(lambda x: returned(layer, x), x, use_reentrant=True)
+
+
+def kept(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y, _ = returned(layer, x)
+    return y, aux_of(layer)  # the same tensor
+
+
+def evaluated(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        layer(x)
+        aux_of(layer).numpy()
+        attribute(layer, x)[1].item()
+    return with_aux(layer, x)
+
+
+REFUSED = (attribute, nested, nested_attribute, inside_another, around_another, compiled)
+RIGHT = (not_reentrant, returned, returned_while_evaluated, returned_of_two, kept, evaluated)
+
+
+def aux_gradients(make: Any, how: Any, coefficient: float = 3.0) -> list[Tensor]:
+    torch.manual_seed(0)
+    layer = make()
+    x = torch.randn(9, M, dtype=torch.float64, requires_grad=True)
+    y, aux = how(layer, x)
+    (y.square().mean() + coefficient * aux).backward()
+    return [x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("make", [a_layer, a_layer_of_tutel])
+def test_no_checkpoint_drops_the_auxiliary_loss(make: Any) -> None:
+    right = aux_gradients(make, with_aux)
+    for how in RIGHT:
+        torch.testing.assert_close(aux_gradients(make, how), right, msg=how.__name__)
+    for how in REFUSED:
+        with pytest.raises(DerivativeError, match="was made in a reentrant activation checkpoint"):
+            aux_gradients(make, how)
+    torch.testing.assert_close(aux_gradients(make, attribute, 0.0), aux_gradients(make, with_aux, 0.0))
+
+
+def test_no_auxiliary_loss_in_a_checkpoint() -> None:
+    torch.testing.assert_close(aux_gradients(without_losses, attribute), aux_gradients(without_losses, with_aux))
 
 
 def test_recomputed_activations_are_let_go() -> None:

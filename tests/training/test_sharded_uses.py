@@ -387,8 +387,11 @@ def reentrant(rank: int, world: int) -> int:
     optimizer = optimizer_of(model)
     sharded = ShardedExperts(model, optimizer, topology, **HECATE)
     for layer in model.layers:
-        inner = layer.forward
-        layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=True)
+
+        def with_loss(x: Tensor, layer: Any = layer, inner: Any = layer.forward) -> tuple[Tensor, Tensor]:
+            return inner(x), layer.aux_loss
+
+        layer.forward = lambda x, inner=with_loss: checkpoint(inner, x, use_reentrant=True)[0]
     for step in range(2):
         train_step(model, optimizer, topology, step)
     copies = sum(int(one.extra_W().sum()) for one in sharded.placements)

@@ -19,6 +19,7 @@ from transformers.integrations.moe import _default_apply_gate
 from fusedmoe import ops
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.clamped_swiglu import define_clamped_swiglu
+from fusedmoe.kernels.derivatives import numbers_only
 from fusedmoe.kernels.workspace import shared_workspace
 
 #: The name in transformers' registries.
@@ -67,7 +68,7 @@ def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
     return (
         top_k_index.numel() <= _FEW
         and all(one.device.type == "cpu" for one in given)
-        and not torch.is_grad_enabled()
+        and numbers_only()
         and not torch.compiler.is_compiling()
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedmoe.autograd.gate import router_product
 from fusedmoe.autograd.linear import linear
+from fusedmoe.kernels.derivatives import Function, numbers_only
 from fusedmoe.kernels.gate import has_kernels
 from fusedmoe.kernels.workspace import empty
 
@@ -27,7 +28,9 @@ def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
-class _RouterLogits(torch.autograd.Function):
+class _RouterLogits(Function):
+    operation, twice = "router_logits, the product of a gate", True
+
     # nn.functional.linear on a cast copy would keep that copy, S·M·4 bytes, alive until backward.
 
     @staticmethod
@@ -52,7 +55,7 @@ class _RouterLogits(torch.autograd.Function):
 
 def _product(grad_SE: Tensor, weight_EM: Tensor) -> Tensor:
     """Into used memory, where neither a second derivative nor a graph of the compiler is made of it."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not numbers_only():
         return grad_SE @ weight_EM
     return torch.mm(grad_SE, weight_EM, out=empty(grad_SE, (len(grad_SE), weight_EM.shape[1]), result=True))
 
@@ -114,4 +117,5 @@ def pick(score_SE: Tensor, expert_SK: Tensor) -> Tensor:
         score_SE,
         lambda score: score.gather(1, expert_SK),
         lambda grad: grad.new_zeros(shape).scatter_add(1, expert_SK, grad),
+        "the scores of chosen experts",
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import Function
 from fusedmoe.layers.gates.router import router_logits
 from fusedmoe.tutel.impls.choice import experts_of_a_token
 
@@ -52,8 +53,10 @@ def summed_in_order(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
     return even + odd
 
 
-class _Ordered(torch.autograd.Function):
+class _Ordered(Function):
     """The values of `summed_in_order`, with the gradients of the logits given."""
+
+    operation, twice = "moe_layer: the gate's product", True
 
     @staticmethod
     def forward(ctx: Any, logits_SE: Tensor, x_SM: Tensor, weight_EM: Tensor) -> Tensor:

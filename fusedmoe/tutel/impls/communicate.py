@@ -173,9 +173,9 @@ def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = N
 # With gradients.
 
 
-def _on_rows(input: Tensor, dim: int, there: Move, back: Move) -> Tensor:
+def _on_rows(input: Tensor, dim: int, there: Move, back: Move, name: str) -> Tensor:
     """A pair of moves along a dimension."""
-    return linear(input.movedim(dim, 0).contiguous(), there, back).movedim(0, dim)
+    return linear(input.movedim(dim, 0).contiguous(), there, back, name).movedim(0, dim)
 
 
 def all_to_all_single(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -184,7 +184,7 @@ def all_to_all_single(input: Tensor, group: ProcessGroup | None = None) -> Tenso
     if members.size == 1 or skips_all_to_all():
         return input
     move = partial(swap_parts, members)
-    return linear(input, move, move)
+    return linear(input, move, move, "all_to_all_single")
 
 
 def all_to_all(
@@ -214,7 +214,7 @@ def all_to_all(
         return (lambda *_: joined(parts)) if background else joined(parts)
     move: Move = partial(swap_parts_2dh, group) if use_2dh else partial(swap_parts, members)
     if not background:
-        return joined(linear(parts, move, move))
+        return joined(linear(parts, move, move, "all_to_all"))
     if use_2dh:
         raise ConfigError("all_to_all: the two-level algorithm has no background mode; leave one of them out")
     started = [start_swap(members, parts.detach())]
@@ -222,7 +222,7 @@ def all_to_all(
     def there(rows: Tensor) -> Tensor:
         return started.pop()() if started else move(rows)
 
-    return lambda *_: joined(linear(parts, there, move))
+    return lambda *_: joined(linear(parts, there, move, "all_to_all"))
 
 
 def all_gather(input: Tensor, dim: int, fused: bool = False, group: ProcessGroup | None = None) -> Tensor:
@@ -230,21 +230,21 @@ def all_gather(input: Tensor, dim: int, fused: bool = False, group: ProcessGroup
     if members.size == 1:
         return input
     back = partial(sum_and_split, members) if fused else _own_copy(members)
-    return _on_rows(input, dim, partial(gather_parts, members), back)
+    return _on_rows(input, dim, partial(gather_parts, members), back, "all_gather")
 
 
 def reduce_scatter(input: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
     members = as_group(group)
     if members.size == 1:
         return input
-    return _on_rows(input, dim, partial(sum_and_split, members), partial(gather_parts, members))
+    return _on_rows(input, dim, partial(sum_and_split, members), partial(gather_parts, members), "reduce_scatter")
 
 
 def spatial_split(input: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
     members = as_group(group)
     if members.size == 1:
         return input
-    return _on_rows(input, dim, _own_copy(members), partial(gather_parts, members))
+    return _on_rows(input, dim, _own_copy(members), partial(gather_parts, members), "spatial_split")
 
 
 def _own_copy(members: Group) -> Move:
@@ -267,11 +267,11 @@ def zero_scatter(
 
 
 def allreduce_forward(input: Tensor, op: Any = _SUM, group: ProcessGroup | None = None) -> Tensor:
-    return linear(input, lambda t: simple_all_reduce(t, group, op), lambda grad: grad)
+    return linear(input, lambda t: simple_all_reduce(t, group, op), lambda grad: grad, "allreduce_forward")
 
 
 def allreduce_backward(input: Tensor, op: Any = _SUM, group: ProcessGroup | None = None) -> Tensor:
-    return linear(input, lambda t: t, lambda grad: simple_all_reduce(grad, group, op))
+    return linear(input, lambda t: t, lambda grad: simple_all_reduce(grad, group, op), "allreduce_backward")
 
 
 def batch_all_to_all_v(
@@ -291,7 +291,7 @@ def batch_all_to_all_v(
     recv = recv_W.tolist()
     there = partial(_swap_ragged, members, send, recv)
     back = partial(_swap_ragged, members, recv, send)
-    return [linear(data.reshape(-1), there, back) for data in datas], recv_W
+    return [linear(data.reshape(-1), there, back, "batch_all_to_all_v") for data in datas], recv_W
 
 
 def _swap_ragged(members: Group, send: Sequence[int], recv: Sequence[int], rows: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = Non
     def back(rows: Tensor) -> Tensor:
         return collectives.reduce_scatter_rows(members, rows, counts)
 
-    return [linear(data.reshape(-1), there, back) for data in datas], counts_W
+    return [linear(data.reshape(-1), there, back, "batch_all_gather_v") for data in datas], counts_W
 
 
 def _require_length(name: str, datas: Sequence[Tensor], length: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedmoe.autograd.experts import experts as fused_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
@@ -18,6 +17,7 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, no_wider
 from fusedmoe.engine.dispatcher import Collectives, Local, Routed, no_plans
 from fusedmoe.engine.run import Assigned, Plans
+from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.kernels.workspace import shared_workspace
@@ -27,14 +27,15 @@ from fusedmoe.schedule.workload import Workload
 from fusedmoe.tutel.impls.choice import Choice
 
 
-class _Scaled(torch.autograd.Function):
+class _Scaled(Function):
+    operation, twice = "moe_layer: rows times their weights", True
+
     @staticmethod
     def forward(ctx: Any, rows_NM: Tensor, weight_N: Tensor) -> Tensor:
         ctx.save_for_backward(rows_NM, weight_N)
         return rows_NM.to(weight_N.dtype) * weight_N[:, None]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
         rows_NM, weight_N = ctx.saved_tensors
         # One dot product a row, as one operation: nothing of the rows' size is made for it.

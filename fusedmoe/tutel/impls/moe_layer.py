@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED, other_experts
@@ -277,6 +278,8 @@ class MOELayer(nn.Module):
                 stay=skips_all_to_all() and not alone,
             )
         y = y_SM.to(input.dtype).reshape(*input.shape[:-reserve_dims], *self.protected_shape[2:])
+        if not torch.is_grad_enabled():
+            l_aux = without_a_graph(l_aux, "moe_layer.l_aux", next(gate.parameters(), None) if self.training else None)
         self.l_aux = y.l_aux = l_aux  # type: ignore[attr-defined]
         return y if self.result_func is None else self.result_func(y)
 

@@ -1,0 +1,185 @@
+"""One rule for derivatives, of all operators and functions of the library: right, or refused by name; none is dropped.
+
+First derivatives, backward, are written out. Derivatives of gradients are right where a function says that they are
+(`Function.twice`; operators whose gradients are made of such), and else `DerivativeError`, raised when they are asked
+for: `create_graph=True` alone changes nothing. Forward mode is refused where an argument has a tangent, and so are the
+transforms of `torch.func` where gradients would go through them. (Operators under `torch.func.vmap` are right.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
+
+from fusedmoe.errors import DerivativeError
+
+_library = torch.library.Library("fusedmoe", "FRAGMENT")
+_gradients: dict[Any, Info] = {}
+
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function of tensors and plain values the operator `torch.ops.fusedmoe.<name>`, and returns that.
+
+    It mutates no argument and returns new memory. `register_fake` and `register_gradient` complete it.
+    """
+
+    def define(body: Callable[..., Any]) -> Any:
+        schema = torch.library.infer_schema(body, mutates_args=())
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, body, "CompositeExplicitAutograd")
+        overload = getattr(torch.ops.fusedmoe, name).default
+        gradient = _gradients[overload] = Info(lambda *_: _refuse_again(f"fusedmoe::{name}"), None)
+        differentiated = make_autograd_impl(overload, gradient)
+
+        def by_autograd(keyset: Any, *args: Any) -> Any:
+            if forward_ad._current_level >= 0:
+                require_no_tangent(f"fusedmoe::{name}", args)
+            if _transformed() and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+                _require_plain(f"fusedmoe::{name}", args)
+            return differentiated(keyset, *args)
+
+        _library.impl(name, by_autograd, "Autograd", with_keyset=True)
+        return overload
+
+    return define
+
+
+def register_fake(overload: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Has a function tell an operator's results without computing: shapes, dtypes and devices."""
+    return torch.library.register_fake(overload, lib=_library)
+
+
+def register_gradient(overload: Any, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+    """Gives an operator its backward, as `torch.library.register_autograd` does.
+
+    It is made of operators, which refuse derivatives of their own or have them. So what it computes from an output
+    must also be told what that was made of: `first_order`.
+    """
+    _gradients[overload]._backward_fn, _gradients[overload]._setup_context_fn = backward, setup
+
+
+class Function(torch.autograd.Function):
+    """Base of all functions of autograd in the library.
+
+    Attributes:
+        operation: the name in errors.
+        twice: its backward consists of what autograd can differentiate, so that derivatives of higher order are right.
+            Else they are refused.
+    """
+
+    operation: ClassVar[str]
+    twice: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if not cls.twice:
+            cls.backward = staticmethod(_once(cls.operation, cls.backward))  # type: ignore[method-assign]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().apply(*args)
+        if forward_ad._current_level >= 0 or _transformed():
+            _require_plain(cls.name_of(args), args)
+        outputs = super().apply(*args)
+        if not cls.twice and torch.is_grad_enabled():
+            for output in outputs if isinstance(outputs, tuple) else (outputs,):
+                if isinstance(output, Tensor) and output.grad_fn is not None:
+                    output.grad_fn.inputs = _Inputs.apply(*args)  # the context that `_once` gets
+                    break
+        return outputs
+
+    @classmethod
+    def name_of(cls, args: Sequence[Any]) -> str:
+        """The name in errors of a call with these arguments."""
+        return cls.operation
+
+
+def first_order(operation: str, gradients: Sequence[Any], sources: Iterable[Any]) -> tuple[Any, ...]:
+    """Gradients, computed without a graph, whose own derivatives are refused.
+
+    `sources`: what they depend on. Refused is what goes to one of these, also if it is the only one that is asked for
+    (PyTorch's `once_differentiable` hangs on none of them, and is then passed over).
+    """
+    connected = [one for one in sources if isinstance(one, Tensor) and one.requires_grad]
+    if not connected:
+        return tuple(gradients)
+    tensors = [one for one in gradients if one is not None]
+    refusing = iter(_Refusing.apply(operation, len(tensors), *tensors, *connected))
+    return tuple(None if one is None else next(refusing) for one in gradients)
+
+
+def _once(operation: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.compiler.is_compiling() or numbers_only():
+            return backward(ctx, *grads)
+        _require_plain(operation, grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        return first_order(operation, found, (ctx.inputs, *grads))
+
+    return checked
+
+
+class _Inputs(torch.autograd.Function):
+    """An empty tensor that hangs on a function's inputs: it keeps none of their memory."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise AssertionError("no gradient goes through it")
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operation: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.operation = operation
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        _refuse_again(ctx.operation)
+
+
+def numbers_only() -> bool:
+    """Whether only numbers are asked for: no graph is made, no tangent may come, no transform of `torch.func` is on."""
+    return not (torch.is_grad_enabled() or forward_ad._current_level >= 0 or _transformed())
+
+
+def _require_plain(operation: str, args: Iterable[Any]) -> None:
+    require_no_tangent(operation, args)
+    if _transformed():
+        raise DerivativeError(
+            f"{operation} has no part in transforms of torch.func (grad, vjp, jacrev, jvp, hessian, vmap); use "
+            "torch.autograd.grad on a plain call"
+        )
+
+
+def require_no_tangent(operation: str, args: Iterable[Any]) -> None:
+    """Refuses tensors that have one, in forward mode."""
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return
+    if any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in args):
+        raise DerivativeError(
+            f"{operation} has no derivative in forward mode (dual tensors, torch.func.jvp, jacfwd and hessian); use "
+            "backward: torch.autograd.grad, or torch.autograd.functional.jacobian"
+        )
+
+
+def _refuse_again(operation: str) -> NoReturn:
+    raise DerivativeError(
+        f"{operation} cannot be differentiated again, as a Hessian-vector product or a gradient penalty asks for; take "
+        "differences of gradients, or experts in plain PyTorch: fusedmoe.experts.Custom, without a schedule, can"
+    )

@@ -1,0 +1,399 @@
+"""Derivatives beside the first one, of every operator and function of the library: right, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function as PlainFunction
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import fusedmoe
+from fusedmoe import ops
+from fusedmoe.autograd import exchange_operators
+from fusedmoe.autograd.linear import linear
+from fusedmoe.autograd.materialise import again
+from fusedmoe.comm.all_to_all import make_all_to_all
+from fusedmoe.errors import DerivativeError
+from fusedmoe.hooks import Hooks
+from fusedmoe.kernels import derivatives
+from fusedmoe.kernels.derivatives import Function
+from fusedmoe.layers.gates.router import pick, router_logits
+from fusedmoe.layers.wire_hooks import enter
+from fusedmoe.runtime.recorder import Recorder, recorded
+from fusedmoe.tutel import moe
+from fusedmoe.tutel.gates.top import gate_product
+from fusedmoe.tutel.impls.dispatcher import scaled
+from tests.cluster import Cluster
+from tests.kernels.operator_cases import cases
+
+SOURCES = Path(fusedmoe.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    print("seed", torch.seed())  # shown when a test fails
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+# Operators
+
+
+def all_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for name, several in cases(torch.device("cpu")).items():
+        yield from ((name, inputs) for inputs in several)
+    layout = ops.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
+    x_SM, weight_EM, logits_SE = torch.randn(3, 4), torch.randn(2, 4), torch.randn(3, 2)
+    x_SM, weight_EM, logits_SE = (one.requires_grad_() for one in (x_SM, weight_EM, logits_SE))
+    rule, expert_SK = (2, "softmax", True, 1.0, True, None, True), torch.zeros(3, 2, dtype=torch.long)
+    weights, w = (torch.randn(2, 5, 4), torch.randn(2, 4, 5), None, None, 0), torch.randn(2, 5, 4)
+    yield "gate", (x_SM, weight_EM, None, *rule)
+    yield "gate_from_logits", (logits_SE, None, *rule)
+    yield "gate_backward", (logits_SE, expert_SK, torch.randn(3, 2).requires_grad_(), None, None, *rule)
+    yield "router_product", (x_SM, weight_EM)
+    yield "router_dx", (logits_SE, weight_EM, torch.float32)
+    yield "router_dw", (logits_SE, x_SM, torch.float32)
+    given = (torch.randn(6, 5), torch.randn(3, 4), None, *weights, *layout.tensors)
+    yield "experts_backward", (x_SM, *given, "gelu")
+    yield (
+        "grouped_linear_backward",
+        (torch.randn(6, 5).requires_grad_(), torch.randn(6, 4), w, True, True, *layout.tensors),
+    )
+    yield "clamped_swiglu_backward", (torch.randn(3, 2).requires_grad_(), x_SM, 1.7, 7.0)
+    yield "refuse_gradient", (torch.ones(()), torch.randn(3).requires_grad_(), "x", False)
+    yield "refused_gradient", (torch.ones(()).requires_grad_(), torch.ones(()), torch.randn(3), "x")
+    rows, sizes = torch.randn(6, 4).requires_grad_(), (torch.tensor([[3, 3]]), torch.tensor([[[3, 3]]]))
+    yield "meet", (torch.tensor([3, 3]), None, torch.float32, WAY.name)
+    yield "dispatch", (rows, torch.randn(6).requires_grad_(), *sizes, WAY.name)
+    yield "dispatch_backward", (rows, torch.randn(6), torch.arange(6), *sizes, 6, WAY.name)
+    yield "combine", (rows, *sizes, 6, WAY.name)
+    yield "combine_backward", (rows, *sizes, 6, WAY.name)
+
+
+WAY = exchange_operators.Way(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
+#: Their gradients do not depend on what they are given.
+LINEAR = {"permute", "unpermute", "take_pairs", "put_pairs", "pack_bf16", "unpack_bf16", "dispatch", "combine"}
+LINEAR |= {"refuse_gradient"}
+#: Arguments of other operators of which that holds as well.
+LINEAR_IN = {("grouped_linear", 2)}
+
+
+def test_every_operator_is_tried() -> None:
+    known = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fusedmoe::")}
+    tried = {name for name, _ in all_cases()}
+    assert known == tried
+    assert {overload._schema.name for overload in derivatives._gradients} == {f"fusedmoe::{name}" for name in known}
+
+
+@pytest.mark.parametrize("graded", [False, True], ids=["constant gradients", "gradients with a graph"])
+def test_gradients_of_operators_cannot_be_differentiated_in_silence(graded: bool) -> None:
+    for name, inputs in all_cases():
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
+            found = getattr(torch.ops.fusedmoe, name)(*inputs)
+            outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
+            leaves = {at: one for at, one in enumerate(inputs) if isinstance(one, Tensor) and one.requires_grad}
+            if not outputs:
+                assert not leaves or name == "pack_fp8", name  # bytes
+                continue
+            seeds = [torch.ones_like(one).requires_grad_(graded) for one in outputs]
+            if name.startswith(("router_d", "refused")) or name.endswith("_backward"):
+                with pytest.raises(DerivativeError, match=f"fusedmoe::{name} cannot be differentiated"):
+                    torch.autograd.grad(outputs, list(leaves.values()), seeds, allow_unused=True)
+                continue
+            grads = torch.autograd.grad(outputs, list(leaves.values()), seeds, create_graph=True)
+            total = torch.stack([grad.float().sum() for grad in grads]).sum()
+            for at, leaf in leaves.items():
+                if name in LINEAR or (name, at) in LINEAR_IN:
+                    continue
+                with pytest.raises(DerivativeError, match=r"fusedmoe::\w+ cannot be differentiated again"):
+                    torch.autograd.grad(total, leaf, retain_graph=True, allow_unused=True)
+            if graded and name in ("dispatch", "combine"):
+                with pytest.raises(DerivativeError, match=f"fusedmoe::{name}_backward cannot be differentiated"):
+                    torch.autograd.grad(total, seeds[0], retain_graph=True)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_operators_lose_no_tangent(learns: bool) -> None:
+    for name, inputs in all_cases():
+        operator = getattr(torch.ops.fusedmoe, name)
+        for at, one in enumerate(inputs):
+            if not isinstance(one, Tensor) or not one.is_floating_point():
+                continue
+            plain = one.detach().requires_grad_(learns)
+
+            def call(value: Tensor, operator: Any = operator, inputs: Any = inputs, at: int = at) -> Any:
+                return operator(
+                    *(one.detach() if isinstance(one, Tensor) else one for one in inputs[:at]), value, *inputs[at + 1 :]
+                )
+
+            refused = pytest.raises(DerivativeError, match=f"fusedmoe::{name} has no derivative in forward mode")
+            with FakeTensorMode(allow_non_fake_inputs=True), forward_ad.dual_level(), refused:
+                call(forward_ad.make_dual(plain, torch.ones_like(plain)))
+            with refused:
+                torch.func.jvp(call, (plain,), (torch.ones_like(plain),))
+
+
+def test_transforms_of_operators() -> None:
+    layout = ops.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2)
+    weights = ops.Weights(torch.randn(2, 5, 4).double(), torch.randn(2, 4, 5).double(), None, None)
+    x = torch.randn(3, 4).double()
+
+    def compute(x: Tensor) -> Tensor:
+        return ops.experts(x, layout, None, weights, "gelu")
+
+    several = torch.stack([x, 2 * x])
+    torch.testing.assert_close(torch.func.vmap(compute)(several), torch.stack([compute(x), compute(2 * x)]))
+    for transform in (torch.func.grad, torch.func.hessian):
+        with pytest.raises(DerivativeError, match="fusedmoe::experts has no"):
+            transform(lambda x: compute(x).sum())(x)
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        with pytest.raises(DerivativeError, match="fusedmoe::permute has no"):
+            transform(lambda x: ops.permute(x, layout))(x)
+    with forward_ad.dual_level():  # without a tangent there is nothing to lose
+        assert torch.equal(compute(x), compute(x.clone()))
+
+
+def test_moves_of_rows_twice() -> None:
+    layout = ops.order(torch.tensor([[0, 1], [1, 0], [1, 1]]), 2, 2)
+    gradgradcheck(lambda x: ops.unpermute(ops.permute(x, layout) ** 3, layout), random(3, 4))
+    gradgradcheck(lambda w: ops.take_pairs(w, layout).square(), random(3, 2))
+
+
+# Functions
+
+
+class Squares(Hooks):
+    def before_moe_end(self, y: Tensor, context: Any) -> Tensor:
+        return y * y if context.direction == "backward" else y
+
+
+#: Those whose derivatives of higher order are right.
+TWICE: dict[str, Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
+    "_Linear": lambda: (lambda x: pick(x.sigmoid(), torch.tensor([[1], [0]])), (random(2, 3),)),
+    "_RouterLogits": lambda: (lambda x, w: router_logits(x, w).sigmoid(), (random(3, 4), random(2, 4))),
+    "_Scaled": lambda: (lambda x, w: scaled(x, w).sigmoid(), (random(3, 4), random(3))),
+    "_Ordered": lambda: (lambda x, w: gate_product(x.float(), w.float(), True).double(), (random(3, 4), random(2, 4))),
+    "_Mark": lambda: (lambda x: recorded(Recorder(), torch.sigmoid, x, kind="gate"), (random(3),)),
+    "_Tap": lambda: (lambda x: enter([Squares()], x).sigmoid(), (random(3, 4),)),
+    "_Again": lambda: (lambda x: again(x, lambda: None).sigmoid(), (random(3),)),
+}
+
+
+#: What makes operators and functions without the rule.
+AROUND_IT = (
+    r"autograd\.Function\b|custom_op\(|library\.Library\(|once_differentiable|from torch\.autograd.* import .*Function"
+)
+
+
+def subclasses(of: type) -> set[type]:
+    return {one for sub in of.__subclasses__() for one in {sub} | subclasses(sub)}
+
+
+def test_every_function_follows_the_rule() -> None:
+    for path in SOURCES.rglob("*.py"):
+        assert path.name == "derivatives.py" or not re.search(AROUND_IT, path.read_text()), path
+    twice = set()
+    for function in subclasses(Function):
+        assert function.operation
+        if function.twice:  # type: ignore[attr-defined]
+            twice.add(function.__name__)
+        else:
+            assert hasattr(function.backward, "__wrapped__")  # type: ignore[attr-defined]
+    assert {name for name in twice if name != "Cube"} <= TWICE.keys()
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_functions_that_can_be_differentiated_twice(name: str) -> None:
+    function, inputs = TWICE[name]()
+    if name == "_Ordered":
+        g = torch.autograd.grad(function(*inputs).sigmoid().sum(), inputs, create_graph=True)
+        want = torch.autograd.grad((inputs[0] @ inputs[1].t()).sigmoid().sum(), inputs, create_graph=True)
+        pairs = zip(*(torch.autograd.grad(sum(one.sum() for one in of), inputs) for of in (g, want)), strict=True)
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    elif name == "_Tap":  # as hooks of PyTorch: each gradient passes
+        (x,) = inputs
+
+        def hooked(x: Tensor) -> Tensor:
+            tapped = x.view_as(x)
+            tapped.register_hook(lambda grad: grad * grad)
+            return tapped.sigmoid()
+
+        (ours, theirs) = (torch.autograd.grad(of(x).sum(), x, create_graph=True)[0] for of in (function, hooked))
+        torch.testing.assert_close(ours, theirs)
+        ours, theirs = (torch.autograd.grad(one.sum(), x)[0] for one in (ours, theirs))
+        torch.testing.assert_close(ours, theirs)
+    else:
+        assert gradcheck(function, inputs) and gradgradcheck(function, inputs)
+
+
+class Once(Function):
+    """Keeps what it needs where autograd does not see it."""
+
+    operation = "x·y²"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, other: str) -> tuple[Tensor, None]:
+        ctx.kept = x.detach(), y.detach()
+        return x * y**2, None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y = ctx.kept
+        return grads[0] * y**2, grads[0] * 2 * x * y, None
+
+
+def test_a_function_with_first_derivatives_only() -> None:
+    x, y, refused = random(3), random(3), pytest.raises(DerivativeError, match="x·y² cannot be differentiated again")
+    assert gradcheck(lambda x, y: Once.apply(x, y, "")[0], (x, y))
+    out = Once.apply(x, y, "")[0]
+    dx, dy = torch.autograd.grad(out.sum(), (x, y), create_graph=True)  # alone nothing more
+    torch.testing.assert_close((dx, dy), (y**2, 2 * x * y))
+    for grad, of in ((dx, y), (dy, x), (dy, y)):
+        with refused:
+            torch.autograd.grad(grad.sum(), of, retain_graph=True, allow_unused=True)
+    with refused:
+        (out.sum() + dx.square().sum()).backward(retain_graph=True)
+    out.sum().backward(create_graph=True)
+    torch.testing.assert_close(x.grad, y**2)
+    frozen = Once.apply(x.detach(), y, "")[0]
+    with refused:
+        torch.autograd.grad(torch.autograd.grad(frozen.sum(), y, create_graph=True)[0].sum(), y)
+    seed = random(3)
+    with refused:
+        torch.autograd.grad(torch.autograd.grad(frozen, y, seed, create_graph=True)[0].sum(), seed)
+
+
+def test_a_function_in_forward_mode_and_transforms() -> None:
+    x, y = random(3).detach(), random(3).detach()
+    with forward_ad.dual_level():
+        for one in (x, x.clone().requires_grad_()):
+            with pytest.raises(DerivativeError, match="x·y² has no derivative in forward mode"):
+                Once.apply(forward_ad.make_dual(one, y), y, "")
+        learnt = x.clone().requires_grad_()
+        out = Once.apply(learnt, y, "")[0]
+        with pytest.raises(DerivativeError, match="x·y² has no derivative in forward mode"):
+            torch.autograd.grad(out, learnt, forward_ad.make_dual(y, y))
+    for transform in (torch.func.grad, torch.func.vmap, torch.func.hessian, torch.func.jacrev):
+        with pytest.raises(DerivativeError, match="x·y² has no"):
+            transform(lambda x: Once.apply(x, x, "")[0].sum())(x)
+    with pytest.raises(DerivativeError, match="a move has no derivative in forward mode"):
+        torch.func.jvp(lambda x: linear(x, torch.neg, torch.neg, "a move"), (x,), (y,))
+
+
+# Layers
+
+
+def native(topology: fusedmoe.Topology, experts: Any, **options: Any) -> nn.Module:
+    gate = fusedmoe.gates.TopK(2, 2, aux={})
+    return fusedmoe.MoELayer(4, gate, experts, topology=topology, dtype=torch.float64, **options)
+
+
+def own() -> Any:
+    def network(dim: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(dim, 3), nn.Tanh(), nn.Linear(3, dim)).double()
+
+    return fusedmoe.experts.Custom(network)
+
+
+def tutel(world: int, activation: Any) -> nn.Module:
+    experts = {"type": "ffn", "num_experts_per_device": 2 // world, "hidden_size_per_expert": 3}
+    gate = {"type": "top", "k": 2, "capacity_factor": 0}
+    return moe.moe_layer(gate, 4, {**experts, "activation_fn": activation}).double()
+
+
+def product_with_hessian(layer: nn.Module, frozen: bool = False) -> str:
+    """ "right", or the words of a refusal, of losses that are linear and not linear in what the layer gives."""
+    for parameter in layer.parameters():
+        parameter.requires_grad_(not frozen)
+    x0, found = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
+    for loss in (torch.sum, lambda y: y.square().sum()):
+
+        def gradient(at: Tensor, graph: bool = False, loss: Any = loss) -> tuple[Tensor, Tensor]:
+            x = at.clone().requires_grad_()
+            return x, torch.autograd.grad(loss(layer(x)), x, create_graph=graph)[0]
+
+        want = (gradient(x0 + 1e-5)[1] - gradient(x0 - 1e-5)[1]) / 2e-5
+        x, first = gradient(x0, graph=True)
+        torch.testing.assert_close(first.detach(), gradient(x0)[1])
+        try:
+            (second,) = torch.autograd.grad(first.sum(), x)
+        except DerivativeError as error:
+            found.append(str(error))
+        else:
+            torch.testing.assert_close(second, want, rtol=1e-5, atol=1e-7)
+            found.append("right")
+    assert len(set(found)) == 1, found
+    return found[0]
+
+
+def of_layers(rank: int, world: int) -> dict[str, str]:
+    topology = fusedmoe.Topology.from_sizes(ep=world) if world > 1 else fusedmoe.Topology()
+    torch.manual_seed(0)
+    plans = fusedmoe.Schedule("tutel", degrees=(2, 2)) if world > 1 else "off"
+    found = {}
+    for frozen in (False, True):
+        network = fusedmoe.experts.SwiGLU
+        tried = {
+            "native": native(topology, network(3)),
+            "native, plans": native(topology, network(3), schedule=plans),
+            "custom": native(topology, own()),
+            "custom, plans": native(topology, own(), schedule=plans),
+            "tutel, relu": tutel(world, torch.nn.functional.relu),
+            "tutel, gelu": tutel(world, torch.nn.functional.gelu),
+            "tutel, any": tutel(world, lambda x: torch.tanh(x)),
+        }
+        if world > 1:
+            tried["native, fssdp"] = native(topology, network(3), placement="fssdp")
+        for name, layer in tried.items():
+            found[name + ", frozen" * frozen] = product_with_hessian(layer, frozen)
+    return found
+
+
+def require_right_or_named(found: dict[str, str]) -> None:
+    for name, text in found.items():
+        if name.startswith(("custom", "tutel, any")) and "plans" not in name:
+            assert text == "right", name
+        assert text == "right" or "cannot be differentiated again" in text, name
+    assert found["native"] != "right"
+
+
+def test_layers() -> None:
+    require_right_or_named(of_layers(0, 1))
+
+
+def test_layers_over_ranks(cluster: Cluster) -> None:
+    for found in cluster.run(2, of_layers):
+        require_right_or_named(found)
+        assert "the experts of several ranks" in found["custom, plans"]
+
+
+def test_a_pipeline() -> None:
+    layer = native(fusedmoe.Topology(), fusedmoe.experts.SwiGLU(3))
+
+    class Dense(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.tanh()
+
+    blocks = fusedmoe.pipeline([(Dense(), layer)])
+    x = torch.randn(4, 2, 4, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(blocks(x).sum(), x, create_graph=True)
+    with pytest.raises(DerivativeError, match="cannot be differentiated again"):
+        torch.autograd.grad(first.sum(), x)
+
+
+def test_an_ordinary_backward_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derivatives, "first_order", None)
+    x = random(3, 4)
+    native(fusedmoe.Topology(), fusedmoe.experts.SwiGLU(3))(x).sum().backward()
+    assert x.grad is not None and issubclass(Function, PlainFunction)
