@@ -87,26 +87,41 @@ def write_kept(path: Path, text: str) -> None:
         OSError: it cannot be written; nothing is left of it.
     """
     held = json.loads(text)
-    held.pop(_DIGEST, None)
     path.parent.mkdir(parents=True, exist_ok=True)
     for part in path.parent.glob(f".*{_PART}"):
         with suppress(OSError):
             if part.stat().st_mtime < time.time() - _STALE_S:
                 part.unlink()
-    write_text(path, json.dumps(held | {_DIGEST: _digest(held)}, indent=1) + "\n")
+    write_text(path, sealed(held, indent=1) + "\n")
 
 
 def read_kept(path: Path) -> str | None:
     """The object that `write_kept` wrote, in JSON; None where there is none, with a warning where it is damaged."""
     try:
-        held = parse_json(read_text(path), f"{path} is damaged")
-        if not isinstance(held, dict) or held.pop(_DIGEST, None) != _digest(held):
-            raise ConfigError(f"{path} is not as it was written")
+        held = unsealed(read_text(path), str(path))
     except ConfigError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             warnings.warn(f"{error}. It is ignored, and written anew where that is possible", stacklevel=3)
         return None
     return json.dumps(held)
+
+
+def sealed(held: dict[str, Any], indent: int | None = None) -> str:
+    """An object in JSON with its digest, for `unsealed`."""
+    held = {key: value for key, value in held.items() if key != _DIGEST}
+    return json.dumps(held | {_DIGEST: _digest(held)}, indent=indent)
+
+
+def unsealed(text: str, what: str) -> dict[str, Any]:
+    """The object that `sealed` was given, as JSON gives it back.
+
+    Raises:
+        ConfigError: begins with `what`: the text is not as it was written.
+    """
+    held = parse_json(text, f"{what} is damaged")
+    if not isinstance(held, dict) or held.pop(_DIGEST, None) != _digest(held):
+        raise ConfigError(f"{what} is not as it was written")
+    return held
 
 
 def _digest(held: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ there. Only what it needs travels.
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -33,7 +34,7 @@ from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
 from fusedmoe.training.storage import PlainPlanner
 from fusedmoe.training.survival.buddies import JobNodes
 from fusedmoe.training.survival.node_memory import NodeMemory
-from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, StatePart
+from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, StatePart, part_digests
 
 Place = tuple[str, tuple[int, ...] | None]
 
@@ -45,6 +46,7 @@ class Held:
     node: int
     slot: str
     part: StatePart
+    digest: str
 
 
 class KeptState:
@@ -66,9 +68,21 @@ class KeptState:
             self.slots.add((node, slot))
             self._sizes[node, slot] = header["bytes"]
             self._keys |= header["keys"]
-            for fields in header["parts"]:
+            for fields, digest in zip(header["parts"], header["digests"], strict=True):
                 part = StatePart.from_json(fields)
-                self.parts.setdefault(part.place, []).append(Held(node, slot, part))
+                self.parts.setdefault(part.place, []).append(Held(node, slot, part, digest))
+
+    def held_in(self, node: int, slot: str) -> list[Held]:
+        """What a slot has."""
+        return [held for every in self.parts.values() for held in every if (held.node, held.slot) == (node, slot)]
+
+    def drop(self, damaged: Iterable[Held]) -> None:
+        """Forgets copies."""
+        for held in damaged:
+            place = held.part.place
+            self.parts[place].remove(held)
+            if not self.parts[place]:
+                del self.parts[place]
 
     def missing(self) -> list[str]:
         """Keys of which some part is on no node."""
@@ -99,34 +113,74 @@ class KeptState:
         return self._sizes[slot]
 
 
-def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> tuple[KeptState | None, list[KeptState]]:
-    """The newest whole state, and newer ones that are not whole. Collective; the same on every rank.
+@dataclass(frozen=True)
+class Found:
+    """What is in the nodes' memory.
 
-    Raises:
-        RankError: a header is damaged.
+    Attributes:
+        state: the newest one that is whole.
+        newer: those of which some part is nowhere.
+        damaged: files of which something is not as it was written.
     """
-    me = topology.world.index
-    own: dict[str, dict[str, Any]] = {}
 
-    def look() -> None:
-        if nodes.speaks(me):
-            own.update(memory.headers())
+    state: KeptState | None
+    newer: list[KeptState]
+    damaged: list[str]
 
-    on_all_ranks(topology.world, "looking for the job's state in memory", look)
-    every = all_gather_object(topology.world, own, "comparing what is in memory")
+
+def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> Found:
+    """Looks for the newest whole state. Collective; the same on every rank. Every bit of it is as it was written: the
+    ranks of each node check what lies there."""
+    world, me = topology.world, topology.world.index
+    node, operation = nodes.of_rank[me], "looking for the job's state in memory"
+    every = on_all_ranks(world, operation, lambda: memory.headers() if nodes.speaks(me) else {})
     found: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
+    newer: list[KeptState] = []
+    damaged: list[str] = []
     for rank, headers in enumerate(every):
-        node = nodes.of_rank[rank]
         for slot, header in headers.items():
-            if header.get("format") == FORMAT:
-                found[header["generation"], header["step"]].append((node, slot, header))
-    damaged: list[KeptState] = []
+            if header is None or header.get("format") != FORMAT:
+                damaged.append(f"the header of {slot} on rank {world.ranks[rank]}'s node")
+            else:
+                found[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
+
+    def check(state: KeptState) -> list[Held]:
+        here, ranks = sorted(slot for of, slot in state.slots if of == node), nodes.ranks(node)
+        return [
+            held for slot in here[ranks.index(me) :: len(ranks)] for held in _damaged(memory, state, (node, slot))
+        ]
+
     for generation, step in sorted(found, reverse=True):
         state = KeptState(generation, step, found[generation, step])
         if not state.missing():
-            return state, damaged
-        damaged.append(state)
-    return None, damaged
+            of_ranks = on_all_ranks(world, "checking the job's state in memory", lambda state=state: check(state))
+            for rank, copies in enumerate(of_ranks):
+                state.drop(copies)
+                slots = dict.fromkeys(held.slot for held in copies)
+                damaged += [f"the bytes of {slot} on rank {world.ranks[rank]}'s node" for slot in slots]
+        if not state.missing():
+            return Found(state, newer, damaged)
+        newer.append(state)
+    return Found(None, newer, damaged)
+
+
+def _damaged(memory: NodeMemory, state: KeptState, slot: tuple[int, str]) -> list[Held]:
+    """The parts in a slot that are not as they were written; a warning says so."""
+    copies = state.held_in(*slot)
+    try:
+        data = memory.slot(slot[1]).read(state.bytes_of(slot))
+        found = part_digests(data, [held.part for held in copies], 1)
+    except ConfigError as error:
+        warnings.warn(str(error), stacklevel=2)
+        return copies
+    wrong = [held for held, digest in zip(copies, found, strict=True) if held.digest != digest]
+    if wrong:
+        warnings.warn(
+            f"survival: {memory.slot(slot[1])} is damaged: {len(wrong)} parts, {wrong[0].part.key} the first, are not "
+            "as they were written; another copy is looked for, or an older state",
+            stacklevel=2,
+        )
+    return wrong
 
 
 class Reader:
