@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
 from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, unknown_class, write_folder
@@ -63,7 +63,8 @@ def save_checkpoint(
     Raises:
         ConfigError: `path` is something else than a checkpoint, the state cannot be split over other ranks, or holds
             values that could not be loaded without running code; another job is saving to `path`.
-        RankError: saving failed on some rank; the message names it and says why.
+        RankError: ranks give different paths, or do not see one folder, or saving failed on some rank; the message
+            names it and says why. The checkpoint that stood at `path` is as it was.
     """
     path, operation = Path(path), f"saving checkpoint {path}"
     state = ModelState(model, optimizer, topology, operation)
@@ -100,7 +101,7 @@ def load_checkpoint(
         ConfigError: there is no checkpoint at `path`, it is damaged, holds objects of classes that are not in
             `torch.serialization.add_safe_globals`, or is of another model or optimizer; the message names the first
             tensors that differ.
-        RankError: loading failed on some ranks only; the message names the first and says why.
+        RankError: loading failed on some ranks only, or they found different checkpoints; the message names the first and says why.
     """
     path, operation = Path(path), f"loading checkpoint {path}"
     state = ModelState(model, optimizer, topology, operation)
@@ -108,7 +109,7 @@ def load_checkpoint(
     targets: dict[str, Any] = {}
     folders: list[Folder] = []
 
-    def compare() -> None:
+    def compare() -> str:
         folder = Folder(path)
         folders.append(folder)
         _refuse(path, state.difference(folder.metadata))
@@ -120,8 +121,15 @@ def load_checkpoint(
         _refuse(path, state.optimizer_difference(small))
         targets.update(state.targets(folder.metadata))
         folder.check(targets)
+        return folder.digest
 
-    on_all_ranks(topology.world, operation, compare)
+    found = on_all_ranks(topology.world, operation, compare)
+    for rank, digest in zip(topology.world.ranks, found, strict=True):
+        if digest != found[0]:
+            raise RankError(
+                f"{operation}: there is another checkpoint on rank {rank} than on rank {topology.world.ranks[0]}; "
+                "nothing was loaded. Give all ranks the path of one save."
+            )
     if folders[0].checksums is None and topology.is_first:
         warnings.warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
@@ -262,14 +270,19 @@ def _unknown(small: dict[str, Any], folder: Folder) -> str | None:
         and isinstance(about, dict)
         and isinstance(about.get("format"), int)
         and isinstance(about.get("optimizer", ()), dict | None)
-        and isinstance((about["optimizer"] or {"settings": []}).get("settings"), list)
+        and _are_names((about["optimizer"] or {"settings": []}).get("settings"))
+        and isinstance((about["optimizer"] or {"kind": ""}).get("kind"), str)
         and isinstance(groups, list)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(isinstance(group, dict) and _are_names(group.get("params")) for group in groups)
     ):
         return f"it is damaged: what it says of itself is not what save_checkpoint writes. {CURE}"
     if folder.checksums is None and small[ABOUT]["format"] > 1:
         return f"it is damaged: {NAME} is missing. {CURE}"
     return None
+
+
+def _are_names(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _told(shape: tuple[int, ...] | None) -> str:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -28,10 +29,11 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.utils import _ReaderView
 
-from fusedmoe.comm.collectives import on_all_ranks
+from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.files import regular_bytes
 from fusedmoe.training.checkpoint_index import parse_index
 
@@ -94,9 +96,41 @@ class Checksums:
 
     def check(self, items: Iterable[Item]) -> None:
         """Raises `ConfigError` if the bytes of some item are not as they were saved."""
-        for item, digest in digests(self._folder, items).items():
-            if self._digests.get(item) != digest:
+        chunk = memoryview(bytearray(_CHUNK_BYTES))
+        for item, file in _each(self._folder, items):
+            if self._digests.get(item) != _digest(file, item, chunk):
                 raise _damaged(self._path, item)
+            _check_unpacked(self._path, item, file)
+
+
+class _ItemView(_ReaderView):
+    """Part of a file as a file. PyTorch's own takes a place counted from the end for one before it."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = max(0, self.len + offset), os.SEEK_SET
+        return super().seek(offset, whence)
+
+
+def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
+    """Checks that an item, which is a zip file, takes no more memory than it has bytes.
+
+    A save packs nothing; what is packed, or is there several times by name, may grow a thousandfold when it is read.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    try:
+        with zipfile.ZipFile(_ItemView(file, item.offset, item.length)) as archive:
+            records = archive.infolist()
+    except Exception as error:  # whatever a parser makes of damage
+        raise _damaged(path, item) from error
+    packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+    if packed or sum(record.file_size for record in records) > item.length:
+        raise ConfigError(
+            f"the checkpoint {path} was not loaded: in {item.file}, what begins at byte {item.offset} is packed and "
+            f"would grow when it is read, which save_checkpoint never writes. {CURE}"
+        )
 
 
 def check_without(path: Path, folder: Path, items: Iterable[Item]) -> None:
@@ -106,6 +140,8 @@ def check_without(path: Path, folder: Path, items: Iterable[Item]) -> None:
         ConfigError: an item is damaged.
     """
     for item, file in _each(folder, items):
+        _check_unpacked(path, item, file)
+        file.seek(item.offset)
         data = BytesIO(file.read(item.length))
         try:
             with zipfile.ZipFile(data) as archive:
@@ -122,15 +158,16 @@ def check_without(path: Path, folder: Path, items: Iterable[Item]) -> None:
 
 def digests(folder: Path, items: Iterable[Item]) -> dict[Item, str]:
     """The digest of each item, as it is on the disk."""
-    found = {}
     chunk = memoryview(bytearray(_CHUNK_BYTES))
-    for item, file in _each(folder, items):
-        digest, left = hashlib.sha256(), item.length
-        while left and (got := file.readinto(chunk[:left])):
-            digest.update(chunk[:got])
-            left -= got
-        found[item] = digest.hexdigest()
-    return found
+    return {item: _digest(file, item, chunk) for item, file in _each(folder, items)}
+
+
+def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
+    digest, left = hashlib.sha256(), item.length
+    while left and (got := file.readinto(chunk[:left])):
+        digest.update(chunk[:got])
+        left -= got
+    return digest.hexdigest()
 
 
 def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
@@ -207,7 +244,7 @@ def write_folder(
             of one of them only.
         place: where a key's value stands in the nested dictionary that PyTorch's tools make of the folder.
     """
-    path = Path(os.path.realpath(path))  # what a link stands for is replaced, not the link
+    given, path = path, real(path)  # what a link stands for is replaced, not the link
     room = _beside(path, "partial")
     partial = room / "checkpoint"
     writer = FileSystemWriter(partial)
@@ -230,16 +267,64 @@ def write_folder(
         return results, digests(partial, [_item(result.storage_data) for result in results])
 
     def finish(of_ranks: list[tuple[Any, dict[Item, str]]]) -> None:
+        for rank, (_, items) in zip(topology.world.ranks, of_ranks, strict=True):
+            _check_there(partial, items, rank)
         places = {key: place(key) for key in metadata.state_dict_metadata}
         writer.finish(replace(metadata, planner_data=places), [results for results, _ in of_ranks])
         write_checksums(partial, [found for _, found in of_ranks])
         _install(partial, path)
 
     with ExitStack() as own:
-        on_all_ranks(topology.world, operation, lambda: own.enter_context(_room(path, room)) if first else None)
+        _compare_paths(given, topology, operation)
+        marks = on_all_ranks(
+            topology.world, operation, lambda: own.enter_context(_room(path, room)) if first else None
+        )
+        on_all_ranks(topology.world, operation, lambda: _check_same(room, marks[0], path))
         plans = on_all_ranks(topology.world, operation, plan)
         of_ranks = on_all_ranks(topology.world, operation, lambda: write(plans))
         on_all_ranks(topology.world, operation, lambda: finish(of_ranks) if first else None)
+
+
+def real(path: Path) -> Path:
+    """The place that a path means to saves and loads, whichever of its folders exist yet."""
+    return Path(os.path.realpath(path))
+
+
+def _compare_paths(path: Path, topology: Topology, operation: str) -> None:
+    """Raises `RankError` if ranks name different places: neither as they are written nor by what their links stand for
+    are they one. Collective."""
+    paths = all_gather_object(topology.world, (os.path.abspath(path), str(real(path))), operation)
+    for rank, other in zip(topology.world.ranks, paths, strict=True):
+        if not {*other} & {*paths[0]}:
+            raise RankError(
+                f"{operation}: rank {topology.world.ranks[0]} saves to {paths[0][0]} and rank {rank} to {other[0]}. "
+                "Give all ranks one path: send them rank 0's, above all if it has the time in it."
+            )
+
+
+def _check_same(room: Path, mark: str, path: Path) -> None:
+    """Raises `ConfigError` if the room that rank 0 has made for a save, with a file `mark` in it, is not here."""
+    if not os.path.lexists(room / mark):
+        raise ConfigError(
+            f"{path} is another folder here than on rank 0, on a disk of this node's own. Save to a file system that "
+            "all ranks see. What was saved there before stands."
+        )
+
+
+def _check_there(partial: Path, items: Iterable[Item], rank: int) -> None:
+    """Raises `ConfigError` if what a rank says that it wrote is not all here, where it is to be installed."""
+    for name, of_file in groupby(sorted(items), key=lambda item: item.file):
+        file, end = partial / name, max(item.offset + item.length for item in of_file)
+        try:
+            with file.open("rb") as opened:  # which has a network's file system look again
+                size = os.fstat(opened.fileno()).st_size
+        except FileNotFoundError:
+            size = 0
+        if size < end:
+            raise ConfigError(
+                f"{name}, which rank {rank} has written, has {size} bytes of {end} where the checkpoint is put "
+                "together. Save to a file system that all ranks see. What was saved there before stands."
+            )
 
 
 class Folder:
@@ -247,6 +332,7 @@ class Folder:
 
     Attributes:
         metadata: what it says it holds.
+        digest: of the index, which no two saves have in common.
         checksums: None in format 1, which had none.
     Raises:
         ConfigError: there is none, it is of a later format, or it is damaged.
@@ -261,11 +347,11 @@ class Folder:
             index = regular_bytes(folder / INDEX, _MOST_BYTES)
         except OSError as error:
             raise ConfigError(f"the checkpoint {path} is damaged: {INDEX} cannot be read: {error}. {CURE}") from error
-        self._index = hashlib.sha256(index).hexdigest()
+        self.digest = hashlib.sha256(index).hexdigest()
         self.checksums: Checksums | None = None
         if (folder / NAME).is_file():
             self.checksums = Checksums(path, folder)
-            self.checksums.check_index(self._index)
+            self.checksums.check_index(self.digest)
         try:
             self.metadata = parse_index(index)
         except Exception as error:  # whatever unpickling makes of damage
@@ -298,7 +384,7 @@ class Folder:
         except UnpicklingError as error:
             raise refused(self._path, error) from error
         finally:
-            if not _is_checkpoint(self._folder) or index_digest(self._folder) != self._index:
+            if not _is_checkpoint(self._folder) or index_digest(self._folder) != self.digest:
                 raise ConfigError(
                     f"the checkpoint {self._path} was replaced while it was loaded, and what was loaded is of both. "
                     "Load it again; save to another path as long as others load."
@@ -342,15 +428,20 @@ def _is_checkpoint(path: Path) -> bool:
 
 def saved_at(path: Path) -> Path | None:
     """The folder of the checkpoint that was saved to `path`, None without one."""
+    path = real(path)
     if _is_checkpoint(path):
         return path
-    previous = _beside(Path(os.path.realpath(path)), "previous")  # a save was interrupted between its two renames
+    previous = _beside(path, "previous")  # a save was interrupted between its two renames
     return None if path.exists() or not _is_checkpoint(previous) else previous
 
 
 @contextmanager
-def _room(path: Path, room: Path) -> Iterator[None]:
-    """An empty folder `room` that is this job's alone, and gone at the end. Who has it may change what is at `path`."""
+def _room(path: Path, room: Path) -> Iterator[str]:
+    """An empty folder `room` that is this job's alone, and gone at the end. Who has it may change what is at `path`.
+
+    Yields:
+        the name of a file in it, by which other ranks know it.
+    """
     busy = ConfigError(f"another job is saving to {path}. Save to another path, or when it is done.")
     try:
         room.mkdir(parents=True, exist_ok=True)
@@ -384,7 +475,9 @@ def _room(path: Path, room: Path) -> Iterator[None]:
                 )
             for left in room.iterdir():
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-            yield
+            mark = secrets.token_hex(8)
+            (room / mark).touch()
+            yield mark
         finally:
             if is_own():
                 shutil.rmtree(room, ignore_errors=True)
