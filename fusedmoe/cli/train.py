@@ -34,8 +34,8 @@ from fusedmoe.schedule.refit import compare
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
+from fusedmoe.training.checkpoint_place import saved_at
 from fusedmoe.training.copies import replicas
-from fusedmoe.training.storage import saved_at
 
 SUMMARY = "train a mixture-of-experts language model"
 

@@ -15,7 +15,7 @@ import pickle
 import reprlib
 from io import BytesIO
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -111,7 +111,7 @@ class _Reader(pickle._Unpickler):
         self._set_items(self.pop_mark())
 
     # All that pickles of an index have, and what can hash is ours.
-    dispatch = {
+    dispatch: ClassVar[dict[int, Any]] = {
         **{code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _HASHING},
         pickle.SETITEM[0]: _set_one,
         pickle.SETITEMS[0]: _set_many,

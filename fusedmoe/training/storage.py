@@ -8,16 +8,13 @@ instructions for it, BLAKE2 0.9, CRC-32 4.2), and nothing that differs has the s
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from io import BufferedReader, BytesIO
 from itertools import groupby
@@ -31,16 +28,27 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.utils import _ReaderView
 
-from fusedmoe.comm.collectives import all_gather_object, on_all_ranks
+from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError
 from fusedmoe.files import regular_bytes
 from fusedmoe.training.checkpoint_index import parse_index
+from fusedmoe.training.checkpoint_place import (
+    INDEX,
+    beside,
+    check_same,
+    compare_paths,
+    install,
+    is_checkpoint,
+    real,
+    room,
+    saved_at,
+)
 
 #: Of what is written. Format 1 had no checksums.
 FORMAT = 2
 
-NAME, INDEX = ".checksums", ".metadata"
+NAME = ".checksums"
 
 CURE = "Copy it again, or load another."
 
@@ -245,8 +253,8 @@ def write_folder(
         place: where a key's value stands in the nested dictionary that PyTorch's tools make of the folder.
     """
     given, path = path, real(path)  # what a link stands for is replaced, not the link
-    room = _beside(path, "partial")
-    partial = room / "checkpoint"
+    own_room = beside(path, "partial")
+    partial = own_room / "checkpoint"
     writer = FileSystemWriter(partial)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = Metadata({})
@@ -272,43 +280,17 @@ def write_folder(
         places = {key: place(key) for key in metadata.state_dict_metadata}
         writer.finish(replace(metadata, planner_data=places), [results for results, _ in of_ranks])
         write_checksums(partial, [found for _, found in of_ranks])
-        _install(partial, path)
+        install(partial, path)
 
     with ExitStack() as own:
-        _compare_paths(given, topology, operation)
+        compare_paths(given, topology, operation)
         marks = on_all_ranks(
-            topology.world, operation, lambda: own.enter_context(_room(path, room)) if first else None
+            topology.world, operation, lambda: own.enter_context(room(path, own_room)) if first else ""
         )
-        on_all_ranks(topology.world, operation, lambda: _check_same(room, marks[0], path))
+        on_all_ranks(topology.world, operation, lambda: check_same(own_room, marks[0], path))
         plans = on_all_ranks(topology.world, operation, plan)
         of_ranks = on_all_ranks(topology.world, operation, lambda: write(plans))
         on_all_ranks(topology.world, operation, lambda: finish(of_ranks) if first else None)
-
-
-def real(path: Path) -> Path:
-    """The place that a path means to saves and loads, whichever of its folders exist yet."""
-    return Path(os.path.realpath(path))
-
-
-def _compare_paths(path: Path, topology: Topology, operation: str) -> None:
-    """Raises `RankError` if ranks name different places: neither as they are written nor by what their links stand for
-    are they one. Collective."""
-    paths = all_gather_object(topology.world, (os.path.abspath(path), str(real(path))), operation)
-    for rank, other in zip(topology.world.ranks, paths, strict=True):
-        if not {*other} & {*paths[0]}:
-            raise RankError(
-                f"{operation}: rank {topology.world.ranks[0]} saves to {paths[0][0]} and rank {rank} to {other[0]}. "
-                "Give all ranks one path: send them rank 0's, above all if it has the time in it."
-            )
-
-
-def _check_same(room: Path, mark: str, path: Path) -> None:
-    """Raises `ConfigError` if the room that rank 0 has made for a save, with a file `mark` in it, is not here."""
-    if not os.path.lexists(room / mark):
-        raise ConfigError(
-            f"{path} is another folder here than on rank 0, on a disk of this node's own. Save to a file system that "
-            "all ranks see. What was saved there before stands."
-        )
 
 
 def _check_there(partial: Path, items: Iterable[Item], rank: int) -> None:
@@ -384,7 +366,7 @@ class Folder:
         except UnpicklingError as error:
             raise refused(self._path, error) from error
         finally:
-            if not _is_checkpoint(self._folder) or index_digest(self._folder) != self.digest:
+            if not is_checkpoint(self._folder) or index_digest(self._folder) != self.digest:
                 raise ConfigError(
                     f"the checkpoint {self._path} was replaced while it was loaded, and what was loaded is of both. "
                     "Load it again; save to another path as long as others load."
@@ -416,98 +398,3 @@ class PlainPlanner(DefaultLoadPlanner):
 
 def _item(info: Any) -> Item:
     return Item(info.relative_path, info.offset, info.length)
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.parent / f".{path.name}.{suffix}"
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / INDEX).is_file()
-
-
-def saved_at(path: Path) -> Path | None:
-    """The folder of the checkpoint that was saved to `path`, None without one."""
-    path = real(path)
-    if _is_checkpoint(path):
-        return path
-    previous = _beside(path, "previous")  # a save was interrupted between its two renames
-    return None if path.exists() or not _is_checkpoint(previous) else previous
-
-
-@contextmanager
-def _room(path: Path, room: Path) -> Iterator[str]:
-    """An empty folder `room` that is this job's alone, and gone at the end. Who has it may change what is at `path`.
-
-    Yields:
-        the name of a file in it, by which other ranks know it.
-    """
-    busy = ConfigError(f"another job is saving to {path}. Save to another path, or when it is done.")
-    try:
-        room.mkdir(parents=True, exist_ok=True)
-        folder = os.open(room, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        if isinstance(error, FileExistsError | FileNotFoundError) and (room.is_dir() or not os.path.lexists(room)):
-            raise busy from error  # it has just gone
-        with suppress(OSError):
-            room.rmdir()
-        raise
-
-    def is_own() -> bool:
-        with suppress(OSError):
-            return os.path.samestat(os.fstat(folder), room.lstat())
-        return False
-
-    try:
-        locked = True
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the system drops when the process ends
-        except BlockingIOError:
-            locked = False
-        except OSError:  # a file system without locks
-            pass
-        if not locked or not is_own():
-            raise busy
-        try:
-            if path.exists() and not _is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
-                raise ConfigError(
-                    f"{path} exists and is not a checkpoint; it will not be replaced. Save to another path."
-                )
-            for left in room.iterdir():
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-            mark = secrets.token_hex(8)
-            (room / mark).touch()
-            yield mark
-        finally:
-            if is_own():
-                shutil.rmtree(room, ignore_errors=True)
-    finally:
-        os.close(folder)
-
-
-def _install(partial: Path, path: Path) -> None:
-    """Puts the finished folder in its place. At every moment either `path` or the folder beside it is whole."""
-    previous = _beside(path, "previous")
-    with _synced(partial), _synced(path.parent):
-        if path.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            path.rename(previous)
-        try:
-            partial.rename(path)
-        except BaseException:
-            with suppress(OSError):
-                previous.rename(path)
-            raise
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-@contextmanager
-def _synced(folder: Path) -> Iterator[None]:
-    """The names of what is in a folder are on the disk at the start and, as the block leaves them, at the end."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        yield
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

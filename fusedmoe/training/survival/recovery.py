@@ -12,6 +12,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -146,14 +147,12 @@ def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> Found:
 
     def check(state: KeptState) -> list[Held]:
         here, ranks = sorted(slot for of, slot in state.slots if of == node), nodes.ranks(node)
-        return [
-            held for slot in here[ranks.index(me) :: len(ranks)] for held in _damaged(memory, state, (node, slot))
-        ]
+        return [held for slot in here[ranks.index(me) :: len(ranks)] for held in _damaged(memory, state, (node, slot))]
 
     for generation, step in sorted(found, reverse=True):
         state = KeptState(generation, step, found[generation, step])
         if not state.missing():
-            of_ranks = on_all_ranks(world, "checking the job's state in memory", lambda state=state: check(state))
+            of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
             for rank, copies in enumerate(of_ranks):
                 state.drop(copies)
                 slots = dict.fromkeys(held.slot for held in copies)

@@ -153,13 +153,14 @@ class Snapshots:
             RankError: `extra` is not the same on all ranks: each node would keep that of one of its ranks.
         """
         own = _digest(repr(parts).encode()), _digest(repr(_plain(extra)).encode())
-        digests, of_extra = zip(*all_gather_object(world, own, operation), strict=True)
-        for rank, other in zip(world.ranks, of_extra, strict=True):
-            if other != of_extra[0]:
+        every = all_gather_object(world, own, operation)
+        for rank, (_, of_extra) in zip(world.ranks, every, strict=True):
+            if of_extra != every[0][1]:
                 raise RankError(
                     f"{operation}: what refresh is given as `extra` differs between rank {world.ranks[0]} and rank "
                     f"{rank}. Give the same on every rank: gather into it what differs (all_gather_object)."
                 )
+        digests = [of_parts for of_parts, _ in every]
         if digests != self._digests:
             self._table = all_gather_object(world, parts, operation)
             self._digests = digests
