@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -91,7 +91,8 @@ def load_checkpoint(
     The number of ranks and their layout may differ from those of the save. Each rank reads what it holds. All is
     compared first, and every byte that will be loaded is checked: of a checkpoint that does not fit, or is damaged,
     nothing is loaded. One of the format before checksums loads, too, with a warning. Dtypes may differ; numbers are
-    converted.
+    converted, and what that would change by more than rounding (1e300 to float32, 300 to uint8, 2.7 to int64) is
+    refused.
 
     Nothing runs that the checkpoint says: what is no tensor is read with `weights_only=True`.
 
@@ -99,9 +100,10 @@ def load_checkpoint(
         optimizer: None leaves the optimizer's part of the checkpoint unread.
     Raises:
         ConfigError: there is no checkpoint at `path`, it is damaged, holds objects of classes that are not in
-            `torch.serialization.add_safe_globals`, or is of another model or optimizer; the message names the first
-            tensors that differ.
-        RankError: loading failed on some ranks only, or they found different checkpoints; the message names the first and says why.
+            `torch.serialization.add_safe_globals`, has numbers that the model's dtypes cannot hold, or is of another
+            model or optimizer; the message names the first tensors that differ.
+        RankError: loading failed on some ranks only, or they found different checkpoints; the message names the first
+            and says why.
     """
     path, operation = Path(path), f"loading checkpoint {path}"
     state = ModelState(model, optimizer, topology, operation)
@@ -121,6 +123,7 @@ def load_checkpoint(
         _refuse(path, state.optimizer_difference(small))
         targets.update(state.targets(folder.metadata))
         folder.check(targets)
+        folder.check_numbers(targets, state.dtypes(targets))
         return folder.digest
 
     found = on_all_ranks(topology.world, operation, compare)
@@ -228,6 +231,11 @@ class ModelState:
             spec = self._specs.own.get(name)
             targets[_MODEL + name] = None if spec is None else spec.spread(value)
         return targets if self._optimizer is None else targets | self._optimizer.targets(metadata)
+
+    def dtypes(self, targets: dict[str, Any]) -> dict[str, torch.dtype]:
+        """The dtype that each tensor of `targets` has in the end."""
+        found = {key: target.dtype for key, target in targets.items() if isinstance(target, Tensor)}
+        return found if self._optimizer is None else found | self._optimizer.dtypes(found)
 
     def install(self, targets: dict[str, Any], small: dict[str, Any]) -> None:
         """Completes what reading in place has begun."""
@@ -406,6 +414,18 @@ class OptimizerState:
                 value = self._state[name][key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             targets[entry] = spec.spread(value)
         return targets
+
+    def dtypes(self, keys: Iterable[str]) -> dict[str, torch.dtype]:
+        """The dtypes that `Optimizer.load_state_dict` gives what is read under `keys`: those of the parameters."""
+        if type(self._optimizer).load_state_dict is not Optimizer.load_state_dict:  # its own rule
+            return {}
+        found = {}
+        for entry in keys:
+            prefix, _, key = entry.rpartition(".")
+            parameter = self._parameters.get(prefix.removeprefix(STATE)) if prefix.startswith(STATE) else None
+            if parameter is not None and parameter.is_floating_point() and key != "step":
+                found[entry] = parameter.dtype
+        return found
 
     def install(self, targets: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Hands the optimizer what was read into `targets`, and the saved settings of its groups."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import pickle
 import reprlib
+from collections.abc import Callable
 from io import BytesIO
 from math import prod
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ _CHECKPOINT = "torch.distributed.checkpoint"
 _METADATA = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
 _TENSOR = ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
 _HASHING = {pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET}
-_MOST_DIMS = 64
+_MOST_DIMS, _MOST_NAME = 64, 255
 _KNOWN = {
     *((f"{_CHECKPOINT}.metadata", name) for name in (*_METADATA, *_TENSOR)),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
@@ -96,6 +97,9 @@ class _Reader(pickle._Unpickler):
             raise ValueError(f"it names {reprlib.repr(f'{module}.{name}')}, which has no place in an index")
         return type("_Note", (_Note,), {"name": name})
 
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
     def _set_items(self, items: list[Any]) -> None:
         held = _dictionary(self.stack[-1])
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -121,7 +125,7 @@ class _Reader(pickle._Unpickler):
 def _info(note: _Note) -> _StorageInfo:
     """Where an item lies: in a file of the folder itself."""
     file = _word(note["relative_path"])
-    if file in ("", ".", "..") or "/" in file or "\0" in file:
+    if file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > _MOST_NAME:
         raise ValueError(f"it names the file {reprlib.repr(file)}, outside of its folder")
     if note["transform_descriptors"]:
         raise ValueError("its items are encoded")

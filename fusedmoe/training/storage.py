@@ -23,6 +23,7 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -44,6 +45,7 @@ from fusedmoe.training.checkpoint_place import (
     room,
     saved_at,
 )
+from fusedmoe.training.narrowing import may_lose, refuse_lost
 
 #: Of what is written. Format 1 had no checksums.
 FORMAT = 2
@@ -344,12 +346,19 @@ class Folder:
 
     def check(self, targets: dict[str, Any]) -> None:
         """Raises `ConfigError` if a part of the files that `read` would read is damaged."""
-        plan, _ = self._plan(targets)
+        plan, _ = self._plan(targets, PlainPlanner())
         items = {_item(self.metadata.storage_data[one.storage_index]) for one in plan.items}
         if self.checksums is None:
             check_without(self._path, self._folder, items)
         else:
             self.checksums.check(items)
+
+    def check_numbers(self, targets: dict[str, Any], become: dict[str, torch.dtype]) -> None:
+        """Raises `ConfigError` if some number that `read` would read is lost in the dtype it is to have, by key."""
+        saved: dict[str, Any] = self.metadata.state_dict_metadata
+        narrowed = {key: targets[key] for key, dtype in become.items() if may_lose(saved[key].properties.dtype, dtype)}
+        if narrowed:
+            self._read(*self._plan(narrowed, _NumberPlanner(become, self._path)))
 
     def read(self, targets: dict[str, Any]) -> None:
         """Reads the entries whose keys are in `targets`: tensors and DTensors in place, others into the dictionary.
@@ -359,12 +368,10 @@ class Folder:
         Raises:
             ConfigError: another checkpoint has come to `path` since this one was opened, or a value would run code.
         """
-        plan, planner = self._plan(targets)
+        plan, planner = self._plan(targets, PlainPlanner())
         plan = replace(plan, items=sorted(plan.items, key=lambda item: item.type is not LoadItemType.BYTE_IO))
         try:
-            self._reader.read_data(plan, planner).wait()
-        except UnpicklingError as error:
-            raise refused(self._path, error) from error
+            self._read(plan, planner)
         finally:
             if not is_checkpoint(self._folder) or index_digest(self._folder) != self.digest:
                 raise ConfigError(
@@ -372,8 +379,13 @@ class Folder:
                     "Load it again; save to another path as long as others load."
                 )
 
-    def _plan(self, targets: dict[str, Any]) -> tuple[LoadPlan, DefaultLoadPlanner]:
-        planner = PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def _read(self, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
+        try:
+            self._reader.read_data(plan, planner).wait()
+        except UnpicklingError as error:
+            raise refused(self._path, error) from error
+
+    def _plan(self, targets: dict[str, Any], planner: PlainPlanner) -> tuple[LoadPlan, PlainPlanner]:
         planner.set_up_planner(targets, self.metadata, True)
         plan = planner.create_local_plan()
         return planner.finish_plan(self._reader.prepare_local_plan(plan)), planner
@@ -392,8 +404,28 @@ class Folder:
 class PlainPlanner(DefaultLoadPlanner):
     """Of what is no tensor, reads plain values alone: PyTorch's would run whatever they say."""
 
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class _NumberPlanner(PlainPlanner):
+    """Reads tensors in the dtype in which they were saved, looks at their numbers, and keeps nothing."""
+
+    def __init__(self, become: dict[str, torch.dtype], path: Path) -> None:
+        super().__init__()
+        self._become, self._path = become, path
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        saved: Any = self.metadata
+        dtype = saved.state_dict_metadata[read_item.dest_index.fqn].properties.dtype
+        return torch.empty(read_item.lengths, dtype=dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        key = read_item.dest_index.fqn
+        refuse_lost(f"checkpoint {self._path} was not loaded", key, tensor, self._become[key])
 
 
 def _item(info: Any) -> Item:

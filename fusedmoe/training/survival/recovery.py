@@ -32,6 +32,7 @@ from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
+from fusedmoe.training.narrowing import refuse_lost
 from fusedmoe.training.storage import PlainPlanner
 from fusedmoe.training.survival.buddies import JobNodes
 from fusedmoe.training.survival.node_memory import NodeMemory
@@ -190,9 +191,13 @@ class Reader:
         self.metadata = state.metadata()
         self._open: dict[str, Tensor] = {}
 
-    def read(self, targets: dict[str, Any]) -> None:
-        """Reads what `targets` names: tensors in place, objects into the dictionary."""
-        planner = PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def read(self, targets: dict[str, Any], become: dict[str, torch.dtype]) -> None:
+        """Reads what `targets` names: tensors in place, objects into the dictionary.
+
+        Raises:
+            ConfigError, RankError: a number is lost in the dtype that its tensor is to `become`; nothing was read.
+        """
+        planner = PlainPlanner()
         items: list[Any] = []
 
         def plan() -> None:
@@ -201,19 +206,30 @@ class Reader:
 
         on_all_ranks(self._topology.world, "planning what to read from memory", plan)
         found = self._fetch(list(dict.fromkeys(_place(item) for item in items)))
+        tensors = [(item, self._value(item, found)) for item in items if item.type is not LoadItemType.BYTE_IO]
+
+        def check() -> None:
+            for item, value in tensors:
+                key = item.dest_index.fqn
+                refuse_lost("going on from memory", key, value, become[key])
+
+        on_all_ranks(self._topology.world, "looking at the numbers in memory", check)
         for item in items:
-            place = _place(item)
-            part, data = self._state.parts[place][0].part, found[place]
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, BytesIO(data.numpy().tobytes()))
-                continue
-            assert part.size is not None
-            value = data.view(getattr(torch, part.dtype)).view(part.size)
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                value = value.narrow(dim, offset, length)
+                planner.load_bytes(item, BytesIO(found[_place(item)].numpy().tobytes()))
+        for item, value in tensors:
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
             planner.commit_tensor(item, target)
+
+    def _value(self, item: Any, found: dict[Place, Tensor]) -> Tensor:
+        """What an item is to be, of the bytes that were fetched."""
+        part = self._state.parts[_place(item)][0].part
+        assert part.size is not None
+        value = found[_place(item)].view(getattr(torch, part.dtype)).view(part.size)
+        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            value = value.narrow(dim, offset, length)
+        return value
 
     def _fetch(self, wanted: list[Place]) -> dict[Place, Tensor]:
         """The bytes of these parts, from this node's memory or another's."""
@@ -284,14 +300,14 @@ def load(reader: Reader, model: nn.Module, optimizer: Optimizer | None, topology
     """Loads a kept state into model and optimizer, in place, and returns its `extra`. Collective over all ranks.
 
     Raises:
-        ConfigError: it is of another model or optimizer.
+        ConfigError: it is of another model or optimizer, or has numbers that the model's dtypes cannot hold.
         RankError: a rank failed, or did not come.
     """
     operation = "going on from memory"
     state = ModelState(model, optimizer, topology, operation)
     there = reader.metadata.state_dict_metadata
     small: dict[str, Any] = dict.fromkeys(key for key in (EXTRA, ABOUT, GROUPS) if key in there)
-    reader.read(small)
+    reader.read(small, {})
     targets: dict[str, Any] = {}
 
     def compare() -> None:
@@ -301,7 +317,7 @@ def load(reader: Reader, model: nn.Module, optimizer: Optimizer | None, topology
         targets.update(state.targets(reader.metadata))
 
     on_all_ranks(topology.world, operation, compare)
-    reader.read(targets)
+    reader.read(targets, state.dtypes(targets))
     state.install(targets, small)
     extra: dict[str, Any] = small[EXTRA]
     return extra

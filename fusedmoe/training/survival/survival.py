@@ -96,7 +96,8 @@ class Survival:
         Args:
             extra: whatever else the run needs, the same on every rank; as for `save_checkpoint`.
         Raises:
-            RankError: `extra` differs between ranks, a rank has no room, failed or did not come; the state kept before stands.
+            RankError: `extra` differs between ranks, a rank has no room, failed or did not come; the state kept before
+                stands.
         """
         self._snapshots.write(step, model, optimizer, extra or {})
         if self._first:
