@@ -42,9 +42,10 @@ from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.grid import TESTBEDS
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.timeline import Span, Timeline
+from fusedmoe.training.survival import NodeMemory, Survival
 from tests.training.planted import changes, tamper
 from tests.training.test_storage import OLD, load, save
-from tests.training.toy import ONE
+from tests.training.toy import ONE, Toy
 
 ALONE = Topology()
 #: A load that takes longer has not ended.
@@ -168,6 +169,35 @@ def _make_data(folder: Path) -> Path:
     return folder / "b.txt"
 
 
+def _survival(folder: Path) -> tuple[Survival, Toy]:
+    torch.manual_seed(1)
+    return Survival(ALONE, NodeMemory(os.getpid(), folder)), Toy()
+
+
+def _make_kept(suffix: str) -> Callable[[Path], Path]:
+    """A state in a node's memory and a note; the file whose name ends so."""
+
+    def make(folder: Path) -> Path:
+        survival, model = _survival(folder)
+        survival.refresh(1, model, None, {"step": 1})
+        NodeMemory(os.getpid(), folder).write_note({"settings": {"lr": 0.125, "steps": 40}, "shares": 3})
+        return next(path for path in folder.iterdir() if path.name.endswith(suffix))
+
+    return make
+
+
+def _kept(path: Path) -> Any:
+    note = NodeMemory(os.getpid(), path.parent).note()
+    survival, model = _survival(path.parent)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    extra = survival.restore(model, None)
+    if extra is None or note is None:  # its own file is gone, or is none of ours
+        raise ConfigError(f"nothing is kept in {path.parent}")
+    return extra, note, {name: value.tolist() for name, value in model.state_dict().items()}
+
+
 SPANS = tuple(Span(f"D{i}", "dispatch", "inter", 0.5 * i, 0.5 * i + 0.25, i, 0, "forward") for i in range(3))
 METRICS = "".join(json.dumps({"step": step, "loss": 1.0 / step, "time": 7e8}) + "\n" for step in range(1, 6))
 KINDS = {
@@ -180,6 +210,9 @@ KINDS = {
     "timeline": Kind(_write("timeline.json", Timeline(1, SPANS, "predicted").to_json()), _timeline),
     "data": Kind(_make_data, _data),
     "cache": Kind(_make_cached, _cached, strict=True),
+    "kept bytes": Kind(_make_kept("-0"), _kept, strict=True),
+    "kept header": Kind(_make_kept(".json"), _kept, strict=True),
+    "kept note": Kind(_make_kept("note"), _kept, strict=True),
 }
 
 

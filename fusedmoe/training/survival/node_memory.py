@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.files import sealed, unsealed
+from fusedmoe.files import MOST_BYTES, sealed, unsealed
 from fusedmoe.training.survival import keeper
 
 _FAMILY = "fusedmoe-survive-"
 _HEADER, _NEW = ".json", ".new"
-_MOST_BYTES = 2**30  # of a header
 _SLOT = re.compile(r"\d{1,18}-\d{1,9}-\d")
 
 
@@ -127,8 +126,8 @@ class NodeMemory:
             ConfigError: it is damaged.
         """
         path = self._folder / f"{self._prefix}note"
-        text = _read(path)
         try:
+            text = _read(path)
             return None if text is None else unsealed(text, f"survival: {path}")
         except ConfigError as error:
             raise ConfigError(f"{error}. Remove it, and start again from a checkpoint") from error
@@ -255,10 +254,16 @@ def _taken(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a file of this user's own; None where there is none, with a warning where it is another's."""
+    """The text of a file of this user's own; None where there is none, with a warning where it is another's.
+
+    Raises:
+        ConfigError: it is larger than any of ours.
+    """
     try:
         with _opened(path, os.O_RDONLY) as file:
-            return file.read(_MOST_BYTES).decode(errors="replace")
+            if os.fstat(file.fileno()).st_size > MOST_BYTES:
+                raise ConfigError(f"survival: {path} is damaged: it has more than {MOST_BYTES} bytes")
+            return file.read(MOST_BYTES).decode(errors="replace")
     except FileNotFoundError:  # another rank may have just removed it
         return None
     except OSError as error:

@@ -135,14 +135,21 @@ def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> Found:
     ranks of each node check what lies there."""
     world, me = topology.world, topology.world.index
     node, operation = nodes.of_rank[me], "looking for the job's state in memory"
-    every = on_all_ranks(world, operation, lambda: memory.headers() if nodes.speaks(me) else {})
+
+    def look() -> dict[str, tuple[str, dict[str, Any] | None]]:
+        headers = memory.headers() if nodes.speaks(me) else {}
+        return {slot: (str(memory.slot(slot)), header) for slot, header in headers.items()}
+
+    every = on_all_ranks(world, operation, look)
+    paths: dict[tuple[int, str], str] = {}
     found: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
     newer: list[KeptState] = []
     damaged: list[str] = []
     for rank, headers in enumerate(every):
-        for slot, header in headers.items():
+        for slot, (path, header) in headers.items():
+            paths[nodes.of_rank[rank], slot] = path
             if header is None or header.get("format") != FORMAT:
-                damaged.append(f"the header of {slot} on rank {world.ranks[rank]}'s node")
+                damaged.append(f"the header of {path} on rank {world.ranks[rank]}'s host")
             else:
                 found[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
 
@@ -156,8 +163,8 @@ def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> Found:
             of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
             for rank, copies in enumerate(of_ranks):
                 state.drop(copies)
-                slots = dict.fromkeys(held.slot for held in copies)
-                damaged += [f"the bytes of {slot} on rank {world.ranks[rank]}'s node" for slot in slots]
+                slots = dict.fromkeys((held.node, held.slot) for held in copies)
+                damaged += [f"{paths[slot]} on rank {world.ranks[rank]}'s host" for slot in slots]
         if not state.missing():
             return Found(state, newer, damaged)
         newer.append(state)
