@@ -73,11 +73,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Raises `ConfigError`, which begins with `what`, for text that is not JSON."""
+    """What is written in JSON; an object that `sealed` wrote is checked and loses its digest.
+
+    Raises:
+        ConfigError: begins with `what`: it is not JSON, or not as it was written.
+    """
+    held, digest = _split(text, what)
+    if digest not in (None, _digest(held)):
+        raise ConfigError(f'{what}: not as it was written. If you have changed it, take its "{_DIGEST}" out')
+    return held
+
+
+def _split(text: str, what: str) -> tuple[Any, Any]:
+    """What is written in JSON, and its digest; None without one."""
     try:
-        return json.loads(text)
+        held = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what}: not JSON ({error})") from error
+    return held, held.pop(_DIGEST, None) if isinstance(held, dict) else None
 
 
 def write_kept(path: Path, text: str) -> None:
@@ -107,7 +120,7 @@ def read_kept(path: Path) -> str | None:
 
 
 def sealed(held: dict[str, Any], indent: int | None = None) -> str:
-    """An object in JSON with its digest, for `unsealed`."""
+    """An object in JSON with its digest, for `parse_json` and `unsealed`."""
     held = {key: value for key, value in held.items() if key != _DIGEST}
     return json.dumps(held | {_DIGEST: _digest(held)}, indent=indent)
 
@@ -118,11 +131,11 @@ def unsealed(text: str, what: str) -> dict[str, Any]:
     Raises:
         ConfigError: begins with `what`: the text is not as it was written.
     """
-    held = parse_json(text, f"{what} is damaged")
-    if not isinstance(held, dict) or held.pop(_DIGEST, None) != _digest(held):
+    held, digest = _split(text, f"{what} is damaged")
+    if digest is None or digest != _digest(held):
         raise ConfigError(f"{what} is not as it was written")
-    return held
+    return dict(held)
 
 
-def _digest(held: dict[str, Any]) -> str:
+def _digest(held: Any) -> str:
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()

@@ -253,7 +253,7 @@ class TrainingJob:
         self._peak_flops = costs.line("gemm").per_s
         plan, _ = trainer.set_plan(costs, self.folder.choice, tell)
         if self.topology.is_first:
-            write_text(self.folder.costs, costs.to_json() + "\n")
+            write_kept(self.folder.costs, costs.to_json())
             write_text(self.folder.plan, str(plan))
 
     def _train(self, trainer: Trainer, corpus: Corpus, display: Display, done: int, last: int) -> tuple[int, bool]:
