@@ -277,8 +277,12 @@ def _write(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}-{os.getpid()}{_NEW}")
     with _made(part) as file:
         file.write(text.encode())
-    with _taken(path):
-        part.replace(path)
+    try:
+        with _taken(path):
+            part.replace(path)
+    except ConfigError:
+        part.unlink()
+        raise
 
 
 def _family() -> str:
