@@ -73,7 +73,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """What is written in JSON; an object that `sealed` wrote is checked and loses its digest.
+    """Reads JSON; an object that `sealed` wrote is checked and loses its digest.
 
     Raises:
         ConfigError: begins with `what`: it is not JSON, or not as it was written.
@@ -85,7 +85,7 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def _split(text: str, what: str) -> tuple[Any, Any]:
-    """What is written in JSON, and its digest; None without one."""
+    """Separates an object in JSON from its digest, which is None where it has none."""
     try:
         held = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -34,6 +34,7 @@ _METADATA = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "Metada
 _TENSOR = ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
 _HASHING = {pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET}
 _MOST_DIMS, _MOST_NAME = 64, 255
+_MOST_ELEMENTS, _MOST_DEPTH = 2**16, 1000
 _KNOWN = {
     *((f"{_CHECKPOINT}.metadata", name) for name in (*_METADATA, *_TENSOR)),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
@@ -119,6 +120,53 @@ class _Reader(pickle._Unpickler):
         **{code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _HASHING},
         pickle.SETITEM[0]: _set_one,
         pickle.SETITEMS[0]: _set_many,
+    }
+
+
+def check_tuples(data: bytes) -> None:
+    """Looks through the pickle of an item for tuples that no dictionary could have as a key: their hash would walk
+    through all that they refer to, for ever or until the stack is full.
+
+    Raises:
+        ValueError: there is one; and whatever else unpickling makes of damage.
+    """
+    _TupleReader(data).load()
+
+
+class _TupleReader(_Reader):
+    """Reads any pickle, of whose classes nothing is found, and counts what its tuples hold."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(BytesIO(data))
+        self._most = max(_MOST_ELEMENTS, len(data))
+        self._sizes: dict[int, tuple[object, int, int]] = {}  # by identity: the tuple, its elements, its depth
+
+    def find_class(self, module: str, name: str) -> Any:
+        return type("_Note", (_Note,), {"name": name})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+    def _tuple(self, values: list[Any]) -> None:
+        held = [self._sizes.get(id(value), (None, 1, 0))[1:] for value in values]
+        elements, depth = 1 + sum(size for size, _ in held), 1 + max((depth for _, depth in held), default=0)
+        if elements > self._most or depth > _MOST_DEPTH:
+            raise ValueError("a tuple has more elements than were written")
+        made = tuple(values)
+        self._sizes[id(made)] = made, elements, depth
+        self.stack.append(made)
+
+    def _tuple_of(self, count: int) -> None:
+        values = self.stack[-count:]
+        del self.stack[-count:]
+        self._tuple(values)
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.TUPLE[0]: lambda self: self._tuple(self.pop_mark()),
+        pickle.TUPLE1[0]: lambda self: self._tuple_of(1),
+        pickle.TUPLE2[0]: lambda self: self._tuple_of(2),
+        pickle.TUPLE3[0]: lambda self: self._tuple_of(3),
     }
 
 

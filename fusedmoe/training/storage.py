@@ -33,7 +33,7 @@ from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import regular_bytes
-from fusedmoe.training.checkpoint_index import parse_index
+from fusedmoe.training.checkpoint_index import check_tuples, parse_index
 from fusedmoe.training.checkpoint_place import (
     INDEX,
     beside,
@@ -123,7 +123,7 @@ class _ItemView(_ReaderView):
 
 
 def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
-    """Checks that an item, which is a zip file, takes no more memory than it has bytes.
+    """Checks that an item, which is a zip file, takes no more memory than it has bytes, nor more time.
 
     A save packs nothing; what is packed, or is there several times by name, may grow a thousandfold when it is read.
 
@@ -133,13 +133,18 @@ def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
     try:
         with zipfile.ZipFile(_ItemView(file, item.offset, item.length)) as archive:
             records = archive.infolist()
+            packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+            packed |= sum(record.file_size for record in records) > item.length
+            if not packed:
+                for record in records:
+                    if record.filename.lower().endswith("data.pkl"):
+                        check_tuples(archive.read(record))
     except Exception as error:  # whatever a parser makes of damage
         raise _damaged(path, item) from error
-    packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
-    if packed or sum(record.file_size for record in records) > item.length:
+    if packed:
         raise ConfigError(
-            f"the checkpoint {path} was not loaded: in {item.file}, what begins at byte {item.offset} is packed and "
-            f"would grow when it is read, which save_checkpoint never writes. {CURE}"
+            f"the checkpoint {path} is damaged: {item.file} has something packed from byte {item.offset} on, which "
+            f"save_checkpoint never writes and which would grow when it is read. {CURE}"
         )
 
 

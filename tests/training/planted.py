@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -123,7 +124,7 @@ def changes(canary: Path) -> dict[str, Change]:
         return pickle.PROTO + b"\x02" + name + b"N}(Vfusedmoe_was_here\nI1\nu\x86b."
 
     def with_field(field: str, thing: Any) -> Change:
-        """In every part of an index that has such a field, however it is nested."""
+        """Another value in every part of an index that has such a field, however it is nested."""
 
         def change(path: Path, metadata: Metadata) -> None:
             entry = metadata.state_dict_metadata[weight]
@@ -144,6 +145,20 @@ def changes(canary: Path) -> dict[str, Change]:
             metadata.storage_data[MetadataIndex(f"model.{number}", (0, 0))] = metadata.storage_data[
                 next(index for index in metadata.storage_data if index.fqn == weight)
             ]
+
+    def with_key(key: bytes) -> Callable[[zipfile.ZipFile], None]:
+        """The pickle of a dictionary with such a key comes before the item's own."""
+
+        def change(archive: zipfile.ZipFile) -> None:
+            names = archive.namelist()
+            name = next(name for name in names if name.endswith("/data.pkl"))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                archive.writestr(name, b"\x80\x02}" + key + b"Ns.")
+            archive.filelist.sort(key=lambda record: record.filename != name)
+            archive.filelist.pop(0)
+
+        return change
 
     def many_times(archive: zipfile.ZipFile) -> None:
         archive.writestr("more", bytes(10**5))
@@ -166,6 +181,9 @@ def changes(canary: Path) -> dict[str, Change]:
         "packed": repacked(weight, lambda archive: None, zipfile.ZIP_DEFLATED),
         "packed values": repacked("extra", lambda archive: None, zipfile.ZIP_DEFLATED),
         "the same many times": repacked(weight, many_times),
+        "a key of tuples in a value": repacked("extra", with_key(key)),
+        "a key of tuples in a tensor": repacked(weight, with_key(key)),
+        "a key of tuples for the stack": repacked("extra", with_key(b")" + b"\x85" * 200_000)),
         "names of groups without end": item("optimizer.param_groups", [{"params": [tuples]}]),
         "settings without end": item("fusedmoe", {"format": 2, "optimizer": {"kind": "AdamW", "settings": [lists]}}),
         "the whole index": lambda path, metadata: bad,

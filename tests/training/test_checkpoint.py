@@ -447,7 +447,7 @@ def _narrower(rank: int, world: int, path: str, large: str) -> str:
 
 @pytest.mark.parametrize("large", ["weight", "exp_avg_sq"])
 def test_narrower_ranks_refuse_what_one_of_them_would_lose(cluster: Cluster, tmp_path: Path, large: str) -> None:
-    """Of experts and of what the optimizer keeps for them, which takes the parameters' dtype."""
+    """Experts, and what the optimizer keeps for them, which takes the parameters' dtype."""
     path, model = str(tmp_path / "checkpoint"), Toy()
     optimizer = make_optimizer("adamw", model)
     train(model, optimizer, ONE, 0, range(1))

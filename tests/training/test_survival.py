@@ -143,7 +143,7 @@ def test_a_flipped_bit_on_one_node_is_read_from_the_other(cluster: Cluster, tmp_
 
 
 def _extra_of_each(rank: int, world: int, folder: str) -> str:
-    """What is equal may be made of other objects, in another order."""
+    """Equal values may be made of other objects, in another order."""
     model, topology = torch.nn.Linear(2, 2), Sizes(2).topology()
     survival, word = Survival(topology, _memory(folder, 0)), "word" if rank else "".join(["wo", "rd"])
     same = {"a": word, "b": [word, 1.5, None], "c": torch.arange(3), "d": {1: True}}

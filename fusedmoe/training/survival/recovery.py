@@ -75,7 +75,7 @@ class KeptState:
                 self.parts.setdefault(part.place, []).append(Held(node, slot, part, digest))
 
     def held_in(self, node: int, slot: str) -> list[Held]:
-        """What a slot has."""
+        """Lists the copies in a slot."""
         return [held for every in self.parts.values() for held in every if (held.node, held.slot) == (node, slot)]
 
     def drop(self, damaged: Iterable[Held]) -> None:
@@ -117,7 +117,7 @@ class KeptState:
 
 @dataclass(frozen=True)
 class Found:
-    """What is in the nodes' memory.
+    """A look into the nodes' memory.
 
     Attributes:
         state: the newest one that is whole.
@@ -230,7 +230,7 @@ class Reader:
             planner.commit_tensor(item, target)
 
     def _value(self, item: Any, found: dict[Place, Tensor]) -> Tensor:
-        """What an item is to be, of the bytes that were fetched."""
+        """Cuts the tensor of an item out of the bytes that were fetched."""
         part = self._state.parts[_place(item)][0].part
         assert part.size is not None
         value = found[_place(item)].view(getattr(torch, part.dtype)).view(part.size)

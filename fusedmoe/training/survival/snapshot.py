@@ -211,8 +211,8 @@ def _digest(data: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What is equal where values are, whatever object is which: tensors as their bits, unknown objects as their
-    classes."""
+    """Reduces a value to plain types, which are equal where values are, whatever object is which: tensors become their
+    bits, unknown objects their classes."""
     if isinstance(value, Tensor):
         bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return str(value.dtype), tuple(value.shape), _digest(bits.numpy())
