@@ -73,11 +73,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Raises `ConfigError`, which begins with `what`, for text that is not JSON."""
+    """Reads JSON; an object that `sealed` wrote is checked and loses its digest.
+
+    Raises:
+        ConfigError: begins with `what`: it is not JSON, or not as it was written.
+    """
+    held, digest = _split(text, what)
+    if digest not in (None, _digest(held)):
+        raise ConfigError(f'{what}: not as it was written. If you have changed it, take its "{_DIGEST}" out')
+    return held
+
+
+def _split(text: str, what: str) -> tuple[Any, Any]:
+    """Separates an object in JSON from its digest, which is None where it has none."""
     try:
-        return json.loads(text)
+        held = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what}: not JSON ({error})") from error
+    return held, held.pop(_DIGEST, None) if isinstance(held, dict) else None
 
 
 def write_kept(path: Path, text: str) -> None:
@@ -87,21 +100,18 @@ def write_kept(path: Path, text: str) -> None:
         OSError: it cannot be written; nothing is left of it.
     """
     held = json.loads(text)
-    held.pop(_DIGEST, None)
     path.parent.mkdir(parents=True, exist_ok=True)
     for part in path.parent.glob(f".*{_PART}"):
         with suppress(OSError):
             if part.stat().st_mtime < time.time() - _STALE_S:
                 part.unlink()
-    write_text(path, json.dumps(held | {_DIGEST: _digest(held)}, indent=1) + "\n")
+    write_text(path, sealed(held, indent=1) + "\n")
 
 
 def read_kept(path: Path) -> str | None:
     """The object that `write_kept` wrote, in JSON; None where there is none, with a warning where it is damaged."""
     try:
-        held = parse_json(read_text(path), f"{path} is damaged")
-        if not isinstance(held, dict) or held.pop(_DIGEST, None) != _digest(held):
-            raise ConfigError(f"{path} is not as it was written")
+        held = unsealed(read_text(path), str(path))
     except ConfigError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             warnings.warn(f"{error}. It is ignored, and written anew where that is possible", stacklevel=3)
@@ -109,5 +119,23 @@ def read_kept(path: Path) -> str | None:
     return json.dumps(held)
 
 
-def _digest(held: dict[str, Any]) -> str:
+def sealed(held: dict[str, Any], indent: int | None = None) -> str:
+    """An object in JSON with its digest, for `parse_json` and `unsealed`."""
+    held = {key: value for key, value in held.items() if key != _DIGEST}
+    return json.dumps(held | {_DIGEST: _digest(held)}, indent=indent)
+
+
+def unsealed(text: str, what: str) -> dict[str, Any]:
+    """The object that `sealed` was given, as JSON gives it back.
+
+    Raises:
+        ConfigError: begins with `what`: the text is not as it was written.
+    """
+    held, digest = _split(text, f"{what} is damaged")
+    if digest is None or digest != _digest(held):
+        raise ConfigError(f"{what} is not as it was written")
+    return dict(held)
+
+
+def _digest(held: Any) -> str:
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()

@@ -18,7 +18,7 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.files import read_text, write_text
+from fusedmoe.files import read_text, sealed, write_text
 from fusedmoe.placement.load_picture import draw_loads
 from fusedmoe.placement.load_trace import LOADS_END, LoadTrace
 from fusedmoe.runtime.metric_sinks import JsonLines
@@ -81,7 +81,7 @@ class RunDir:
         layout = {"ranks": launch.ranks, **vars(sizes)}
         chosen = {"lr": settings.peak_lr, "warmup": settings.warmup_steps}
         config = {"settings": settings.to_json(), "layout": layout, "chosen": chosen, **facts}
-        write_text(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+        write_text(self.path / "config.json", sealed(config, indent=2) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drops the metrics of steps that will be done again, and of the end that is still to come."""

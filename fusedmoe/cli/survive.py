@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
-from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.failure import RENEWED_S
 from fusedmoe.comm.topology import Topology
 from fusedmoe.comm.uncaught import tell_others
@@ -77,7 +77,7 @@ class Survivor:
         if launch.local_rank == 0:
             self._memory.keep()
         with Topology.from_sizes(timeout_s=settings.timeout_s) as everyone:
-            notes = all_gather_object(everyone.world, self._memory.note(), "asking what job this is")
+            notes = on_all_ranks(everyone.world, "asking what job this is", self._memory.note)
         note: dict[str, Any] | None = next((note for note in notes if note is not None), None)
         self.run_dir: Path | None = None
         if note is not None:
@@ -98,6 +98,10 @@ class Survivor:
             if topology.is_first:
                 lost = f"of the state of step {step}, {len(keys)} parts are on no node that is left"
                 print(f"survival: {lost}", flush=True)
+        if self._survival.step is None and self._survival.damaged:
+            if topology.is_first:
+                print(f"survival: damaged is {'; '.join(self._survival.damaged)}", flush=True)
+            return None
         return self._survival.restore(trainer.model, trainer.optimizer)
 
     def announce(self, run_dir: Path, shares: int) -> None:

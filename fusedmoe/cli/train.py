@@ -34,8 +34,8 @@ from fusedmoe.schedule.refit import compare
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
+from fusedmoe.training.checkpoint_place import saved_at
 from fusedmoe.training.copies import replicas
-from fusedmoe.training.storage import saved_at
 
 SUMMARY = "train a mixture-of-experts language model"
 
@@ -253,7 +253,7 @@ class TrainingJob:
         self._peak_flops = costs.line("gemm").per_s
         plan, _ = trainer.set_plan(costs, self.folder.choice, tell)
         if self.topology.is_first:
-            write_text(self.folder.costs, costs.to_json() + "\n")
+            write_kept(self.folder.costs, costs.to_json())
             write_text(self.folder.plan, str(plan))
 
     def _train(self, trainer: Trainer, corpus: Corpus, display: Display, done: int, last: int) -> tuple[int, bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
 from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, unknown_class, write_folder
@@ -63,7 +63,8 @@ def save_checkpoint(
     Raises:
         ConfigError: `path` is something else than a checkpoint, the state cannot be split over other ranks, or holds
             values that could not be loaded without running code; another job is saving to `path`.
-        RankError: saving failed on some rank; the message names it and says why.
+        RankError: ranks give different paths, or do not see one folder, or saving failed on some rank; the message
+            names it and says why. The checkpoint that stood at `path` is as it was.
     """
     path, operation = Path(path), f"saving checkpoint {path}"
     state = ModelState(model, optimizer, topology, operation)
@@ -90,7 +91,8 @@ def load_checkpoint(
     The number of ranks and their layout may differ from those of the save. Each rank reads what it holds. All is
     compared first, and every byte that will be loaded is checked: of a checkpoint that does not fit, or is damaged,
     nothing is loaded. One of the format before checksums loads, too, with a warning. Dtypes may differ; numbers are
-    converted.
+    converted, and what that would change by more than rounding (1e300 to float32, 300 to uint8, 2.7 to int64) is
+    refused.
 
     Nothing runs that the checkpoint says: what is no tensor is read with `weights_only=True`.
 
@@ -98,9 +100,10 @@ def load_checkpoint(
         optimizer: None leaves the optimizer's part of the checkpoint unread.
     Raises:
         ConfigError: there is no checkpoint at `path`, it is damaged, holds objects of classes that are not in
-            `torch.serialization.add_safe_globals`, or is of another model or optimizer; the message names the first
-            tensors that differ.
-        RankError: loading failed on some ranks only; the message names the first and says why.
+            `torch.serialization.add_safe_globals`, has numbers that the model's dtypes cannot hold, or is of another
+            model or optimizer; the message names the first tensors that differ.
+        RankError: loading failed on some ranks only, or they found different checkpoints; the message names the first
+            and says why.
     """
     path, operation = Path(path), f"loading checkpoint {path}"
     state = ModelState(model, optimizer, topology, operation)
@@ -108,7 +111,7 @@ def load_checkpoint(
     targets: dict[str, Any] = {}
     folders: list[Folder] = []
 
-    def compare() -> None:
+    def compare() -> str:
         folder = Folder(path)
         folders.append(folder)
         _refuse(path, state.difference(folder.metadata))
@@ -120,8 +123,16 @@ def load_checkpoint(
         _refuse(path, state.optimizer_difference(small))
         targets.update(state.targets(folder.metadata))
         folder.check(targets)
+        folder.check_numbers(targets, state.dtypes(targets))
+        return folder.digest
 
-    on_all_ranks(topology.world, operation, compare)
+    found = on_all_ranks(topology.world, operation, compare)
+    for rank, digest in zip(topology.world.ranks, found, strict=True):
+        if digest != found[0]:
+            raise RankError(
+                f"{operation}: there is another checkpoint on rank {rank} than on rank {topology.world.ranks[0]}; "
+                "nothing was loaded. Give all ranks the path of one save."
+            )
     if folders[0].checksums is None and topology.is_first:
         warnings.warn(
             f"checkpoint {path} is of format 1, without checksums: damage to its data is noticed in most places, and "
@@ -221,6 +232,11 @@ class ModelState:
             targets[_MODEL + name] = None if spec is None else spec.spread(value)
         return targets if self._optimizer is None else targets | self._optimizer.targets(metadata)
 
+    def dtypes(self, targets: dict[str, Any]) -> dict[str, torch.dtype]:
+        """The dtype that each tensor of `targets` has in the end."""
+        found = {key: target.dtype for key, target in targets.items() if isinstance(target, Tensor)}
+        return found if self._optimizer is None else found | self._optimizer.dtypes(found)
+
     def install(self, targets: dict[str, Any], small: dict[str, Any]) -> None:
         """Completes what reading in place has begun."""
         # The tensors are the model's own; this hands over other state and runs the modules' hooks.
@@ -262,14 +278,19 @@ def _unknown(small: dict[str, Any], folder: Folder) -> str | None:
         and isinstance(about, dict)
         and isinstance(about.get("format"), int)
         and isinstance(about.get("optimizer", ()), dict | None)
-        and isinstance((about["optimizer"] or {"settings": []}).get("settings"), list)
+        and _are_names((about["optimizer"] or {"settings": []}).get("settings"))
+        and isinstance((about["optimizer"] or {"kind": ""}).get("kind"), str)
         and isinstance(groups, list)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(isinstance(group, dict) and _are_names(group.get("params")) for group in groups)
     ):
         return f"it is damaged: what it says of itself is not what save_checkpoint writes. {CURE}"
     if folder.checksums is None and small[ABOUT]["format"] > 1:
         return f"it is damaged: {NAME} is missing. {CURE}"
     return None
+
+
+def _are_names(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _told(shape: tuple[int, ...] | None) -> str:
@@ -393,6 +414,18 @@ class OptimizerState:
                 value = self._state[name][key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             targets[entry] = spec.spread(value)
         return targets
+
+    def dtypes(self, keys: Iterable[str]) -> dict[str, torch.dtype]:
+        """The dtypes that `Optimizer.load_state_dict` gives what is read under `keys`: those of the parameters."""
+        if type(self._optimizer).load_state_dict is not Optimizer.load_state_dict:  # its own rule
+            return {}
+        found = {}
+        for entry in keys:
+            prefix, _, key = entry.rpartition(".")
+            parameter = self._parameters.get(prefix.removeprefix(STATE)) if prefix.startswith(STATE) else None
+            if parameter is not None and parameter.is_floating_point() and key != "step":
+                found[entry] = parameter.dtype
+        return found
 
     def install(self, targets: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """Hands the optimizer what was read into `targets`, and the saved settings of its groups."""

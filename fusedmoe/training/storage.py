@@ -8,15 +8,13 @@ instructions for it, BLAKE2 0.9, CRC-32 4.2), and nothing that differs has the s
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from io import BufferedReader, BytesIO
 from itertools import groupby
@@ -25,20 +23,34 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import regular_bytes
-from fusedmoe.training.checkpoint_index import parse_index
+from fusedmoe.training.checkpoint_index import check_tuples, parse_index
+from fusedmoe.training.checkpoint_place import (
+    INDEX,
+    beside,
+    check_same,
+    compare_paths,
+    install,
+    is_checkpoint,
+    real,
+    room,
+    saved_at,
+)
+from fusedmoe.training.narrowing import may_lose, refuse_lost
 
 #: Of what is written. Format 1 had no checksums.
 FORMAT = 2
 
-NAME, INDEX = ".checksums", ".metadata"
+NAME = ".checksums"
 
 CURE = "Copy it again, or load another."
 
@@ -94,9 +106,46 @@ class Checksums:
 
     def check(self, items: Iterable[Item]) -> None:
         """Raises `ConfigError` if the bytes of some item are not as they were saved."""
-        for item, digest in digests(self._folder, items).items():
-            if self._digests.get(item) != digest:
+        chunk = memoryview(bytearray(_CHUNK_BYTES))
+        for item, file in _each(self._folder, items):
+            if self._digests.get(item) != _digest(file, item, chunk):
                 raise _damaged(self._path, item)
+            _check_unpacked(self._path, item, file)
+
+
+class _ItemView(_ReaderView):
+    """Part of a file as a file. PyTorch's own takes a place counted from the end for one before it."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = max(0, self.len + offset), os.SEEK_SET
+        return super().seek(offset, whence)
+
+
+def _check_unpacked(path: Path, item: Item, file: BufferedReader) -> None:
+    """Checks that an item, which is a zip file, takes no more memory than it has bytes, nor more time.
+
+    A save packs nothing; what is packed, or is there several times by name, may grow a thousandfold when it is read.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    try:
+        with zipfile.ZipFile(_ItemView(file, item.offset, item.length)) as archive:
+            records = archive.infolist()
+            packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+            packed |= sum(record.file_size for record in records) > item.length
+            if not packed:
+                for record in records:
+                    if record.filename.lower().endswith("data.pkl"):
+                        check_tuples(archive.read(record))
+    except Exception as error:  # whatever a parser makes of damage
+        raise _damaged(path, item) from error
+    if packed:
+        raise ConfigError(
+            f"the checkpoint {path} is damaged: {item.file} has something packed from byte {item.offset} on, which "
+            f"save_checkpoint never writes and which would grow when it is read. {CURE}"
+        )
 
 
 def check_without(path: Path, folder: Path, items: Iterable[Item]) -> None:
@@ -106,6 +155,8 @@ def check_without(path: Path, folder: Path, items: Iterable[Item]) -> None:
         ConfigError: an item is damaged.
     """
     for item, file in _each(folder, items):
+        _check_unpacked(path, item, file)
+        file.seek(item.offset)
         data = BytesIO(file.read(item.length))
         try:
             with zipfile.ZipFile(data) as archive:
@@ -122,15 +173,16 @@ def check_without(path: Path, folder: Path, items: Iterable[Item]) -> None:
 
 def digests(folder: Path, items: Iterable[Item]) -> dict[Item, str]:
     """The digest of each item, as it is on the disk."""
-    found = {}
     chunk = memoryview(bytearray(_CHUNK_BYTES))
-    for item, file in _each(folder, items):
-        digest, left = hashlib.sha256(), item.length
-        while left and (got := file.readinto(chunk[:left])):
-            digest.update(chunk[:got])
-            left -= got
-        found[item] = digest.hexdigest()
-    return found
+    return {item: _digest(file, item, chunk) for item, file in _each(folder, items)}
+
+
+def _digest(file: BufferedReader, item: Item, chunk: memoryview) -> str:
+    digest, left = hashlib.sha256(), item.length
+    while left and (got := file.readinto(chunk[:left])):
+        digest.update(chunk[:got])
+        left -= got
+    return digest.hexdigest()
 
 
 def _each(folder: Path, items: Iterable[Item]) -> Iterator[tuple[Item, BufferedReader]]:
@@ -207,9 +259,9 @@ def write_folder(
             of one of them only.
         place: where a key's value stands in the nested dictionary that PyTorch's tools make of the folder.
     """
-    path = Path(os.path.realpath(path))  # what a link stands for is replaced, not the link
-    room = _beside(path, "partial")
-    partial = room / "checkpoint"
+    given, path = path, real(path)  # what a link stands for is replaced, not the link
+    own_room = beside(path, "partial")
+    partial = own_room / "checkpoint"
     writer = FileSystemWriter(partial)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = Metadata({})
@@ -230,16 +282,38 @@ def write_folder(
         return results, digests(partial, [_item(result.storage_data) for result in results])
 
     def finish(of_ranks: list[tuple[Any, dict[Item, str]]]) -> None:
+        for rank, (_, items) in zip(topology.world.ranks, of_ranks, strict=True):
+            _check_there(partial, items, rank)
         places = {key: place(key) for key in metadata.state_dict_metadata}
         writer.finish(replace(metadata, planner_data=places), [results for results, _ in of_ranks])
         write_checksums(partial, [found for _, found in of_ranks])
-        _install(partial, path)
+        install(partial, path)
 
     with ExitStack() as own:
-        on_all_ranks(topology.world, operation, lambda: own.enter_context(_room(path, room)) if first else None)
+        compare_paths(given, topology, operation)
+        marks = on_all_ranks(
+            topology.world, operation, lambda: own.enter_context(room(path, own_room)) if first else ""
+        )
+        on_all_ranks(topology.world, operation, lambda: check_same(own_room, marks[0], path))
         plans = on_all_ranks(topology.world, operation, plan)
         of_ranks = on_all_ranks(topology.world, operation, lambda: write(plans))
         on_all_ranks(topology.world, operation, lambda: finish(of_ranks) if first else None)
+
+
+def _check_there(partial: Path, items: Iterable[Item], rank: int) -> None:
+    """Raises `ConfigError` if what a rank says that it wrote is not all here, where it is to be installed."""
+    for name, of_file in groupby(sorted(items), key=lambda item: item.file):
+        file, end = partial / name, max(item.offset + item.length for item in of_file)
+        try:
+            with file.open("rb") as opened:  # which has a network's file system look again
+                size = os.fstat(opened.fileno()).st_size
+        except FileNotFoundError:
+            size = 0
+        if size < end:
+            raise ConfigError(
+                f"{name}, which rank {rank} has written, has {size} bytes of {end} where the checkpoint is put "
+                "together. Save to a file system that all ranks see. What was saved there before stands."
+            )
 
 
 class Folder:
@@ -247,6 +321,7 @@ class Folder:
 
     Attributes:
         metadata: what it says it holds.
+        digest: of the index, which no two saves have in common.
         checksums: None in format 1, which had none.
     Raises:
         ConfigError: there is none, it is of a later format, or it is damaged.
@@ -261,11 +336,11 @@ class Folder:
             index = regular_bytes(folder / INDEX, _MOST_BYTES)
         except OSError as error:
             raise ConfigError(f"the checkpoint {path} is damaged: {INDEX} cannot be read: {error}. {CURE}") from error
-        self._index = hashlib.sha256(index).hexdigest()
+        self.digest = hashlib.sha256(index).hexdigest()
         self.checksums: Checksums | None = None
         if (folder / NAME).is_file():
             self.checksums = Checksums(path, folder)
-            self.checksums.check_index(self._index)
+            self.checksums.check_index(self.digest)
         try:
             self.metadata = parse_index(index)
         except Exception as error:  # whatever unpickling makes of damage
@@ -276,12 +351,19 @@ class Folder:
 
     def check(self, targets: dict[str, Any]) -> None:
         """Raises `ConfigError` if a part of the files that `read` would read is damaged."""
-        plan, _ = self._plan(targets)
+        plan, _ = self._plan(targets, PlainPlanner())
         items = {_item(self.metadata.storage_data[one.storage_index]) for one in plan.items}
         if self.checksums is None:
             check_without(self._path, self._folder, items)
         else:
             self.checksums.check(items)
+
+    def check_numbers(self, targets: dict[str, Any], become: dict[str, torch.dtype]) -> None:
+        """Raises `ConfigError` if some number that `read` would read is lost in the dtype it is to have, by key."""
+        saved: dict[str, Any] = self.metadata.state_dict_metadata
+        narrowed = {key: targets[key] for key, dtype in become.items() if may_lose(saved[key].properties.dtype, dtype)}
+        if narrowed:
+            self._read(*self._plan(narrowed, _NumberPlanner(become, self._path)))
 
     def read(self, targets: dict[str, Any]) -> None:
         """Reads the entries whose keys are in `targets`: tensors and DTensors in place, others into the dictionary.
@@ -291,21 +373,24 @@ class Folder:
         Raises:
             ConfigError: another checkpoint has come to `path` since this one was opened, or a value would run code.
         """
-        plan, planner = self._plan(targets)
+        plan, planner = self._plan(targets, PlainPlanner())
         plan = replace(plan, items=sorted(plan.items, key=lambda item: item.type is not LoadItemType.BYTE_IO))
         try:
-            self._reader.read_data(plan, planner).wait()
-        except UnpicklingError as error:
-            raise refused(self._path, error) from error
+            self._read(plan, planner)
         finally:
-            if not _is_checkpoint(self._folder) or index_digest(self._folder) != self._index:
+            if not is_checkpoint(self._folder) or index_digest(self._folder) != self.digest:
                 raise ConfigError(
                     f"the checkpoint {self._path} was replaced while it was loaded, and what was loaded is of both. "
                     "Load it again; save to another path as long as others load."
                 )
 
-    def _plan(self, targets: dict[str, Any]) -> tuple[LoadPlan, DefaultLoadPlanner]:
-        planner = PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def _read(self, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
+        try:
+            self._reader.read_data(plan, planner).wait()
+        except UnpicklingError as error:
+            raise refused(self._path, error) from error
+
+    def _plan(self, targets: dict[str, Any], planner: PlainPlanner) -> tuple[LoadPlan, PlainPlanner]:
         planner.set_up_planner(targets, self.metadata, True)
         plan = planner.create_local_plan()
         return planner.finish_plan(self._reader.prepare_local_plan(plan)), planner
@@ -324,97 +409,29 @@ class Folder:
 class PlainPlanner(DefaultLoadPlanner):
     """Of what is no tensor, reads plain values alone: PyTorch's would run whatever they say."""
 
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
+class _NumberPlanner(PlainPlanner):
+    """Reads tensors in the dtype in which they were saved, looks at their numbers, and keeps nothing."""
+
+    def __init__(self, become: dict[str, torch.dtype], path: Path) -> None:
+        super().__init__()
+        self._become, self._path = become, path
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        saved: Any = self.metadata
+        dtype = saved.state_dict_metadata[read_item.dest_index.fqn].properties.dtype
+        return torch.empty(read_item.lengths, dtype=dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        key = read_item.dest_index.fqn
+        refuse_lost(f"checkpoint {self._path} was not loaded", key, tensor, self._become[key])
+
+
 def _item(info: Any) -> Item:
     return Item(info.relative_path, info.offset, info.length)
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.parent / f".{path.name}.{suffix}"
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / INDEX).is_file()
-
-
-def saved_at(path: Path) -> Path | None:
-    """The folder of the checkpoint that was saved to `path`, None without one."""
-    if _is_checkpoint(path):
-        return path
-    previous = _beside(Path(os.path.realpath(path)), "previous")  # a save was interrupted between its two renames
-    return None if path.exists() or not _is_checkpoint(previous) else previous
-
-
-@contextmanager
-def _room(path: Path, room: Path) -> Iterator[None]:
-    """An empty folder `room` that is this job's alone, and gone at the end. Who has it may change what is at `path`."""
-    busy = ConfigError(f"another job is saving to {path}. Save to another path, or when it is done.")
-    try:
-        room.mkdir(parents=True, exist_ok=True)
-        folder = os.open(room, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        if isinstance(error, FileExistsError | FileNotFoundError) and (room.is_dir() or not os.path.lexists(room)):
-            raise busy from error  # it has just gone
-        with suppress(OSError):
-            room.rmdir()
-        raise
-
-    def is_own() -> bool:
-        with suppress(OSError):
-            return os.path.samestat(os.fstat(folder), room.lstat())
-        return False
-
-    try:
-        locked = True
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the system drops when the process ends
-        except BlockingIOError:
-            locked = False
-        except OSError:  # a file system without locks
-            pass
-        if not locked or not is_own():
-            raise busy
-        try:
-            if path.exists() and not _is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
-                raise ConfigError(
-                    f"{path} exists and is not a checkpoint; it will not be replaced. Save to another path."
-                )
-            for left in room.iterdir():
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-            yield
-        finally:
-            if is_own():
-                shutil.rmtree(room, ignore_errors=True)
-    finally:
-        os.close(folder)
-
-
-def _install(partial: Path, path: Path) -> None:
-    """Puts the finished folder in its place. At every moment either `path` or the folder beside it is whole."""
-    previous = _beside(path, "previous")
-    with _synced(partial), _synced(path.parent):
-        if path.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            path.rename(previous)
-        try:
-            partial.rename(path)
-        except BaseException:
-            with suppress(OSError):
-                previous.rename(path)
-            raise
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-@contextmanager
-def _synced(folder: Path) -> Iterator[None]:
-    """The names of what is in a folder are on the disk at the start and, as the block leaves them, at the end."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        yield
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

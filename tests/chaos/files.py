@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from fusedmoe.cli.data import load_corpus
 from fusedmoe.cli.settings import Settings, read_costs, read_settings
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.files import read_text
+from fusedmoe.files import read_text, sealed
 from fusedmoe.placement.load_trace import LoadTrace, make_loads
 from fusedmoe.runtime import cache
 from fusedmoe.runtime.profiler import Profile, line_names
@@ -42,9 +42,10 @@ from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.testbeds import TESTBEDS
 from fusedmoe.schedule.timeline import Span, Timeline
+from fusedmoe.training.survival import NodeMemory, Survival
 from tests.training.planted import changes, tamper
 from tests.training.test_storage import OLD, load, save
-from tests.training.toy import ONE
+from tests.training.toy import ONE, Toy
 
 ALONE = Topology()
 #: A load that takes longer has not ended.
@@ -168,11 +169,42 @@ def _make_data(folder: Path) -> Path:
     return folder / "b.txt"
 
 
+def _survival(folder: Path) -> tuple[Survival, Toy]:
+    torch.manual_seed(1)
+    return Survival(ALONE, NodeMemory(os.getpid(), folder)), Toy()
+
+
+def _make_kept(suffix: str) -> Callable[[Path], Path]:
+    """A state in a node's memory and a note; the file whose name ends so."""
+
+    def make(folder: Path) -> Path:
+        survival, model = _survival(folder)
+        survival.refresh(1, model, None, {"step": 1})
+        NodeMemory(os.getpid(), folder).write_note({"settings": {"lr": 0.125, "steps": 40}, "shares": 3})
+        return next(path for path in folder.iterdir() if path.name.endswith(suffix))
+
+    return make
+
+
+def _kept(path: Path) -> Any:
+    note = NodeMemory(os.getpid(), path.parent).note()
+    survival, model = _survival(path.parent)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    extra = survival.restore(model, None)
+    if extra is None or note is None:  # its own file is gone, or is none of ours
+        raise ConfigError(f"nothing is kept in {path.parent}")
+    return extra, note, {name: value.tolist() for name, value in model.state_dict().items()}
+
+
 SPANS = tuple(Span(f"D{i}", "dispatch", "inter", 0.5 * i, 0.5 * i + 0.25, i, 0, "forward") for i in range(3))
 METRICS = "".join(json.dumps({"step": step, "loss": 1.0 / step, "time": 7e8}) + "\n" for step in range(1, 6))
+COSTS = next(iter(TESTBEDS.values())).costs.to_json()
 KINDS = {
-    "costs": Kind(_write("costs.json", next(iter(TESTBEDS.values())).costs.to_json()), _costs),
-    "settings": Kind(_write("config.json", json.dumps({"settings": Settings().to_json()}, indent=2)), _settings),
+    "costs": Kind(_write("costs.json", COSTS), _costs),
+    "costs of a run": Kind(_write("costs.json", sealed(json.loads(COSTS))), _costs, strict=True),
+    "settings": Kind(_write("config.json", sealed({"settings": Settings().to_json()}, 2)), _settings, strict=True),
     "loads": Kind(_write("loads.json", make_loads(4, 2, 2, 3, tokens=50).to_json()), _loads),
     "loads of a run": Kind(_write("loads.json", make_loads(4, 2, 2, 3, tokens=50).to_json()), _resumed_loads),
     "metrics": Kind(_write("metrics.jsonl", METRICS), _metrics),
@@ -180,6 +212,9 @@ KINDS = {
     "timeline": Kind(_write("timeline.json", Timeline(1, SPANS, "predicted").to_json()), _timeline),
     "data": Kind(_make_data, _data),
     "cache": Kind(_make_cached, _cached, strict=True),
+    "kept bytes": Kind(_make_kept("-0"), _kept, strict=True),
+    "kept header": Kind(_make_kept(".json"), _kept, strict=True),
+    "kept note": Kind(_make_kept("note"), _kept, strict=True),
 }
 
 
@@ -292,6 +327,19 @@ def damage(chance: random.Random, path: Path) -> str:
     return how
 
 
+def one_bit(chance: random.Random, path: Path) -> str:
+    """Flips a bit of a file; returns which."""
+    data = bytearray(path.read_bytes())
+    byte, bit = chance.randrange(len(data)), chance.randrange(8)
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
+    return f"bit {bit} of byte {byte}"
+
+
+#: What a job keeps for itself, with digests: of these no flipped bit may give anything else.
+KEPT = (*(name for name, kind in KINDS.items() if kind.strict), "checkpoint")
+ALL = (*KINDS, "checkpoint", "checkpoint", "format 1", "tampered")
+
 # Cases
 
 
@@ -314,13 +362,22 @@ class Failed(AssertionError):
 class Fuzzer:
     """Runs cases in a folder of its own.
 
+    Args:
+        kinds: of files.   harm: how they are damaged.
     Attributes:
         outcomes: by kind, how often what came of it.
         failures: the number of the case, its kind, how it was damaged, and what was wrong.
     """
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(
+        self,
+        seed: int,
+        folder: Path,
+        kinds: Sequence[str] = ALL,
+        harm: Callable[[random.Random, Path], str] = damage,
+    ) -> None:
         self._seed, self._folder, self._watch = seed, folder, Watch()
+        self._names, self._harm = kinds, harm
         self._whole = {name: folder / "whole" / str(number) for number, name in enumerate(KINDS)}
         self._right: dict[str, Any] = {}
         self._paths: dict[str, str] = {}
@@ -337,7 +394,7 @@ class Fuzzer:
     def run(self, number: int) -> None:
         """The case of this number, which is the same for the same seed."""
         chance = random.Random(f"{self._seed}/{number}")
-        name = chance.choice([*KINDS, "checkpoint", "checkpoint", "format 1", "tampered"])
+        name = chance.choice(self._names)
         self._how, handles = "", len(os.listdir("/proc/self/fd"))
         self._watch.seen.clear()
         work, canary = self._folder / "work", self._folder / "canary"
@@ -384,7 +441,7 @@ class Fuzzer:
     def _file(self, chance: random.Random, name: str, work: Path) -> str:
         kind, path = KINDS[name], work / "copy" / self._paths[name]
         shutil.copytree(self._whole[name], path.parent)
-        self._how = damage(chance, path)
+        self._how = self._harm(chance, path)
         there = sorted(one.name for one in path.parent.iterdir())
         with self._watched() as caught:
             try:
@@ -420,7 +477,7 @@ class Fuzzer:
         else:
             files = [one for one in sorted(path.iterdir()) if name == "checkpoint" or one.name != ".metadata"]
             file = chance.choice(files)
-            how = self._how = f"{file.name} {damage(chance, file)}"
+            how = self._how = f"{file.name} {self._harm(chance, file)}"
         with self._watched(), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             said, before, after = load(path, ONE, 0, ALONE, trained=chance.random() < 0.5)
@@ -454,8 +511,8 @@ def _bounded() -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-def campaign(seed: int, count: int) -> dict[str, Any]:
-    """Runs `count` cases; their outcomes in plain types, with every failure's number."""
+def campaign(seed: int, count: int, **how: Any) -> dict[str, Any]:
+    """Runs `count` cases, with `how` as for `Fuzzer`; their outcomes in plain types, with every failure's number."""
     began, measured = time.monotonic(), cache.profile
     kept = os.environ.get(cache.CACHE)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -463,7 +520,7 @@ def campaign(seed: int, count: int) -> dict[str, Any]:
     cache.profile = _profile
     try:
         with tempfile.TemporaryDirectory() as folder:
-            fuzzer = Fuzzer(seed, Path(folder))
+            fuzzer = Fuzzer(seed, Path(folder), **how)
             for number in range(count):
                 fuzzer.run(number)
     finally:

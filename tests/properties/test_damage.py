@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.chaos.files import campaign
+from tests.chaos.files import KEPT, campaign, one_bit
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
@@ -14,3 +14,12 @@ def test_damaged_files(count: int) -> None:
     found = campaign(random.randrange(2**32), count)
     assert not found["failures"], found
     assert sum(found["outcomes"].values()) == count and found["outcomes"]["refused"] > count / 3
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_flipped_bits_of_what_is_kept(count: int) -> None:
+    """Checkpoints, states in memory, notes, caches, costs and settings: refused, measured anew, or right."""
+    found = campaign(seed := random.randrange(2**32), count, kinds=KEPT, harm=one_bit)
+    assert not found["failures"], (seed, found)
+    assert found["outcomes"].keys() <= {"refused", "right", "ignored with a warning"}
+    assert found["by_kind"].keys() == set(KEPT) and found["outcomes"]["refused"] > count / 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import load_checkpoint, save_checkpoint, storage
+from fusedmoe.training.survival import NodeMemory, Survival
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, snapshot, train
 
@@ -349,3 +351,109 @@ def test_loading_makes_no_second_copy_of_the_model(tmp_path: Path) -> None:
     load_checkpoint(path, model, optimizer, Topology())
     tensors = [*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in optimizer.state)]
     assert [tensor.data_ptr() for tensor in tensors] == places
+
+
+class _Numbers(nn.Module):
+    def __init__(self, weight: torch.Tensor, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+        self.register_buffer("buffer", buffer)
+
+
+LOST = [
+    (1e300, torch.float64, torch.float32, r"has the float64 number 1e\+300, which float32 cannot hold"),
+    (7e4, torch.float32, torch.float16, "70000.0"),
+    (3.4e38, torch.float32, torch.bfloat16, r"3\.39\d*e\+38"),
+    (1000.0, torch.float32, torch.float8_e4m3fn, "1000.0"),
+    (float("inf"), torch.float32, torch.float8_e4m3fn, "inf"),
+    (300, torch.int64, torch.uint8, "300"),
+    (-1, torch.int64, torch.uint8, "-1"),
+    (200, torch.uint8, torch.int8, "200"),
+    (2**40, torch.int64, torch.int32, str(2**40)),
+    (2.7, torch.float64, torch.int64, "2.7"),
+    (float("nan"), torch.float32, torch.int32, "nan"),
+    (2.0**63, torch.float64, torch.int64, "9.22"),
+    (5, torch.int64, torch.bool, "5"),
+    (0.5, torch.float32, torch.bool, "0.5"),
+    (2**24 + 1, torch.int64, torch.float32, str(2**24 + 1)),
+    (70_000, torch.int32, torch.float16, "70000"),
+    (1 + 2j, torch.complex64, torch.float32, r"\(1\+2j\)"),
+    (1e300 + 0j, torch.complex128, torch.complex64, r"1e\+300"),
+]
+KEPT = [
+    (0.1, torch.float64, torch.bfloat16),
+    (1e-300, torch.float64, torch.float16),
+    (float("-inf"), torch.float64, torch.float16),
+    (float("nan"), torch.float32, torch.bfloat16),
+    (65_504, torch.int64, torch.float16),
+    (255, torch.int64, torch.uint8),
+    (3.0, torch.float32, torch.int8),
+    (1, torch.uint8, torch.bool),
+    (True, torch.bool, torch.float16),
+    (1 + 0j, torch.complex64, torch.float64),
+    (2**63 - 1, torch.uint64, torch.int64),
+]
+
+
+def _square(number: Any, dtype: torch.dtype) -> torch.Tensor:
+    exact = {float: torch.float64, complex: torch.complex128}.get(type(number))
+    return torch.tensor([[0, 1], [1, number]], dtype=exact).to(dtype)
+
+
+@pytest.mark.parametrize(("number", "saved", "loaded", "message"), LOST)
+def test_what_a_dtype_cannot_hold_is_refused_and_nothing_loaded(
+    tmp_path: Path, number: Any, saved: torch.dtype, loaded: torch.dtype, message: str
+) -> None:
+    alone, value = Topology(), _square(number, saved)
+    for name, numbers, target in (
+        ("weight", (value, torch.ones(1)), (torch.zeros(2, 2, dtype=loaded), torch.zeros(1))),
+        ("buffer", (torch.ones(1), value), (torch.zeros(1), torch.zeros(2, 2, dtype=loaded))),
+    ):
+        if name == "weight" and saved.is_complex:
+            continue
+        save_checkpoint(tmp_path / "c", _Numbers(*numbers), None, alone)
+        model = _Numbers(*target)
+        with pytest.raises(ConfigError, match=rf"was not loaded: model\.{name} .*{message}"):
+            load_checkpoint(tmp_path / "c", model, None, alone)
+        assert all(not tensor.to(torch.float32).any() for tensor in model.state_dict().values())
+        survival = Survival(alone, NodeMemory(os.getpid(), tmp_path))
+        survival.refresh(1, _Numbers(*numbers), None)
+        with pytest.raises(ConfigError, match=rf"from memory: model\.{name} .*{message}"):
+            Survival(alone, NodeMemory(os.getpid(), tmp_path)).restore(model, None)
+        assert all(not tensor.to(torch.float32).any() for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize(("number", "saved", "loaded"), KEPT)
+def test_what_rounding_takes_is_converted(tmp_path: Path, number: Any, saved: torch.dtype, loaded: torch.dtype) -> None:
+    value = _square(number, saved)
+    save_checkpoint(tmp_path / "c", _Numbers(torch.ones(1), value), None, Topology())
+    model = _Numbers(torch.ones(1), torch.zeros(2, 2, dtype=loaded))
+    load_checkpoint(tmp_path / "c", model, None, Topology())
+    torch.testing.assert_close(model.buffer, value.to(loaded), rtol=0, atol=0, equal_nan=True)
+
+
+def _narrower(rank: int, world: int, path: str, large: str) -> str:
+    """Loads what one rank has saved into two ranks of float32."""
+    sizes = Sizes(world, ep=world)
+    model = Toy(sizes, rank).float()
+    optimizer = make_optimizer("adamw", model)
+    before = snapshot(model, optimizer)
+    with pytest.raises((ConfigError, RankError)) as caught:
+        load_checkpoint(path, model, optimizer, sizes.topology())
+    after = snapshot(model, optimizer)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("large", ["weight", "exp_avg_sq"])
+def test_narrower_ranks_refuse_what_one_of_them_would_lose(cluster: Cluster, tmp_path: Path, large: str) -> None:
+    """Experts, and what the optimizer keeps for them, which takes the parameters' dtype."""
+    path, model = str(tmp_path / "checkpoint"), Toy()
+    optimizer = make_optimizer("adamw", model)
+    train(model, optimizer, ONE, 0, range(1))
+    weight = model.experts.w1
+    with torch.no_grad():
+        (weight if large == "weight" else optimizer.state[weight][large])[-1, -1, -1] = 1e300
+    save_checkpoint(path, model, optimizer, Topology())
+    for said in cluster.run(2, _narrower, path, large):
+        assert "failed on rank 1" in said and "experts.w1" in said and "1e+300, which float32 cannot hold" in said

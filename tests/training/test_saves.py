@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training import load_checkpoint, save_checkpoint
-from tests.training.planted import changes, item, tamper
+from fusedmoe.training import load_checkpoint, save_checkpoint, storage
+from tests.cluster import Cluster
+from tests.training.planted import changes, doubled, in_index, item, tamper
 from tests.training.test_storage import load, save
-from tests.training.toy import ONE, Toy
+from tests.training.toy import ONE, Sizes, Toy
 
 ALONE = Topology()
 slow = pytest.mark.slow
@@ -39,10 +40,18 @@ def test_what_was_tampered_with_is_refused_and_runs_nothing(tmp_path: Path, what
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         said, before, after = load(path, ONE, 0, ALONE, trained=True)
-    assert said is not None and str(path) in said
+    assert said is not None and str(path) in said and len(said) < 1000
     assert not canary.exists() and not hasattr(Metadata, "fusedmoe_was_here")
     assert after == before or what in ("a tensor", "a tensor of another shape", "a number for a tensor")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_the_planners_data_is_not_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    save(0, 1, ONE, path)
+    _, _, right = load(path, ONE, 0, ALONE, trained=True)
+    tamper(path, in_index("planner_data", {"a": doubled(list), "b": doubled(tuple), "c": 10**300}))
+    assert load(path, ONE, 0, ALONE, trained=True)[::2] == (None, right)
 
 
 class Own:
@@ -234,3 +243,74 @@ def test_what_a_link_stands_for_is_replaced(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "last", numbered(number), None, ALONE, {"number": number})
         assert whole(tmp_path / "last") == whole(tmp_path / "runs" / "7") == number
     assert (tmp_path / "last").is_symlink() and [one.name for one in (tmp_path / "runs").iterdir()] == ["7"]
+
+
+SAVED = "first"  # of the checkpoint that stands before
+
+
+def _save_apart(rank: int, world: int, folder: Path, how: str) -> tuple[str, str, list[str]]:
+    """A save whose ranks do not write into one folder: what it says, and what the checkpoint before then loads."""
+    sizes, path = Sizes(world, ep=2), folder / "here" / "checkpoint"
+    topology, model = sizes.topology(), Toy(sizes, rank)
+    save_checkpoint(path, model, None, topology, {"saved": SAVED})
+    last, own = rank == world - 1, folder / "own"
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "path" and last:
+            path = folder / "here" / f"checkpoint at {rank}"
+        elif how == "relative path":
+            (own / str(rank)).mkdir(parents=True)
+            patch.chdir(own / str(rank))
+            path = Path("checkpoint")
+        elif how in ("disk", "disk, seen late") and last:
+            there = own / "here" / "checkpoint"
+            there.parent.mkdir(parents=True, exist_ok=True)
+            patch.setattr(storage, "real", lambda _: there)
+        if how == "disk, seen late":
+            patch.setattr(storage, "check_same", lambda *_: None)
+        with pytest.raises(RankError) as caught:
+            save_checkpoint(path, model, None, topology, {"saved": "second"})
+    found = load_checkpoint(folder / "here" / "checkpoint", model, None, topology)
+    return str(caught.value), found["saved"], sorted(one.name for one in (folder / "here").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("path", r"rank 0 saves to \S+/checkpoint and rank 1 to \S+/checkpoint at 1\. Give all ranks one path"),
+        ("relative path", r"rank 0 saves to \S+/own/0/checkpoint and rank 1 to \S+/own/1/checkpoint\."),
+        ("disk", r"failed on rank 1: \S+ is another folder here than on rank 0.* before stands"),
+        ("disk, seen late", r"failed on rank 0: __1_0\.distcp, which rank 1 has written, has 0 bytes of \d+"),
+    ],
+)
+def test_ranks_that_do_not_see_one_folder_lose_nothing(
+    cluster: Cluster, tmp_path: Path, how: str, message: str
+) -> None:
+    for said, stands, left in cluster.run(2, _save_apart, tmp_path, how):
+        assert re.search(message, said), said
+        assert stands == SAVED and left == ["checkpoint"]
+
+
+def _load_apart(rank: int, world: int, folder: Path) -> str:
+    sizes = Sizes(world)
+    model = Toy(sizes, rank)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(RankError) as caught:
+        load_checkpoint(folder / str(rank), model, None, sizes.topology())
+    assert all(map(torch.equal, before, model.parameters()))
+    return str(caught.value)
+
+
+def test_ranks_that_load_different_checkpoints_load_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    for number in (0, 1):
+        save_checkpoint(tmp_path / str(number), numbered(number), None, ALONE, {"number": number})
+    for said in cluster.run(2, _load_apart, tmp_path):
+        assert "there is another checkpoint on rank 1 than on rank 0" in said
+
+
+@pytest.mark.parametrize("to", ["missing/../checkpoint", "./a/b/../../checkpoint", "link/../checkpoint", "checkpoint/"])
+def test_a_path_means_the_same_to_saves_and_loads(tmp_path: Path, to: str) -> None:
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("elsewhere/deep")
+    for number in (1, 2):
+        save_checkpoint(f"{tmp_path}/{to}", numbered(number), None, ALONE, {"number": number})
+        assert whole(Path(f"{tmp_path}/{to}")) == number

@@ -17,6 +17,7 @@ import torch
 
 from fusedmoe import MoELayer, experts, gates
 from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.training import ShardedExperts, sync_gradients
 from fusedmoe.training.survival import NodeMemory, Survival, recovery, snapshot
@@ -25,6 +26,7 @@ from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes, Toy, make_optimizer, part, train
 from tests.training.toy import snapshot as held_by
 
+ALONE = Topology()
 GRID = Sizes(4, ep=2, esp=2, mp=2)  # an expert's parts are on one node each
 
 
@@ -72,25 +74,144 @@ def test_a_slot_is_whole_or_not_there(tmp_path: Path) -> None:
     assert NodeMemory(os.getppid(), tmp_path).note() is None
 
 
-def test_a_damaged_header_is_named(tmp_path: Path) -> None:
+def test_a_damaged_header_or_note_is_named(tmp_path: Path) -> None:
     memory = NodeMemory(os.getpid(), tmp_path)
     memory.slot("1-0-0").begin(1)
     memory.slot("1-0-0").commit({"bytes": 1})
-    (header,) = tmp_path.glob("*.json")
+    memory.write_note({"run": 1})
+    (header,), (note,) = tmp_path.glob("*.json"), tmp_path.glob("*note")
     header.write_text("{")
-    with pytest.raises(ConfigError, match=f"{header} is damaged"):
-        memory.headers()
+    with pytest.warns(UserWarning, match=f"{header} is damaged"):
+        assert memory.headers() == {"1-0-0": None}
+    note.write_text(note.read_text().replace("1", "2", 1))
+    with pytest.raises(ConfigError, match=f"{note} is not as it was written. Remove it"):
+        memory.note()
 
 
-def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    memory = NodeMemory(os.getpid(), tmp_path)
-    name = NodeMemory(os.getpid(), tmp_path).name.rpartition("/")[2]
-    target = tmp_path / "target"
-    target.write_text("mine")
-    (tmp_path / f"{name}1-0-0").symlink_to(target)
-    with pytest.raises(OSError):
+def _flip(chance: random.Random, path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore:survival")
+def test_no_flipped_bit_restores_other_numbers(tmp_path: Path) -> None:
+    """One bit anywhere: the state before is taken, and where there is none, it is an error."""
+    states, memory = [], NodeMemory(os.getpid(), tmp_path)
+    model, survival = Toy(), Survival(ALONE, memory)
+    optimizer = make_optimizer("adamw", model)
+    chance = random.Random(seed := random.randrange(2**32))
+    print(f"seed {seed}")
+
+    def restored() -> tuple[Any, dict[str, Any]]:
+        model = Toy()
+        optimizer = make_optimizer("adamw", model)
+        return Survival(ALONE, memory).restore(model, optimizer), held_by(model, optimizer)
+
+    for step in (1, 2):
+        train(model, optimizer, ONE, 0, range(step - 1, step))
+        survival.refresh(step, model, optimizer, {"step": step})
+        states.append(held_by(model, optimizer))
+        files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        newest = sorted(path for path in files if path.stem.endswith(f"-{step - 1}"))
+        assert len(newest) == 2 and restored()[0] == {"step": step}
+        for number in range(40):
+            _flip(chance, newest[number % 2])
+            if step == 1:
+                with pytest.raises(ConfigError, match=r"state of the job is damaged.*Go on from a checkpoint"):
+                    restored()
+            else:
+                extra, found = restored()
+                assert extra == {"step": 1} and all(torch.equal(found[key], states[0][key]) for key in found)
+            newest[number % 2].write_bytes(files[newest[number % 2]])
+    for path in files:
+        _flip(chance, path)
+    again = Survival(ALONE, memory)
+    assert again.step is None and len(again.damaged) == 2
+    again.refresh(3, model, optimizer, {"step": 3})  # after a checkpoint, say
+    assert restored()[0] == {"step": 3} and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_flipped_bit_on_one_node_is_read_from_the_other(cluster: Cluster, tmp_path: Path) -> None:
+    sizes, chance = Sizes(2, ep=2), random.Random()
+    _job(cluster, sizes, [0, 1], tmp_path, range(2))
+    for path in Path(tmp_path, "node 1").iterdir():
+        _flip(chance, path)
+    for rank, (before, _, start, lost, _, _) in enumerate(_job(cluster, sizes, [0, 1], tmp_path, range(2))):
+        assert start == 2 and not lost
+        _check(before, 2, sizes, rank)
+
+
+def _extra_of_each(rank: int, world: int, folder: str) -> str:
+    """Equal values may be made of other objects, in another order."""
+    model, topology = torch.nn.Linear(2, 2), Sizes(2).topology()
+    survival, word = Survival(topology, _memory(folder, 0)), "word" if rank else "".join(["wo", "rd"])
+    same = {"a": word, "b": [word, 1.5, None], "c": torch.arange(3), "d": {1: True}}
+    survival.refresh(1, model, None, dict(reversed(same.items())) if rank else same)
+    with pytest.raises(RankError) as caught:
+        survival.refresh(2, model, None, {**same, "c": torch.arange(3) + rank})
+    return str(caught.value)
+
+
+def test_extra_that_differs_by_rank_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    for said in cluster.run(2, _extra_of_each, str(tmp_path)):
+        assert "differs between rank 0 and rank 1" in said and "gather into it" in said
+
+
+def _plant(path: Path, how: str) -> None:
+    """Puts into the place of a file what is not this job's."""
+    text, elsewhere = path.read_bytes(), path.with_name(f"elsewhere {path.name}")
+    path.unlink()
+    if how == "a link":
+        path.symlink_to(elsewhere)
+        elsewhere.write_bytes(text)
+    elif how == "a pipe":
+        os.mkfifo(path)
+    elif how == "a folder":
+        path.mkdir()
+    else:
+        path.write_bytes(text)
+        path.chmod(0o644 if how == "open to others" else 0o600)
+        if how == "another user's":
+            os.chown(path, 65534, 65534)
+        elif how == "a second name":
+            elsewhere.hardlink_to(path)
+
+
+@pytest.mark.parametrize("how", ["a link", "a pipe", "a folder", "open to others", "a second name", "another user's"])
+def test_what_is_not_this_jobs_is_not_read(tmp_path: Path, how: str) -> None:
+    """Notes, headers and bytes that somebody has planted, each with the right content."""
+    if how == "another user's" and os.geteuid() != 0:
+        pytest.skip("needs root to make another user's file")
+    memory, model = NodeMemory(os.getpid(), tmp_path), Toy()
+    Survival(ALONE, memory).refresh(1, model, None, {"step": 1})
+    memory.write_note({"run": 1})
+    (header,), (note,) = tmp_path.glob("*.json"), tmp_path.glob("*note")
+    _plant(note, how)
+    with pytest.warns(UserWarning, match=f"{note} is not this job's and is ignored"):
+        assert memory.note() is None
+    data = header.with_suffix("")
+    _plant(data, how)
+    with pytest.warns(UserWarning, match=f"{data} cannot be read"):
+        survival = Survival(ALONE, memory)
+    with pytest.raises(ConfigError, match="state of the job is damaged"):
+        survival.restore(model, None)
+    _plant(header, how)
+    with pytest.warns(UserWarning, match=f"{header} is not this job's and is ignored"):
+        assert memory.headers() == {} and memory.slots() == []
+    with pytest.raises(ConfigError, match=r"is not this job's: .*Somebody has taken the name"):
         memory.slot("1-0-0").begin(4)
-    assert target.read_text() == "mine"
+
+
+def test_names_that_somebody_else_made_up_stop_nothing(tmp_path: Path) -> None:
+    memory = NodeMemory(os.getpid(), tmp_path)
+    prefix = tmp_path / memory.name.rpartition("/")[2]
+    for name in ("9-x-0", "99999999999999999999-0-0", "--", "9-0-0.json.json", "\udcff-0-0", "keeper", "9-9"):
+        Path(f"{prefix}{name}").write_text("{}")
+        Path(f"{prefix}{name}.json").write_text("{}")
+    with pytest.warns(UserWarning, match="is not this job's and is ignored"):
+        assert Survival(ALONE, memory).step is None
+    assert memory.slots() == []
 
 
 def test_memory_goes_with_its_agent(tmp_path: Path) -> None:

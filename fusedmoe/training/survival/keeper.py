@@ -37,11 +37,14 @@ def remove(folder: Path, prefix: str) -> None:
 
 def main(agent: int, since: str, folder: Path, prefix: str) -> None:
     """Waits for the agent's end. A second keeper of the same memory ends at once."""
-    lock = os.open(folder / f"{prefix}keeper", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = os.open(folder / f"{prefix}keeper", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if os.fstat(lock).st_uid == os.geteuid():  # a lock of another user's is none: two keepers do no harm
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
+    except OSError:
+        pass
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(agent)
         if began(agent) == since:

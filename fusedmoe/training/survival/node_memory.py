@@ -2,32 +2,35 @@
 
 A snapshot is two files: bytes, and a header in JSON that says what they are. The header is removed before the first
 byte changes and comes back, by a rename, after the last one: where it is, the bytes are whole, whenever the writer was
-killed. Nothing is written to a disk.
+killed. Nothing is written to a disk. A header has its own digest, and those of the parts of the bytes.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import mmap
 import os
+import re
 import socket
 import stat
 import subprocess
 import sys
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.files import regular_bytes
+from fusedmoe.files import MOST_BYTES, sealed, unsealed
 from fusedmoe.training.survival import keeper
 
 _FAMILY = "fusedmoe-survive-"
 _HEADER, _NEW = ".json", ".new"
-_MOST_BYTES = 2**30  # of a header
+_SLOT = re.compile(r"\d{1,18}-\d{1,9}-\d")
 
 
 class NodeMemory:
@@ -57,7 +60,7 @@ class NodeMemory:
         for path in self._folder.glob(f"{_family()}*"):
             with suppress(OSError, ValueError):  # it is gone already, or no file of ours
                 agent, since = path.name.removeprefix(_family()).split("-")[:2]
-                if keeper.began(int(agent)) != since:
+                if keeper.began(int(agent)) != since and path.lstat().st_uid == os.geteuid():
                     path.unlink()
 
     def keep(self) -> None:
@@ -83,29 +86,29 @@ class NodeMemory:
     def slot(self, name: str) -> Slot:
         return Slot(self._folder / f"{self._prefix}{name}")
 
-    def headers(self) -> dict[str, dict[str, Any]]:
-        """The headers of all whole snapshots here, by slot.
-
-        Raises:
-            ConfigError: one of them is damaged.
-        """
-        found = {}
+    def headers(self) -> dict[str, dict[str, Any] | None]:
+        """The headers of all whole snapshots here, by slot; None for one that is damaged, with a warning."""
+        found: dict[str, dict[str, Any] | None] = {}
         for path in sorted(self._folder.glob(f"{self._prefix}*{_HEADER}")):
+            name = path.name.removeprefix(self._prefix).removesuffix(_HEADER)
             try:
-                found[path.name.removeprefix(self._prefix).removesuffix(_HEADER)] = json.loads(
-                    regular_bytes(path, _MOST_BYTES)
-                )
-            except FileNotFoundError:
-                continue  # another rank has just removed it
-            except (OSError, ValueError, RecursionError) as error:
-                raise ConfigError(f"survival: {path} is damaged: {error}. Remove it, and start again") from error
+                text = _read(path)
+                if text is not None and _SLOT.fullmatch(name):
+                    found[name] = unsealed(text, f"survival: {path}")
+            except ConfigError as error:
+                warnings.warn(f"{error}; another copy is looked for, or an older state", stacklevel=2)
+                found[name] = None
         return found
 
     def slots(self) -> list[str]:
-        """All slots there are, whole or not."""
-        names = (path.name.removeprefix(self._prefix) for path in self._folder.glob(f"{self._prefix}*"))
-        found = {name.split(".")[0] for name in names}
-        return sorted(name for name in found if name.count("-") == 2)
+        """All slots of this user that there are, whole or not."""
+        found = set()
+        for path in self._folder.glob(f"{self._prefix}*"):
+            name = path.name.removeprefix(self._prefix).split(".")[0]
+            with suppress(OSError):
+                if _SLOT.fullmatch(name) and _stranger(path.lstat()) is None:
+                    found.add(name)
+        return sorted(found)
 
     def remove(self, name: str) -> None:
         """Removes a slot, if it is there: its header first."""
@@ -114,15 +117,20 @@ class NodeMemory:
 
     def write_note(self, note: dict[str, Any]) -> None:
         """Keeps a few facts of the job, in plain types."""
-        _write(self._folder / f"{self._prefix}note", json.dumps(note))
+        _write(self._folder / f"{self._prefix}note", sealed(note))
 
     def note(self) -> dict[str, Any] | None:
-        """What `write_note` was given last, by any rank of this node; None before."""
+        """What `write_note` was given last, by any rank of this node; None before.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        path = self._folder / f"{self._prefix}note"
         try:
-            found: dict[str, Any] = json.loads(regular_bytes(self._folder / f"{self._prefix}note", _MOST_BYTES))
-        except FileNotFoundError:
-            return None
-        return found
+            text = _read(path)
+            return None if text is None else unsealed(text, f"survival: {path}")
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Remove it, and start again from a checkpoint") from error
 
 
 class Slot:
@@ -132,16 +140,21 @@ class Slot:
         self._path, self._header = path, path.with_name(path.name + _HEADER)
         self._bytes: Tensor | None = None
 
+    def __str__(self) -> str:
+        return str(self._path)
+
     def begin(self, size: int) -> Tensor:
         """[size] uint8: the memory to write into. What was there before is no snapshot from now on.
 
         Raises:
+            ConfigError: another user has taken its name.
             OSError: there is no room; the message says how much it takes.
         """
-        self._header.unlink(missing_ok=True)
+        with _taken(self._header):
+            self._header.unlink(missing_ok=True)
         if self._bytes is None or len(self._bytes) != size:
             self._bytes = None
-            with _opened(self._path) as file:
+            with _made(self._path) as file:
                 try:
                     os.ftruncate(file.fileno(), size)
                     os.posix_fallocate(file.fileno(), 0, max(1, size))  # without it a full file system ends the process
@@ -160,15 +173,19 @@ class Slot:
 
     def commit(self, header: dict[str, Any]) -> None:
         """The bytes are whole, and this is what they are."""
-        _write(self._header, json.dumps(header))
+        _write(self._header, sealed(header))
 
     def read(self, size: int) -> Tensor:
         """[size] uint8: the bytes of a whole snapshot; writing into them changes no file.
 
         Raises:
-            ConfigError: they are fewer.
+            ConfigError: they are fewer, or not this user's.
         """
-        with _opened(self._path) as file:
+        try:
+            file = _opened(self._path, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(f"survival: {self._path} cannot be read: {error}") from error
+        with file:
             there = os.fstat(file.fileno()).st_size
             if there < size:
                 raise ConfigError(f"survival: {self._path} is damaged: it has {there} bytes of {size}")
@@ -181,22 +198,91 @@ def _mapped(file: int, size: int, access: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, size, access=access), dtype=torch.uint8)
 
 
-def _opened(path: Path) -> Any:
-    """A file of this user's own, made where it is not there: others can write to the folder, too."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+b")
-    found = os.fstat(file.fileno())
-    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-        file.close()
-        raise ConfigError(f"survival: {path} is not a file of this user")
-    return file
+# Others can write to the folder, too, and know the names: nothing of theirs is read, written or waited for.
+
+
+def _stranger(found: os.stat_result) -> str | None:
+    """Why a file is none that `_made` made, None if it is one."""
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no regular file"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}"
+    if found.st_mode & 0o077 or found.st_nlink > 1:
+        return "others can open it, or it has a second name"
+    return None
+
+
+def _opened(path: Path, flags: int) -> BinaryIO:
+    """Opens a file of this user's own. Checked is what was opened, whatever the name means later.
+
+    Raises:
+        OSError: there is none, or it is somebody else's.
+    """
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    why = _stranger(os.fstat(file))
+    if why is not None:
+        os.close(file)
+        raise PermissionError(errno.EPERM, why, str(path))
+    return os.fdopen(file, "r+b" if flags & os.O_RDWR else "rb")
+
+
+def _made(path: Path) -> BinaryIO:
+    """Opens a new file for this user alone, in the place of an own one.
+
+    Raises:
+        ConfigError: another user has taken the name.
+    """
+    with _taken(path):
+        with suppress(FileNotFoundError):
+            why = _stranger(path.lstat())
+            if why is not None:
+                raise PermissionError(errno.EPERM, why, str(path))
+            path.unlink()
+        return _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+
+@contextmanager
+def _taken(path: Path) -> Iterator[None]:
+    """Says what it means that a name cannot be had."""
+    try:
+        yield
+    except (PermissionError, FileExistsError, IsADirectoryError) as error:
+        raise ConfigError(
+            f"survival: {path} is not this job's: {error.strerror}. Somebody has taken the name; have it removed, and "
+            "start again"
+        ) from error
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file of this user's own; None where there is none, with a warning where it is another's.
+
+    Raises:
+        ConfigError: it is larger than any of ours.
+    """
+    try:
+        with _opened(path, os.O_RDONLY) as file:
+            if os.fstat(file.fileno()).st_size > MOST_BYTES:
+                raise ConfigError(f"survival: {path} is damaged: it has more than {MOST_BYTES} bytes")
+            return file.read(MOST_BYTES).decode(errors="replace")
+    except FileNotFoundError:  # another rank may have just removed it
+        return None
+    except OSError as error:
+        why = error.strerror or error
+        warnings.warn(f"survival: {path} is not this job's and is ignored: {why}", stacklevel=3)
+        return None
 
 
 def _write(path: Path, text: str) -> None:
     """Puts a file in its place whole. Its part has the same beginning of a name, by which it is removed."""
     part = path.with_name(f"{path.name}-{os.getpid()}{_NEW}")
-    with _opened(part) as file:
+    with _made(part) as file:
         file.write(text.encode())
-    part.replace(path)
+    try:
+        with _taken(path):
+            part.replace(path)
+    except ConfigError:
+        part.unlink()
+        raise
 
 
 def _family() -> str:

@@ -7,10 +7,12 @@ there. Only what it needs travels.
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -30,10 +32,11 @@ from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, GROUPS, ModelState
+from fusedmoe.training.narrowing import refuse_lost
 from fusedmoe.training.storage import PlainPlanner
 from fusedmoe.training.survival.buddies import JobNodes
 from fusedmoe.training.survival.node_memory import NodeMemory
-from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, StatePart
+from fusedmoe.training.survival.snapshot import CHUNK_BYTES, FORMAT, StatePart, part_digests
 
 Place = tuple[str, tuple[int, ...] | None]
 
@@ -45,6 +48,7 @@ class Held:
     node: int
     slot: str
     part: StatePart
+    digest: str
 
 
 class KeptState:
@@ -66,9 +70,21 @@ class KeptState:
             self.slots.add((node, slot))
             self._sizes[node, slot] = header["bytes"]
             self._keys |= header["keys"]
-            for fields in header["parts"]:
+            for fields, digest in zip(header["parts"], header["digests"], strict=True):
                 part = StatePart.from_json(fields)
-                self.parts.setdefault(part.place, []).append(Held(node, slot, part))
+                self.parts.setdefault(part.place, []).append(Held(node, slot, part, digest))
+
+    def held_in(self, node: int, slot: str) -> list[Held]:
+        """Lists the copies in a slot."""
+        return [held for every in self.parts.values() for held in every if (held.node, held.slot) == (node, slot)]
+
+    def drop(self, damaged: Iterable[Held]) -> None:
+        """Forgets copies."""
+        for held in damaged:
+            place = held.part.place
+            self.parts[place].remove(held)
+            if not self.parts[place]:
+                del self.parts[place]
 
     def missing(self) -> list[str]:
         """Keys of which some part is on no node."""
@@ -99,34 +115,79 @@ class KeptState:
         return self._sizes[slot]
 
 
-def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> tuple[KeptState | None, list[KeptState]]:
-    """The newest whole state, and newer ones that are not whole. Collective; the same on every rank.
+@dataclass(frozen=True)
+class Found:
+    """A look into the nodes' memory.
 
-    Raises:
-        RankError: a header is damaged.
+    Attributes:
+        state: the newest one that is whole.
+        newer: those of which some part is nowhere.
+        damaged: files of which something is not as it was written.
     """
-    me = topology.world.index
-    own: dict[str, dict[str, Any]] = {}
 
-    def look() -> None:
-        if nodes.speaks(me):
-            own.update(memory.headers())
+    state: KeptState | None
+    newer: list[KeptState]
+    damaged: list[str]
 
-    on_all_ranks(topology.world, "looking for the job's state in memory", look)
-    every = all_gather_object(topology.world, own, "comparing what is in memory")
+
+def find(memory: NodeMemory, topology: Topology, nodes: JobNodes) -> Found:
+    """Looks for the newest whole state. Collective; the same on every rank. Every bit of it is as it was written: the
+    ranks of each node check what lies there."""
+    world, me = topology.world, topology.world.index
+    node, operation = nodes.of_rank[me], "looking for the job's state in memory"
+
+    def look() -> dict[str, tuple[str, dict[str, Any] | None]]:
+        headers = memory.headers() if nodes.speaks(me) else {}
+        return {slot: (str(memory.slot(slot)), header) for slot, header in headers.items()}
+
+    every = on_all_ranks(world, operation, look)
+    paths: dict[tuple[int, str], str] = {}
     found: dict[tuple[int, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
+    newer: list[KeptState] = []
+    damaged: list[str] = []
     for rank, headers in enumerate(every):
-        node = nodes.of_rank[rank]
-        for slot, header in headers.items():
-            if header.get("format") == FORMAT:
-                found[header["generation"], header["step"]].append((node, slot, header))
-    damaged: list[KeptState] = []
+        for slot, (path, header) in headers.items():
+            paths[nodes.of_rank[rank], slot] = path
+            if header is None or header.get("format") != FORMAT:
+                damaged.append(f"the header of {path} on rank {world.ranks[rank]}'s host")
+            else:
+                found[header["generation"], header["step"]].append((nodes.of_rank[rank], slot, header))
+
+    def check(state: KeptState) -> list[Held]:
+        here, ranks = sorted(slot for of, slot in state.slots if of == node), nodes.ranks(node)
+        return [held for slot in here[ranks.index(me) :: len(ranks)] for held in _damaged(memory, state, (node, slot))]
+
     for generation, step in sorted(found, reverse=True):
         state = KeptState(generation, step, found[generation, step])
         if not state.missing():
-            return state, damaged
-        damaged.append(state)
-    return None, damaged
+            of_ranks = on_all_ranks(world, "checking the job's state in memory", partial(check, state))
+            for rank, copies in enumerate(of_ranks):
+                state.drop(copies)
+                slots = dict.fromkeys((held.node, held.slot) for held in copies)
+                damaged += [f"{paths[slot]} on rank {world.ranks[rank]}'s host" for slot in slots]
+        if not state.missing():
+            return Found(state, newer, damaged)
+        newer.append(state)
+    return Found(None, newer, damaged)
+
+
+def _damaged(memory: NodeMemory, state: KeptState, slot: tuple[int, str]) -> list[Held]:
+    """The parts in a slot that are not as they were written; a warning says so."""
+    copies = state.held_in(*slot)
+    try:
+        data = memory.slot(slot[1]).read(state.bytes_of(slot))
+        found = part_digests(data, [held.part for held in copies], 1)
+    except ConfigError as error:
+        warnings.warn(str(error), stacklevel=2)
+        return copies
+    wrong = [held for held, digest in zip(copies, found, strict=True) if held.digest != digest]
+    if wrong:
+        warnings.warn(
+            f"survival: {memory.slot(slot[1])} is damaged: {len(wrong)} parts, {wrong[0].part.key} the first, are not "
+            "as they were written; another copy is looked for, or an older state",
+            stacklevel=2,
+        )
+    return wrong
 
 
 class Reader:
@@ -137,9 +198,13 @@ class Reader:
         self.metadata = state.metadata()
         self._open: dict[str, Tensor] = {}
 
-    def read(self, targets: dict[str, Any]) -> None:
-        """Reads what `targets` names: tensors in place, objects into the dictionary."""
-        planner = PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def read(self, targets: dict[str, Any], become: dict[str, torch.dtype]) -> None:
+        """Reads what `targets` names: tensors in place, objects into the dictionary.
+
+        Raises:
+            ConfigError, RankError: a number is lost in the dtype that its tensor is to `become`; nothing was read.
+        """
+        planner = PlainPlanner()
         items: list[Any] = []
 
         def plan() -> None:
@@ -148,19 +213,30 @@ class Reader:
 
         on_all_ranks(self._topology.world, "planning what to read from memory", plan)
         found = self._fetch(list(dict.fromkeys(_place(item) for item in items)))
+        tensors = [(item, self._value(item, found)) for item in items if item.type is not LoadItemType.BYTE_IO]
+
+        def check() -> None:
+            for item, value in tensors:
+                key = item.dest_index.fqn
+                refuse_lost("going on from memory", key, value, become[key])
+
+        on_all_ranks(self._topology.world, "looking at the numbers in memory", check)
         for item in items:
-            place = _place(item)
-            part, data = self._state.parts[place][0].part, found[place]
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, BytesIO(data.numpy().tobytes()))
-                continue
-            assert part.size is not None
-            value = data.view(getattr(torch, part.dtype)).view(part.size)
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                value = value.narrow(dim, offset, length)
+                planner.load_bytes(item, BytesIO(found[_place(item)].numpy().tobytes()))
+        for item, value in tensors:
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
             planner.commit_tensor(item, target)
+
+    def _value(self, item: Any, found: dict[Place, Tensor]) -> Tensor:
+        """Cuts the tensor of an item out of the bytes that were fetched."""
+        part = self._state.parts[_place(item)][0].part
+        assert part.size is not None
+        value = found[_place(item)].view(getattr(torch, part.dtype)).view(part.size)
+        for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            value = value.narrow(dim, offset, length)
+        return value
 
     def _fetch(self, wanted: list[Place]) -> dict[Place, Tensor]:
         """The bytes of these parts, from this node's memory or another's."""
@@ -231,14 +307,14 @@ def load(reader: Reader, model: nn.Module, optimizer: Optimizer | None, topology
     """Loads a kept state into model and optimizer, in place, and returns its `extra`. Collective over all ranks.
 
     Raises:
-        ConfigError: it is of another model or optimizer.
+        ConfigError: it is of another model or optimizer, or has numbers that the model's dtypes cannot hold.
         RankError: a rank failed, or did not come.
     """
     operation = "going on from memory"
     state = ModelState(model, optimizer, topology, operation)
     there = reader.metadata.state_dict_metadata
     small: dict[str, Any] = dict.fromkeys(key for key in (EXTRA, ABOUT, GROUPS) if key in there)
-    reader.read(small)
+    reader.read(small, {})
     targets: dict[str, Any] = {}
 
     def compare() -> None:
@@ -248,7 +324,7 @@ def load(reader: Reader, model: nn.Module, optimizer: Optimizer | None, topology
         targets.update(state.targets(reader.metadata))
 
     on_all_ranks(topology.world, operation, compare)
-    reader.read(targets)
+    reader.read(targets, state.dtypes(targets))
     state.install(targets, small)
     extra: dict[str, Any] = small[EXTRA]
     return extra

@@ -4,6 +4,8 @@ What several nodes hold anyway (the dense parts, experts with data-parallel copi
 ranks. What one node alone holds is also sent to a buddy on another. On a node each part is kept once, whichever of its
 ranks hold it.
 
+Of each part a digest is kept beside it, the one that checkpoints have: what a flipped bit has changed is no copy.
+
 There are two slots, written in turn. A rank begins a refresh only with all others, and so after all have finished the
 one before: whenever some rank is killed, one of the two slots is whole on every node, of the same step.
 """
@@ -11,7 +13,9 @@ one before: whenever some rank is killed, one of the two slots is whole on every
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,12 +28,13 @@ from torch.optim import Optimizer
 from fusedmoe.comm.collectives import all_gather_object, all_to_all_rows, device_of, on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import RankError
 from fusedmoe.training.checkpoint import ABOUT, EXTRA, ModelState
 from fusedmoe.training.survival.buddies import JobNodes
 from fusedmoe.training.survival.node_memory import NodeMemory, Slot
 
 #: Of the headers.
-FORMAT = 1
+FORMAT = 2
 # Bytes that travel at once: what a transfer takes of a GPU's memory, twice.
 CHUNK_BYTES = 2**25
 # Parts begin where any dtype may.
@@ -88,6 +93,8 @@ class Snapshots:
         self._names = [slot_name(generation, rank, number) for number in (0, 1)]
         self._slots: list[Slot] = [memory.slot(name) for name in self._names]
         self._written = 0
+        # This rank's share of the cores: all ranks of the node do this at once.
+        self._threads = max(1, len(os.sched_getaffinity(0)) // len(nodes.ranks(nodes.of_rank[rank])))
         self._digests: list[str] = []
         self._table: list[list[StatePart]] = []
         self.price = Price(0, 0)
@@ -104,7 +111,7 @@ class Snapshots:
         world, operation = topology.world, f"keeping the state of step {step}"
         me = world.index
         parts, values = _own_parts(model, optimizer, topology, nodes, extra)
-        self._compare(parts, world, operation)
+        self._compare(parts, extra, world, operation)
         bases: dict[int, int] = {}
         total = end_of(parts)
         for source in nodes.sources(me):
@@ -132,16 +139,28 @@ class Snapshots:
                 "step": step,
                 "bytes": total,
                 "parts": held,
+                "digests": part_digests(memory, held, self._threads),
                 "keys": keys,
             }
         )
         self._written += 1
         self.price = Price(2 * total, _sent_bytes(parts))
 
-    def _compare(self, parts: list[StatePart], world: Group, operation: str) -> None:
-        """Every rank's parts, which are told again only where some have changed."""
-        own = hashlib.sha256(repr(parts).encode()).hexdigest()
-        digests = all_gather_object(world, own, operation)
+    def _compare(self, parts: list[StatePart], extra: dict[str, Any], world: Group, operation: str) -> None:
+        """Every rank's parts, which are told again only where some have changed.
+
+        Raises:
+            RankError: `extra` is not the same on all ranks: each node would keep that of one of its ranks.
+        """
+        own = _digest(repr(parts).encode()), _digest(repr(_plain(extra)).encode())
+        every = all_gather_object(world, own, operation)
+        for rank, (_, of_extra) in zip(world.ranks, every, strict=True):
+            if of_extra != every[0][1]:
+                raise RankError(
+                    f"{operation}: what refresh is given as `extra` differs between rank {world.ranks[0]} and rank "
+                    f"{rank}. Give the same on every rank: gather into it what differs (all_gather_object)."
+                )
+        digests = [of_parts for of_parts, _ in every]
         if digests != self._digests:
             self._table = all_gather_object(world, parts, operation)
             self._digests = digests
@@ -175,6 +194,34 @@ def generation_of(slot: str) -> int:
 def end_of(parts: Iterable[StatePart]) -> int:
     """The bytes of a slot with these parts."""
     return max((_aligned(part.at + part.bytes) for part in parts), default=0)
+
+
+def part_digests(memory: Tensor, parts: Sequence[StatePart], threads: int) -> list[str]:
+    """The digest of each part's bytes in a slot, with those up to the next part."""
+
+    def digest(part: StatePart) -> str:
+        return _digest(memory[part.at : _aligned(part.at + part.bytes)].numpy())
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(digest, parts))
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Reduces a value to plain types, which are equal where values are, whatever object is which: tensors become their
+    bits, unknown objects their classes."""
+    if isinstance(value, Tensor):
+        bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return str(value.dtype), tuple(value.shape), _digest(bits.numpy())
+    if isinstance(value, dict):
+        return sorted(repr((_plain(key), _plain(one))) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    known = isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | None)
+    return value if known else type(value).__qualname__
 
 
 def _sent_bytes(parts: Iterable[StatePart]) -> int:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
+from fusedmoe.errors import ConfigError
 from fusedmoe.training.survival.buddies import JobNodes
 from fusedmoe.training.survival.node_memory import NodeMemory
 from fusedmoe.training.survival.recovery import Reader, find, load
@@ -38,6 +39,7 @@ class Survival:
     Attributes:
         step: of the state that was found, None without one.
         lost: keys of a newer state of which some part was on no node any more, by step.
+        damaged: what of memory was not as it was written, and so was not taken for a copy; a warning named each.
     Raises:
         ConfigError: this system has no memory for it.
         RankError: a rank failed, or did not come.
@@ -51,9 +53,10 @@ class Survival:
         self._nodes = JobNodes.from_names([name for name, _ in every])
         if memory is None and self._nodes.speaks(topology.world.index):
             self._memory.keep()
-        self._found, newer = find(self._memory, topology, self._nodes)
+        found = find(self._memory, topology, self._nodes)
+        self._found, self.damaged = found.state, found.damaged
         self.step = None if self._found is None else self._found.step
-        self.lost = {state.step: state.missing() for state in newer}
+        self.lost = {state.step: state.missing() for state in found.newer}
         generation = max(last for _, last in every) + 1
         self._snapshots = Snapshots(self._memory, topology, self._nodes, generation)
         self._first = True
@@ -72,9 +75,15 @@ class Survival:
         """Loads the newest whole state, in place, and returns the `extra` of its refresh; None without one.
 
         Raises:
-            ConfigError: it is of another model or optimizer.
+            ConfigError: it is of another model or optimizer, or all there was is damaged.
         """
         if self._found is None:
+            if self.damaged:
+                raise ConfigError(
+                    f"going on from memory: the state of the job is damaged, and there is no other: "
+                    f"{'; '.join(self.damaged)} is not as it was written. Go on from a checkpoint; the next refresh "
+                    "removes the damaged state."
+                )
             return None
         reader = Reader(self._found, self._memory, self._topology, self._nodes)
         return load(reader, model, optimizer, self._topology)
@@ -87,7 +96,8 @@ class Survival:
         Args:
             extra: whatever else the run needs, the same on every rank; as for `save_checkpoint`.
         Raises:
-            RankError: a rank has no room, failed or did not come; the state kept before stands.
+            RankError: `extra` differs between ranks, a rank has no room, failed or did not come; the state kept before
+                stands.
         """
         self._snapshots.write(step, model, optimizer, extra or {})
         if self._first:
