@@ -220,7 +220,10 @@ def check(rank: int, world: int, case: Case, folder: Path) -> None:
         same(other, whole, case, topology)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("ffn across groups", "slices")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_numbers_of_one_process(cluster: Cluster, name: str, tmp_path: Path) -> None:
     cluster.run(CASES[name].world, check, CASES[name], tmp_path)
 
