@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.files import MOST_BYTES, parse_json, read_kept, read_text, write_kept, write_text
+from fusedmoe.files import MOST_BYTES, parse_json, read_kept, read_text, sealed, write_kept, write_text
 
 
 def fifo(path: Path) -> None:
@@ -136,3 +136,11 @@ def test_many_write_at_once(tmp_path: Path) -> None:
                     left.remove(pid)
                     failed |= status
     assert not failed and [one.name for one in tmp_path.iterdir()] == ["kept.json"]
+
+
+def test_an_object_with_a_digest_is_checked_and_one_without_is_taken() -> None:
+    held = {"seconds": 1e-05, "name": "ä", "list": [1, {"a": None}]}
+    text = sealed(held, indent=1)
+    assert parse_json(text, "here") == held and parse_json(json.dumps(held), "here") == held
+    with pytest.raises(ConfigError, match='here: not as it was written. If you have changed it, take its "sha256" out'):
+        parse_json(text.replace("1e-05", "1e-06"), "here")

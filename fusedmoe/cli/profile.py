@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fusedmoe.cli.job import Launch, choose_device, choose_sizes, make_topology,
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
 from fusedmoe.cli.trainer import compute_dtype
 from fusedmoe.errors import ConfigError
+from fusedmoe.files import sealed
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.profiler import BUDGET_S, Profile
 from fusedmoe.schedule.cost import Line
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if launch.rank == 0:
         _show(found, path)
         if arguments.json is not None:
-            arguments.json.write_text(found.to_json() + "\n", encoding="utf-8")
+            arguments.json.write_text(sealed(json.loads(found.to_json()), 1) + "\n", encoding="utf-8")
         if arguments.plot is not None:
             plot(found, arguments.plot)
     return 0

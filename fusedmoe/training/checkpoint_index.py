@@ -5,8 +5,8 @@ below mean something, and they all mean the same: a note of what was asked for. 
 each of whose values is checked.
 
 A pickle refers to what it has made before, so a few hundred bytes of it can stand for lists in lists of 2^60 elements.
-So nothing is printed, hashed, compared or walked through before its type is known, and all that is made of an index is
-no larger than its items are many.
+So nothing is printed, hashed, compared or walked through before its type is known, and no more is made of an index than
+it has bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def parse_index(data: bytes) -> Metadata:
     held: dict[str, Any] = {}
     parts = 0
     for name, entry in _dictionary(note["state_dict_metadata"]).items():
-        held[_word(name)] = _entry(_note(entry), len(infos) - parts)
+        held[_word(name)] = _entry(_note(entry), len(data) - parts)
         chunks = getattr(held[name], "chunks", None)
         for at in [None] if chunks is None else [chunk.offsets for chunk in chunks]:
             parts += 1
@@ -190,7 +190,7 @@ def _entry(note: _Note, most: int) -> BytesStorageMetadata | TensorStorageMetada
         raise ValueError(f"{note.name} is no entry of an index")
     size, chunks = _sizes(note["size"]), note["chunks"]
     if type(chunks) is not list or len(chunks) > most:
-        raise ValueError("a tensor has no list of parts, or more of them than there are items")
+        raise ValueError("a tensor has no list of parts, or more of them than were written")
     made = [ChunkStorageMetadata(_sizes(_note(one)["offsets"]), _sizes(one["sizes"])) for one in chunks]
     if not _fill(size, made):
         raise ValueError("the parts of a tensor do not make it up")

@@ -169,7 +169,7 @@ def changes(canary: Path) -> dict[str, Change]:
     things = {"lists": lists, "tuples": tuples, "a number": big, "words": "a" * 10**6}
     return {
         **{f"{name} for {field}": with_field(field, thing) for field in fields for name, thing in things.items()},
-        "more parts than items": crowded,
+        "more parts than bytes": crowded,
         "a key of tuples": lambda path, metadata: b"\x80\x04}" + key + b"Ns.",
         "keys of tuples": lambda path, metadata: b"\x80\x04}(" + key + b"Nu.",
         "a dictionary of tuples": lambda path, metadata: b"\x80\x04(" + key + b"Nd.",
