@@ -92,7 +92,8 @@ class Function(torch.autograd.Function):
         if not cls.twice and torch.is_grad_enabled():
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if isinstance(output, Tensor) and output.grad_fn is not None:
-                    output.grad_fn.inputs = _Inputs.apply(*args)  # the context that `_once` gets
+                    node: Any = output.grad_fn  # the context that `_once` gets
+                    node.inputs = _Inputs.apply(*args)
                     break
         return outputs
 
