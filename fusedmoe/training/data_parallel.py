@@ -32,11 +32,13 @@ from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, parameter_sh
 from fusedmoe.training.copies import (
     MpLoss,
     broadcast,
+    compare_copies,
     divisor,
     holders,
     reduce_gradients,
     replicas,
     sharded_with_experts,
+    spread_overflow,
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets
 
@@ -77,8 +79,10 @@ def sync_gradients(
     if topology.size == 1:
         return
     done = set() if buckets is None else buckets.close()
-    copies = [replica for replica in replicas(model, topology) if id(replica.parameter) not in done]
-    reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology)
+    every = replicas(model, topology)
+    copies = [replica for replica in every if id(replica.parameter) not in done]
+    reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology, model)
+    spread_overflow(every, topology)
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
@@ -140,6 +144,8 @@ class DataParallel(DistributedDataParallel):
         if options.get("init_sync", True):
             for replica in split:
                 broadcast(replica.parameter, replica.group)
+        else:
+            compare_copies(model, topology)
         self._synced_backward = -1
         own = weakref.ref(self)
         for replica in copies:
@@ -160,6 +166,7 @@ class DataParallel(DistributedDataParallel):
         PyTorch waits for it after this, on a CPU without a look at who has failed, and for as long as Gloo waits.
         """
         reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
+        spread_overflow(self._split, self._topology)
         world = self._topology.world
         if device_of(world).type == "cpu":
             all_reduce(world, torch.zeros(1), operation="the end of a backward pass of PyTorch's wrapper")
