@@ -237,6 +237,9 @@ class MOELayer(nn.Module):
             inequivalent_tokens: the capacity rests on the largest number of tokens of any rank.
             megablocks_size: for evaluation in one process, where the capacity is rounded up to a multiple of it, as
                 in Tutel; without effect elsewhere. (Nothing is ever computed for empty places.)
+        Raises:
+            ConfigError: in one process, input or router weights that are NaN or infinite; on CUDA from a later call.
+            RankError: the same on every rank of a group, naming the rank at fault, before anything is sent.
         """
         if self.skip_moe:
             self.l_aux = input.l_aux = None  # type: ignore[attr-defined]
@@ -256,9 +259,11 @@ class MOELayer(nn.Module):
         token_shape = input.shape[-reserve_dims:]
         dispatcher = self._dispatcher()
         with topology_of(self.group).guard("moe_layer.forward"):
+            dispatcher.checks.tell_logits()
             x_SM = input.reshape(-1, token_shape.numel())
             x_SM = x_SM.to(self._row_dtype(x_SM))
             choice, l_aux = self._route(x_SM, gate, top_k)
+            refusal = dispatcher.agreed_refusal(x_SM, choice.weight_SK)
             self.dispatch_count = choice.dispatch_count()
             degree = self.a2a_ffn_overlap_degree
             alignment = alignment_of(self.sharded_count, 1 if degree == "auto" else degree, self.megablocks_size)
@@ -276,6 +281,7 @@ class MOELayer(nn.Module):
                 degree=degree,
                 places=self._places(capacity),
                 stay=skips_all_to_all() and not alone,
+                refusal=refusal,
             )
         y = y_SM.to(input.dtype).reshape(*input.shape[:-reserve_dims], *self.protected_shape[2:])
         if not torch.is_grad_enabled():
@@ -316,7 +322,7 @@ class MOELayer(nn.Module):
         r, s = self._parts(), self.sharded_count
         if r not in self._dispatchers:
             if r == 0 or self.world_size == 1:
-                self._dispatchers[r] = LayerDispatcher(Topology())
+                self._dispatchers[r] = LayerDispatcher(Topology(), beside=topology_of(self.group))
             else:
                 self._dispatchers[r] = LayerDispatcher(
                     topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r
