@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fusedmoe.comm.collectives import all_gather_object, all_reduce, device_of
+from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED
-from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings
+from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, require_equal
 
 # What the losses of an MP group are: see fusedmoe.training.data_parallel.
 MpLoss = Literal["summands", "replicated"]
@@ -155,48 +155,14 @@ def broadcast(tensor: Tensor, group: Group) -> None:
     part.copy_(flat.view(part.shape))
 
 
-@torch.no_grad()
-def compare_copies(model: nn.Module, topology: Topology) -> None:
+def compare_copies(copies: list[Replica], topology: Topology) -> None:
     """Checks that each parameter that learns has one value on all ranks that hold a copy. Collective over the world.
-
-    Gradients are the same on all of them, so that copies that begin apart stay apart, and nothing else would tell.
 
     Raises:
         RankError: the same on every rank; it names the first parameter that differs, and the ranks.
     """
-    own = {
-        replica.name: (replica.group.ranks[0], _digest(replica.parameter))
-        for replica in replicas(model, topology)
-        if replica.group.size > 1 and replica.parameter.requires_grad
-    }
-    found: dict[tuple[str, int], dict[int, list[int]]] = {}
-    for rank, theirs in zip(
-        topology.world.ranks, all_gather_object(topology.world, own, "comparing copies of parameters"), strict=True
-    ):
-        for name, (first, digest) in theirs.items():
-            found.setdefault((name, first), {}).setdefault(digest, []).append(rank)
-    differ = [(name, values) for (name, _), values in found.items() if len(values) > 1]
-    if differ:
-        name, values = differ[0]
-        held = ", another on ".join(f"ranks {ranks}" for ranks in values.values())
-        more = len({other for other, _ in differ}) - 1
-        raise RankError(
-            f"rank {topology.rank}: {name} should be a copy on all of these ranks, but has one value on {held}"
-            f"{f', and {more} more parameters differ' if more else ''}. Call torch.manual_seed with the same seed on "
-            "every rank before the model is made, or fusedmoe.training.broadcast_parameters(model, topology) before "
-            "the first step",
-            agreed=True,
-        )
-    _compared.add(model)
-
-
-@torch.no_grad()
-def _digest(parameter: Tensor) -> int:
-    """A sum of bits, in which other random numbers differ."""
-    flat = local_part(parameter.detach()).contiguous().view(-1)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return int(flat.view(integers).sum(dtype=torch.int64))
+    held = [(one.name, one.group, local_part(one.parameter.detach())) for one in copies if one.parameter.requires_grad]
+    require_equal(held, topology, "fusedmoe.training.broadcast_parameters(model, topology) before the first step")
 
 
 @torch.no_grad()
@@ -219,7 +185,8 @@ def reduce_gradients(
     """
     present, compares = _present(copies, topology, model is not None and model not in _compared)
     if compares and model is not None:
-        compare_copies(model, topology)
+        compare_copies(replicas(model, topology), topology)
+        _compared.add(model)
     topology.check()  # the host has just waited for the pass: what it missed must not get into sums and steps
     buckets: dict[tuple[tuple[int, ...], torch.dtype, int], list[tuple[Replica, bool]]] = {}
     for replica, divisor, has in zip(copies, divisors, present, strict=True):

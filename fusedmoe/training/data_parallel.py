@@ -145,7 +145,7 @@ class DataParallel(DistributedDataParallel):
             for replica in split:
                 broadcast(replica.parameter, replica.group)
         else:
-            compare_copies(model, topology)
+            compare_copies(copies, topology)
         self._synced_backward = -1
         own = weakref.ref(self)
         for replica in copies:

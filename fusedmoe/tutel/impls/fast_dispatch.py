@@ -50,7 +50,7 @@ def extract_critical(
     Raises:
         ConfigError: scores that are NaN or infinite (on CUDA an assertion fails on the device).
     """
-    require_values("extract_critical", not_finite(scores) == 0, "scores are NaN or infinite; look at the router's input")
+    require_values("extract_critical", not_finite(scores) == 0, "scores are NaN or infinite; see what computes them")
     choice = choose(scores, top_k, normalize=normalize_gate, prioritised=batch_prioritized_routing)
     loss = None if loss_fn is None else loss_fn(scores, choice.expert_SK)
     capacity = agreed_capacity(choice, capacity_factor, alignment, group, inequivalent_tokens)

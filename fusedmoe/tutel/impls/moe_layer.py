@@ -12,13 +12,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED, other_experts
 from fusedmoe.layers.gates.router import outside_autocast
-from fusedmoe.layers.sharding import UNKNOWN, stated_shardings
+from fusedmoe.layers.sharding import UNKNOWN, require_equal, stated_shardings
 from fusedmoe.tutel.impls import losses
 from fusedmoe.tutel.impls.choice import Choice, alignment_of, choose
 from fusedmoe.tutel.impls.communicate import skips_all_to_all
@@ -239,7 +240,8 @@ class MOELayer(nn.Module):
                 in Tutel; without effect elsewhere. (Nothing is ever computed for empty places.)
         Raises:
             ConfigError: in one process, input or router weights that are NaN or infinite; on CUDA from a later call.
-            RankError: the same on every rank of a group, naming the rank at fault, before anything is sent.
+            RankError: the same on every rank of a group, naming the rank at fault, before anything is sent; in the
+                first call, gates that differ between ranks.
         """
         if self.skip_moe:
             self.l_aux = input.l_aux = None  # type: ignore[attr-defined]
@@ -320,6 +322,8 @@ class MOELayer(nn.Module):
     def _dispatcher(self) -> LayerDispatcher:
         """By the adaptive degree; collective when one is used first."""
         r, s = self._parts(), self.sharded_count
+        if not self._dispatchers and self.world_size > 1:
+            self._compare_gates()
         if r not in self._dispatchers:
             if r == 0 or self.world_size == 1:
                 self._dispatchers[r] = LayerDispatcher(Topology(), beside=topology_of(self.group))
@@ -328,6 +332,17 @@ class MOELayer(nn.Module):
                     topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r
                 )
         return self._dispatchers[r]
+
+    def _compare_gates(self) -> None:
+        """Gates that begin apart would stay so: clients sum their gradients themselves, as if they were copies."""
+        topology = topology_of(self.group)
+        gates = [
+            (f"moe_layer: gates.{name}", topology.world, parameter)
+            for name, parameter in self.gates.named_parameters()
+            # Whoever shards gates gathers one value for all ranks.
+            if parameter.requires_grad and not isinstance(parameter, DTensor)
+        ]
+        require_equal(gates, topology, "give moe_layer seeds=(1, rank + 1, 1), or broadcast what is no expert's")
 
     def _places(self, capacity: int) -> int:
         """Places for rows of one source in a local expert's block."""
