@@ -75,7 +75,8 @@ def count_bad(logits_SE: Tensor) -> Tensor:
 def not_finite(*tensors: Tensor) -> Tensor:
     """Tells whether any number is NaN or infinite: an int64 scalar, 0 or more."""
     if torch.compiler.is_compiling():  # a compiler makes one kernel of these, and takes any size
-        return torch.stack([(~tensor.isfinite()).sum() for tensor in tensors]).sum()
+        counts = [tensor.numel() - (tensor.detach().abs() < float("inf")).sum() for tensor in tensors]
+        return sum(counts[1:], counts[0])
     # Reads each number once and writes none; both extremes are NaN where any number is.
     extremes = [torch.stack(tensor.detach().aminmax()) for tensor in tensors if tensor.numel()]
     if not extremes:
@@ -139,6 +140,19 @@ class InputChecks:
     def of_numbers(self, *tensors: Tensor) -> str | None:
         """What is wrong with tokens and router weights, if anything, told as by `of_logits`."""
         return f"{self._what}. {self._cure}" if self._known(not_finite(*tensors)) else None
+
+    def of_given(self, *tensors: Tensor) -> Tensor | None:
+        """Whether tokens or router weights are not finite, for an exchange by operators to tell all ranks.
+
+        Raises:
+            ConfigError: they are not, and there are no other ranks (on CUDA of a call before).
+        """
+        if self._topology.ep.size * self._topology.esp.size > 1:
+            return not_finite(*tensors)
+        if not torch.compiler.is_compiling():
+            self.tell_logits()
+        self.refuse(self.of_numbers(*tensors))
+        return None
 
     def _known(self, bad: Tensor) -> int:
         """A count of bad numbers, as far as the host is to know it now."""

@@ -73,11 +73,10 @@ def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
     if not torch.compiler.is_compiling():
         if checks is None:
             checks = experts._fusedmoe_checks = InputChecks(Topology(), name)
-        checks.tell_logits()
     elif checks is None:  # nobody could ask it later
         require_values(name, not_finite(*tensors) == 0, "tokens or router weights are NaN or infinite")
         return
-    checks.refuse(checks.of_numbers(*tensors))
+    checks.of_given(*tensors)
 
 
 def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
