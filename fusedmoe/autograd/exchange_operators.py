@@ -72,16 +72,15 @@ def meet(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> 
 
     Args:
         counts_E: rows of this rank for each expert.   dtype: of the rows.
-        bad: how many router logits are not finite, a scalar; then no rank goes on.
+        bad: more than 0 where router logits, or what they are made of, are not finite, a scalar; then no rank goes on.
     Returns:
         `send_PE` and `come_QPE` of the exchange, on the host.
     Raises:
         RankError: of what an exchange refuses.
     """
     with _guarded(way, "meet") as found:
-        text = "router logits are NaN or infinite. Look at the layer's input and at the gate's weights"
-        wrong = 0 if bad is None else int(bad)
-        refusal = f"{wrong} {text}" if wrong else None
+        text = "the input or router logits are NaN or infinite. Look at the layer's input and at the gate's weights"
+        refusal = text if bad is not None and int(bad) else None
         made = Exchange(found.all_to_all, found.topology.esp, counts_E, dtype, refusal)
         return torch.tensor(made.send_PE), torch.tensor(made.come_QPE)
 

@@ -5,6 +5,7 @@ Router logits that are not finite are seen on the device and told on the host, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from fusedmoe.layers.orders import Einsum, Order
 
 
 class NonFiniteMonitor:
-    """Counts router logits that are NaN or +inf (−inf is an expert ruled out) over forwards of one layer.
+    """Counts numbers that should be finite and are not, over forwards of one layer.
 
     On CUDA the count stays on the device, also in a CUDA graph and in a compiled one; each `seen()` starts a copy to
     the host and gives what the last one that has arrived said. A copied layer starts with a watch of its own.
@@ -38,15 +39,14 @@ class NonFiniteMonitor:
     def __getstate__(self) -> dict[str, Any]:
         return {"_bad": None, "_arriving": None}
 
-    def note(self, logits_SE: Tensor) -> None:
-        """Adds the logits' count; no host synchronisation."""
-        bad = count_bad(logits_SE)
+    def note(self, bad: Tensor) -> None:
+        """Adds a count, an int64 scalar; no host synchronisation."""
         if self._bad is None or self._bad.device != bad.device:
             self._bad = torch.zeros_like(bad)
         self._bad.add_(bad)
 
     def seen(self) -> int:
-        """Bad logits in forwards that the device has finished, as far as the host knows; never waits."""
+        """Bad numbers in forwards that the device has finished, as far as the host knows; never waits."""
         if self._bad is None or not self._bad.is_cuda or torch.cuda.is_current_stream_capturing():
             return 0
         count = 0
@@ -62,15 +62,27 @@ class NonFiniteMonitor:
         return count
 
     def wait(self) -> int:
-        """Bad logits in all forwards so far; waits for the device. Starts again at none."""
+        """Bad numbers in all forwards so far; waits for the device. Starts again at none."""
         count = 0 if self._bad is None else int(self._bad)
         self._bad = self._arriving = None
         return count
 
 
 def count_bad(logits_SE: Tensor) -> Tensor:
-    """How many are NaN or +inf: an int64 scalar."""
+    """Counts logits that are NaN or +inf (−inf is an expert ruled out): an int64 scalar."""
     return logits_SE.numel() - (logits_SE < float("inf")).sum()
+
+
+def not_finite(*tensors: Tensor) -> Tensor:
+    """Tells whether any number is NaN or infinite: an int64 scalar, 0 or more."""
+    if torch.compiler.is_compiling():  # a compiler makes one kernel of these, and takes any size
+        counts = [tensor.numel() - (tensor.detach().abs() < float("inf")).sum() for tensor in tensors]
+        return sum(counts[1:], counts[0])
+    # Reads each number once and writes none; both extremes are NaN where any number is.
+    extremes = [torch.stack(tensor.detach().aminmax()) for tensor in tensors if tensor.numel()]
+    if not extremes:
+        return torch.zeros((), dtype=torch.long, device=tensors[0].device)
+    return torch.stack([(~each.isfinite()).sum() for each in extremes]).sum()
 
 
 _BAD_LOGITS = "router logits are NaN or infinite"
@@ -80,11 +92,26 @@ _BAD_LOGITS_CURE = (
 )
 
 
-class InputChecks:
-    """Looks at a layer's input and logits. What is wrong is a text: an exchange passes it on to the other ranks."""
+_BAD_NUMBERS = "tokens or router weights that a layer was given are NaN or infinite"
+_BAD_NUMBERS_CURE = (
+    "Look at what computes them: most often the learning rate is too high, or activations have overflowed in half "
+    "precision"
+)
 
-    def __init__(self, topology: Topology) -> None:
+
+class InputChecks:
+    """Looks at a layer's input and logits. What is wrong is a text: an exchange passes it on to the other ranks.
+
+    Layers of other libraries, whose routers are not ours, have their tokens and router weights looked at instead.
+
+    Args:
+        name: who is at fault, for such layers; "" for a `MoELayer`, whose logits are.
+    """
+
+    def __init__(self, topology: Topology, name: str = "") -> None:
         self._topology = topology
+        self._what = f"{name}: {_BAD_NUMBERS}" if name else _BAD_LOGITS
+        self._cure = _BAD_NUMBERS_CURE if name else _BAD_LOGITS_CURE
         self._watch = NonFiniteMonitor()
 
     def tokens(self, x: Tensor, model_dim: int, experts: nn.Module) -> tuple[Tensor, str | None]:
@@ -108,13 +135,42 @@ class InputChecks:
         logits_SE = routing.logits_SE
         if logits_SE is None or self.bad_logits(routing) is not None:
             return None
-        if torch.compiler.is_compiling() and not uses_triton(logits_SE):
-            torch._assert_async(count_bad(logits_SE) == 0, f"{_BAD_LOGITS}. {_BAD_LOGITS_CURE}")
-        elif uses_triton(logits_SE) and self._topology.ep.size == self._topology.esp.size == 1:
-            self._watch.note(logits_SE)
-        elif bad := int(count_bad(logits_SE)):
-            return f"{bad} of {logits_SE.numel()} {_BAD_LOGITS}. {_BAD_LOGITS_CURE}"
+        bad = self._known(count_bad(logits_SE))
+        return f"{bad} of {logits_SE.numel()} {self._what}. {self._cure}" if bad else None
+
+    def of_numbers(self, *tensors: Tensor) -> str | None:
+        """What is wrong with tokens and router weights, if anything, told as by `of_logits`."""
+        if tensors[0].is_meta:  # without numbers
+            return None
+        if torch.compiler.is_compiling() or uses_triton(tensors[0]):
+            bad = self._known(not_finite(*tensors)) > 0
+        else:  # as cheap as can be: a few tokens of a decoder take little longer
+            extremes = (one.item() for tensor in tensors if tensor.numel() for one in tensor.detach().aminmax())
+            bad = not all(map(math.isfinite, extremes))
+        return f"{self._what}. {self._cure}" if bad else None
+
+    def of_given(self, *tensors: Tensor) -> Tensor | None:
+        """Whether tokens or router weights are not finite, for an exchange by operators to tell all ranks.
+
+        Raises:
+            ConfigError: they are not, and there are no other ranks (on CUDA of a call before).
+        """
+        if self._topology.ep.size * self._topology.esp.size > 1:
+            return not_finite(*tensors)
+        if not torch.compiler.is_compiling():
+            self.tell_logits()
+        self.refuse(self.of_numbers(*tensors))
         return None
+
+    def _known(self, bad: Tensor) -> int:
+        """A count of bad numbers, as far as the host is to know it now."""
+        if torch.compiler.is_compiling() and not uses_triton(bad):
+            torch._assert_async(bad == 0, f"{self._what}. {self._cure}")
+        elif uses_triton(bad) and self._topology.ep.size == self._topology.esp.size == 1:
+            self._watch.note(bad)
+        else:
+            return int(bad)
+        return 0
 
     def bad_logits(self, routing: Routing | SoftRouting) -> Tensor | None:
         """In a graph, for the exchange to tell all ranks: how many logits are not finite, a scalar; else None."""
@@ -124,10 +180,11 @@ class InputChecks:
         return count_bad(routing.logits_SE)
 
     def tell_logits(self, wait: bool = False) -> None:
-        """Raises for bad logits of forwards before, as far as the host knows; with `wait`, of all."""
+        """Raises for bad numbers of forwards before, as far as the host knows; with `wait`, of all."""
         if bad := self._watch.wait() if wait else self._watch.seen():
             self._watch = NonFiniteMonitor()
-            self.refuse(f"{bad} {_BAD_LOGITS} in forwards before this one. {_BAD_LOGITS_CURE}")
+            many = f"{bad} " if self._what is _BAD_LOGITS else ""
+            self.refuse(f"{many}{self._what} in forwards before this one. {self._cure}")
 
     def agree_on_tokens(self, x_SM: Tensor, refusal: str | None, mp_input: str) -> tuple[Tensor, str | None]:
         """Tokens [S, M] that MP ranks pass in, or summands of them: each has as many, in one dtype.

@@ -161,6 +161,8 @@ class PipelinedBlocks(nn.Module):
         for stage in self._stages:
             stage.require_nothing_between_layers()
         with self.topology.guard("pipeline"):
+            for layer in self._layers():
+                layer.checks.tell_logits()
             refusal = self._wrong(x)
             if refusal is not None:
                 x = self._no_samples(x, refusal)

@@ -1,16 +1,18 @@
-"""Which parameters of a model are split over ranks, and along which of their dimensions."""
+"""Parameters of a model over ranks: which are split, along which of their dimensions, and whether copies are equal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.expert_networks import NAMED
 
 EXPERT_AXES = ("ep", "esp")
@@ -159,3 +161,43 @@ def _check(name: str, tensor: Tensor, axes: dict[str, int]) -> None:
             raise ConfigError(f"{name} of shape {list(tensor.shape)} has no dimension {dim} to split over {axis}")
     if "mp" in axes and len(axes) > 1:
         raise ConfigError(f"{name} is split as {axes}; a tensor is split over ep and esp, or over mp, not both")
+
+
+def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology, cure: str) -> None:
+    """Checks that the tensors of a name are equal on all ranks of their group. Collective over the topology.
+
+    Gradients are the same on all of them, so that copies that begin apart stay apart, and nothing else would tell.
+
+    Args:
+        held: by this rank; names may differ between ranks.
+        cure: what helps besides equal seeds.
+    Raises:
+        RankError: the same on every rank; it names the first tensor that differs, and the ranks.
+    """
+    own = {name: (group.ranks[0], _digest(tensor)) for name, group, tensor in held if group.size > 1}
+    every = all_gather_object(topology.world, own, "comparing copies of parameters")
+    ranks_by_digest: dict[tuple[str, int], dict[int, list[int]]] = {}
+    for rank, theirs in zip(topology.world.ranks, every, strict=True):
+        for name, (first, digest) in theirs.items():
+            ranks_by_digest.setdefault((name, first), {}).setdefault(digest, []).append(rank)
+    differ = {name: holders for (name, _), holders in ranks_by_digest.items() if len(holders) > 1}
+    if not differ:
+        return
+    name = next(iter(differ))
+    holders = differ.pop(name)
+    values = ", another on ".join(f"ranks {ranks}" for ranks in holders.values())
+    raise RankError(
+        f"rank {topology.rank}: {name} should be a copy on all of these ranks, but has one value on {values}"
+        f"{f', and {len(differ)} more parameters differ' if differ else ''}. Call torch.manual_seed with the same seed "
+        f"on every rank before the model is made, or {cure}",
+        agreed=True,
+    )
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> int:
+    """A sum of bits, in which other random numbers differ."""
+    flat = tensor.detach().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return int(flat.view(integers).sum(dtype=torch.int64))

@@ -16,7 +16,7 @@ from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED
-from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings
+from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, require_equal
 
 # What the losses of an MP group are: see fusedmoe.training.data_parallel.
 MpLoss = Literal["summands", "replicated"]
@@ -26,6 +26,8 @@ BUCKET_BYTES = 32 * 2**20
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 # What `fully_shard` has sharded with its experts, whose gradients FSDP then divides as the library does.
 sharded_with_experts: WeakSet[nn.Module] = WeakSet()
+# Models whose copies ranks have compared.
+_compared: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +155,20 @@ def broadcast(tensor: Tensor, group: Group) -> None:
     part.copy_(flat.view(part.shape))
 
 
+def compare_copies(copies: list[Replica], topology: Topology) -> None:
+    """Checks that each parameter that learns has one value on all ranks that hold a copy. Collective over the world.
+
+    Raises:
+        RankError: the same on every rank; it names the first parameter that differs, and the ranks.
+    """
+    held = [(one.name, one.group, local_part(one.parameter.detach())) for one in copies if one.parameter.requires_grad]
+    require_equal(held, topology, "fusedmoe.training.broadcast_parameters(model, topology) before the first step")
+
+
 @torch.no_grad()
-def reduce_gradients(copies: list[Replica], divisors: list[int], topology: Topology) -> None:
+def reduce_gradients(
+    copies: list[Replica], divisors: list[int], topology: Topology, model: nn.Module | None = None
+) -> None:
     """Replaces each gradient by the sum over its copies, divided by its divisor. Collective over the world.
 
     Sums run in at least float32, whatever the dtype of the gradient, and give the same bits on every rank that holds a
@@ -164,11 +178,15 @@ def reduce_gradients(copies: list[Replica], divisors: list[int], topology: Topol
     Args:
         copies: the same parameters in the same order on every rank, save for names that only some ranks have.
         divisors: one for each.
+        model: whose copies are compared before, the first time; None: they are known to be equal.
     Raises:
         ConfigError: a sparse gradient (on every rank).
-        RankError: another rank failed or did not come, in these sums or in the pass before.
+        RankError: another rank failed or did not come, in these sums or in the pass before; copies that differ.
     """
-    present = _present(copies, topology)
+    present, compares = _present(copies, topology, model is not None and model not in _compared)
+    if compares and model is not None:
+        compare_copies(replicas(model, topology), topology)
+        _compared.add(model)
     topology.check()  # the host has just waited for the pass: what it missed must not get into sums and steps
     buckets: dict[tuple[tuple[int, ...], torch.dtype, int], list[tuple[Replica, bool]]] = {}
     for replica, divisor, has in zip(copies, divisors, present, strict=True):
@@ -184,29 +202,75 @@ def reduce_gradients(copies: list[Replica], divisors: list[int], topology: Topol
                 gradient.div_(divisor)
 
 
-def _present(copies: list[Replica], topology: Topology) -> list[bool]:
-    """Whether any rank has a gradient, for each parameter; one collective for all parameters of a kind, and one wait of
-    the host for all of them."""
+@torch.no_grad()
+def spread_overflow(copies: list[Replica], topology: Topology) -> None:
+    """Spreads gradients that are not finite over the world: after it, a parameter has one on all ranks or on none.
+
+    A loss scaler (`torch.amp.GradScaler`) on each rank looks at that rank's gradients alone. Those of what all ranks
+    hold are equal; of an expert, or a part, that other ranks do not hold, the others would know nothing, and take the
+    step that this rank skips. So NaN is put into the same parameter's gradient, as the scaler of one process would find
+    it there. Parameters that only some ranks have by name count as one. Collective over the world; the host waits for
+    nothing.
+
+    Args:
+        copies: as for `reduce_gradients`, which was before.
+    """
+    split = [replica for replica in copies if replica.group.ranks != topology.world.ranks]
+    if not split and topology.ep.size == topology.esp.size == 1:
+        return  # on every rank alike: only experts have names on some ranks only
+    everywhere = [replica for replica in split if not replica.named]
+    flags = torch.zeros(len(everywhere) + 1, dtype=torch.uint8, device=device_of(topology.world))
+    place_of = {id(replica): place for place, replica in enumerate(everywhere)}
+    held = [(place_of.get(id(replica), -1), _local_gradient(replica)) for replica in split]
+    for place, gradient in held:
+        if gradient is not None:
+            low, high = gradient.aminmax()  # both are NaN where there is one
+            flags[place] |= ~(low.isfinite() & high.isfinite()).to(flags.device)
+    all_reduce(topology.world, flags, "max", "exchange of which gradients are not finite")
+    some = next((gradient for gradient in map(_local_gradient, (*split, *copies)) if gradient is not None), None)
+    if not any(place == -1 for place, _ in held):
+        held.append((-1, None))
+    for place, gradient in held:
+        # A rank without such a gradient, or with none of its elements, has another spoiled.
+        gradient = some if gradient is None else gradient
+        if gradient is not None:
+            first = gradient[(slice(0, 1),) * gradient.dim()]
+            first.masked_fill_(flags[place].bool().to(gradient.device), float("nan"))
+
+
+def _local_gradient(replica: Replica) -> Tensor | None:
+    """This rank's part of the gradient, if it has any elements."""
+    gradient = None if replica.parameter.grad is None else local_part(replica.parameter.grad)
+    return gradient if gradient is not None and gradient.numel() else None
+
+
+def _present(copies: list[Replica], topology: Topology, note: bool) -> tuple[list[bool], bool]:
+    """Whether any rank has a gradient, for each parameter, and whether any has a note; one collective for all
+    parameters of a kind, and one wait of the host for all of them."""
     states = [_state(replica) for replica in copies]
-    kinds: dict[tuple[int, ...], list[int]] = {}
+    kinds: dict[tuple[int, ...], list[int]] = {topology.world.ranks: []}
     for i, replica in enumerate(copies):
         # A parameter split over ranks is one tensor and has a gradient on all of them or on none.
         kinds.setdefault(replica.group.ranks if replica.named else topology.world.ranks, []).append(i)
     found, in_order = [], [members for _, members in sorted(kinds.items())]
     for members in in_order:
-        first = copies[members[0]]
-        group = first.group if first.named else topology.world
-        flags = torch.tensor([states[i] for i in members], dtype=torch.uint8, device=device_of(group))
+        group = copies[members[0]].group if members and copies[members[0]].named else topology.world
+        own = [states[i] for i in members]
+        if group is topology.world:
+            own.append(int(note))
+            members.append(len(states))
+        flags = torch.tensor(own, dtype=torch.uint8, device=device_of(group))
         found.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
-    if found:
-        for i, state in zip(chain(*in_order), torch.cat(found).tolist(), strict=True):
-            states[i] = state
+    states.append(0)
+    for i, state in zip(chain(*in_order), torch.cat(found).tolist(), strict=True):
+        states[i] = state
+    noted = bool(states.pop())
     for replica, state in zip(copies, states, strict=True):
         if state == _SPARSE:
             refusal = f"the gradient of {replica.name} is sparse. Make its embedding with sparse=False."
             topology.fail("gradient all-reduce", refusal)
             raise ConfigError(f"rank {topology.rank}: gradient all-reduce over the {replica.group}: {refusal}")
-    return [state != _NONE for state in states]
+    return [state != _NONE for state in states], noted
 
 
 def _state(replica: Replica) -> int:

@@ -32,11 +32,13 @@ from fusedmoe.layers.sharding import EXPERT_AXES, active_shardings, parameter_sh
 from fusedmoe.training.copies import (
     MpLoss,
     broadcast,
+    compare_copies,
     divisor,
     holders,
     reduce_gradients,
     replicas,
     sharded_with_experts,
+    spread_overflow,
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets
 
@@ -57,7 +59,10 @@ def sync_gradients(
     The gradient becomes (1/DP)·Σ over the ranks that hold a copy, with sums in at least float32 that have the same bits
     on all of them. A parameter without a gradient on some ranks only counts as zero there; without one on any rank, it
     stays without. Memory: one buffer of at most 32 MiB. What FSDP has averaged already is summed over what remains, the
-    mp group.
+    mp group. A gradient that is not finite in one rank's part of a parameter has NaN in every rank's part, so that a
+    `GradScaler` on each rank, which looks afterwards, decides alike.
+
+    The first call for a model compares the parameters that learn over the ranks that hold copies.
 
     Args:
         mp_loss: what the losses of an MP group are, "summands" of its mean loss (each rank has tokens of its own, as in
@@ -65,7 +70,7 @@ def sync_gradients(
         buckets: what has been reduced during the backward pass (`plan_step`); this is its end.
     Raises:
         ConfigError: a sparse gradient, or a model wrapped in PyTorch's own DistributedDataParallel.
-        RankError: another rank failed or did not come.
+        RankError: another rank failed or did not come; in the first call, copies that differ between ranks.
     """
     if isinstance(model, DataParallel):
         return
@@ -77,8 +82,10 @@ def sync_gradients(
     if topology.size == 1:
         return
     done = set() if buckets is None else buckets.close()
-    copies = [replica for replica in replicas(model, topology) if id(replica.parameter) not in done]
-    reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology)
+    every = replicas(model, topology)
+    copies = [replica for replica in every if id(replica.parameter) not in done]
+    reduce_gradients(copies, [divisor(replica, topology, mp_loss) for replica in copies], topology, model)
+    spread_overflow(every, topology)
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
@@ -95,13 +102,14 @@ def distributed_data_parallel(
 
     Replicated parameters are PyTorch's DistributedDataParallel's, reduced while backward runs. It never sees those that
     ep, esp or mp split: they are summed over the ranks that hold a copy at the end of the same backward. No call is
-    left to forget, `no_sync()` holds for both, and gradients may be accumulated with it or without.
+    left to forget, `no_sync()` holds for both, and gradients may be accumulated with it or without. Gradients that are
+    not finite reach all ranks, as in `sync_gradients`.
 
     Copies start equal: rank 0's value for replicated parameters, the first holder's for the others.
 
     Args:
         mp_loss: what the losses of an MP group are, as in `sync_gradients`.
-        options: for DistributedDataParallel.
+        options: for DistributedDataParallel. With `init_sync=False` copies are not made equal, but compared.
     Returns:
         The wrapper; the model is its attribute `module`. In a world of one it needs no process group.
     """
@@ -140,6 +148,8 @@ class DataParallel(DistributedDataParallel):
         if options.get("init_sync", True):
             for replica in split:
                 broadcast(replica.parameter, replica.group)
+        else:
+            compare_copies(copies, topology)
         self._synced_backward = -1
         own = weakref.ref(self)
         for replica in copies:
@@ -160,6 +170,7 @@ class DataParallel(DistributedDataParallel):
         PyTorch waits for it after this, on a CPU without a look at who has failed, and for as long as Gloo waits.
         """
         reduce_gradients(self._split, [replica.group.size for replica in self._split], self._topology)
+        spread_overflow(self._split, self._topology)
         world = self._topology.world
         if device_of(world).type == "cpu":
             all_reduce(world, torch.zeros(1), operation="the end of a backward pass of PyTorch's wrapper")

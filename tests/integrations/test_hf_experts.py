@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -151,6 +152,27 @@ def test_a_number_that_does_not_exist_is_refused() -> None:
     number_TK[3, 1] = experts.num_experts
     with pytest.raises(ConfigError, match="chosen experts must be numbers from 0 to 3"):
         experts(x_TH, number_TK, weight_TK)
+
+
+@pytest.mark.parametrize("rows", [5, 70])  # few, and more
+def test_numbers_that_are_not_finite_are_refused(rows: int) -> None:
+    experts, given = module_of("gpt-oss")
+    experts.config._experts_implementation = fusedmoe.hf.NAME
+    x_TH, number_TK, weight_TK = (tensor[:1].expand(rows, -1).clone() for tensor in given)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        module = copy.deepcopy(experts).to(dtype)
+        for bad, place in itertools.product((torch.nan, torch.inf, -torch.inf), (0, 1)):
+            inputs = [x_TH.to(dtype), weight_TK.to(dtype)]
+            inputs[place][3, 1] = bad
+            with torch.set_grad_enabled(bool(place)), pytest.raises(ConfigError, match="Experts: tokens or .* are NaN"):
+                module(inputs[0], number_TK, inputs[1])
+        y_TH = module(x_TH.to(dtype).requires_grad_(), number_TK, weight_TK.to(dtype))
+        y_TH.backward(torch.full_like(y_TH, torch.inf))  # gradients that overflow are a loss scaler's to see
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    compiled(x_TH, number_TK, weight_TK)
+    x_TH[2, 2] = torch.nan
+    with pytest.raises(RuntimeError, match="GptOssExperts: tokens or router weights are NaN"):
+        compiled(x_TH, number_TK, weight_TK)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

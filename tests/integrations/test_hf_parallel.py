@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import fusedmoe.hf
+from fusedmoe.errors import RankError
 from fusedmoe.integrations.hf import ExpertParallel
 from fusedmoe.integrations.hf.expert_function import compute
 from fusedmoe.integrations.hf.metrics_callback import RouterMetrics
@@ -89,8 +90,21 @@ def test_two_ranks(cluster: Cluster, tmp_path: Path) -> None:
     # As many rows as tokens have experts, however they are spread.
     each = list(zip(*(rows for _, rows, _ in results), strict=True))
     assert [sum(rows) for rows in each] == [2 * 14] * 2
+    cluster.run(2, bad_numbers, str(tmp_path), sizes)
     over_mean = sum(max(rows) / 14 for rows in each) / 2
     assert [told for *_, told in results] == pytest.approx([over_mean] * 2)
+
+
+def bad_numbers(rank: int, world: int, folder: str, sizes: dict[str, int]) -> None:
+    """NaN on one rank ends the call on both; the next one works."""
+    model = load(rank, world, folder, sizes)
+    inputs = torch.randn(1, 7, model.config.hidden_size)
+    bad = inputs.clone()
+    if rank == 1:
+        bad[0, 3] = torch.nan
+    with pytest.raises(RankError, match="rank 1.*Experts: tokens or router weights .* are NaN or infinite"):
+        model(inputs_embeds=bad)
+    assert model(inputs_embeds=inputs).logits.isfinite().all()
 
 
 @pytest.mark.slow

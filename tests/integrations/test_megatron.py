@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="megatron.core is not installed")
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import fusedmoe.megatron
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.integrations.megatron.staged_dispatcher import chosen
 from tests.cluster import Cluster
 
@@ -161,6 +162,19 @@ def on_ranks(rank: int, counts: list[list[int]], **sizes: int) -> None:
             definition(rank, ours, counts[0], cfg, wanted=(2, 3))
             definition(rank, ours, counts[0], dropping)
             beside_megatron(rank, ours, 7, cfg)
+            bad_numbers(rank, layer_of(cfg, ours))
+
+
+def bad_numbers(rank: int, layer: Any) -> None:
+    """Tokens that are not finite on the last rank end the call on all, and the next one works."""
+    last = dist.get_world_size() - 1
+    for bad in (torch.nan, torch.inf):
+        x = tokens(8, rank)
+        if rank == last:
+            x[3] = bad
+        with pytest.raises((RankError, ConfigError), match=f"rank {last}.* are NaN or infinite"):
+            layer(x)
+        assert layer(tokens(8, rank))[0].isfinite().all()
 
 
 def alone(rank: int, world: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from copy import deepcopy
@@ -326,6 +327,7 @@ def on_ranks(rank: int, world: int) -> dict[str, Any]:
         "rank": rank,
         "definition": largest(definition_on_ranks(rank, world, name) for name in OURS),
         "refused": different_dtypes(rank, world),
+        "not finite": [bad_numbers(rank, world, name) for name in OURS],
         "tensor parallel": largest(tensor_parallel(rank, world, ep) for ep in (1, world)),
         "dispatcher": steps_on_ranks(rank, world, OURS[0], 3),
         "plain": steps_on_ranks(rank, world, OURS[1], 1),
@@ -378,6 +380,23 @@ def different_dtypes(rank: int, world: int) -> list[str]:
     said: list[Any] = [None] * world
     dist.all_gather_object(said, str(error.value))
     return said
+
+
+def bad_numbers(rank: int, world: int, name: str) -> None:
+    """Tokens or scores that are not finite on one rank end the call on all, and the next one works."""
+    module = split_over(world, rank, name)[0] if world > 1 else routed(name).double()
+    for bad, place in itertools.product((torch.nan, torch.inf), (0, 1)):
+        *given, ids = (tensor.detach() for tensor in inputs(3, [0, 1, 2, 3], 0))
+        if rank == world - 1:
+            given[place][0, 1, 1] = bad
+        with pytest.raises(RankError if world > 1 else ConfigError, match=f"rank {world - 1}.* are NaN or infinite"):
+            module(*given, ids, torch.zeros(EXPERTS))
+        assert module(*inputs(3, [0, 1, 2, 3], 0), torch.zeros(EXPERTS)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_numbers_that_are_not_finite_are_refused(name: str) -> None:
+    bad_numbers(0, 1, name)
 
 
 def tensor_parallel(rank: int, world: int, ep: int) -> float:

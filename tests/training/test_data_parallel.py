@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedmoe
 from fusedmoe import training
+from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.training import broadcast_parameters, clip_grad_norm, copies, sync_gradients
 from tests.cluster import Cluster
 from tests.training.host_reads import HostReads, on_a_made_up_gpu
-from tests.training.toy import ONE, Sizes, Toy, part, sharding, whole
+from tests.training.toy import ONE, Sizes, Toy, names, part, sharding, whole
 
 WORLDS = [
     Sizes(2, ep=2),
@@ -141,6 +143,52 @@ def test_sparse_gradients_and_other_wrappers_are_refused_on_every_rank(cluster: 
         assert "fusedmoe.training.distributed_data_parallel" in text
 
 
+def _overflows(rank: int, world: int, sizes: Sizes) -> list[tuple[set[str], list[str], float]]:
+    """For an element of each parameter that is not finite where one rank holds it: what each rank's scaler skips."""
+    topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
+    mine, results = dict(model.named_parameters()), []
+    every = [name for name in names(ONE, 0, custom=True) if name != "dense.frozen"]
+    for number, name in enumerate(every):
+        optimizers = {own: torch.optim.SGD([parameter]) for own, parameter in mine.items() if own != "dense.frozen"}
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.zeros(()))
+        for own in optimizers:
+            mine[own].grad = part(whole(own, "gradient", rank), own, sizes, rank)
+        holds = name in mine and bool(mine[name].numel())
+        everyone = all_gather_object(topology.world, holds)
+        if rank == [other for other, there in enumerate(everyone) if there][-1]:
+            mine[name].grad.view(-1)[-1] = (float("inf"), float("-inf"), float("nan"))[number % 3]
+        sync_gradients(model, topology)
+        for optimizer in optimizers.values():
+            scaler.unscale_(optimizer)
+        found = {own for own, optimizer in optimizers.items() if _skips(scaler, optimizer)}
+        scaler.update()
+        held = [own for own in optimizers if mine[own].numel()]
+        results.append(({"custom" if "custom" in own else own for own in found}, held, scaler.get_scale()))
+    return results
+
+
+def _skips(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    before = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    scaler.step(optimizer)
+    after = [p for group in optimizer.param_groups for p in group["params"]]
+    return all(map(torch.equal, before, after)) and any(p.numel() for p in after)
+
+
+@pytest.mark.parametrize("sizes", WORLDS, ids=str)
+def test_a_loss_scaler_on_each_rank_skips_what_that_of_one_process_would(cluster: Cluster, sizes: Sizes) -> None:
+    results = cluster.run(sizes.world, _overflows, sizes)
+    every = [name for name in names(ONE, 0, custom=True) if name != "dense.frozen"]
+    for found in results:
+        for name, (skipped, held, scale) in zip(every, found, strict=True):
+            assert scale == 4.0, name
+            name = "custom" if "custom" in name else name
+            if name in held or name == "custom":
+                assert skipped == {name}
+            else:  # a rank with no element of it
+                assert len(skipped) == 1
+
+
 def _clip(rank: int, world: int, sizes: Sizes, max_norm: float) -> tuple[Any, dict[str, Any]]:
     topology, model = sizes.topology(), Toy(sizes, rank, custom=sizes.esp == 1)
     model.set_gradients(sizes, rank, 0)
@@ -190,6 +238,7 @@ def test_the_host_reads_little(cluster: Cluster, sizes: Sizes) -> None:
 def _reads(rank: int, world: int, sizes: Sizes) -> tuple[int, int]:
     """Calls that wait for the device in a sync and in a clip."""
     topology, model = sizes.topology(), Toy(sizes, rank, custom=True)
+    sync_gradients(model, topology)  # the first one reads what it compares
     _give_gradients(model, sizes, rank)
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -246,6 +295,55 @@ def _broadcast(rank: int, world: int, sizes: Sizes) -> dict[str, bool]:
 def test_broadcast_gives_every_copy_the_first_holders_value(cluster: Cluster) -> None:
     for result in cluster.run(4, _broadcast, Sizes(4, ep=2, mp=2)):
         assert all(result.values()), result
+
+
+def _seeded(rank: int, world: int, sizes: Sizes) -> None:
+    """Ranks that were seeded differently are told so in the first sync, and not after the cure."""
+    topology = sizes.topology()
+
+    def made(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        gate, experts = fusedmoe.gates.TopK(4, 2), fusedmoe.experts.SwiGLU(6)
+        layer = fusedmoe.MoELayer(8, gate, experts, topology=topology, mp_input="split")
+        model = nn.Sequential(nn.Linear(8, 8), layer)
+        model.register_parameter("own", nn.Parameter(torch.tensor(float(rank)), requires_grad=False))
+        return model
+
+    model = made(rank)
+    for _ in range(2):
+        with pytest.raises(fusedmoe.RankError) as error:
+            sync_gradients(model, topology)
+        assert "0.weight should be a copy" in str(error.value) and "broadcast_parameters" in str(error.value)
+        assert ", another on ".join(f"ranks {[other]}" for other in range(world)) in str(error.value)
+    frozen = model[0].requires_grad_(False)
+    with pytest.raises(fusedmoe.RankError, match=r"1\.gate\.\w+ should be a copy"):
+        sync_gradients(model, topology)
+    frozen.requires_grad_(True)
+    broadcast_parameters(model, topology)
+    model.own.fill_(rank)  # what does not learn may differ
+    sync_gradients(model, topology)
+    sync_gradients(copy.deepcopy(model) if rank == 1 else model, topology)  # compared on one rank, so on all
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "compare_copies", None)
+        sync_gradients(model, topology)
+    for seed, wrong in ((5, False), (5 + (rank == world - 1), True)):
+        model, holders = made(5), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            layer_expert = next(iter(model[1].experts.parameters()))
+            layer_expert += torch.randn((), generator=holders) + topology.ep.index
+        if wrong and topology.edp.size > 1:
+            with pytest.raises(fusedmoe.RankError, match=r"1\.experts\.\w+ should be a copy"):
+                sync_gradients(model, topology)
+        else:
+            sync_gradients(model, topology)
+    with pytest.raises(fusedmoe.RankError, match="should be a copy"):
+        training.distributed_data_parallel(made(rank), topology, init_sync=False)
+    sync_gradients(training.distributed_data_parallel(made(rank), topology).module, topology)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(2, ep=2), Sizes(2), Sizes(4, ep=2, mp=2)], ids=str)
+def test_copies_that_begin_apart_are_told(cluster: Cluster, sizes: Sizes) -> None:
+    cluster.run(sizes.world, _seeded, sizes)
 
 
 def build(topology: Topology | None, mp_input: str) -> nn.Module:

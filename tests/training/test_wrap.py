@@ -27,6 +27,7 @@ from fusedmoe.training import (
     save_checkpoint,
     sync_gradients,
 )
+from fusedmoe.training.copies import local_part
 from tests.cluster import Cluster
 from tests.training.toy import ONE, Sizes
 
@@ -318,3 +319,72 @@ def _misused(rank: int, world: int) -> None:
 def test_what_pytorch_says_of_a_model_stays(cluster: Cluster) -> None:
     """A parameter that is not used is no connection that broke."""
     cluster.run(2, _misused)
+
+
+# In which steps which expert's gradient overflows.
+OVERFLOWS = {1: 3, 3: 0, 4: 2}
+
+
+def _scaled_training(topology: Topology, way: str, replicas: range) -> tuple[list[float], dict[str, Tensor]]:
+    """The loss scale after each of six steps, and all parameters at the end."""
+    torch.manual_seed(5)
+    gate, experts = fusedmoe.gates.TopK(experts=4, k=2), fusedmoe.experts.SwiGLU(6)
+    layer = fusedmoe.MoELayer(8, gate, experts, topology=topology)
+    model = nn.Sequential(nn.Linear(8, 8), layer).double()
+    step, local, first = 0, 4 // topology.ep.size, topology.ep.index * 4 // topology.ep.size
+
+    def overflow(gradient: Tensor) -> Tensor:
+        expert = OVERFLOWS.get(step, -1) - first
+        return gradient.index_fill(0, torch.tensor([expert]), torch.inf) if 0 <= expert < local else gradient
+
+    layer.experts.w2.register_hook(overflow)
+    run: Any = distributed_data_parallel(model, topology) if way == "wrapped" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
+    for step in range(6):
+        for replica in replicas:
+            generator = torch.Generator().manual_seed(100 * step + replica)
+            x = torch.randn(10, 8, generator=generator, dtype=torch.float64)
+            scaler.scale(run(x).square().mean() / len(replicas)).backward()
+        sync_gradients(run, topology)
+        scaler.unscale_(optimizer)
+        clip_grad_norm(run, topology, 0.5)
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _scaled(rank: int, world: int, way: str) -> None:
+    topology = Topology.from_sizes(ep=2, timeout_s=30.0)
+    scales, held = _scaled_training(topology, way, range(rank, rank + 1))
+    wanted_scales, wanted = _scaled_training(Topology(), way, range(world))
+    assert scales == wanted_scales == [1024.0, 512.0, 512.0, 256.0, 128.0, 128.0]
+    for name, value in held.items():
+        whole = wanted[name].chunk(2)[rank] if "experts" in name else wanted[name]
+        torch.testing.assert_close(value, whole, rtol=1e-12, atol=1e-14, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("way", ["synced", "wrapped"])
+def test_where_one_ranks_experts_overflow_all_ranks_leave_out_the_step(cluster: Cluster, way: str) -> None:
+    cluster.run(2, _scaled, way)
+
+
+def _sharded_overflow(rank: int, world: int) -> None:
+    """Each rank has another part of a dense parameter, and other experts."""
+    topology = Topology.from_sizes(ep=2, timeout_s=30.0)
+    model = _model(topology)
+    fully_shard(model, topology)
+    for name, parameter in model.named_parameters():
+        model.zero_grad()
+        _backward(model, topology, 0)
+        if rank == 1:
+            local_part(parameter.grad).view(-1)[-1] = torch.nan
+        sync_gradients(model, topology)
+        bad = {own for own, one in model.named_parameters() if not local_part(one.grad).isfinite().all()}
+        assert bad == {name}
+
+
+def test_overflow_in_one_ranks_shard_reaches_all_ranks(cluster: Cluster) -> None:
+    cluster.run(2, _sharded_overflow)

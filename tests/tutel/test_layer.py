@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.losses import balance_loss
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.tutel import moe, net
@@ -517,3 +517,74 @@ def unequal(rank: int, world: int) -> None:
 
 def test_ranks_with_unequal_tokens(cluster: Cluster) -> None:
     cluster.run(2, unequal)
+
+
+class _Plain(nn.Module):
+    """Custom experts: a matrix each."""
+
+    def __init__(self, model_dim: int, num_experts_per_device: int, **more: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(num_experts_per_device, model_dim, model_dim))
+
+    def forward(self, x: Tensor, ctx: Any) -> Tensor:
+        return x @ self.w
+
+
+def bad_numbers(rank: int, world: int) -> None:
+    """Each kind of a number that is not finite, on the last rank: refused on all, and the next call is right."""
+    small = {"num_experts_per_device": 2}
+    layers = [
+        (make(experts=small, seeds=(1, rank + 1, 1)), {}),
+        (make(experts=small, seeds=(1, rank + 1, 1), a2a_ffn_overlap_degree=2, is_postscore=False), {}),
+        (make(experts=small, seeds=(1, rank + 1, 1), batch_prioritized_routing=True), {"capacity_factor": 0.0}),
+        (make(experts={"num_experts_per_device": -world}, seeds=(1, 1, 1), gate={"type": "top", "k": 1}), {}),
+        (make(experts=small, seeds=(1, rank + 1, 1), parallel_type="adaptive:0"), {"inequivalent_tokens": True}),
+        (make({"type": "cosine_top", "k": 2}, experts=small, seeds=(1, rank + 1, 1)), {}),
+        (make(experts=small, seeds=(1, rank + 1, 1)).half(), {}),
+        (make(experts={"type": "custom", "module": _Plain, **small}, seeds=(1, rank + 1, 1)), {}),
+    ]
+    for layer, more in layers:
+        dtype = next(layer.experts.parameters()).dtype
+        for number, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
+            x = tokens().to(dtype)
+            if rank == world - 1:
+                x[7, 3] = bad
+            where = f"rank {rank}: " if rank == world - 1 else f"rank {world - 1} failed in the check of"
+            error = ConfigError if world == 1 else RankError
+            with torch.set_grad_enabled(number > 0), pytest.raises(error, match=f"{where}.*are NaN or infinite"):
+                layer(x, **more)
+            y = layer(tokens().to(dtype), **more)
+            assert y.isfinite().all()
+            (y * 60000).sum().backward()  # gradients that overflow are a loss scaler's to see
+            layer.zero_grad()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_numbers_that_are_not_finite_are_refused(cluster: Cluster, world: int) -> None:
+    cluster.run(world, bad_numbers)
+
+
+def test_scores_that_are_not_finite_are_refused() -> None:
+    scores = tokens(6, 4).softmax(1)
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(ConfigError, match="extract_critical: scores are NaN"):
+            moe.extract_critical(scores.index_fill(0, torch.tensor(2), bad), 2)
+
+
+def gates_apart(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    layer = make(experts={"num_experts_per_device": 2})
+    for _ in range(2):
+        with pytest.raises(RankError, match=r"gates.0.wg.weight should be a copy .* ranks \[0\], another on ranks \[1"):
+            layer(tokens())
+    torch.manual_seed(rank)
+    layer = make(experts={"num_experts_per_device": 2})
+    hidden = [name for name, _ in layer.named_parameters() if name.startswith("experts")]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, hidden)
+    nn.parallel.DistributedDataParallel(layer)(tokens()).sum().backward()
+    copy.deepcopy(layer)(tokens())
+    make(experts={"num_experts_per_device": 2}, seeds=(1, rank, 1))(tokens())
+
+
+def test_gates_of_ranks_that_were_seeded_differently(cluster: Cluster) -> None:
+    cluster.run(2, gates_apart)

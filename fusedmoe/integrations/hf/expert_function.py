@@ -17,10 +17,13 @@ from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from fusedmoe import ops
+from fusedmoe.autograd.checks import require_values
+from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.clamped_swiglu import define_clamped_swiglu
 from fusedmoe.kernels.derivatives import numbers_only
 from fusedmoe.kernels.workspace import shared_workspace
+from fusedmoe.layers.input_checks import InputChecks, not_finite
 
 #: The name in transformers' registries.
 NAME = "fusedmoe"
@@ -47,9 +50,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Saves for backward:
         Where the experts are one operation, tokens and pre-activations (see `fusedmoe.ops.experts`).
     Raises:
-        ConfigError: a module that is none of these, named; shapes that do not fit.
+        ConfigError: a module that is none of these, named; shapes that do not fit; tokens or weights that are NaN or
+            infinite (on CUDA from a later call).
     """
     check_experts(self)
+    refuse_bad_numbers(self, hidden_states, top_k_weights)
     if _is_few(self, hidden_states, top_k_index):
         return few_tokens(self, hidden_states, top_k_index, top_k_weights)
     # Where nothing is split, a number that does not exist is a mistake, which `order` refuses.
@@ -60,6 +65,18 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     x_TH = hidden_states.to(row_dtype(self, hidden_states))
     y_TH = compute(self, x_TH, layout, ops.take_pairs(top_k_weights, layout))
     return y_TH.to(hidden_states.dtype)
+
+
+def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
+    """Looks for NaN and infinity in what a module of experts was given, as `MoELayer` does in router logits."""
+    checks, name = experts.__dict__.get("_fusedmoe_checks"), f"fusedmoe.hf: {type(experts).__name__}"
+    if not torch.compiler.is_compiling():
+        if checks is None:
+            checks = experts._fusedmoe_checks = InputChecks(Topology(), name)
+    elif checks is None:  # nobody could ask it later
+        require_values(name, not_finite(*tensors) == 0, "tokens or router weights are NaN or infinite")
+        return
+    checks.of_given(*tensors)
 
 
 def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:

@@ -12,6 +12,7 @@ from fusedmoe import ops
 from fusedmoe.autograd.parallel import join_rows, split_counts, split_rows
 from fusedmoe.comm.topology import Topology
 from fusedmoe.integrations.hf.expert_function import check_experts, compute, row_dtype
+from fusedmoe.layers.input_checks import InputChecks
 
 
 class ExpertParallel(EPImplementation):
@@ -24,7 +25,8 @@ class ExpertParallel(EPImplementation):
         batch. Making one is collective over both.
     Raises:
         ConfigError: experts that cannot be computed (`check_experts`).
-        RankError: a rank does not come, or fails; later, from a step, too.
+        RankError: a rank does not come, or fails; later, from a step, too, and there if a rank has tokens or weights
+            that are NaN or infinite.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -33,17 +35,20 @@ class ExpertParallel(EPImplementation):
         self._experts: Any = experts
         self._topology = Topology.from_group(ep_mesh.get_group())
         self._sharing = Topology.from_group(tp_mesh.get_group()).world
+        self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
         self._all_to_all = ops.make_all_to_all("direct", self._topology)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K] numbers of all experts, and [T, K] weights: [T, H] in the dtype of `hidden_states`."""
         experts, topology, sharing = self._experts, self._topology, self._sharing
+        self._checks.tell_logits()
         counts = split_counts(len(hidden_states), sharing)
         start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
-        x_TH = split_rows(hidden_states, sharing, counts).to(row_dtype(experts, hidden_states))
-        weight_TK = split_rows(top_k_weights, sharing, counts)
+        x_TH, weight_TK = split_rows(hidden_states, sharing, counts), split_rows(top_k_weights, sharing, counts)
+        refusal = self._checks.of_numbers(x_TH, weight_TK)
+        x_TH = x_TH.to(row_dtype(experts, hidden_states))
         layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size).exact()
-        exchange = ops.Exchange(self._all_to_all, topology.esp, layout.counts_E, x_TH.dtype)
+        exchange = ops.Exchange(self._all_to_all, topology.esp, layout.counts_E, x_TH.dtype, refusal)
         rows_NH, weight_N = ops.permute(x_TH, layout), ops.take_pairs(weight_TK, layout)
 
         def on_rows(rows_RH: Tensor, received: ops.Layout, weight_R: Tensor | None) -> Tensor:

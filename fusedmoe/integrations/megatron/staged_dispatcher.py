@@ -16,6 +16,7 @@ from fusedmoe import ops
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import Collectives, Handle, LocalExperts
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.input_checks import InputChecks
 
 
 class StagedDispatcher(MoETokenDispatcher):
@@ -32,22 +33,27 @@ class StagedDispatcher(MoETokenDispatcher):
             the last.
         timeout_s: how long a rank waits for others, in seconds.
     Raises:
-        ConfigError: groups that are no grid of ranks.
-        RankError: from a step, or where it is made: a rank fails, or does not come within `timeout_s`.
+        ConfigError: groups that are no grid of ranks; with one rank, from a step, tokens or weights that are NaN or
+            infinite (on CUDA from a later one).
+        RankError: from a step, or where it is made: a rank fails, or does not come within `timeout_s`; a rank has
+            tokens or weights that are NaN or infinite, before any row is sent.
     """
 
     def __init__(self, config: Any, pg_collection: Any, timeout_s: float) -> None:
         super().__init__(config, pg_collection)
         self._exchange: Collectives | None = None
+        self._checks = InputChecks(Topology(), "fusedmoe.megatron")
         if self.ep_size * self.tp_size > 1:
             places = _places(pg_collection.tp_ep, pg_collection.ep, pg_collection.expt_tp)
             topology = Topology.from_group(pg_collection.tp_ep, places, timeout_s=timeout_s)
+            self._checks = InputChecks(topology, "fusedmoe.megatron")
             self._exchange = Collectives(topology, ops.make_all_to_all("direct", topology), name="fusedmoe.megatron")
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """[…, D] tokens, [T, E] who goes where and the weights of that: the rows to send, and the weight of each."""
         self._shape = hidden_states.shape
         x_TD = hidden_states.reshape(-1, self._shape[-1])
+        self._bad = self._checks.of_given(x_TD, probs)
         number_TK, weight_TK = chosen(routing_map, probs, self.config.moe_router_topk)
         self._layout = ops.order(number_TK, routing_map.shape[1])
         if self._exchange is None:
@@ -60,7 +66,7 @@ class StagedDispatcher(MoETokenDispatcher):
         if self._exchange is None:
             self._handle = Handle(self._layout, probs)
             return hidden_states, probs
-        rows_RD, self._handle = self._exchange.dispatch_by_operators(hidden_states, probs, self._layout)
+        rows_RD, self._handle = self._exchange.dispatch_by_operators(hidden_states, probs, self._layout, self._bad)
         assert self._handle.weight_N is not None
         return rows_RD, self._handle.weight_N
 

@@ -17,6 +17,7 @@ from fusedmoe import ops
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Handle, Local, LocalExperts, Routed
 from fusedmoe.errors import ConfigError
+from fusedmoe.layers.input_checks import InputChecks
 
 
 class DispatchMetadata(NamedTuple):
@@ -35,10 +36,12 @@ class TokenDispatcher(BaseEPTokenDispatcher):
     """Rows to the ranks of their experts and back.
 
     What a rank waits for is bounded, and an error names the rank at fault, the operation and the cure; input that
-    cannot be sent is refused on all ranks before anything is.
+    cannot be sent, and tokens or scores that are NaN or infinite, are refused on all ranks before anything is.
 
     Raises:
         RankError: from a step, or where meshes are wired: a rank fails, or does not come within `timeout_s`.
+        ConfigError: without expert-parallel ranks, tokens or scores that are NaN or infinite (on CUDA from a later
+            call).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -50,11 +53,13 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         super().__init__(config)
         self._timeout_s = config.timeout_s
         self._dispatcher: Dispatcher = Local()
+        self._checks = InputChecks(Topology(), "fusedmoe.titan")
 
     def init_buffer(self) -> None:
         """Makes the ranks' topology. Collective over the expert-parallel mesh, if there is one."""
         if self.ep_mesh is not None:
             topology = Topology.from_group(self.ep_mesh.get_group(), timeout_s=self._timeout_s)
+            self._checks = InputChecks(topology, "fusedmoe.titan")
             self._dispatcher = Collectives(topology, ops.make_all_to_all("direct", topology), name="fusedmoe.titan")
 
     def dispatch(
@@ -70,11 +75,12 @@ class TokenDispatcher(BaseEPTokenDispatcher):
                 "fusedmoe.titan.token_dispatcher: torchtitan's type checks know no rows that this library sent; take "
                 "fusedmoe.titan.routed_experts, or leave --debug.spmd_typechecking out"
             )
+        bad = self._checks.of_given(x_TD, topk_scores_TK)
         layout = ops.order(topk_expert_ids_TK, self.num_experts)
         scores_N = ops.take_pairs(topk_scores_TK, layout)
         if not isinstance(self._dispatcher, Collectives):
             return ops.permute(x_TD, layout), layout.counts_E, DispatchMetadata(layout, scores_N, None)
-        rows_RD, handle = self._dispatcher.dispatch_by_operators(ops.permute(x_TD, layout), None, layout)
+        rows_RD, handle = self._dispatcher.dispatch_by_operators(ops.permute(x_TD, layout), None, layout, bad)
         metadata = DispatchMetadata(layout, scores_N, handle)
         return ops.permute(rows_RD, handle.layout), handle.layout.counts_E, metadata
 
@@ -95,8 +101,9 @@ class TokenDispatcher(BaseEPTokenDispatcher):
 
         Scores travel with the rows, so that no result has to be kept for their gradient.
         """
+        bad = self._checks.of_given(x_TD, topk_scores_TK)
         layout = ops.order(topk_expert_ids_TK, self.num_experts)
         routed = Routed(x_TD, layout, topk_scores_TK)
         if isinstance(self._dispatcher, Collectives):
-            return self._dispatcher.by_operators(routed, experts)
+            return self._dispatcher.by_operators(routed, experts, bad)
         return self._dispatcher.through_experts(routed, experts)

@@ -17,10 +17,12 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, no_wider
 from fusedmoe.engine.dispatcher import Collectives, Local, Routed, no_plans
 from fusedmoe.engine.run import Assigned, Plans
+from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.kernels.workspace import shared_workspace
+from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.workload import Workload
@@ -116,15 +118,34 @@ class LayerDispatcher:
         topology: ep counts experts' ranks, esp the parts of an expert's work.
         dispatch: "direct" or "2dh".
         copies: how many ranks of ep compute the same expert; its rows are dealt out to them in turn.
+        beside: ranks that call this together, though rows of none cross.
     """
 
-    def __init__(self, topology: Topology, dispatch: str = "direct", copies: int = 1) -> None:
+    def __init__(
+        self, topology: Topology, dispatch: str = "direct", copies: int = 1, beside: Topology | None = None
+    ) -> None:
         self.topology, self.copies = topology, copies
+        self.checks, self._beside = InputChecks(topology, "moe_layer"), None
+        if beside is not None and beside.size > 1:
+            self._beside = Collectives(beside, make_all_to_all("direct", beside), name="moe_layer")
         self._collectives = Collectives(topology, make_all_to_all(dispatch, topology), name="moe_layer")
         if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
             self._collectives.streams = None
         self._plans: dict[tuple[Any, ...], Plans] = {}
         self._workspace = shared_workspace()  # held, so that there is one
+
+    def agreed_refusal(self, x_SM: Tensor, weight_SK: Tensor) -> str | None:
+        """What is wrong with the numbers of this rank, if anything; then `through_experts` ends all ranks.
+
+        Raises:
+            RankError: something is wrong, here or on another rank, and no rows cross that would tell. (On CUDA, where
+                the host would have to wait for that, a later call tells.)
+        """
+        refusal = self.checks.of_numbers(x_SM, weight_SK)
+        if self._beside is not None and not uses_triton(x_SM):
+            nothing_E = torch.zeros(self._beside.topology.ep.size, dtype=torch.long)
+            self._beside.exchange(nothing_E, x_SM.dtype, refusal)
+        return refusal
 
     def through_experts(
         self,
@@ -138,6 +159,7 @@ class LayerDispatcher:
         degree: Degree,
         places: int,
         stay: bool = False,
+        refusal: str | None = None,
     ) -> Tensor:
         """y_SM: for each token the weighted sum over its experts that had room for it; zeros where none had.
 
@@ -147,7 +169,10 @@ class LayerDispatcher:
             degree: chunks that overlap with each other; "auto" has the library choose. Results do not depend on it.
             places: for rows of each source in the blocks that experts without an operation of their own are given.
             stay: rows stay on this rank, whose experts stand for all others; for timing what remains.
+            refusal: why this rank cannot take part, if so.
         """
+        if not self._crosses(stay):
+            self.checks.refuse(refusal)
         layout = order(choice.expert_SK, choice.experts, capacity, choice.priority_S)
         if stay:
             layout = self._dealt(layout, choice, lambda expert, _: expert % experts.count, experts.count)
@@ -158,36 +183,27 @@ class LayerDispatcher:
         # not.
         weighted_here = experts.fused is None and x_SM.dtype.itemsize < 4 and self._crosses(stay)
         if postscore and not weighted_here:
-            return self._through(x_SM, layout, weight_SK, experts, degree, places, stay)
+            return self._through(Routed(x_SM, layout, weight_SK, refusal), experts, degree, places, stay)
         layout = layout.exact()
         rows_NM, weight_N = permute(x_SM, layout), take_pairs(weight_SK, layout)
         if not postscore:
             rows_NM = scaled(rows_NM, weight_N).to(x_SM.dtype)
         contiguous = contiguous_layout(layout.counts_E, layout.rows)
-        out_NM = self._through(rows_NM, contiguous, None, experts, degree, places, stay)
+        out_NM = self._through(Routed(rows_NM, contiguous, None, refusal), experts, degree, places, stay)
         return unpermute(scaled(out_NM, weight_N) if postscore else out_NM, layout)
 
     def _crosses(self, stay: bool) -> bool:
         """Whether rows go to other ranks."""
         return not stay and self.topology.ep.size * self.topology.esp.size > 1
 
-    def _through(
-        self,
-        x_SM: Tensor,
-        layout: Layout,
-        weight_SK: Tensor | None,
-        experts: LocalExperts,
-        degree: Degree,
-        places: int,
-        stay: bool,
-    ) -> Tensor:
+    def _through(self, routed: Routed, experts: LocalExperts, degree: Degree, places: int, stay: bool) -> Tensor:
         crosses = self._crosses(stay)
         overlaps = experts.workload is not None if degree == "auto" else degree > 1
         if crosses and (overlaps or experts.fused is not None):
             self._collectives.plans = partial(self._plans_for, degree, experts.workload) if overlaps else no_plans
-            return self._collectives.through_experts(Routed(x_SM, layout, weight_SK), experts)
+            return self._collectives.through_experts(routed, experts)
         dispatcher = self._collectives if crosses else Local()
-        rows_RM, handle = dispatcher.dispatch(Routed(x_SM, layout, weight_SK))
+        rows_RM, handle = dispatcher.dispatch(routed)
         out_RM = experts(rows_RM, handle.layout, handle.weight_N, places, handle.counts_RE)
         return dispatcher.combine(no_wider(out_RM, rows_RM) if crosses else out_RM, handle)
 

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedmoe.autograd.checks import require_values
 from fusedmoe.autograd.order import permute, take_pairs, unpermute
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, offsets
+from fusedmoe.layers.input_checks import not_finite
 from fusedmoe.tutel.impls.choice import Choice, capacity_of, choose
 from fusedmoe.tutel.impls.communicate import simple_all_reduce
 from fusedmoe.tutel.impls.dispatcher import scaled
@@ -45,7 +47,10 @@ def extract_critical(
     Args:
         capacity_factor, alignment: see `capacity_of`; with a factor ≤ 0 collective over `group`.
         inequivalent_tokens: the capacity rests on the largest T of the group; collective.
+    Raises:
+        ConfigError: scores that are NaN or infinite (on CUDA an assertion fails on the device).
     """
+    require_values("extract_critical", not_finite(scores) == 0, "scores are NaN or infinite; see what computes them")
     choice = choose(scores, top_k, normalize=normalize_gate, prioritised=batch_prioritized_routing)
     loss = None if loss_fn is None else loss_fn(scores, choice.expert_SK)
     capacity = agreed_capacity(choice, capacity_factor, alignment, group, inequivalent_tokens)

@@ -12,13 +12,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED, other_experts
 from fusedmoe.layers.gates.router import outside_autocast
-from fusedmoe.layers.sharding import UNKNOWN, stated_shardings
+from fusedmoe.layers.sharding import UNKNOWN, require_equal, stated_shardings
 from fusedmoe.tutel.impls import losses
 from fusedmoe.tutel.impls.choice import Choice, alignment_of, choose
 from fusedmoe.tutel.impls.communicate import skips_all_to_all
@@ -237,6 +238,10 @@ class MOELayer(nn.Module):
             inequivalent_tokens: the capacity rests on the largest number of tokens of any rank.
             megablocks_size: for evaluation in one process, where the capacity is rounded up to a multiple of it, as
                 in Tutel; without effect elsewhere. (Nothing is ever computed for empty places.)
+        Raises:
+            ConfigError: in one process, input or router weights that are NaN or infinite; on CUDA from a later call.
+            RankError: the same on every rank of a group, naming the rank at fault, before anything is sent; in the
+                first call, gates that differ between ranks.
         """
         if self.skip_moe:
             self.l_aux = input.l_aux = None  # type: ignore[attr-defined]
@@ -256,9 +261,11 @@ class MOELayer(nn.Module):
         token_shape = input.shape[-reserve_dims:]
         dispatcher = self._dispatcher()
         with topology_of(self.group).guard("moe_layer.forward"):
+            dispatcher.checks.tell_logits()
             x_SM = input.reshape(-1, token_shape.numel())
             x_SM = x_SM.to(self._row_dtype(x_SM))
             choice, l_aux = self._route(x_SM, gate, top_k)
+            refusal = dispatcher.agreed_refusal(x_SM, choice.weight_SK)
             self.dispatch_count = choice.dispatch_count()
             degree = self.a2a_ffn_overlap_degree
             alignment = alignment_of(self.sharded_count, 1 if degree == "auto" else degree, self.megablocks_size)
@@ -276,6 +283,7 @@ class MOELayer(nn.Module):
                 degree=degree,
                 places=self._places(capacity),
                 stay=skips_all_to_all() and not alone,
+                refusal=refusal,
             )
         y = y_SM.to(input.dtype).reshape(*input.shape[:-reserve_dims], *self.protected_shape[2:])
         if not torch.is_grad_enabled():
@@ -314,14 +322,27 @@ class MOELayer(nn.Module):
     def _dispatcher(self) -> LayerDispatcher:
         """By the adaptive degree; collective when one is used first."""
         r, s = self._parts(), self.sharded_count
+        if not self._dispatchers and self.world_size > 1:
+            self._compare_gates()
         if r not in self._dispatchers:
             if r == 0 or self.world_size == 1:
-                self._dispatchers[r] = LayerDispatcher(Topology())
+                self._dispatchers[r] = LayerDispatcher(Topology(), beside=topology_of(self.group))
             else:
                 self._dispatchers[r] = LayerDispatcher(
                     topology_of(self.group, s, r), "2dh" if self.use_2dh else "direct", s // r
                 )
         return self._dispatchers[r]
+
+    def _compare_gates(self) -> None:
+        """Gates that begin apart would stay so: clients sum their gradients themselves, as if they were copies."""
+        topology = topology_of(self.group)
+        gates = [
+            (f"moe_layer: gates.{name}", topology.world, parameter)
+            for name, parameter in self.gates.named_parameters()
+            # Whoever shards gates gathers one value for all ranks.
+            if parameter.requires_grad and not isinstance(parameter, DTensor)
+        ]
+        require_equal(gates, topology, "give moe_layer seeds=(1, rank + 1, 1), or broadcast what is no expert's")
 
     def _places(self, capacity: int) -> int:
         """Places for rows of one source in a local expert's block."""
