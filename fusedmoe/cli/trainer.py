@@ -152,6 +152,18 @@ class Trainer:
             plan, costs = self.tuning.plan, self.tuning.costs
         return plan if len(plan) else POLICIES["sequential"].plan(costs), costs  # what nothing in chunks amounts to
 
+    @property
+    def settled(self) -> bool:
+        """Whether steps follow the plan that is kept, and not one that is only tried."""
+        return self.tuning is None or self.tuning.settled
+
+    @property
+    def followed(self) -> str:
+        """The plan that steps follow now, by its name; "off" without."""
+        if self._followed is None:
+            return "off"
+        return self._settings.schedule if self.tuning is None else self.tuning.now.name
+
     def measured(self, costs: CostModel, budget_s: float = BUDGET_S) -> CostModel:
         """These costs with what the parts of this model's own steps take, all ranks at once, from disk or measured now;
         collective.
