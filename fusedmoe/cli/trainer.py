@@ -36,7 +36,7 @@ from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.observed import Observed
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.sparse_collectives import hidden_s
 from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
@@ -376,7 +376,7 @@ def policy_of(settings: Settings) -> str:
     """
     policy = "joint" if settings.schedule == "auto" else settings.schedule
     refusal = why_not_split(settings)
-    if policy not in LAYER_POLICIES and refusal is not None:
+    if not POLICIES[policy].by_layer and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
     return policy
 

@@ -42,6 +42,7 @@ from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.observed import Observed
+from fusedmoe.schedule.own_policies import own_plans
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import PlanSearch, sequential
 from fusedmoe.schedule.simulate import makespan
@@ -283,6 +284,8 @@ def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: i
         "fusedmoe": own_version(),
         "source": _source(),
     }
+    if policy == "joint" and (own := own_plans(costs, limit)):
+        facts["own"] = own
     return cache_dir() / f"plan-{fingerprint(facts)}.json"
 
 
