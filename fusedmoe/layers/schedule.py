@@ -179,9 +179,7 @@ def _elsewhere(name: object) -> str:
     """What to do with a name that is another part's."""
     if name in WHOLE_POLICIES:
         return f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"
-    if name == "auto":
-        return '. A layer takes it by name: schedule="auto"'
-    return "; or fusedmoe.register_policy one of your own"
+    return '. A layer takes it by name: schedule="auto"' if name == "auto" else ""
 
 
 def require_degrees(degrees: object) -> None:

@@ -133,7 +133,7 @@ def test_what_cannot_be_registered() -> None:
         fusedmoe.register_policy("mine", 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="by_rows chooses the chunks itself; leave out degrees"):
         Schedule(by_rows, degrees=(2, 2))
-    with pytest.raises(ConfigError, match="unknown policy 'mine'; .* or fusedmoe.register_policy one of your own"):
+    with pytest.raises(ConfigError, match="unknown policy 'mine'; choose sequential"):
         Schedule("mine")
     with pytest.raises(ConfigError, match=r"schedule is a function; give a name, or fusedmoe.Schedule\(policy\)"):
         fusedmoe.MoELayer(8, fusedmoe.gates.TopK(4), fusedmoe.experts.SwiGLU(8), schedule=by_rows)  # type: ignore[arg-type]
