@@ -66,7 +66,7 @@ def own_plans(costs: StepCosts, limit: int = MAX_DEGREE) -> dict[str, str]:
 
 
 def _plan(function: PolicyFunction, called: str, costs: StepCosts, limit: int = MAX_DEGREE) -> Plan:
-    if costs.workload is None:
+    if not isinstance(costs.workload, Workload):
         raise ConfigError(f"policy {called} needs costs that say of which layers: Workload.step_costs makes them")
     try:
         plan: object = function(costs.workload, costs)

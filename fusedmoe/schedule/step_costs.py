@@ -10,16 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.schedule.cost import Line, check_contention
 from fusedmoe.schedule.plan import Plan, name
 from fusedmoe.schedule.task import LINKS, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
-
-if TYPE_CHECKING:
-    from fusedmoe.schedule.workload import Workload
 
 #: The largest degree that is tried, unless the caller says otherwise.
 MAX_DEGREE = 16
@@ -129,7 +126,7 @@ class StepCosts:
     """What a training step of a stack of layers costs (`cost.Costs`).
 
     `loss_s` and `optimizer_s`: None for a step without them. `task_s`: what the executor takes for a task, whatever it
-    does. `workload`: one of the layers; None where nobody said.
+    does. `workload`: the `Workload` of one of the layers; None where nobody said.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -138,7 +135,7 @@ class StepCosts:
     loss_s: float | None = None
     optimizer_s: float | None = None
     task_s: float = 0.0
-    workload: Workload | None = None
+    workload: object = None
 
     def __post_init__(self) -> None:
         check_contention(self.contention)
