@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fusedmoe.layers.pipeline import pipeline as pipeline
     from fusedmoe.layers.profiled import trace as trace
     from fusedmoe.layers.schedule import Schedule as Schedule
+    from fusedmoe.schedule.own_policies import register_policy as register_policy
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ _HOMES = {
     "SimpleOrder": "layers.fsmoe",
     "Topology": "comm.topology",
     "pipeline": "layers.pipeline",
+    "register_policy": "schedule.own_policies",
     "trace": "layers.profiled",
 }
 __all__ = [*_HOMES, *_MODULES]

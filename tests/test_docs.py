@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import textwrap
 from contextlib import redirect_stdout
@@ -94,6 +95,15 @@ def test_commands_exist() -> None:
             if word.endswith(".py") and word.startswith("examples/"):
                 assert (ROOT / word).is_file(), f"{page}: {command}"
     assert seen > 10
+
+
+def test_the_sites_front_page_is_the_readme() -> None:
+    front_page = runpy.run_path(str(ROOT / ".ci/programs.py"))["front_page"]()
+    assert "pip install ." in front_page and "<!--" not in front_page
+    targets = re.findall(r"\]\(([^)]+)\)", front_page)
+    assert len(targets) > 20
+    for target in targets:
+        assert "://" in target or (ROOT / "docs" / target).is_file(), target
 
 
 def test_files_and_links_exist() -> None:

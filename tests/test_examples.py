@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fusedmoe.schedule.policies import POLICIES
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -26,6 +28,20 @@ def test_layer_learns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_own_parts() -> None:
     count = load("own_parts.py")["main"]()  # type: ignore[operator]
     assert count.rows == {"forward": 200, "backward": 200}
+
+
+def test_own_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        found = load("own_policy.py")["main"]()  # type: ignore[operator]
+    finally:
+        POLICIES.pop("half_a_millisecond", None)
+    assert found["half_a_millisecond"] < found["sequential"]
+    assert "half_a_millisecond: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_own_policy_over_ranks() -> None:
+    assert "schedule='half_a_millisecond'" in run_on_ranks("own_policy.py", 2)
 
 
 def test_functions() -> None:

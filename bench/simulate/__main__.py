@@ -22,7 +22,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.simulate",
         description="Compares schedules in simulation on published grids of layers.",
-        epilog="policies:\n" + "\n".join(f"  {name:15}{policy.description}" for name, policy in POLICIES.items()),
+        epilog="policies:\n"
+        + "\n".join(f"  {one.name:15}{one.description}" for one in POLICIES.values() if not one.own),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--grid", choices=("fsmoe",), required=True, help="fsmoe: Table 5 of the FSMoE paper")

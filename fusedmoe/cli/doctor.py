@@ -35,7 +35,7 @@ it does not, why, and what to do.
 
 Collectives are PyTorch's process groups. They carry every plan: Gloo between CPUs, NCCL between
 GPUs. Symmetric memory is for kernels that write into the memory of other ranks by themselves:
-  shm      processes of this host, with the kernels in Triton's interpreter (for tests)
+  host     processes of this host, with the kernels in Triton's interpreter (for tests)
   local    virtual ranks of one process
   symm     the GPUs of one node
   nvshmem  GPUs of several nodes; optional, built by make nvshmem
@@ -171,7 +171,7 @@ COLLECTIVES, SYMMETRIC = "collectives", "symmetric memory"
 TRANSPORTS = (
     TransportProbe("gloo", COLLECTIVES, "CPUs, of any nodes", why_not_gloo),
     TransportProbe("nccl", COLLECTIVES, "GPUs, of any nodes", why_not_nccl),
-    TransportProbe("shm", SYMMETRIC, "processes of this host", partial(why_no_heap, "shm", "cpu")),
+    TransportProbe("host", SYMMETRIC, "processes of this host", partial(why_no_heap, "host", "cpu")),
     TransportProbe("local", SYMMETRIC, "virtual ranks of one process", why_not_local),
     TransportProbe("symm", SYMMETRIC, "GPUs of one node", partial(why_no_heap, "symm", "cuda")),
     TransportProbe("nvshmem", SYMMETRIC, "GPUs of several nodes", partial(why_no_heap, "nvshmem", "cuda")),

@@ -15,7 +15,7 @@ from fusedmoe.runtime.cache import cached_plans
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, layer_policies
 from fusedmoe.schedule.step_costs import StepCosts
 
 
@@ -37,21 +37,22 @@ def plans_of(
     sizes: Sizes,
     costs: CostModel,
     *,
-    policies: Collection[str] = tuple(POLICIES),
+    policies: Collection[str] | None = None,
     again: bool = False,
     show: Callable[[int, int], None] | None = None,
 ) -> dict[str, Planned]:
-    """The plans of a step by these policies, or those of them that training could follow, as it would make them
-    (`Trainer.set_plan`): of whole models for layers that are split, the others for layers that are not.
+    """The plans of a step by these policies (None: all), or those of them that training could follow, as it would make
+    them (`Trainer.set_plan`): of whole models for layers that are split, the others for layers that are not.
 
     Raises:
         ConfigError: costs that lack what the layout needs.
     """
+    policies = POLICIES if policies is None else policies
     layered = step_costs(settings, launch, sizes, costs)
     if not follows_plan(settings, sizes.ep, sizes.esp):
         return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
     whole = [name for name in WHOLE_POLICIES if name in policies and why_not_split(settings) is None]
-    by_layer = [name for name in LAYER_POLICIES if name in policies and name not in whole]
+    by_layer = [name for name in layer_policies() if name in policies and name not in whole]
     found = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
     if whole:
         split = step_costs(settings, launch, sizes, costs, whole=True)

@@ -114,7 +114,7 @@ class LoadLog:
 
     def __init__(self, folder: RunDir, topology: Topology, source: str, done: int) -> None:
         self._path, self._picture, self._topology = folder.loads, folder.loads_picture, topology
-        self._source = f"{source}, from step {done + 1}" if done else source
+        self._source, self._next = f"{source}, from step {done + 1}" if done else source, done + 1
         self._earlier = _read(self._path, done) if topology.is_first else None
         self._begun = False
         self._kept: list[Tensor] = []
@@ -145,7 +145,7 @@ class LoadLog:
             self._begun = True
             earlier = self._earlier
             if earlier is None or earlier.tokens_ILWE.shape[1:] != tokens_ILWE.shape[1:]:
-                write_text(self._path, LoadTrace(tokens_ILWE, self._source).to_json())
+                write_text(self._path, LoadTrace(tokens_ILWE, self._source, self._next).to_json())
                 return
             write_text(self._path, earlier.to_json())
         if self._path.stat().st_size < MOST_BYTES:
@@ -153,7 +153,7 @@ class LoadLog:
 
 
 def _read(path: Path, steps: int) -> LoadTrace | None:
-    """The first steps of a file; None where there are none, or not all of them though it has not grown full."""
+    """A file up to this step; None where it has none of these, or not all of them though it has not grown full."""
     if not steps or not path.exists():
         return None
     try:
@@ -164,6 +164,7 @@ def _read(path: Path, steps: int) -> LoadTrace | None:
     except ConfigError as error:
         warnings.warn(f"{path} begins anew: {error}", stacklevel=2)
         return None
-    if len(trace) < steps and path.stat().st_size < MOST_BYTES:
+    kept = steps - trace.first + 1
+    if kept < 1 or (len(trace) < kept and path.stat().st_size < MOST_BYTES):
         return None
-    return LoadTrace(trace.tokens_ILWE[:steps], trace.source)
+    return LoadTrace(trace.tokens_ILWE[:kept], trace.source, trace.first)

@@ -35,14 +35,10 @@ DEVICES = ("auto", "cpu", "cuda")
 #: What `--placement` may be: experts that stay, or a policy of `ShardedExperts` that moves and copies them.
 PLACEMENTS = ("ep", "fssdp", *(policy for policy in PLACEMENT_POLICIES if policy not in ("ep", "hecate")))
 
-#: What `--schedule` may be: nothing in chunks, the fastest of all as measured, or one of layers or of whole models.
-SCHEDULES = ("off", "auto", *POLICIES)
-
 _CHOICES = (
     ("dtype", DTYPES),
     ("wire_dtype", WIRES),
     ("device", DEVICES),
-    ("schedule", SCHEDULES),
     ("placement", PLACEMENTS),
 )
 
@@ -56,6 +52,11 @@ _OF_STEPS = ("warmup", "checkpoint_every", "survive", "timeline_step")
 _SHORT = 3
 
 
+def schedules() -> tuple[str, ...]:
+    """What `--schedule` may be: nothing in chunks, the fastest of all as measured, or a policy, also one's own."""
+    return ("off", "auto", *POLICIES)
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of `fusedmoe train`. What is None is chosen when the job starts, from the model and the ranks.
@@ -64,7 +65,7 @@ class Settings:
         model: the model, `batch` and `seq_len` included.
         ranks_per_node, ep, esp, mp: the parallel layout (`fusedmoe.cli.job`).
         dispatch, wire_dtype: the all-to-all algorithm, and what rows travel in ("same": as they are).
-        schedule: what overlaps with computation, and by which policy (`SCHEDULES`).
+        schedule: what overlaps with computation, and by which policy (`schedules`).
         placement: which ranks have which experts (`PLACEMENTS`).
         placement_memory, placement_overlap: m and t of `ShardedExperts`.
         rematerialise: copies of experts are given back after each forward pass.
@@ -130,6 +131,11 @@ class Settings:
         for name, known in _CHOICES:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(known)}")
+        if self.schedule not in schedules():
+            raise ConfigError(
+                f"schedule = {self.schedule!r} is not one of {', '.join(schedules())}; a program that registers one "
+                "(fusedmoe.register_policy) runs the command by fusedmoe.cli.main.main()"
+            )
         if not 0 < self.timeout_s <= _MOST_S:
             raise ConfigError(f"timeout_s = {self.timeout_s} must be positive, and {_MOST_S:g} at most")
 
@@ -215,7 +221,7 @@ class Flag:
     setting: str
     help: str
     kind: Callable[[str], Any] = int
-    choices: Sequence[str] | None = None
+    choices: Sequence[str] | Callable[[], Sequence[str]] | None = None
     chosen: str = "chosen"
     metavar: str | None = None
 
@@ -270,7 +276,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--mp", "mp", "model parallel: ranks that split attention heads", chosen="ranks of a node"),
         Flag("--dispatch", "dispatch", "all-to-all algorithm", str, ALGORITHMS),
         Flag("--wire-dtype", "wire_dtype", "what dispatched rows travel in", str, WIRES),
-        Flag("--schedule", "schedule", "how what travels overlaps with what is computed", str, SCHEDULES),
+        Flag("--schedule", "schedule", "how what travels overlaps with what is computed", str, schedules),
         Flag("--placement", "placement", "which ranks have which experts, and copies of them", str, PLACEMENTS),
         Flag("--placement-memory", "placement_memory", "copies of experts that a rank has room for, a layer"),
         Flag(
@@ -367,11 +373,12 @@ def _add_flags(group: argparse._ArgumentGroup, flags: tuple[Flag, ...], defaults
             group.add_argument(flag.name, action=argparse.BooleanOptionalAction, **name)
         else:
             metavar = flag.metavar or ("N" if flag.kind is int else "X")
-            if flag.choices and len(flag.choices) > _SHORT:
-                metavar, name["help"] = "NAME", f"{flag.help}: {', '.join(flag.choices)} (default: {shown})"
-            elif flag.choices:
-                metavar = "{" + ",".join(flag.choices) + "}"
-            group.add_argument(flag.name, type=flag.kind, choices=flag.choices, metavar=metavar, **name)
+            choices = flag.choices() if callable(flag.choices) else flag.choices
+            if choices and len(choices) > _SHORT:
+                metavar, name["help"] = "NAME", f"{flag.help}: {', '.join(choices)} (default: {shown})"
+            elif choices:
+                metavar = "{" + ",".join(choices) + "}"
+            group.add_argument(flag.name, type=flag.kind, choices=choices, metavar=metavar, **name)
 
 
 def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -45,8 +45,9 @@ Predicted is what the parts of the model's own steps take, which is measured fir
 reduced, and norms, gates, the order of rows and the loss are only in what is measured.
 
 A part of a step begins when the last rank begins it and ends when the last one has ended it, so
-that waiting for a late rank counts once. "gate" is all that a pass takes beside its tasks: gate,
-order, norms, embedding.
+that waiting for a late rank counts once. "count-exchange" is the ranks telling each other how many
+rows they will send; "other" is all else that a pass takes beside its tasks: gate, order, norms,
+embedding.
 
 --schedule off runs without a plan, beside the prediction by costs for the policy sequential.
 """

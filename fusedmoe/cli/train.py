@@ -29,9 +29,7 @@ from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import Display, make_display
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.draw import MAX_TIMELINES, draw
-from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.refit import compare
-from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.timeline import Timeline, save_trace
 from fusedmoe.training import load_checkpoint, save_checkpoint
 from fusedmoe.training.checkpoint_place import saved_at
@@ -202,10 +200,10 @@ class TrainingJob:
             self.survivor.announce(self.folder.path, trainer.shares)
         if follows_plan(settings, topology.ep.size, topology.esp.size):
             self._follow(trainer)
-        if topology.is_first:
-            self._open(trainer, corpus, done)
-        self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
+        if topology.is_first:
+            self._open(trainer, corpus, done, last)
+        self.loads = LoadLog(self.folder, topology, f"fusedmoe train, {describe(settings.model)}", done)
         if self.survivor is not None:
             extra = self._extra(trainer, corpus, done)
             self.survivor.begin(trainer, topology, done, extra)
@@ -259,15 +257,17 @@ class TrainingJob:
     def _train(self, trainer: Trainer, corpus: Corpus, display: Display, done: int, last: int) -> tuple[int, bool]:
         """Steps `done` to `last`; returns how many are done, all of them saved, and whether some rank was to stop."""
         settings = self.settings
-        drawn = min(settings.timeline_step, settings.steps - 1)
+        # A resumed job has drawn its step, but the plan that measuring chooses may be another now.
+        drawn = None if trainer.tuning is not None or done <= settings.timeline_step else trainer.followed
         saved, stop, speed = done if self.survivor is None else -1, False, 0.0  # memory may be ahead of the disk
         told, refreshed = False, dict[str, float]()  # what the refresh before a step took
         metrics = self._metrics(trainer)
         while done < last and not stop:
             found, refreshed = refreshed, {}
-            if done == drawn:
+            if _is_drawn(settings, done, trainer, drawn):
+                drawn = trainer.followed
                 report, timeline = trainer.recorded_step(done)
-                found["exposed_s"] = self._draw(timeline, done, trainer.planned)
+                found["exposed_s"] = self._draw(timeline, done, trainer)
             else:
                 report = trainer.step(done)
             done, stop = done + 1, report.stop
@@ -363,7 +363,7 @@ class TrainingJob:
             trainer.sharded_experts.load_state_dict(extra["placement"])
         return int(extra["step"])
 
-    def _open(self, trainer: Trainer, corpus: Corpus, done: int) -> None:
+    def _open(self, trainer: Trainer, corpus: Corpus, done: int, last: int) -> None:
         """Says what is about to happen, and writes it down. On rank 0."""
         settings, sizes, topology = self.settings, self.sizes, self.topology
         parameters, active = count_parameters(trainer)
@@ -397,18 +397,20 @@ class TrainingJob:
             f"{corpus.held_out_files} ({len(corpus.held_out) / 1e6:.1f} MB) held out"
         )
         print(f"run folder: {self.folder.path}")
-        print(f"steps {done + 1} to {settings.steps}" if done else f"{settings.steps} steps", flush=True)
+        print(_to_do(done, last, settings.steps), flush=True)
 
-    def _draw(self, timeline: Timeline, step: int, planned: tuple[Plan, StepCosts] | None) -> float:
+    def _draw(self, timeline: Timeline, step: int, trainer: Trainer) -> float:
         """Writes the timelines of all ranks beside what was planned: rank 0 does, the others go on. Returns the seconds
         of communication that nothing hid, in the mean of ranks."""
         timelines = all_gather_object(self.topology.world, timeline, "gathering timelines")
+        planned = trainer.planned
         if self.topology.is_first:
-            title = f"{self.settings.model.name}, step {step}, {self.topology.size} ranks"
+            plan = f"schedule {trainer.followed}{'' if trainer.settled else ' (tried; none is chosen yet)'}"
+            title = f"{self.settings.model.name}, step {step}, {self.topology.size} ranks, {plan}"
             save_trace(timelines, self.folder.trace)
             draw(timelines[:MAX_TIMELINES], self.folder.picture, title=title)
             if planned is not None:
-                write_text(self.folder.parts, table_of(compare(*planned, timelines)))
+                write_text(self.folder.parts, f"step {step}, {plan}\n" + table_of(compare(*planned, timelines)))
         return sum(one.exposed_s() for one in timelines) / len(timelines)
 
     def _stopped(self, done: int) -> JobEnd:
@@ -430,6 +432,25 @@ class TrainingJob:
         if isinstance(made, str):
             raise ConfigError(made)
         return made
+
+
+def _is_drawn(settings: Settings, step: int, trainer: Trainer, drawn: str | None) -> bool:
+    """Whether the timeline of a step is drawn: once for each plan that is kept, and at the end if none was.
+
+    `drawn`: the plan of the picture that is there.
+    """
+    if drawn is None and step == settings.steps - 1:
+        return True
+    return step >= settings.timeline_step and trainer.settled and trainer.followed != drawn
+
+
+def _to_do(done: int, last: int, steps: int) -> str:
+    """The steps from `done` to `last` of all, in words."""
+    if done >= last:
+        return f"{done} of {steps} steps are done: none is left" + f" until step {last}" * (last < steps)
+    if last == steps and not done:
+        return f"{steps} steps"
+    return f"steps {done + 1} to {last}" + f" of {steps}" * (last < steps)
 
 
 def _of_step(settings: Settings, done: int, report: StepReport) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.observed import Observed
 from fusedmoe.schedule.passes import three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
 from fusedmoe.schedule.simulate import simulate
 from fusedmoe.schedule.sparse_collectives import hidden_s
 from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
@@ -151,6 +151,18 @@ class Trainer:
         if self.tuning is not None:
             plan, costs = self.tuning.plan, self.tuning.costs
         return plan if len(plan) else POLICIES["sequential"].plan(costs), costs  # what nothing in chunks amounts to
+
+    @property
+    def settled(self) -> bool:
+        """Whether steps follow the plan that is kept, and not one that is only tried."""
+        return self.tuning is None or self.tuning.settled
+
+    @property
+    def followed(self) -> str:
+        """The plan that steps follow now, by its name; "off" without."""
+        if self._followed is None:
+            return "off"
+        return self._settings.schedule if self.tuning is None else self.tuning.now.name
 
     def measured(self, costs: CostModel, budget_s: float = BUDGET_S) -> CostModel:
         """These costs with what the parts of this model's own steps take, all ranks at once, from disk or measured now;
@@ -364,7 +376,7 @@ def policy_of(settings: Settings) -> str:
     """
     policy = "joint" if settings.schedule == "auto" else settings.schedule
     refusal = why_not_split(settings)
-    if policy not in LAYER_POLICIES and refusal is not None:
+    if not POLICIES[policy].by_layer and refusal is not None:
         raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
     return policy
 

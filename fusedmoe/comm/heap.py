@@ -5,7 +5,7 @@
         rows.own            # this rank's copy
         rows.table          # where every rank's copy is, for kernels (fusedmoe/kernels/triton/one_sided/remote.py)
 
-Backends (`fusedmoe.comm.heaps`), each where it works: `shm` (processes of one host, memory shared by the kernel; for
+Backends (`fusedmoe.comm.heaps`), each where it works: `host` (processes of one host, memory shared by the kernel; for
 Triton's interpreter), `local` (virtual ranks of one process), `symm` (the GPUs of a node, PyTorch's symmetric memory),
 `nvshmem` (GPUs of several nodes).
 

@@ -36,6 +36,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.runtime.execute import Streams
 from fusedmoe.runtime.recorder import Recorder, span
+from fusedmoe.schedule.task import COUNTS
 
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
@@ -227,7 +228,7 @@ class Collectives(Dispatcher):
         return Crossing(layout, weight_N, self.exchange(layout.counts_E, routed.x_SM.dtype, routed.refusal))
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
-        with span(self.recorder, "exchange of counts", kind="dispatch", resource="inter", phase="forward"):
+        with span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
             return Exchange(self.all_to_all, self.topology.esp, counts_E, dtype, refusal, **more)
 
     def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from fusedmoe.comm.group import Group
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
 from fusedmoe.layers.routing_counters import RoutingCounters
+
+# Training forwards without `tell`, after which a gate that waits for it says so: more than a step accumulates.
+_UNTOLD = 100
 
 
 class Load:
@@ -30,6 +34,7 @@ class Load:
         self.kept_E = torch.zeros(experts, dtype=torch.long)
         self._sum_E: Tensor | None = None
         self._counts = False
+        self._untold = 0  # training forwards since `tell`, where a gate waits for it
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"counters": None}  # of copies and pickles nobody collects anything
@@ -49,6 +54,15 @@ class Load:
         if training and _balances(gate) and not recomputing():
             # A new tensor in either case: `chosen_E` is the user's to change.
             self._sum_E = self.chosen_E.clone() if self._sum_E is None else self._sum_E + self.chosen_E
+            if not torch.compiler.is_compiling():  # a graph would be compiled anew for each number
+                self._untold += 1
+                if self._untold == _UNTOLD:
+                    warnings.warn(
+                        f"the {type(gate).__name__} gate balances its experts in MoELayer.update_gate(), which was not "
+                        f"called in {_UNTOLD} training forwards, so loads stay as they are: call it on every rank "
+                        "after each optimizer step",
+                        stacklevel=2,
+                    )
 
     def keep(self, kept_E: Tensor) -> None:
         """Of what `count` counted these rows had room."""
@@ -61,7 +75,7 @@ class Load:
         """Tells a gate that balances the load of all ranks in training since it was last told. Collective."""
         if _balances(gate):
             sum_E = torch.zeros_like(self.chosen_E) if self._sum_E is None else self._sum_E
-            self._sum_E = None
+            self._sum_E, self._untold = None, 0
             sum_E = sum_E if world.size == 1 else sum_E.to(device_of(world))
             gate.update(all_reduce(world, sum_E, operation="sum of expert loads"))
 

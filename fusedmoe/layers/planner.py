@@ -57,10 +57,14 @@ class Planner:
         self._topology, self._experts, self._gate, self._order, self._k = topology, experts, gate, order, gate.k
         self._moves = self._direct = False
         ep, esp = topology.ep.size, topology.esp.size
+        if not isinstance(schedule, Schedule | None):
+            raise ConfigError(
+                f"MoELayer: schedule is a {type(schedule).__name__}; give a name, or fusedmoe.Schedule(policy)"
+            )
         if schedule is not None and schedule.degrees is None:
             if ep * esp == 1:
                 # One chunk where nothing travels: there is nothing to choose, nor to measure for it.
-                schedule = replace(schedule, degrees=(1, 1))
+                schedule = replace(schedule, policy="sequential", degrees=(1, 1))
             else:
                 experts.workload(1, 1, ep, esp)
         self.schedule = schedule

@@ -70,12 +70,14 @@ class Collector:
         self._flops = None if flops_per_token is None or peak_flops is None else flops_per_token / peak_flops
         self._since_s = time.perf_counter()
 
-    def collect(self, per_layer: bool = False) -> dict[str, float]:
+    def collect(self, per_layer: bool = False, per_expert: bool = False) -> dict[str, float]:
         """The metrics since the last collection, the same on all ranks, which all call it: one all-reduce, and the
         only wait for the device. Keys of what nothing was counted of are left out.
 
         Args:
             per_layer: also those of each layer, "moe/NAME/max_vio" and so on.
+            per_expert: also the load of each expert, "moe/NAME/load/3": how often the tokens of all ranks chose it,
+                drops included.
         """
         device = device_of(self._topology.world)
         if self._topology.size == 1:
@@ -89,15 +91,19 @@ class Collector:
         self._since_s = now_s
         for layer in self._layers.values():
             layer.counters.sums.zero_()
-        return self._named(found, per_layer)
+        return self._named(found, per_layer, per_expert)
 
-    def _named(self, sums: Floats, per_layer: bool) -> dict[str, float]:
+    def _named(self, sums: Floats, per_layer: bool, per_expert: bool) -> dict[str, float]:
         each: dict[str, dict[str, float]] = {}
+        loads: dict[str, float] = {}
         tokens, start = 0.0, 0
         for name, (counters, ranks) in self._layers.items():
             stop = start + len(counters.sums)
             each[name] = of_layer(sums[start:stop], counters.experts, ranks)
             tokens = max(tokens, float(sums[start + 2 * counters.experts]))
+            if per_expert:
+                chosen_E = sums[start : start + counters.experts].tolist()
+                loads |= {f"moe/{name}/load/{expert}": load for expert, load in enumerate(chosen_E)}
             start = stop
         result = {}
         for key in dict.fromkeys(key for found in each.values() for key in found):
@@ -114,7 +120,7 @@ class Collector:
             result["moe/exposed_s"] = exposed_s / recorded
         if per_layer:
             result |= {f"moe/{name}/{key}": value for name, found in each.items() for key, value in found.items()}
-        return result
+        return result | loads
 
 
 class Metrics(Collector):
@@ -139,6 +145,7 @@ class Metrics(Collector):
       of logsumexp(l)²; "moe/balance_loss", E·Σ mean(softmax(l)_e)·share_e of a forward on a rank (1 when even), in the
       mean; whatever losses the gate has, without coefficients
     - "moe/aux_loss": the gate's own losses with their coefficients, mean of forwards and ranks
+    - "moe/NAME/load/3" = c_3 of a layer, with `collect(per_expert=True)`
     - "moe/tokens_per_s", of all ranks; "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
     - "moe/exposed_s": seconds in which rows travelled and this rank's layers computed nothing, in the first forward and
       backward pass of each layer since the last collection, in the mean of ranks; where rows travel between ranks

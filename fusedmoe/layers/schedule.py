@@ -17,8 +17,8 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.runtime.cache import cached_observed, cached_profile, machine_facts
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.observed import Observed
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES, any_order
+from fusedmoe.schedule.own_policies import PolicyFunction, own_policy
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, Policy, any_order, layer_policies
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step import fused_pass, pass_by_degree, pass_of
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
@@ -30,11 +30,6 @@ from fusedmoe.schedule.workload import Workload, one_sided_s
 #: layers by themselves: plans of steps have none of its tasks.
 FUSED_POLICY = "fused"
 
-_POLICIES = {**{name: POLICIES[name].plan for name in LAYER_POLICIES}, FUSED_POLICY: any_order}
-
-#: What a layer takes for `schedule` by name: nothing in chunks, the best of all policies, or one of them.
-SCHEDULES = ("off", "auto", *_POLICIES)
-
 # The policy of "auto".
 _AUTO = "joint"
 
@@ -45,7 +40,8 @@ class Schedule:
 
     Attributes:
         policy: a name of `fusedmoe.schedule.policies.LAYER_POLICIES`, or "fused": kernels that send and receive by
-            themselves, where they can and it is shorter, and else the best order of each pass.
+            themselves, where they can and it is shorter, and else the best order of each pass; or your own, a function
+            from a `Workload` and `StepCosts` to a `Plan`, or the name that `fusedmoe.register_policy` gave it.
         degrees: chunks forward and backward, of collectives or of kernels that send by themselves; None has the policy
             choose them by `costs`. Experts that are modules of their own need the same in both passes.
         costs: what collectives and products take on this machine, the same on every rank; None: measured when first
@@ -54,10 +50,10 @@ class Schedule:
         puts: kernels may send and receive by themselves, where they can and it is shorter: of "fused" and "auto".
 
     Raises:
-        ConfigError: an unknown policy, or a degree below 1.
+        ConfigError: an unknown policy, a degree below 1, or degrees for a policy of your own, which chooses them.
     """
 
-    policy: str = "fsmoe"
+    policy: str | PolicyFunction | Policy = "fsmoe"
     degrees: tuple[int, int] | None = None
     costs: CostModel | None = None
     limit: int = MAX_DEGREE
@@ -66,23 +62,35 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.policy == FUSED_POLICY:
             object.__setattr__(self, "puts", True)
-        if self.policy not in _POLICIES:
-            raise ConfigError(f"unknown policy {self.policy!r}; choose {', '.join(_POLICIES)}{_elsewhere(self.policy)}")
+        if not isinstance(self.policy, Policy) and callable(self.policy):
+            object.__setattr__(self, "policy", own_policy(self.policy))
+        if not isinstance(self.policy, Policy) and self.policy not in _names():
+            raise ConfigError(f"unknown policy {self.policy!r}; choose {', '.join(_names())}{_elsewhere(self.policy)}")
         if self.degrees is not None:
             require_degrees(self.degrees)
+            if self._planned_by.own:
+                raise ConfigError(
+                    f"Schedule: policy {self._planned_by.name} chooses the chunks itself; leave out degrees"
+                )
 
     @classmethod
     def named(cls, name: str) -> Schedule | None:
-        """The schedule of a name in `SCHEDULES`, which measures its costs; None for "off".
+        """The schedule of a name: "off" (None), "auto", or a policy, which measures its costs.
 
         Raises:
             ConfigError: another name.
         """
-        if name not in SCHEDULES:
-            raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(SCHEDULES)}{_elsewhere(name)}")
+        if name not in (known := ("off", "auto", *_names())):
+            raise ConfigError(f"unknown schedule {name!r}; choose {', '.join(known)}{_elsewhere(name)}")
         if name == "auto":
             return cls(_AUTO, puts=True)
         return None if name == "off" else cls(name)
+
+    @property
+    def _planned_by(self) -> Policy:
+        if isinstance(self.policy, Policy):
+            return self.policy
+        return _FUSED if self.policy == FUSED_POLICY else POLICIES[str(self.policy)]
 
     def plans(
         self,
@@ -100,24 +108,39 @@ class Schedule:
             costs: where the schedule has none.
             any_degree: the backward pass may have other chunks than the forward pass; else a choice is the forward's.
         """
+        policy = self._planned_by
         kind = next((kind for kind in FUSED if kind in kinds), None) if self.puts else None
         if self.degrees is not None:
-            made = partial(pass_by_degree, self.policy, kinds) if kind is None else partial(fused_pass, kind)
+            made = partial(pass_by_degree, policy.name, kinds) if kind is None else partial(fused_pass, kind)
             return Plans(*map(made, self.degrees, PHASES))
         costs = self.costs or costs
         assert costs is not None and workload is not None
         step_costs = workload.step_costs(costs, [0], kinds)
-        plan: Plan = _POLICIES[self.policy](step_costs, self.limit)
+        plan = policy.plan(step_costs, self.limit)
         fused = None if kind is None else _best_fused(kind, workload, costs, step_costs, self.limit, any_degree)
         if kind is not None and fused is not None and fused.seconds * (1 + ROUNDING) < makespan(plan, step_costs):
             return Plans(*map(partial(fused_pass, kind), fused.degrees, PHASES))
         forward = pass_of(plan, 0, "forward")
-        if any_degree:
+        if any_degree or policy.own:
+            if not any_degree and len({*plan.degrees.values()}) > 1:
+                raise ConfigError(
+                    f"policy {policy.name} has other chunks backward than forward; experts that are modules of their "
+                    "own need one number for both passes"
+                )
             return Plans(forward, pass_of(plan, 0, "backward"))
-        return Plans(forward, pass_by_degree(self.policy, kinds, max(forward.degrees.values()), "backward"))
+        return Plans(forward, pass_by_degree(policy.name, kinds, max(forward.degrees.values()), "backward"))
 
     def __str__(self) -> str:
-        return self.policy if self.degrees is None else f"{self.policy} in {self.degrees} chunks"
+        name = self._planned_by.name
+        return name if self.degrees is None else f"{name} in {self.degrees} chunks"
+
+
+_FUSED = Policy(FUSED_POLICY, any_order, "kernels that send and receive by themselves", True, False)
+
+
+def _names() -> tuple[str, ...]:
+    """The names of all policies of a layer."""
+    return (*layer_policies(), FUSED_POLICY)
 
 
 class _Fused(NamedTuple):
@@ -152,7 +175,7 @@ def _best_fused(
     return _Fused(sum(layer.dense_total_s(phase) for phase in PHASES) + sum(fused.values()), (1, 1))
 
 
-def _elsewhere(name: str) -> str:
+def _elsewhere(name: object) -> str:
     """What to do with a name that is another part's."""
     if name in WHOLE_POLICIES:
         return f". {name} plans whole models: fusedmoe.pipeline with fusedmoe.training.plan_step"

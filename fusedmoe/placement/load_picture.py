@@ -53,7 +53,8 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     top = max(2.0, float(np.quantile(over_ILE, 0.995)))
     colours = LinearSegmentedColormap.from_list("loads", ["white", "#98b8f8", "#0a2f66"])
     # Columns stand for several steps each where there are many.
-    extent = (0.5, len(trace) + 0.5, trace.experts - 0.5, -0.5)
+    begins, ends = trace.first - 0.5, trace.first + len(trace) - 0.5
+    extent = (begins, ends, trace.experts - 0.5, -0.5)
     panels, picture = [], None
     for place, layer in enumerate(shown):
         axes = found.add_subplot(grid[place // across, place % across])
@@ -66,7 +67,7 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     assert picture is not None
     found.colorbar(picture, ax=panels, label="load over the mean", fraction=0.03)
     uneven = found.add_subplot(grid[rows, :])
-    middle_I = np.linspace(1, len(trace), len(_columns(over_ILE[:, 0])))
+    middle_I = np.linspace(begins + 0.5, ends - 0.5, len(_columns(over_ILE[:, 0])))
     vio_IL = over_ILE.max(axis=2) - 1
     for layer in range(trace.layers):
         line: dict[str, Any] = {"color": colours(0.25 + 0.7 * layer / max(1, trace.layers - 1)), "linewidth": 1.0}
@@ -76,7 +77,7 @@ def figure(trace: LoadTrace, *, title: str) -> Figure:
     uneven.set(
         title="max_vio: the busiest expert's load over the mean, less 1",
         xlabel="step",
-        xlim=(0.5, len(trace) + 0.5),
+        xlim=(begins, ends),
         ylim=(0, None),
     )
     uneven.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)

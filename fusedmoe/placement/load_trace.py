@@ -31,13 +31,15 @@ WINDOW = 5
 
 @dataclass(frozen=True, eq=False)
 class LoadTrace:
-    """`tokens_ILWE`: [I, L, W, E] integers, the tokens that rank W had for expert E. `source` says where they are from.
+    """`tokens_ILWE`: [I, L, W, E] integers, the tokens that rank W had for expert E. `source` says where they are from;
+    `first` is the number of the first iteration, which counts from 1.
 
-    Raises `ConfigError` for anything but counts with all four axes.
+    Raises `ConfigError` for anything but counts with all four axes, and a `first` below 1.
     """
 
     tokens_ILWE: NDArray[np.int64]
     source: str = ""
+    first: int = 1
 
     def __post_init__(self) -> None:
         tokens = np.asarray(self.tokens_ILWE)
@@ -46,6 +48,8 @@ class LoadTrace:
                 f"load trace: {tokens.dtype} numbers of shape {tokens.shape} are not counts by iteration, layer, rank "
                 "and expert"
             )
+        if type(self.first) is not int or self.first < 1:
+            raise ConfigError(f"load trace: the first iteration is a number from 1, not {self.first!r}")
         object.__setattr__(self, "tokens_ILWE", tokens.astype(np.int64))
 
     @property
@@ -72,7 +76,7 @@ class LoadTrace:
 
     def to_json(self) -> str:
         """JSON with a line for each iteration; `from_json` gives the same trace back."""
-        head = json.dumps({"format": _FORMAT, "version": _VERSION, "source": self.source})
+        head = json.dumps({"format": _FORMAT, "version": _VERSION, "source": self.source, "first": self.first})
         return f'{head[:-1]}, "tokens": [\n{self._lines()}{LOADS_END}'
 
     def append_to(self, path: Path) -> None:
@@ -100,7 +104,7 @@ class LoadTrace:
         if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
             raise ConfigError(f'load trace: the JSON is not one (no "format": "{_FORMAT}", "version": {_VERSION})')
         try:
-            return cls(np.array(data["tokens"]), str(data["source"]))
+            return cls(np.array(data["tokens"]), str(data["source"]), data.get("first", 1))
         except (KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise

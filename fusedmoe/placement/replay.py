@@ -178,8 +178,8 @@ def figure(trace: LoadTrace, before: Outcome, after: Outcome, nodes: Nodes, laye
     (loads, stragglers), (places, work) = found.subplots(2, 2)
     load_IE = trace.load_ILE[:, layer]
     order_E = np.argsort(-load_IE.mean(axis=0), kind="stable")
-    _draw_loads(loads, load_IE, order_E)
-    _draw_stragglers(stragglers, before.straggler_IL[:, layer], after.straggler_IL[:, layer])
+    _draw_loads(loads, load_IE, order_E, trace.first)
+    _draw_stragglers(stragglers, before.straggler_IL[:, layer], after.straggler_IL[:, layer], trace.first + WINDOW)
     _draw_placement(places, after, layer, order_E, nodes)
     _draw_work(work, before.work_ILW[-1, layer], after.work_ILW[-1, layer], nodes)
     for axes in (loads, stragglers, places, work):
@@ -189,19 +189,20 @@ def figure(trace: LoadTrace, before: Outcome, after: Outcome, nodes: Nodes, laye
     return found
 
 
-def _draw_loads(axes: Any, load_IE: NDArray[np.int64], order_E: NDArray[np.intp]) -> None:
+def _draw_loads(axes: Any, load_IE: NDArray[np.int64], order_E: NDArray[np.intp], first: int) -> None:
     share_IE = load_IE / np.maximum(load_IE.sum(axis=1, keepdims=True), 1)
     named = order_E[: len(_EXPERTS)]
     rest_I = 1 - share_IE[:, named].sum(axis=1)
     labels = [f"expert {expert}" for expert in named] + ["all others"] * (len(order_E) > len(named))
     layers = [*share_IE[:, named].T, rest_I][: len(labels)]
-    axes.stackplot(range(len(load_IE)), layers, labels=labels, colors=[*_EXPERTS[: len(named)], _OTHERS])
-    axes.set(title="Loads: share of all tokens", xlabel="iteration", xlim=(0, max(len(load_IE) - 1, 1)), ylim=(0, 1))
+    last = first + len(load_IE) - 1
+    axes.stackplot(range(first, last + 1), layers, labels=labels, colors=[*_EXPERTS[: len(named)], _OTHERS])
+    axes.set(title="Loads: share of all tokens", xlabel="iteration", xlim=(first, max(last, first + 1)), ylim=(0, 1))
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", reverse=True, frameon=False)
 
 
-def _draw_stragglers(axes: Any, before_I: NDArray[np.float64], after_I: NDArray[np.float64]) -> None:
-    iterations = range(WINDOW, WINDOW + len(before_I))
+def _draw_stragglers(axes: Any, before_I: NDArray[np.float64], after_I: NDArray[np.float64], first: int) -> None:
+    iterations = range(first, first + len(before_I))
     axes.plot(iterations, before_I, color=_BEFORE, label=f"before: {before_I.mean():.2f} in the mean")
     axes.plot(iterations, after_I, color=_AFTER, label=f"after: {after_I.mean():.2f}")
     axes.axhline(1, color=_RULE, zorder=0)

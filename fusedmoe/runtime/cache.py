@@ -42,6 +42,7 @@ from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.candidates import PlanCandidate
 from fusedmoe.schedule.observed import Observed
+from fusedmoe.schedule.own_policies import own_plans
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import PlanSearch, sequential
 from fusedmoe.schedule.simulate import makespan
@@ -94,7 +95,7 @@ def cached_profile(
 ) -> tuple[Profile, Path]:
     """The profile of this machine and where it lies; measured where there is none. Collective over all ranks.
 
-    While it is measured, rank 0 shows a bar.
+    While it is measured, rank 0 shows a bar. Lines that are far from what was measured are a warning on rank 0.
 
     Args:
         again: measure in any case.
@@ -111,6 +112,14 @@ def cached_profile(
             found = profile(topology, device, dtype=dtype, budget_s=budget_s, machine=machine, show=show)
         if topology.is_first:
             write(path, found.to_json(), "what was measured")
+    if found.poor and topology.is_first:
+        lines = ", ".join(f"{name} (r² {r2:.2f})" for name, r2 in found.poor.items())
+        warnings.warn(
+            f"{path}: times of {lines} were uneven, and no line comes near them; schedules made by it may be slow. "
+            "Measure again while nothing else runs on these machines, and for longer, on the same ranks: "
+            "fusedmoe profile --again --budget 60",
+            stacklevel=2,
+        )
     return found, path
 
 
@@ -275,6 +284,8 @@ def plan_path(policy: str, costs: StepCosts, limit: int = MAX_DEGREE, samples: i
         "fusedmoe": own_version(),
         "source": _source(),
     }
+    if policy == "joint" and (own := own_plans(costs, limit)):
+        facts["own"] = own
     return cache_dir() / f"plan-{fingerprint(facts)}.json"
 
 

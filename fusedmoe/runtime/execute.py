@@ -27,7 +27,7 @@ from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.kernels.backend import triton_serves
 from fusedmoe.runtime.recorder import Recorder, span
 from fusedmoe.schedule.plan import Plan, name
-from fusedmoe.schedule.task import FUSED, GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, resources_of
+from fusedmoe.schedule.task import COUNTS, FUSED, GATHER, PIPELINE, REDUCE, WEIGHT_GRADIENTS, Task, resources_of
 from fusedmoe.schedule.timeline import RESOURCES
 from fusedmoe.threads import LOOK_S, Helper
 
@@ -229,7 +229,7 @@ def runnable_kinds(here: Capabilities, follows: Follows) -> tuple[str, ...]:
     """
     parts = PIPELINE if here.esp > 1 else PIPELINE[::2]
     if follows == "step":
-        return ("attention", "gate", *parts, "gradient-all-reduce", "loss", "optimizer")
+        return ("attention", "gate", "other", COUNTS, *parts, "gradient-all-reduce", "loss", "optimizer")
     if follows == "blocks":
         kinds = ("attention", "permute", *parts, *WEIGHT_GRADIENTS.values(), "gradient-all-reduce")
         return (*kinds, *((GATHER, REDUCE) if here.copies else ()), "loss", "optimizer")

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 #: Seconds that measuring may take, unless the caller says otherwise.
 BUDGET_S = 30.0
 
+#: Below this r² times say little of the next: a line through them is hardly better than their mean.
+FAIR_R2 = 0.9
+
 #: How often each size is measured; its time is the median.
 ROUNDS = 5
 
@@ -89,6 +92,12 @@ class Profile:
     costs: CostModel
     points: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def poor(self) -> dict[str, float]:
+        """r² of the lines that are far from their points (`FAIR_R2`), by name."""
+        fits = {name: line.r2 for name, line in self.costs.lines.items()}
+        return {name: r2 for name, r2 in fits.items() if r2 is not None and r2 < FAIR_R2}
 
     def to_json(self) -> str:
         """Indented JSON that `CostModel.from_json` reads as well."""

@@ -56,7 +56,7 @@ def bound_s(costs: StepCosts, limit: int = MAX_DEGREE) -> float:
 
 def _waits(layer: LayerCosts) -> bool:
     """Whether a layer's gradient has to wait for anything."""
-    return any(kind in layer.dense_s["backward"] for kind in ("gate", "attention"))
+    return any(kind in layer.dense_s["backward"] for kind in ("other", "gate", "attention"))
 
 
 class _Block(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fusedmoe.schedule.passes import Partition, alternating, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import PlanSearch
+from fusedmoe.schedule.policies import POLICIES, PlanSearch
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step import (
     ChunkedPass,
@@ -98,7 +98,7 @@ def family_candidates(
 
 def candidates_beside(one: PlanCandidate, costs: StepCosts, limit: int, samples: int | None) -> list[PlanCandidate]:
     """Plans of the same family with some more or fewer chunks, or other buckets; the best of them by prediction."""
-    if one.family in (OFF, "sequential", "lancet"):
+    if one.family in (OFF, "sequential", "lancet") or (one.family in POLICIES and POLICIES[one.family].own):
         return []
     plans = _splits_beside(one.plan, costs, limit, samples) if one.whole else _layers_beside(one, costs, limit)
     found = distinct(PlanCandidate(one.family, plan, one.whole, makespan(plan, costs)) for plan in plans)

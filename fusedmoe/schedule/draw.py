@@ -34,6 +34,7 @@ MAX_TIMELINES = 64
 COLOURS = {
     "gate": "#35259a",
     "permute": "#8a77ee",
+    "count-exchange": "#87871e",
     "dispatch": "#0a2f66",
     "all-gather": "#1f7350",
     "expert": "#f79a1c",

@@ -56,7 +56,8 @@ class Observed:
             rows = None if data["rows"] is None else float(data["rows"])
             found = {}
             for kind, phase, chunks, apart, seconds in data["samples"]:
-                found[Sample(str(kind), phase, int(chunks), bool(apart))] = float(seconds)
+                kind = "other" if kind == "gate" else str(kind)  # as older files call it
+                found[Sample(kind, phase, int(chunks), bool(apart))] = float(seconds)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"observed: a field is missing or no number: {error}") from error
         return cls(found, rows)

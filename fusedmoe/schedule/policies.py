@@ -9,7 +9,7 @@ which run at the same time, in how many chunks, and in where the gradients are r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -40,7 +40,13 @@ from fusedmoe.schedule.step import (
     step_plan,
     with_exposed_gradients,
 )
-from fusedmoe.schedule.step_costs import MAX_DEGREE, LayerCosts, StageTime, StepCosts, chunk_times
+from fusedmoe.schedule.step_costs import (
+    MAX_DEGREE,
+    LayerCosts,
+    StageTime,
+    StepCosts,
+    chunk_times,
+)
 from fusedmoe.schedule.timeline import PHASES
 
 #: The degrees that Tutel tries.
@@ -141,29 +147,40 @@ class Policy:
     """`plan(costs, limit)`: the plan of a training step, with degrees up to `limit`.
 
     `by_layer`: it plans layers whose pipelines alone are in chunks. `whole`: it lets micro-batches go through whole
-    layers, where they can (`StepCosts.can_split`), and then takes `samples` as well (see `PlanSearch`).
+    layers, where they can (`StepCosts.can_split`), and then takes `samples` as well (see `PlanSearch`). `own`: it is
+    the user's.
     """
 
-    plan: Callable[..., Plan]
+    name: str
+    plan: Callable[..., Plan] = field(repr=False)  # the address of a function is another on every rank
     description: str
     by_layer: bool
     whole: bool
+    own: bool = False
 
 
 def _described(*functions: Callable[..., Plan], by_layer: bool = False, whole: bool = False) -> dict[str, Policy]:
-    return {f.__name__: Policy(f, (f.__doc__ or "").strip().rstrip("."), by_layer, whole) for f in functions}
+    return {
+        f.__name__: Policy(f.__name__, f, (f.__doc__ or "").strip().rstrip("."), by_layer, whole) for f in functions
+    }
 
 
-#: Every policy by its name.
+#: Every policy by its name; `register_policy` adds to them.
 POLICIES = {
     **_described(sequential, tutel, pipemoe, tutel_improved, lina, fsmoe_no_iio, fsmoe, by_layer=True),
     **_described(flowmoe, lancet, whole=True),
     **_described(joint, by_layer=True, whole=True),
 }
 
-#: The names of those for layers whose pipelines alone are in chunks, and of those for whole layers in micro-batches.
+#: The names of those for layers whose pipelines alone are in chunks, and of those for whole layers in micro-batches,
+#: without those that are registered.
 LAYER_POLICIES = tuple(name for name, policy in POLICIES.items() if policy.by_layer)
 WHOLE_POLICIES = tuple(name for name, policy in POLICIES.items() if policy.whole)
+
+
+def layer_policies() -> tuple[str, ...]:
+    """The names of all policies for layers whose pipelines alone are in chunks, those that are registered last."""
+    return tuple(name for name, policy in POLICIES.items() if policy.by_layer)
 
 
 class PlanSearch:
@@ -192,7 +209,7 @@ class PlanSearch:
         # Splits that FlowMoE tries, those that `joint` adds in two rounds, the ablation's, and policies.
         degrees, buckets = len(self._degrees), len(_BUCKETS)
         self._total = (degrees + buckets) + degrees + 2 * (2 * degrees * buckets + degrees) + (degrees + 1)
-        self._total += len(LAYER_POLICIES) + 2 + _ROUNDS
+        self._total += len(layer_policies()) + 2 + _ROUNDS
         self._done = 0
 
     def plan(self, name: str) -> Plan:
@@ -218,7 +235,7 @@ class PlanSearch:
     @cached_property
     def families(self) -> dict[str, Plan]:
         """The plans that `joint` takes the best of, by where they come from; its own split is "joint"."""
-        found = {name: self.plan(name) for name in LAYER_POLICIES if name != "joint"}
+        found = {name: self.plan(name) for name in layer_policies() if name != "joint"}
         found["any_order"] = any_order(self._costs, self._limit)
         if self._costs.can_split:
             found |= {"flowmoe": self.flowmoe, "lancet": self.lancet, "joint": self._jointly_split()}

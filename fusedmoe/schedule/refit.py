@@ -5,8 +5,9 @@
 
 A sample is a kind of task in one pass, in so many chunks. Of one number of chunks, what is predicted of that kind is
 multiplied; of several, a line goes through them. So lines of a machine, which know no model, become those of the layers
-that ran, with all that surrounds them: what a pass takes beside its tasks is "gate", each layer's part of it, and what
-stands between the passes and after them is the loss and the optimizer.
+that ran, with all that surrounds them: ranks tell each other how many rows they will send, which is "count-exchange";
+what else a pass takes beside its tasks is "other", each layer's part of it; and what stands between the passes and
+after them is the loss and the optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fusedmoe.schedule.observed import Observed, Sample
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import LayerCosts, MicroBatches, StageTime, StepCosts, gradient_ranges
-from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
+from fusedmoe.schedule.task import COUNTS, PIPELINE, WEIGHT_GRADIENTS, Task, weight_gradient
 from fusedmoe.schedule.timeline import PHASES, Span, Timeline, idle_s
 
 _GRADIENT = "gradient-all-reduce"
@@ -165,11 +166,13 @@ def _surrounding(timeline: Timeline, runs: Callable[[Span], bool]) -> dict[Sampl
     after = [span.start_s for span in timeline.spans if span.kind == "optimizer"]
     passed_s = min((span.start_s for span in reduced if not runs(span)), default=min(after, default=timeline.end_s))
     reduced_s = max((span.end_s for span in reduced if runs(span)), default=0.0)
-    work = [span for span in timeline.spans if span.kind != _GRADIENT and runs(span)]
+    counts = [span for span in timeline.spans if span.kind == COUNTS and span.end_s <= begins_s]
+    work = [*counts, *(span for span in timeline.spans if span.kind not in (_GRADIENT, COUNTS) and runs(span))]
     return {
-        Sample("gate", "forward"): idle_s(work, 0.0, begins_s),
+        **({Sample(COUNTS, "forward"): sum(span.duration_s for span in counts)} if counts else {}),
+        Sample("other", "forward"): idle_s(work, 0.0, begins_s),
         Sample("loss", None): ends_s - begins_s,
-        Sample("gate", "backward"): idle_s(work, ends_s, passed_s),
+        Sample("other", "backward"): idle_s(work, ends_s, passed_s),
         Sample("optimizer", None): max(0.0, timeline.end_s - max(passed_s, reduced_s)),
     }
 
@@ -188,8 +191,8 @@ def refit(costs: StepCosts, seen: Observed, share: float = 1.0) -> StepCosts:
     for layer in costs.layers:
         if id(layer) not in layers:
             layers[id(layer)] = _refit_layer(layer, seen, share, costs.task_s)
-    samples = (Sample("gate", "forward"), Sample("loss", None), Sample("gate", "backward"), Sample("optimizer", None))
-    before, between, back, after = map(seen.seconds.get, samples)
+    between, after = (seen.seconds.get(Sample(kind, None)) for kind in ("loss", "optimizer"))
+    before, back = (_around_s(seen, phase) for phase in PHASES)
     loss_s = costs.loss_s if between is None else between / share
     optimizer_s = costs.optimizer_s if after is None else after
     if costs.can_split and between is not None and before is not None and back is not None:
@@ -218,12 +221,13 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
     micro = layer.micro
     if micro is None:
         for phase, of in dense_s.items():
-            if (around_s := seen.seconds.get(Sample("gate", phase))) is not None:
-                of["gate"] = around_s / share
+            for kind, of_rows in (("other", share), (COUNTS, 1.0)):
+                if (around_s := seen.seconds.get(Sample(kind, phase))) is not None:
+                    of[kind] = around_s / of_rows
         return replace(layer, chunks=chunks, dense_s=dense_s)
     dense = {phase: {kind: fitted(part, kind, phase) for kind, part in of.items()} for phase, of in micro.dense.items()}
     for phase, of_phase in dense.items():
-        around_s = seen.seconds.get(Sample("gate", phase))
+        around_s = _around_s(seen, phase)
         if around_s is not None and "attention" in of_phase and Sample("loss", None) not in seen.seconds:
             of_phase["attention"] += StageTime(0.0, around_s / share)
     weights, apart_s = dict(micro.weights), micro.apart_s
@@ -247,6 +251,12 @@ def _refit_layer(layer: LayerCosts, seen: Observed, share: float, task_s: float)
     dense_s = {phase: {kind: part.seconds(1) for kind, part in of.items()} for phase, of in dense.items()}
     micro = MicroBatches(dense, weights, micro.waits, apart_s)
     return replace(layer, chunks=chunks, dense_s=dense_s, micro=micro)
+
+
+def _around_s(seen: Observed, phase: str) -> float | None:
+    """Seconds that surrounded a layer in a pass; None where nothing is known of them."""
+    around_s = seen.seconds.get(Sample("other", phase))
+    return None if around_s is None else around_s + seen.seconds.get(Sample(COUNTS, phase), 0.0)
 
 
 def _refit_stage(part: StageTime, points: Mapping[int, float], share: float) -> StageTime:

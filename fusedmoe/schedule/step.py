@@ -22,7 +22,7 @@ from fusedmoe.schedule.passes import Order, Partition, one_queue, three_queues
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.simulate import ROUNDING, makespan
 from fusedmoe.schedule.step_costs import StepCosts, gradient_ends, resource_bound_s
-from fusedmoe.schedule.task import PIPELINE, STAGES, WEIGHT_GRADIENTS, Task, resources_of, weight_gradient
+from fusedmoe.schedule.task import LINKS, PIPELINE, STAGES, WEIGHT_GRADIENTS, Task, resources_of, weight_gradient
 from fusedmoe.schedule.timeline import PHASES, RESOURCES
 
 #: Policies whose links inside the node and between nodes work at the same time; the others have one queue.
@@ -64,7 +64,8 @@ def step_plan(
         of, how = costs.layers[layer], (forward if phase == "forward" else backward)[layer]
         dense = [Task(kind, None, layer, phase) for kind in STAGES[phase] if kind in of.dense_s[phase]]
         first = sum(STAGES[phase].index(task.kind) < STAGES[phase].index(PIPELINE[0]) for task in dense)
-        orders["compute"] += dense[:first]
+        for task in dense[:first]:
+            orders[LINKS.get(task.kind, "compute")].append(task)
         for resource, tasks in how.order(of.chunks[phase], how.degree, phase, layer, buckets).items():
             orders[resource] += tasks
         orders["compute"] += dense[first:]

@@ -126,7 +126,7 @@ class StepCosts:
     """What a training step of a stack of layers costs (`cost.Costs`).
 
     `loss_s` and `optimizer_s`: None for a step without them. `task_s`: what the executor takes for a task, whatever it
-    does.
+    does. `workload`: the `Workload` of one of the layers; None where nobody said.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -135,6 +135,7 @@ class StepCosts:
     loss_s: float | None = None
     optimizer_s: float | None = None
     task_s: float = 0.0
+    workload: object = None
 
     def __post_init__(self) -> None:
         check_contention(self.contention)

@@ -4,10 +4,12 @@ A layer's rows go through the same stages in both passes, so a task is named aft
 whose backward it is: in the backward pass `dispatch` carries gradients of results to the experts and `combine` brings
 gradients of rows back.
 
-    forward    attention → gate → permute → [dispatch → all-gather → expert → reduce-scatter → combine] → unpermute
+    forward    attention → gate → permute → count-exchange → [dispatch → … → combine] → unpermute
     backward   permute → [dispatch → all-gather → expert → reduce-scatter → combine] → unpermute → gate → attention
 
-What stands in brackets goes in chunks; any part may be missing (without expert sharding there is no all-gather).
+What stands in brackets goes in chunks; any part may be missing (without expert sharding there is no all-gather). In a
+count-exchange ranks tell each other how many rows they will send: once for all chunks, and for both passes. What a pass
+was seen to take beside these parts is "other", after "permute" forward, before "gate" backward.
 
 All that stands there may be one task: a fused operation, whose kernels send and receive rows while they compute. It is
 named after its parts, and occupies the processor and its link together, from its start to its end. All chunks of a
@@ -27,12 +29,15 @@ PIPELINE = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
 #: alone. With both, the first one's rows go straight to all shards of their experts, and neither gathering is left.
 FUSED = {"-".join(parts): parts for parts in (PIPELINE[::2], PIPELINE[1:-1])}
 
+#: Ranks tell each other how many rows they will send.
+COUNTS = "count-exchange"
+
 _CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
 
 #: All kinds of a layer's tasks, in the order in which its rows go through them.
 STAGES = {
-    "forward": ("attention", "gate", "permute", *_CHUNKS, "unpermute"),
-    "backward": ("permute", *_CHUNKS, "unpermute", "gate", "attention"),
+    "forward": ("attention", "gate", "permute", "other", COUNTS, *_CHUNKS, "unpermute"),
+    "backward": ("permute", *_CHUNKS, "unpermute", "other", "gate", "attention"),
 }
 
 #: The W tasks: weight gradients of a split backward pass, by the part that then has the gradients of its input alone.
@@ -43,6 +48,7 @@ GATHER, REDUCE = "sparse-all-gather", "sparse-reduce-scatter"
 
 #: The kinds that only move data, by the link that they use; every other kind computes.
 LINKS = {
+    COUNTS: "inter",
     "dispatch": "inter",
     "all-gather": "intra",
     "reduce-scatter": "intra",
@@ -103,8 +109,8 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
       attention-weight-gradient for the attention.
     * An expert also waits for the sparse-all-gather of its layer and pass, and a sparse-reduce-scatter for its layer's
       weight gradients (without them: its experts).
-    * A gradient-all-reduce waits for the gate, the attention and its weight gradients of its layer's backward pass,
-      where the plan has them.
+    * A gradient-all-reduce waits for the gate, the attention, its weight gradients and "other" of its layer's backward
+      pass, where the plan has them.
     * An optimizer waits for all of the backward pass; one with a layer only for this layer's.
     * A task of another kind waits for nothing.
     """
@@ -139,7 +145,9 @@ def standard_dependencies(tasks: Iterable[Task]) -> dict[Task, tuple[Task, ...]]
             after[task] = (*after[task], *of.get(GATHER, ()))
         for task in of.get(REDUCE, ()):
             after[task] = tuple(of.get(WEIGHT_GRADIENTS["expert"], ()) or of.get("expert", ()))
-        reduced = [task for kind in ("gate", "attention", "attention-weight-gradient") for task in of.get(kind, ())]
+        reduced = [
+            task for kind in ("other", "gate", "attention", "attention-weight-gradient") for task in of.get(kind, ())
+        ]
         for task in of.get("gradient-all-reduce", ()):
             after[task] = tuple(reduced) if phase == "backward" else ()
         for task in of.get("optimizer", ()):

@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import parse_json
-from fusedmoe.schedule.task import FUSED
+from fusedmoe.schedule.task import COUNTS, FUSED
 
 #: What a span may be doing: the kinds of tasks.
 KINDS = (
     "gate",
     "permute",
+    COUNTS,
     "dispatch",
     "all-gather",
     "expert",
@@ -64,6 +65,7 @@ _PARTS = {"dispatch": "D", "all-gather": "AG", "expert": "E", "reduce-scatter": 
 SYMBOLS = {
     "gate": "G",
     "permute": "P",
+    COUNTS: "CX",
     **_PARTS,
     **{kind: "".join(_PARTS[part] for part in parts) for kind, parts in FUSED.items()},
     "unpermute": "U",

@@ -178,7 +178,7 @@ class Workload:
         of_size = {size: replace(layer, gradient_bytes=size) for size in set(gradient_bytes)}
         all_reduce = model.line("all-reduce/dp") if any(gradient_bytes) else Line(0.0, 0.0)
         layers = tuple(of_size[size] for size in gradient_bytes)
-        found = StepCosts(layers, all_reduce, model.contention, task_s=model.task_s)
+        found = StepCosts(layers, all_reduce, model.contention, task_s=model.task_s, workload=self)
         seen = model.observed.get(self.shapes)
         if not whole:
             seen = model.observed.get(self.shapes + IN_LAYERS, seen)

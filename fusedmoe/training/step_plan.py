@@ -19,8 +19,9 @@ from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_ki
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.candidates import PlanCandidate, distinct, family_candidates
 from fusedmoe.schedule.cost import CostModel
+from fusedmoe.schedule.own_policies import own_plans
 from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import LAYER_POLICIES, POLICIES, WHOLE_POLICIES
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, layer_policies
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.sparse_collectives import add_sparse
 from fusedmoe.schedule.step import buckets_after, one_pass, pass_of
@@ -59,7 +60,7 @@ def plan_step(
         sync_gradients(model, topology, buckets=buckets)
 
     Args:
-        policy: a name of `fusedmoe.schedule.policies.LAYER_POLICIES`, for blocks any of `POLICIES` there; or "auto",
+        policy: a name of `fusedmoe.schedule.policies.layer_policies`, for blocks any of `POLICIES` there; or "auto",
             what an earlier job has measured to be the fastest here, else what is so by prediction. `PlanTuning`
             measures while a job trains.
         costs: of this machine, or of the steps of this model (`fusedmoe.schedule.refit`), the same on every rank; None:
@@ -127,7 +128,7 @@ class PlannedStep:
         self._kinds = runnable_kinds(Capabilities(here.ep.size, here.esp.size), "step")
         #: Of a step in which micro-batches go through whole layers, where they can; and of one in which they do not.
         if isinstance(costs, StepCosts):
-            self.costs = self.layer_costs = costs
+            self.costs = self.layer_costs = replace(costs, workload=costs.workload or workload)
         else:
             self.costs = model_costs(model, blocks, costs, workload, self.buckets)
             split = blocks is not None
@@ -147,9 +148,11 @@ class PlannedStep:
         if policy == AUTO:
             kept = self.kept(AUTO)
             return self.candidates()[0] if kept is None else kept[1][0]
-        known = LAYER_POLICIES if self.blocks is None else POLICIES
+        known = layer_policies() if self.blocks is None else POLICIES
         if policy not in known:
-            raise ConfigError(f"unknown schedule {policy!r}; choose {', '.join((*known, AUTO))}")
+            raise ConfigError(
+                f"unknown schedule {policy!r}; choose {', '.join((*known, AUTO))}, or fusedmoe.register_policy one"
+            )
         if self.blocks is None or policy not in WHOLE_POLICIES:
             plan = POLICIES[policy].plan(self.costs, self.limit)
         else:
@@ -231,6 +234,8 @@ class PlannedStep:
             "limit": self.limit,
             "samples": self.samples,
         }
+        if policy == AUTO and (own := own_plans(self.layer_costs, self.limit)):
+            facts["own"] = own
         first = next(self._model.parameters(), torch.empty(0))
         return choice_path(self.topology, first.device, first.dtype, facts)
 

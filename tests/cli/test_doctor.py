@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from fusedmoe.cli.main import main
 from fusedmoe.comm import heaps
 from fusedmoe.comm.heaps import symm
 
-NAMES = ["gloo", "nccl", "shm", "local", "symm", "nvshmem"]
+NAMES = ["gloo", "nccl", "host", "local", "symm", "nvshmem"]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     for name in NAMES:
         _, works, reason = found[name]
         assert works == ("no" if reason else "yes"), name
-    for name in ("gloo", "shm", "local"):
+    for name in ("gloo", "host", "local"):
         assert found[name][1] == "yes"
     if not torch.cuda.is_available():
         assert not any("/dev/shm" in name for name in found)
@@ -92,6 +93,12 @@ def test_failures_are_told_and_the_rest_works(
     }
 
 
+def test_the_guide_has_the_same_names() -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/one-sided.md").read_text()
+    named = re.findall(r"^\| `(\w+)` \|", page.partition("## Transports")[2].partition("##")[0], re.MULTILINE)
+    assert named == ["host", "symm", "nvshmem"] and set(named) == set(heaps.BACKENDS) and set(named) < set(NAMES)
+
+
 def test_where_nothing_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fake(monkeypatch, **{name: "broken" for name in NAMES})
     assert main(["doctor"]) == 1
@@ -117,17 +124,17 @@ def test_heaps_answer_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setitem(heaps.BACKENDS, name, replace(backend, why_not=why_not))
     said = {one.name: one.why_not() for one in doctor.TRANSPORTS if one.name in heaps.BACKENDS}
-    assert said == {name: f"no {name}" for name in ("shm", "symm", "nvshmem")}
-    assert asked == [("shm", "cpu"), ("symm", "cuda"), ("nvshmem", "cuda")]
+    assert said == {name: f"no {name}" for name in ("host", "symm", "nvshmem")}
+    assert asked == [("host", "cpu"), ("symm", "cuda"), ("nvshmem", "cuda")]
 
 
 def test_shared_memory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*arguments: Any) -> int:
         raise OSError("no more files")
 
-    assert doctor.why_no_heap("shm", "cpu") == ""
+    assert doctor.why_no_heap("host", "cpu") == ""
     monkeypatch.setattr(os, "memfd_create", refuses)
-    assert "cannot be made or opened through /proc (no more files)" in doctor.why_no_heap("shm", "cpu")
+    assert "cannot be made or opened through /proc (no more files)" in doctor.why_no_heap("host", "cpu")
 
 
 def test_what_nccl_shares_is_told_where_it_works(

@@ -71,5 +71,7 @@ def test_steps_are_measured_and_undone(cluster: Cluster, tmp_path: Path, schedul
         assert all(seconds > 0 for seconds in seen.get(kind, phase).values())
         assert seen.get(kind, phase).keys() == ({1, 4} if whole or kind != "attention" else {1}), (kind, phase)
     assert bool(seen.get("weight-gradient", "backward")) == whole
-    assert {Sample("loss", None), Sample("optimizer", None), Sample("gate", "forward")} <= seen.seconds.keys()
+    assert {Sample("loss", None), Sample("optimizer", None), Sample("other", "forward")} <= seen.seconds.keys()
+    of_layers = layers[0] if whole else seen
+    assert of_layers.get("count-exchange", "forward").keys() == {1}  # and is no part of what the gate takes
     assert [path.name[:6] for path in tmp_path.iterdir()] == ["steps-"] * (1 + whole)

@@ -60,6 +60,11 @@ def test_a_file_that_cannot_go_on_begins_anew(tmp_path: Path, before: str) -> No
     log(tmp_path, range(5, 9), done=5)
     trace = read(tmp_path)
     assert np.array_equal(trace.tokens_ILWE[:, :, 0], counts(range(5, 9))) and trace.source == "a job, from step 6"
+    assert trace.first == 6
+    log(tmp_path, range(8, 11), done=8)  # and then goes on
+    trace = read(tmp_path)
+    assert np.array_equal(trace.tokens_ILWE[:, :, 0], counts(range(5, 11))) and trace.first == 6
+    assert trace.source == "a job, from step 6"
 
 
 @pytest.mark.parametrize("left", [1, 4, 9, 30])

@@ -22,7 +22,7 @@ import torch
 from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings, read_settings
-from fusedmoe.cli.train import TrainingJob, count_parameters
+from fusedmoe.cli.train import TrainingJob, _is_drawn, _to_do, count_parameters
 from fusedmoe.cli.trainer import Trainer, make_model, policy_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
@@ -106,8 +106,47 @@ def test_a_resumed_job_goes_on_to_the_same_losses(
     (parts / "checkpoint").rename(parts / ".checkpoint.previous")  # and while the next checkpoint took its place
     assert main(["train", "--resume", str(parts)]) == 0
     assert losses(parts) == losses(whole)
+    assert "steps 4 to 6" in capsys.readouterr().out
     assert main(["train", "--resume", str(parts)]) == 0  # of a finished job: the held-out loss again
+    assert "6 of 6 steps are done: none is left" in capsys.readouterr().out
     assert losses(parts) == losses(whole)
+
+
+@pytest.mark.parametrize(
+    ("done", "last", "steps", "said"),
+    [
+        (0, 9, 9, "9 steps"),
+        (0, 4, 9, "steps 1 to 4 of 9"),
+        (5, 9, 9, "steps 6 to 9"),
+        (9, 9, 9, "9 of 9 steps are done: none is left"),
+        (12, 9, 9, "12 of 9 steps are done: none is left"),  # --steps was lowered
+        (5, 4, 9, "5 of 9 steps are done: none is left until step 4"),
+    ],
+)
+def test_what_is_left_is_said(done: int, last: int, steps: int, said: str) -> None:
+    assert _to_do(done, last, steps) == said
+
+
+def test_the_plan_that_is_kept_is_drawn() -> None:
+    """Not the one that the timeline's step happens to try; another one that is kept later is drawn, too."""
+
+    def drawn(follows: list[tuple[str, bool]], picture: str | None = None) -> list[int]:
+        settings = Settings(steps=len(follows), timeline_step=2)
+        found = []
+        for step, (plan, settled) in enumerate(follows):
+            trainer: Any = SimpleNamespace(followed=plan, settled=settled)
+            if _is_drawn(settings, step, trainer, picture):
+                picture = plan
+                found.append(step)
+        return found
+
+    assert drawn([("off", True)] * 6) == [2]
+    assert drawn([("a", False), ("b", False), ("a", False), ("b", False), ("a", True), ("a", True)]) == [4]
+    assert drawn([("a", True)] * 3 + [("b", False), ("b", False), ("b", True), ("b", True)]) == [2, 5]
+    assert drawn([("a", True)] * 3 + [("b", False), ("a", True)]) == [2]
+    assert drawn([("a", False)] * 4) == [3]  # the last step, whatever it follows
+    assert drawn([("off", True)] * 2) == [1]
+    assert drawn([("off", True)] * 6, picture="off") == []  # of a resumed job
 
 
 def test_a_masked_model_trains_in_every_precision(tmp_path: Path, text: Path) -> None:
@@ -217,6 +256,8 @@ def test_a_schedule_that_is_measured_changes_no_loss_and_lasts_over_a_stop(
     choice = json.loads((whole / "schedule.json").read_text())
     assert choice["line"].startswith("schedule: ") and len(choice["table"]) > 3
     assert (whole / "plan.txt").read_text().splitlines() == choice["plans"][0]["plan"]
+    head = (whole / "parts.txt").read_text().splitlines()[0]  # of the plan that was chosen, not of one that was tried
+    assert head.endswith(", " + choice["line"].split(":")[0] + choice["line"].split(":")[1]) and "tried" not in head
     # Chosen before the stop: the plan is the same from then on, and so is every bit.
     cluster.run(2, train_by_costs, settings, parts, None, 55, COSTS)
     assert (parts / "schedule.json").exists()

@@ -96,11 +96,11 @@ def fails_to_map(rank: int, world: int, number: int) -> tuple[str, int]:
 def test_a_rank_without_memory_for_a_heap(cluster: Cluster, number: int) -> None:
     (other, left), (own, kept) = cluster.run(2, fails_to_map, number)
     if number:
-        assert "rank 1: allocation on the shm heap over the ep group [0, 1]: no memory to map" in own
+        assert "rank 1: allocation on the host heap over the ep group [0, 1]: no memory to map" in own
     else:
         assert own == "MemoryError: no room"
     assert other.startswith(
-        "RankError: rank 0: allocation on the shm heap over the ep group [0, 1] ended because rank 1 "
+        "RankError: rank 0: allocation on the host heap over the ep group [0, 1] ended because rank 1 "
     )
     assert ("Raise its limits" if number else "MemoryError: no room") in other and left == kept == 0
 
@@ -123,13 +123,13 @@ def test_virtual_ranks() -> None:
 
 def test_what_does_not_work_says_why() -> None:
     topology = Topology()
-    with pytest.raises(ConfigError, match="unknown heap backend 'smoke'; choose one of shm, symm, nvshmem"):
+    with pytest.raises(ConfigError, match="unknown heap backend 'smoke'; choose one of host, symm, nvshmem"):
         open_heap(topology.ep, CPU, "smoke")
     for name in ("symm", "nvshmem"):
-        with pytest.raises(ConfigError, match=f"on cpu: {name}: rank 0: it is memory of CUDA GPUs; CPUs take shm"):
+        with pytest.raises(ConfigError, match=f"on cpu: {name}: rank 0: it is memory of CUDA GPUs; CPUs take host"):
             open_heap(topology.ep, CPU, name)
-    with pytest.raises(ConfigError, match="on cuda: shm: rank 0: it is memory of the host; GPUs take symm or nvshmem"):
-        open_heap(topology.ep, GPU, "shm")
+    with pytest.raises(ConfigError, match="on cuda: host: rank 0: it is memory of the host; GPUs take symm or nvshmem"):
+        open_heap(topology.ep, GPU, "host")
 
 
 # Of both ranks: their hosts, why there is no symm and no nvshmem; then what is chosen, and what is said.
@@ -191,4 +191,4 @@ def host_of_ranks(rank: int, world: int) -> str:
 def test_shared_memory_needs_one_host(cluster: Cluster) -> None:
     """Also where hosts have the same name."""
     for said in cluster.run(2, host_of_ranks):
-        assert said.endswith("on cpu: shm: it joins ranks of one host, but rank 0 is on a, rank 1 on a")
+        assert said.endswith("on cpu: host: it joins ranks of one host, but rank 0 is on a, rank 1 on a")

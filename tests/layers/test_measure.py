@@ -99,18 +99,18 @@ def test_known_parts_are_found(cluster: Cluster) -> None:
     assert one == other and one.rows == TOKENS * K
     rows, slower = TOKENS * K, 2.0
     for phase, times in (("forward", 1.0), ("backward", 2.0)):
-        assert one.seconds[Sample("gate", phase)] == pytest.approx(times * GATE_S)
+        assert one.seconds[Sample("other", phase)] == pytest.approx(times * GATE_S)
         for chunks in (1, 4):
             expected_s = slower * times * (START_S + ROW_S * rows / chunks)
             assert one.seconds[Sample("expert", phase, chunks)] == pytest.approx(expected_s)
-    assert {sample.kind for sample in one.seconds} == {"gate", "dispatch", "expert", "combine"}
+    assert {sample.kind for sample in one.seconds} == {"other", "count-exchange", "dispatch", "expert", "combine"}
     workload = Workload(1, rows, M, M, E, k=1, ep=2)
     model = CostModel(MODEL.lines, observed={workload.shapes: one})
     layer = workload.step_costs(model, [0], ("dispatch", "expert", "combine")).layers[0]
     expert = layer.chunks["backward"]["expert"]
     assert expert.alpha_s == pytest.approx(2 * slower * START_S)
     assert expert.whole_s == pytest.approx(2 * slower * ROW_S * rows)
-    assert layer.dense_s["backward"]["gate"] == pytest.approx(2 * GATE_S)
+    assert layer.dense_s["backward"]["other"] == pytest.approx(2 * GATE_S)
 
 
 @pytest.mark.parametrize(("enough_s", "tokens"), [(1e9, 100), (1e-9, 100), (1e9, 64)])

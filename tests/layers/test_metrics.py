@@ -151,6 +151,13 @@ def on_two(rank: int, world: int) -> list[dict[str, float]]:
     assert sampler.exposed_s() is None and copy.deepcopy(layer.load).counters is None
     assert metrics.collect().keys() == {"moe/tokens_per_s"}
     metrics.close()
+    metrics = Metrics(layer)
+    for _ in range(2):
+        step(layer, tokens(ROUTED[rank]))
+    loads = metrics.collect(per_expert=True)  # of both ranks, in both forwards, drops included
+    assert [loads[f"moe/layer/load/{e}"] for e in range(E)] == [2 * sum(of.count(e) for of in ROUTED) for e in range(E)]
+    assert not any("load/" in key for key in metrics.collect(per_layer=True))
+    metrics.close()
 
     layers = [make(topology) for _ in range(2)]
     blocks = fusedmoe.pipeline([(Twice(), layer) for layer in layers], (2, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -121,6 +122,27 @@ def test_eval_counts_no_load() -> None:
     assert layer.load_E.sum() == 18
     layer.update_gate()
     assert torch.equal((layer.gate.bias_E - before).sign(), (layer.load_E.double().mean() - layer.load_E).sign())
+
+
+def test_a_gate_that_is_never_told_its_load_says_so() -> None:
+    """Once, after more training forwards than a step accumulates; other gates need not be told, nor does evaluation."""
+    layer, other = build(), MoELayer(M, fusedmoe.gates.TopK(experts=E, k=2), SwiGLU(H))
+    x = torch.randn(3, M, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(120):
+            other(x.float())
+            layer.eval()(x)
+        for step in range(120):
+            layer.train()(x)
+            if step % 50 == 49:
+                layer.update_gate()
+    with pytest.warns(
+        UserWarning, match="DeepSeekV3 gate .*update_gate.* not called in 100 .* optimizer step"
+    ) as caught:
+        for _ in range(250):
+            layer(x)
+    assert len(caught) == 1
 
 
 def test_eval_is_without_noise() -> None:

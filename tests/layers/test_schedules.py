@@ -13,7 +13,7 @@ from torch import Tensor
 import fusedmoe
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers import planner as planner_module
 from fusedmoe.layers import schedule as schedule_module
 from fusedmoe.layers.expert_networks import Custom, SwiGLU
@@ -22,7 +22,12 @@ from fusedmoe.layers.schedule import Schedule
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import CostModel, Line
+from fusedmoe.schedule.own_policies import register_policy
+from fusedmoe.schedule.passes import one_queue
 from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES
+from fusedmoe.schedule.step import ChunkedPass, step_plan
+from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
 from tests.cluster import Cluster
 from tests.layers.test_parallel import EXPERTS, GATES, ORDERS, M
@@ -181,6 +186,52 @@ def test_degrees_by_costs(cluster: Cluster) -> None:
     one, other = cluster.run(2, by_costs)
     assert one == other
     assert min(one[0]) > 1 and one[2] == (1, 1)
+
+
+def by_own_policy(rank: int, world: int) -> None:
+    """The user's chunks, and the same results; where nothing travels nothing is asked for."""
+    line = Line(1e-5, 1e-9)
+    costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-12), "all-reduce/dp": line})
+
+    def mine(workload: Workload, costs: StepCosts) -> Plan:
+        assert workload.model_dim == M
+        return step_plan(costs, [ChunkedPass(one_queue, 3)], [ChunkedPass(one_queue, 2)])
+
+    topology = Topology.from_sizes(2)
+    register_policy("mine", mine)
+    try:
+        plain = step(build("topk", "sparse", "swiglu", topology, torch.float64), rank, torch.float64)
+        for schedule in (Schedule(mine, costs=costs), Schedule("mine", costs=costs)):
+            layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule=schedule)
+            found = step(layer, rank, torch.float64)
+            for name, right in plain.items():
+                torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-10)
+            (plans,) = layer._planner.made.values()
+            assert {**plans.forward.degrees, **plans.backward.degrees} == {("forward", 0): 3, ("backward", 0): 2}
+    finally:
+        del POLICIES["mine"]
+    alone = Topology.from_sizes(1)
+    step(build("topk", "sparse", "swiglu", alone, torch.float64, schedule=Schedule(mine)), rank, torch.float64)
+
+
+def test_a_policy_of_ones_own(cluster: Cluster) -> None:
+    cluster.run(2, by_own_policy)
+
+
+def other_plan_on_each_rank(rank: int, world: int) -> None:
+    def mine(workload: Workload, costs: StepCosts) -> Plan:
+        return step_plan(costs, *([ChunkedPass(one_queue, 1 + rank)],) * 2)
+
+    line = Line(1e-5, 1e-9)
+    costs = CostModel({"all-to-all/ep": line, "gemm": Line(0.0, 1e-12), "all-reduce/dp": line})
+    schedule = Schedule(mine, costs=costs)
+    layer = build("topk", "sparse", "swiglu", Topology.from_sizes(2), torch.float64, schedule=schedule)
+    with pytest.raises(RankError, match=r"the ranks plan differently: .* on ranks \[0\] but .* on ranks \[1\]"):
+        step(layer, rank, torch.float64)
+
+
+def test_ranks_whose_policies_differ(cluster: Cluster) -> None:
+    cluster.run(2, other_plan_on_each_rank)
 
 
 def fail_in_a_chunk(rank: int, world: int) -> None:

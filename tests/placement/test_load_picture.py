@@ -36,6 +36,16 @@ def test_a_panel_for_each_layer_and_one_for_all(iterations: int, layers: int, ex
     assert len(drawn) >= layers
 
 
+def test_steps_have_the_numbers_that_they_had() -> None:
+    """A trace that begins after a resume is not labelled from 1."""
+    trace = LoadTrace(np.ones((4, 2, 1, 3), dtype=int), first=41)
+    assert LoadTrace.from_json(trace.to_json()).first == 41
+    axes = figure(trace, title="Loads").axes
+    assert axes[0].images[0].get_extent()[:2] == [40.5, 44.5]
+    (lines,) = (one for one in axes if one.get_xlabel() == "step")
+    assert lines.get_xlim() == (40.5, 44.5) and list(lines.lines[0].get_xdata()) == [41, 42, 43, 44]
+
+
 def test_it_is_written(tmp_path: Path) -> None:
     draw_loads(make(3, 2, 4), tmp_path / "loads.png", title="Loads")
     assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")

@@ -148,6 +148,7 @@ def test_what_is_drawn(experts):
     assert named[0] == f"expert {top}" and len(named) == (9 if experts > 8 else 3)
     lines = [line.get_ydata() for line in stragglers.get_lines()]
     assert list(lines[0]) == list(before.straggler_IL[:, 1]) and list(lines[1]) == list(after.straggler_IL[:, 1])
+    assert loads.get_xlim() == (1, 9) and list(stragglers.get_lines()[0].get_xdata()) == [6, 7, 8, 9]
     cells = places.collections[0].get_array().reshape(experts, 4)
     assert (cells == 2).sum(axis=1).tolist() == [1] * experts, "one owner"
     assert (cells == 1).sum() == after.last[1].extra_W().sum()

@@ -46,11 +46,12 @@ class Profiler:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.r2 = 0.99
         patch.setattr(module, "profile", self)
 
     def __call__(self, topology: Topology, device: torch.device, **asked: Any) -> Profile:
         self.asked.append(asked)
-        line = Line(1e-6 * len(self.asked), 1e-12, 0.5)
+        line = Line(1e-6 * len(self.asked), 1e-12, self.r2)
         costs = CostModel(dict.fromkeys(line_names(topology), line), 0.5, asked["machine"], tiled=True)
         return Profile(costs, {name: ((1.0, 2.0), (3.0, 4.0)) for name in costs.lines}, 1.5)
 
@@ -76,6 +77,18 @@ def test_a_machine_is_measured_once(folder: Path, profiler: Profiler) -> None:
     assert len(profiler.asked) == 2 and again != first
     assert cached_profile(Topology(), CPU)[0] == again and len(profiler.asked) == 2
     assert Profile.from_json(path.read_text()) == again
+
+
+def test_lines_that_fit_poorly_are_a_warning_with_the_cure(folder: Path, profiler: Profiler) -> None:
+    """When they are measured, and each time that they are read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cached_profile(Topology(), CPU)
+    profiler.r2 = 0.58
+    for again in (True, False):
+        with pytest.warns(UserWarning, match=r"gemm \(r² 0.58\), copy \(r² 0.58\).*profile --again --budget 60"):
+            cached_profile(Topology(), CPU, again=again)
+    assert len(profiler.asked) == 2
 
 
 def test_products_of_another_dtype_are_another_file(folder: Path, profiler: Profiler) -> None:

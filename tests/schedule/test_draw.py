@@ -18,6 +18,7 @@ from tests.schedule.test_timeline import check_format
 from tests.schedule.timelines import training_step
 
 LINKS = (
+    "count-exchange",
     "dispatch",
     "all-gather",
     "reduce-scatter",

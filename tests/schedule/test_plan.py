@@ -326,7 +326,7 @@ def test_micro_batches_go_through_it():
         ("compute: AGERS0\nintra: AGERS0\ninter: D0 C0", ["is beside f0.AGERS0"]),
         ("compute: DEC0 AGERS0\nintra: AGERS0\ninter: DEC0", ["f0.AGERS0", "f0.DEC0", "is beside"]),
         ("compute: DEC0(12)\ninter: DEC0(12)", ["f0.DEC0 has a size"]),
-        ("compute: DE0\ninter: DE0", ["line 1", "'DE0' is not a task", "symbols: G P D AG E RS C DEC AGERS"]),
+        ("compute: DE0\ninter: DE0", ["line 1", "'DE0' is not a task", "symbols: G P CX D AG E RS C DEC AGERS"]),
     ],
 )
 def test_a_bad_fused_plan_is_refused_with_the_task_and_the_cure(text, parts):

@@ -42,14 +42,15 @@ def planted(rng: random.Random, whole: bool) -> StepCosts:
         weights = {kind: part * rng.uniform(0.2, 0.6) for kind, part in weights.items()}
         micro = MicroBatches(dense, weights, apart_s=rng.uniform(0, 1e-3))
     else:
-        dense_s = {phase: of | {"gate": rng.uniform(1e-3, 1e-2)} for phase, of in dense_s.items()}
+        dense_s = {phase: of | {"other": rng.uniform(1e-3, 1e-2)} for phase, of in dense_s.items()}
+        dense_s["forward"]["count-exchange"] = rng.uniform(1e-3, 1e-2)
     layers = (LayerCosts(chunks, dense_s, 2**20, micro),) * 3
     return StepCosts(layers, Line(1e-3, 1e-9), loss_s=rng.uniform(1e-3, 1e-2), optimizer_s=rng.uniform(1e-3, 1e-2))
 
 
 def as_run(plan: Plan, costs: StepCosts) -> Timeline:
-    """The step as a rank records it: gates by no span, and a span around what ends the reduction of gradients."""
-    spans = [span for span in simulate(plan, costs).spans if span.kind != "gate"]
+    """The step as a rank records it: "other" by no span, and a span around what ends the reduction of gradients."""
+    spans = [span for span in simulate(plan, costs).spans if span.kind != "other"]
     every = simulate(plan, costs).spans
     passed_s = max(span.end_s for span in every if span.phase == "backward" and span.kind != "gradient-all-reduce")
     end_s = min(span.start_s for span in spans if span.kind == "optimizer")
@@ -65,7 +66,7 @@ def prior(costs: StepCosts, rng: random.Random) -> StepCosts:
 
 
 def in_turn(costs: StepCosts, degree: int) -> Plan:
-    """One thing after the other: what a pass takes beside its tasks is then nothing but gates."""
+    """One thing after the other: what a pass takes beside its tasks is then nothing but "other"."""
     of = [ChunkedPass(one_queue, degree)] * len(costs.layers)
     return step_plan(costs, of, of, exposed=True)
 
@@ -179,8 +180,9 @@ def test_a_model_with_what_was_seen(whole: bool) -> None:
     seconds = {
         Sample("expert", "forward", 1): 0.4,
         Sample("expert", "forward", 4): 0.13,
-        Sample("gate", "forward"): 0.01,
-        Sample("gate", "backward"): 0.02,
+        Sample("count-exchange", "forward"): 0.003,
+        Sample("other", "forward"): 0.01,
+        Sample("other", "backward"): 0.02,
         Sample("loss", None): 0.05,
         Sample("optimizer", None): 0.06,
     }
@@ -192,12 +194,15 @@ def test_a_model_with_what_was_seen(whole: bool) -> None:
     assert costs.layers[0].chunks["forward"]["expert"] == StageTime(pytest.approx(0.04), pytest.approx(0.36))
     assert twice.layers[0].chunks["forward"]["expert"] == StageTime(pytest.approx(0.04), pytest.approx(0.72))
     if whole:
-        assert (costs.loss_s, costs.optimizer_s) == (pytest.approx(0.07), pytest.approx(0.10))
-        assert all("gate" not in of for of in costs.layers[0].dense_s.values())
+        assert (costs.loss_s, costs.optimizer_s) == (pytest.approx(0.076), pytest.approx(0.10))
+        assert all("other" not in of for of in costs.layers[0].dense_s.values())
     else:
         assert (costs.loss_s, costs.optimizer_s) == (0.05, 0.06)
-        assert costs.layers[0].dense_s["backward"]["gate"] == 0.02
-        assert twice.layers[0].dense_s["backward"]["gate"] == 0.04
+        assert costs.layers[0].dense_s["backward"]["other"] == 0.02
+        assert twice.layers[0].dense_s["backward"]["other"] == 0.04
+        # As many ranks tell each other as many numbers, whatever the rows.
+        assert costs.layers[0].dense_s["forward"]["count-exchange"] == 0.003
+        assert twice.layers[0].dense_s["forward"]["count-exchange"] == 0.003
     del seconds[Sample("loss", None)], seconds[Sample("optimizer", None)]
     alone = replace(MODEL, observed={WORK.shapes: Observed(seconds, WORK.rows)})
     costs, lines = (WORK.step_costs(of, [4096] * 2, KINDS, whole=whole) for of in (alone, MODEL))
@@ -226,6 +231,11 @@ def _slower(costs: StepCosts, times: float) -> StepCosts:
     layer = costs.layers[0]
     chunks = {phase: {kind: part * times for kind, part in of.items()} for phase, of in layer.chunks.items()}
     return replace(costs, layers=(replace(layer, chunks=chunks),) * len(costs.layers))
+
+
+def test_files_that_call_it_the_gate() -> None:
+    old = {"rows": None, "samples": [["gate", "forward", 1, False, 0.5], ["expert", "forward", 1, False, 1.0]]}
+    assert Observed.from_dict(old).seconds == {Sample("other", "forward"): 0.5, Sample("expert", "forward"): 1.0}
 
 
 BROKEN: Sequence[object] = (

@@ -37,7 +37,7 @@ def find_backend(group: Group, device: torch.device, backend: str | None = None)
     """
     if backend is not None and backend not in BACKENDS:
         raise ConfigError(f"unknown heap backend {backend!r}; choose one of {', '.join(BACKENDS)}")
-    choice = (backend,) if backend is not None else ("symm", "nvshmem") if device.type == "cuda" else ("shm",)
+    choice = (backend,) if backend is not None else ("symm", "nvshmem") if device.type == "cuda" else ("host",)
     own = (_host(), [BACKENDS[name].why_not(device) for name in choice])
     answers = dict(zip(group.ranks, all_gather_object(group, own, "choosing a symmetric heap"), strict=True))
     hosts = {rank: host for rank, (host, _) in answers.items()}
@@ -72,7 +72,7 @@ class Backend:
 
 #: By name. Virtual ranks (`host.local_heaps`) have no group to open one over: they are made together.
 BACKENDS = {
-    "shm": Backend(host.ShmHeap, host.why_not),
+    "host": Backend(host.HostHeap, host.why_not),
     "symm": Backend(symm.SymmHeap, symm.why_not),
     "nvshmem": Backend(nvshmem_heap.NvshmemHeap, nvshmem_heap.why_not, one_host=False),
 }

@@ -1,6 +1,6 @@
 """Heaps in memory of one host: shared by its processes, or by virtual ranks of one process.
 
-`ShmHeap` is for kernels in Triton's interpreter. Each rank makes anonymous files (memfd) and the others open them
+`HostHeap` is for kernels in Triton's interpreter. Each rank makes anonymous files (memfd) and the others open them
 through its process: nothing ever has a name in /dev/shm, so that nothing is left there either, wherever a rank is
 killed. The memory lives as long as anybody maps it; a peer that is late writes into memory that nobody reads any more,
 never into freed memory.
@@ -23,10 +23,10 @@ from fusedmoe.comm.group import Group, Job, lost
 from fusedmoe.comm.heap import Heap
 
 
-class ShmHeap(Heap):
+class HostHeap(Heap):
     """The heap over processes of one host, for kernels in Triton's interpreter."""
 
-    backend = "shm"
+    backend = "host"
 
     def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group, device)
@@ -40,7 +40,7 @@ class ShmHeap(Heap):
         self._views = []
 
     def _map(self, size: int) -> tuple[Tensor, list[int]]:
-        group, operation = self.group, "allocation on the shm heap"
+        group, operation = self.group, "allocation on the host heap"
         try:
             file = _new_file(size)
         except OSError as error:

@@ -41,7 +41,7 @@ class NvshmemHeap(Heap):
 def why_not(device: torch.device) -> str:
     """Why NVSHMEM cannot be used in this process, "" where it can."""
     if device.type != "cuda":
-        return "it is memory of CUDA GPUs; CPUs take shm"
+        return "it is memory of CUDA GPUs; CPUs take host"
     if reason := nvshmem.why_not():
         return reason
     try:

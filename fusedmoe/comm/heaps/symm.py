@@ -71,7 +71,7 @@ class SymmHeap(Heap):
 def why_not(device: torch.device) -> str:
     """Why GPUs here cannot share such memory, "" where they can."""
     if device.type != "cuda":
-        return "it is memory of CUDA GPUs; CPUs take shm"
+        return "it is memory of CUDA GPUs; CPUs take host"
     if reason := no_gpu() or not_for_torch():
         return reason
     count = torch.cuda.device_count()

@@ -102,11 +102,11 @@ class RouterMetrics(Collector):
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         super().__init__(watched, Topology.from_group(dist.group.WORLD) if several else Topology())
 
-    def collect(self, per_layer: bool = False) -> dict[str, float]:
+    def collect(self, per_layer: bool = False, per_expert: bool = False) -> dict[str, float]:
         """As `Collector.collect`. Speed is the trainer's to tell; what an expert has no room for does not occur, and
         losses are the model's."""
         untold = ("tokens_per_s", "dropped", "aux_loss")
-        return {key: value for key, value in super().collect(per_layer).items() if not key.endswith(untold)}
+        return {key: value for key, value in super().collect(per_layer, per_expert).items() if not key.endswith(untold)}
 
     def close(self) -> None:
         """Nothing is counted any more."""

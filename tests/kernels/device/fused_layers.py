@@ -90,7 +90,7 @@ def without_a_heap(rank: int, world: int) -> list[str]:
     """One rank cannot have one: what differs from collectives, in words."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setitem(heaps.BACKENDS, "shm", replace(heaps.BACKENDS["shm"], why_not=lambda device: "no memory"))
+            patch.setitem(heaps.BACKENDS, "host", replace(heaps.BACKENDS["host"], why_not=lambda device: "no memory"))
         wrong = same_as_collectives(rank, world, {"ep": world})
     return wrong
 

@@ -1,0 +1,139 @@
+"""Policies of the user's own: known by name wherever others are, and refused in words where their plans are wrong."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import fusedmoe
+from fusedmoe.cli.main import main
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.schedule import Schedule
+from fusedmoe.runtime.cache import plan_path
+from fusedmoe.schedule.candidates import PlanCandidate, candidates_beside, family_candidates
+from fusedmoe.schedule.cost import LINES, CostModel, Line
+from fusedmoe.schedule.own_policies import own_policy, register_policy
+from fusedmoe.schedule.passes import one_queue, three_queues
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES, PlanSearch, sequential
+from fusedmoe.schedule.simulate import makespan
+from fusedmoe.schedule.step import ChunkedPass, step_plan
+from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.task import Task
+from fusedmoe.schedule.workload import Workload
+
+MODEL = CostModel({name: Line(1e-5, 1e-12 if name == "gemm" else 1e-9) for name in LINES})
+WORK = Workload(4, 64, 32, 64, 4, k=2, ep=2, esp=2)
+KINDS = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
+COSTS = WORK.step_costs(MODEL, [4096, 8192], KINDS)
+
+
+def by_rows(workload: Workload, costs: StepCosts) -> Plan:
+    """A chunk for each 128 rows, up to 8."""
+    there, back = (
+        [ChunkedPass(three_queues, min(8, max(1, round(times * workload.rows / 128))))] * len(costs.layers)
+        for times in (1, 2)
+    )
+    return step_plan(costs, there, back)
+
+
+@pytest.fixture
+def mine() -> Iterator[str]:
+    register_policy("mine", by_rows)
+    yield "mine"
+    del POLICIES["mine"]
+
+
+def test_a_function_is_a_policy_of_a_layer() -> None:
+    for schedule in (Schedule(by_rows, costs=MODEL), pickle.loads(pickle.dumps(Schedule(by_rows, costs=MODEL)))):
+        plans = schedule.plans(KINDS, WORK)
+        assert plans.forward.degrees == {("forward", 0): 4} and plans.backward.degrees == {("backward", 0): 8}
+        assert str(schedule) == "by_rows" and "0x" not in repr(schedule)  # ranks compare it
+
+
+def test_modules_of_ones_own_need_one_number_for_both_passes() -> None:
+    with pytest.raises(ConfigError, match="policy by_rows has other chunks backward than forward"):
+        Schedule(by_rows, costs=MODEL).plans(KINDS, WORK, any_degree=False)
+
+
+def test_a_name_is_known_wherever_policies_are(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    named = Schedule.named(mine)
+    assert named is not None and replace(named, costs=MODEL).plans(KINDS, WORK).forward.degrees == {("forward", 0): 4}
+    assert POLICIES[mine].plan(COSTS) == by_rows(WORK, COSTS) == PlanSearch(COSTS).plan(mine)
+    # Of those that measuring compares it is one, without others beside it.
+    every = family_candidates(COSTS, 16, None, lambda done, total: None)
+    assert by_rows(WORK, COSTS) in [one.plan for one in every]
+    assert candidates_beside(PlanCandidate(mine, by_rows(WORK, COSTS), False, 1.0), COSTS, 16, None) == []
+    flags = ["--model", "Mixtral-7B", "--layers", "2", "--gate", "expert_choice", "--testbed", "B"]
+    assert main(["plan", *flags, "--schedule", mine]) == 0
+    assert "mine: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "A chunk for each 128 rows" in capsys.readouterr().out
+
+
+def test_what_is_kept_of_all_policies_depends_on_it(mine: str) -> None:
+    split = WORK.step_costs(MODEL, [4096, 8192], KINDS, whole=True)
+    one = plan_path("joint", split)
+    register_policy(mine, lambda workload, costs: sequential(costs))
+    other = plan_path("joint", split)
+    del POLICIES[mine]
+    assert len({one, other, plan_path("joint", split)}) == 3
+    register_policy(mine, by_rows)
+
+
+def test_the_best_of_all_is_the_own_where_it_is(mine: str) -> None:
+    cheap = step_plan(COSTS, *([ChunkedPass(three_queues, 1)] * 2,) * 2)
+    register_policy(mine, lambda workload, costs: cheap)
+    assert makespan(PlanSearch(COSTS).joint, COSTS) <= makespan(cheap, COSTS)
+
+
+def lacks(kind: str) -> Plan:
+    orders = {
+        on: [task for task in sequential(COSTS).on(on) if task.kind != kind] for on in ("compute", "intra", "inter")
+    }
+    return Plan.from_orders(orders)
+
+
+def other_chunks() -> Plan:
+    plan = step_plan(COSTS, *([ChunkedPass(one_queue, 2)] * 2,) * 2)
+    return Plan(plan.compute, plan.intra, tuple(t for t in plan.inter if t != Task("dispatch", 1, 1, "forward")))
+
+
+WRONG = {
+    "four": (lambda w, c: 4, "it gave a int, no Plan; .*step_plan makes one"),
+    "nothing": (lambda w, c: Plan(), r"the plan has no f0.A \(attention\), which is part of the step; add it"),
+    "part": (lambda w, c: lacks("reduce-scatter"), r"the plan has no f0.RS0 \(reduce-scatter\)"),
+    "gradients": (lambda w, c: lacks("gradient-all-reduce"), "reduces 0 of 12288 bytes of gradients"),
+    "chunk": (lambda w, c: other_chunks(), "f1.D1 is missing: the layer has 2 chunks"),
+    "layers": (lambda w, c: by_rows(w, replace(c, layers=c.layers * 2)), "carries bytes 0 to 24576, but"),
+    "fused": (lambda w, c: Plan.parse("compute: DEC0\ninter: DEC0"), "the plan is not for these layers"),
+    "limit": (lambda w, c: step_plan(c, *([ChunkedPass(one_queue, 17)] * 2,) * 2), "17 chunks, more than limit = 16"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_plan_is_refused_with_the_policys_name(name: str) -> None:
+    function, text = WRONG[name]
+    policy = own_policy(function, name)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"policy {name}.*{text}"):
+        policy.plan(COSTS)
+
+
+def test_what_cannot_be_registered() -> None:
+    for taken in ("auto", "off", "fused", "fsmoe", "flowmoe"):
+        with pytest.raises(ConfigError, match=f"{taken!r} is a schedule of the library"):
+            fusedmoe.register_policy(taken, by_rows)
+    with pytest.raises(ConfigError, match="'my own' is no name"):
+        fusedmoe.register_policy("my own", by_rows)
+    with pytest.raises(ConfigError, match="'mine' is a int; give a function"):
+        fusedmoe.register_policy("mine", 3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="by_rows chooses the chunks itself; leave out degrees"):
+        Schedule(by_rows, degrees=(2, 2))
+    with pytest.raises(ConfigError, match="unknown policy 'mine'; choose sequential"):
+        Schedule("mine")
+    with pytest.raises(ConfigError, match=r"schedule is a function; give a name, or fusedmoe.Schedule\(policy\)"):
+        fusedmoe.MoELayer(8, fusedmoe.gates.TopK(4), fusedmoe.experts.SwiGLU(8), schedule=by_rows)  # type: ignore[arg-type]
