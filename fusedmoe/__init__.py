@@ -7,6 +7,7 @@ before its layers) does not wait for torch.
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from fusedmoe import metrics as metrics
     from fusedmoe import ops as ops
     from fusedmoe import orders as orders
+    from fusedmoe import placement as placement
+    from fusedmoe import schedule as schedule
+    from fusedmoe import training as training
     from fusedmoe.autograd.hooks import HookContext as HookContext
     from fusedmoe.autograd.hooks import Hooks as Hooks
     from fusedmoe.comm.topology import Topology as Topology
@@ -67,12 +71,18 @@ __all__ = [*_HOMES, *_MODULES]
 if not TYPE_CHECKING:  # a type checker would take it for a sign that there may be any name
 
     def __getattr__(name: str) -> Any:
-        if name in _MODULES:
-            return import_module(f"fusedmoe.{name}")
+        if name in _parts():
+            try:
+                return import_module(f"fusedmoe.{name}")
+            except ImportError as error:  # of a door to a library that is not installed; `hasattr` takes no other error
+                raise AttributeError(f"fusedmoe.{name} cannot be imported: {error}") from error
         if name not in _HOMES:
             raise AttributeError(f"module 'fusedmoe' has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f"fusedmoe.{_HOMES[name]}"), name)
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, *_parts()})
+
+    def _parts() -> set[str]:
+        return {part.name for part in iter_modules(__path__) if not part.name.startswith("_")}

@@ -18,6 +18,9 @@ from fusedmoe.errors import ConfigError
 #: No file that is read as text is larger, by far.
 MOST_BYTES = 2**28
 
+#: The environment variable that says where files lie that jobs keep for the next ones.
+CACHE = "FUSEDMOE_CACHE"
+
 _DIGEST = "sha256"
 _PART = ".part"
 # What is still a part after so long, its writer was killed.
@@ -91,6 +94,19 @@ def _split(text: str, what: str) -> tuple[Any, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what}: not JSON ({error})") from error
     return held, held.pop(_DIGEST, None) if isinstance(held, dict) else None
+
+
+def cache_dir() -> Path:
+    """The folder of kept files: `$FUSEDMOE_CACHE`, or else ~/.cache/fusedmoe.
+
+    For a user without a home (no HOME, and no entry in the password file) it is one that cannot be made: nothing is
+    kept, and whoever writes gets an `OSError`, as for any other folder that cannot be written.
+    """
+    given = os.environ.get(CACHE)
+    try:
+        return Path(given).expanduser() if given else Path.home() / ".cache" / "fusedmoe"
+    except RuntimeError:
+        return Path(os.devnull, "this user has no home folder")
 
 
 def write_kept(path: Path, text: str) -> None:

@@ -110,7 +110,8 @@ def _show(found: Profile, path: Path) -> None:
     contention = found.costs.contention
     if {"all-to-all/ep", "all-gather/esp"} <= found.costs.lines.keys():
         console.print(f"contention: while both kinds of links work, each keeps {contention:.0%} of its speed")
-    console.print(f"measured in {found.seconds:.1f} s; kept in {path}", markup=False, soft_wrap=True)
+    kept = f"; kept in {path}" if path.exists() else ""
+    console.print(f"measured in {found.seconds:.1f} s{kept}", markup=False, soft_wrap=True)
 
 
 def _time(seconds: float) -> str:

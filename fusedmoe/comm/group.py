@@ -45,8 +45,18 @@ class Job:
     board: Board | None = None
     heaps: WeakSet[Any] = field(default_factory=WeakSet, compare=False, repr=False)
 
+    def refuse_pickle(self) -> None:
+        """Raises `ConfigError` for what is about to be pickled and has ranks to talk to."""
+        if self.board is not None:
+            raise ConfigError(
+                f"rank {self.rank}: pickle, or torch.save, of a model over ranks: its process groups stay in this "
+                "process, and its experts are this rank's. Save model.state_dict() on each rank, or all ranks' by "
+                "fusedmoe.training.save_checkpoint; inside the process copy.deepcopy copies the model"
+            )
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Job, (self.rank, self.timeout_s, self.board)  # heaps stay in their process
+        self.refuse_pickle()
+        return Job, (self.rank, self.timeout_s)  # heaps stay in their process
 
 
 class Lease:
@@ -112,6 +122,10 @@ class Group:
             raise ConfigError(f"{operation}: {text}")
         self.job.board.post(self.job.rank, operation, text)
         raise RankError(f"rank {self.job.rank}: {operation} over the {self}: {text}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.job.refuse_pickle()
+        return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # process groups cannot be copied

@@ -370,6 +370,10 @@ class Topology:
             self.stop(operation, error)
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.job.refuse_pickle()
+        return self.__dict__
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
         return self  # process groups cannot be copied, and a copied layer stands on the same ranks
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedmoe.files import read_kept
+from fusedmoe.files import cache_dir, read_kept
 from fusedmoe.graph.instructions import bytes_of, computes, concrete
-from fusedmoe.runtime.cache import cache_dir, fingerprint, write
+from fusedmoe.runtime.cache import fingerprint, write
 
 #: The smallest collective that is measured; each further one is twice as large.
 FIRST_BYTES = 1024

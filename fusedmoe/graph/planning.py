@@ -29,7 +29,7 @@ from torch import fx
 from fusedmoe.comm.failure import Board
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import RankError
-from fusedmoe.files import read_kept
+from fusedmoe.files import cache_dir, read_kept
 from fusedmoe.graph.instructions import Instructions, bytes_of, computes, group_of, is_all_to_all, is_start
 from fusedmoe.graph.micro_batches import InstructionRange, KnownSplits, Pipelined, chosen_ranges, rewrite
 from fusedmoe.graph.operator_costs import (
@@ -45,7 +45,7 @@ from fusedmoe.graph.operator_costs import (
 )
 from fusedmoe.graph.place_proofs import proven
 from fusedmoe.graph.weight_gradients import Skeleton, gaps_of, ordered, place, reorder, skeleton
-from fusedmoe.runtime.cache import cache_dir, fingerprint, machine_facts, write
+from fusedmoe.runtime.cache import fingerprint, machine_facts, write
 from fusedmoe.runtime.progress import WorkBar
 
 _OPERATION = "planning a captured graph"

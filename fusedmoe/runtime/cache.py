@@ -37,7 +37,7 @@ from fusedmoe import schedule
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.files import parse_json, read_kept, read_text, write_kept
+from fusedmoe.files import CACHE, cache_dir, parse_json, read_kept, read_text, write_kept
 from fusedmoe.runtime.profiler import BUDGET_S, Profile, line_names, profile
 from fusedmoe.runtime.progress import WorkBar
 from fusedmoe.schedule.candidates import PlanCandidate
@@ -48,16 +48,8 @@ from fusedmoe.schedule.policies import PlanSearch, sequential
 from fusedmoe.schedule.simulate import makespan
 from fusedmoe.schedule.step_costs import MAX_DEGREE, StepCosts
 
-#: The environment variable that says where they lie.
-CACHE = "FUSEDMOE_CACHE"
 _FORMAT, _CHOICE = "fusedmoe-plan", "fusedmoe-choice"
 _VERSION = 1
-
-
-def cache_dir() -> Path:
-    """The folder of the files."""
-    given = os.environ.get(CACHE)
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "fusedmoe"
 
 
 def fingerprint(facts: dict[str, Any]) -> str:

@@ -10,12 +10,14 @@ replicated parameter is whole on each of them: it is the mean over all ranks. Th
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
@@ -142,7 +144,7 @@ class DataParallel(DistributedDataParallel):
         # It writes the names of the root module's own parameters with a dot in front.
         hidden += [f".{name}" for name in hidden if "." not in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, hidden)
-        self._topology, self._split = topology, split
+        self._topology, self._split, self._mp_loss, self._options = topology, split, mp_loss, options
         with bounded(topology.world, "comparing the copies of a model"):
             super().__init__(model, process_group=topology.world.handle, **options)
         if options.get("init_sync", True):
@@ -158,6 +160,19 @@ class DataParallel(DistributedDataParallel):
                 # sums that are wanted are means of gradients scaled like this.
                 scale = replica.group.size / divisor(replica, topology, mp_loss)
                 replica.parameter.register_hook(lambda gradient, scale=scale: _arrived(own(), gradient, scale))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """Wraps a copy of the model in the same way; nothing is sent, since copies of equal models are equal."""
+        copied = DataParallel(
+            copy.deepcopy(self.module, memo), self._topology, self._mp_loss, **self._options | {"init_sync": False}
+        )
+        copied.training = self.training
+        memo[id(self)] = copied
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._topology.job.refuse_pickle()
+        return self.__dict__
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Where the ranks agree on buckets and bring buffers; the model itself comes after it."""
@@ -228,7 +243,11 @@ def fully_shard(module: nn.Module, topology: Topology, *, experts: bool = False,
     _fully_shard(module, mesh=topology.dense_mesh["dp"], ignored_params=split, **options)
     if spread:
         # Tokens of all dp ranks reached the experts of each edp group. Dense parts have this divisor anyway.
-        cast(FSDPModule, module).set_gradient_divide_factor(topology.dp.size)
+        sharded = cast(FSDPModule, module)
+        sharded.set_gradient_divide_factor(topology.dp.size)
+        # Such a divisor is part of FSDP's reduction in float32 and bfloat16, which NCCL alone knows.
+        over = topology.expert_mesh["edp"].get_group()
+        sharded.set_force_sum_reduction_for_comms(dist.get_backend(over) != "nccl")
         sharded_with_experts.add(module)
     return module
 

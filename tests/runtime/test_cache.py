@@ -156,6 +156,24 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cache_dir() == Path("/home/somebody/.cache/fusedmoe")
 
 
+@pytest.mark.parametrize("named", [None, "~/kept"])
+def test_a_user_without_a_home_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, profiler: Profiler, named: str | None
+) -> None:
+    """As a container has it that runs with a number of a user that it does not know."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv(CACHE) if named is None else monkeypatch.setenv(CACHE, named)
+    for times in (1, 2):
+        with pytest.warns(UserWarning, match=f"could not be kept.*no home folder.*Set {CACHE} to a folder"):
+            cached_profile(Topology(), CPU)
+        assert len(profiler.asked) == times
+
+
 def test_names_of_hosts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     def prints() -> str:
         return fingerprint(machine_facts(Topology(), CPU, torch.float32))

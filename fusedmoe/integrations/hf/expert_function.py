@@ -81,13 +81,11 @@ def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
 
 def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
     """Whether calls cost more than rows do, as where a model decodes on a CPU."""
+    # First: in a graph, asking for a number of tokens would bind the graph to that side of the limit.
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not numbers_only():
+        return False
     given = (hidden_states, top_k_index, experts.down_proj)
-    return (
-        top_k_index.numel() <= _FEW
-        and all(one.device.type == "cpu" for one in given)
-        and numbers_only()
-        and not torch.compiler.is_compiling()
-    )
+    return top_k_index.numel() <= _FEW and all(one.device.type == "cpu" for one in given)
 
 
 def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -218,6 +216,14 @@ def _activation(act: Any) -> str:
     if (kind is GELUActivation and act.act is nn.functional.gelu) or (kind is nn.GELU and act.approximate == "none"):
         return "gelu"
     return {nn.ReLU: "relu", GELUTanh: "gelu_tanh"}.get(kind, "")
+
+
+def registered_experts(model: nn.Module) -> dict[str, Any]:
+    """Modules of experts that transformers' registry serves, by name.
+
+    The mark is asked of the module itself: wrappers around it answer for it, too.
+    """
+    return {name: module for name, module in model.named_modules() if "_is_expert_parallel" in vars(module)}
 
 
 def check_experts(experts: Any) -> None:

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import recomputing
 from fusedmoe.errors import ConfigError
+from fusedmoe.integrations.hf.expert_function import registered_experts
 from fusedmoe.layers.load import expert_load
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.routing_counters import RoutingCounters
@@ -82,19 +83,19 @@ class RouterMetrics(Collector):
     def __init__(self, model: Any) -> None:
         routers = _routers(model)
         self._hooks: list[Any] = []
-        self._logits: dict[str, Tensor] = {}
+        self._logits: Tensor | None = None  # of the router that has run last
         watched = {}
-        for name, experts in model.named_modules():
-            if not hasattr(experts, "_is_expert_parallel") or not hasattr(experts, "down_proj"):
+        for name, experts in registered_experts(model).items():
+            if not hasattr(experts, "down_proj"):
                 continue
             found = experts.down_proj  # all experts, also where they are split
             watched[name] = Watched(RoutingCounters(len(found), found.device), _expert_parallel(found))
-            count = partial(self._count, name, watched[name].counters)
+            count = partial(self._count, watched[name].counters)
             self._hooks.append(experts.register_forward_pre_hook(count, with_kwargs=True))
-            for router in model.get_submodule(name.rpartition(".")[0]).children():
-                if type(router) in routers:
-                    keep = partial(self._keep, name, routers[type(router)])
-                    self._hooks.append(router.register_forward_hook(keep))
+        for router in model.modules():
+            for kind, place in routers.items():
+                if isinstance(router, kind):  # FSDP gives modules classes of its own
+                    self._hooks.append(router.register_forward_hook(partial(self._keep, place)))
         if not watched:
             raise ConfigError(
                 f"MetricsCallback: {type(model).__name__} has no experts that transformers' registry serves"
@@ -113,15 +114,16 @@ class RouterMetrics(Collector):
         for hook in self._hooks:
             hook.remove()
 
-    def _keep(self, name: str, place: int, router: nn.Module, _: Any, found: Any) -> None:
+    def _keep(self, place: int, router: nn.Module, _: Any, found: Any) -> None:
         if router.training and not recomputing() and isinstance(found, tuple):
-            self._logits[name] = found[place].detach()
+            self._logits = found[place].detach()
 
-    def _count(self, name: str, counters: RoutingCounters, experts: nn.Module, args: Any, kwargs: Any) -> None:
+    def _count(self, counters: RoutingCounters, experts: nn.Module, args: Any, kwargs: Any) -> None:
         if not experts.training or recomputing():
             return
         number_TK = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        logits_SE = self._logits.pop(name, None)
+        # A router runs just before its experts, whatever wraps either of them (LoRA, activation checkpoints, hooks).
+        logits_SE, self._logits = self._logits, None
         if logits_SE is not None and logits_SE.shape != (len(number_TK), counters.experts):
             logits_SE = None  # of something else
         with torch.no_grad():

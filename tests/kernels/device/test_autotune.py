@@ -19,7 +19,7 @@ from fusedmoe.kernels.layout import contiguous_layout
 from fusedmoe.kernels.triton import experts as triton_experts
 from fusedmoe.kernels.triton.grouped import autotune, correctness
 from fusedmoe.kernels.triton.grouped import call as grouped_call
-from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, default_folder
+from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner
 from fusedmoe.kernels.triton.grouped.call import GroupedCall
 from fusedmoe.kernels.triton.grouped.configs import (
     OPERATIONS,
@@ -410,14 +410,6 @@ def test_a_file_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=f"{folder} cannot be read"):
         assert Fake(folder).choose() == FAST
     assert sorted(os.listdir(tmp_path)) == ["blocked", "grouped.json"], "something is left"
-
-
-def test_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FUSEDMOE_CACHE", str(tmp_path / "there"))
-    assert default_folder() == tmp_path / "there"
-    monkeypatch.delenv("FUSEDMOE_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_folder() == tmp_path / ".cache" / "fusedmoe"
 
 
 def _write(file: Path, names: list[str]) -> None:

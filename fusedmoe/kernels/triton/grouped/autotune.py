@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import triton
 
-from fusedmoe.files import read_kept, write_kept
+from fusedmoe.files import cache_dir, read_kept, write_kept
 from fusedmoe.kernels.triton.grouped.apart import check_apart
 from fusedmoe.kernels.triton.grouped.call import Choose
 from fusedmoe.kernels.triton.grouped.configs import (
@@ -110,17 +110,6 @@ class Record:
             found = json.loads(text)
             self.faults = found["faults"] | self.faults
             self.choices = found["choices"] | self.choices
-
-
-def default_folder() -> Path | None:
-    """$FUSEDMOE_CACHE, or ~/.cache/fusedmoe; None where there is no home."""
-    named = os.environ.get("FUSEDMOE_CACHE")
-    if named:
-        return Path(named)
-    try:
-        return Path.home() / ".cache" / "fusedmoe"
-    except RuntimeError:
-        return None
 
 
 class Tuner:
@@ -298,7 +287,6 @@ def tuner(device: torch.device) -> Tuner:
     """The tuner of a GPU."""
     capability = torch.cuda.get_device_capability(device)
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}")
-    folder = default_folder()
 
     def check_there(variant: Variant, config: Config) -> str:
         with torch.cuda.device(device):  # whose events they are
@@ -312,7 +300,7 @@ def tuner(device: torch.device) -> Tuner:
         partial(to_try, capability),
         check_there,
         measure_there,
-        Record(None if folder is None else folder / f"grouped-{name}-{_sources()}.json"),
+        Record(cache_dir() / f"grouped-{name}-{_sources()}.json"),
         lambda: not (torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled()),
         lambda variant, configs: check_apart(variant, configs, device),
     )
