@@ -6,16 +6,21 @@ the page as a comment of HTML that begins with `setup`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import textwrap
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
+
+import pytest
 
 from fusedmoe.cli.main import make_parser
 from fusedmoe.schedule.cost import LINES, CostModel, Line
@@ -104,6 +109,50 @@ def test_the_sites_front_page_is_the_readme() -> None:
     assert len(targets) > 20
     for target in targets:
         assert "://" in target or (ROOT / "docs" / target).is_file(), target
+
+
+# torchtitan's trainer imports these, too, and its parser calls none of them (`constraints/titan.txt`).
+_PARSE_TITAN = """
+import json, sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+class Absent(ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+class Finder(MetaPathFinder, Loader):
+    def find_spec(self, name, path=None, target=None):
+        absent = ("torchdata", "datasets", "torch_checkpointing", "wandb", "torch.utils.tensorboard")
+        return ModuleSpec(name, self, is_package=True) if f"{name}.".startswith(tuple(f"{one}." for one in absent)) else None
+
+    def create_module(self, spec):
+        return Absent(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Finder())
+from torchtitan.config import ConfigManager
+from torchtitan.config.override import apply_overrides
+for words in json.load(sys.stdin):
+    config = ConfigManager().parse_args(words)
+    assert len(apply_overrides(config.override, config)) >= len(config.override.imports), words
+"""
+
+
+@pytest.mark.skipif("torchtitan" in MISSING, reason="torchtitan is not installed")
+def test_torchtitan_takes_its_commands() -> None:
+    """Its own parser, which also refuses settings that do not go together; then the overrides find what they replace."""
+    found = [shlex.split(command) for _, command in commands() if "-m torchtitan.train" in command]
+    given = [words[words.index("torchtitan.train") + 1 :] for words in found]
+    assert len(given) >= 2
+    code = [sys.executable, "-c", _PARSE_TITAN]
+    done = subprocess.run(code, input=json.dumps(given), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_files_and_links_exist() -> None:
