@@ -127,7 +127,8 @@ class Absent(ModuleType):
 class Finder(MetaPathFinder, Loader):
     def find_spec(self, name, path=None, target=None):
         absent = ("torchdata", "datasets", "torch_checkpointing", "wandb", "torch.utils.tensorboard")
-        return ModuleSpec(name, self, is_package=True) if f"{name}.".startswith(tuple(f"{one}." for one in absent)) else None
+        ours = any(f"{name}.".startswith(f"{one}.") for one in absent)
+        return ModuleSpec(name, self, is_package=True) if ours else None
 
     def create_module(self, spec):
         return Absent(spec.name)
@@ -146,7 +147,7 @@ for words in json.load(sys.stdin):
 
 @pytest.mark.skipif("torchtitan" in MISSING, reason="torchtitan is not installed")
 def test_torchtitan_takes_its_commands() -> None:
-    """Its own parser, which also refuses settings that do not go together; then the overrides find what they replace."""
+    """Its own parser, which refuses settings that do not go together, too; the overrides find what they replace."""
     found = [shlex.split(command) for _, command in commands() if "-m torchtitan.train" in command]
     given = [words[words.index("torchtitan.train") + 1 :] for words in found]
     assert len(given) >= 2

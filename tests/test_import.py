@@ -67,3 +67,24 @@ def test_names() -> None:
     assert set(fusedmoe.__all__) <= set(dir(fusedmoe))
     with pytest.raises(AttributeError, match="no attribute 'MoeLayer'"):
         fusedmoe.MoeLayer  # type: ignore[attr-defined]  # noqa: B018
+
+
+PARTS = """
+import sys
+import fusedmoe
+names = {"errors", "hf", "hooks", "metrics", "placement", "schedule", "titan", "training", "tutel"}
+assert names <= set(dir(fusedmoe)) and "torch" not in sys.modules
+for name in names - {"hf", "titan"}:
+    assert getattr(fusedmoe, name) is sys.modules[f"fusedmoe.{name}"], name
+fusedmoe.training.sync_gradients, fusedmoe.metrics.Metrics, fusedmoe.tutel.install
+sys.modules["transformers"] = None  # not installed
+assert not hasattr(fusedmoe, "hf") and not hasattr(fusedmoe, "nothing")
+try:
+    fusedmoe.hf
+except AttributeError as error:
+    assert "transformers" in str(error), error
+"""
+
+
+def test_parts_are_attributes() -> None:
+    subprocess.run([sys.executable, "-c", PARTS], timeout=120, check=True)

@@ -6,18 +6,25 @@ import copy
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import ModelHook, add_hook_to_module
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.moe import ExpertsInterface
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.hf import experts_forward
+from fusedmoe.integrations.hf import NAME, experts_forward
 from fusedmoe.integrations.hf.expert_function import fused_activation, is_clamped_swiglu
 from fusedmoe.kernels import workspace
 from tests.integrations.models import CONFIGS, VOCABULARY, make
@@ -73,10 +80,10 @@ def test_half_precision(family: str) -> None:
     assert errors[fusedmoe.hf.NAME] <= 1.5 * errors["grouped_mm"] + 1e-3, errors
 
 
-def module_of(family: str) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+def module_of(family: str, tokens: int = 29) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
     """The first experts of a model in float64, and input for them: tokens, numbers and weights."""
     experts: Any = next(m for m in make(family, "eager").double().modules() if hasattr(m, "_is_expert_parallel"))
-    return experts, routed(experts, torch.rand(29, experts.num_experts).topk(2).indices)
+    return experts, routed(experts, torch.rand(tokens, experts.num_experts).topk(2).indices)
 
 
 def routed(experts: Any, number_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,6 +281,102 @@ def test_who_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MixtralExperts, "forward", GptOssExperts.__init__.__wrapped__)
     with pytest.raises(ConfigError, match="modeling_gpt_oss has replaced the forward of model.layers.0"):
         fusedmoe.hf.apply(make("mixtral", "eager"))
+
+
+class Wrapper(nn.Module):
+    """A model in a module of another class, as DistributedDataParallel and FSDP have it; the latter knows its names."""
+
+    def __init__(self, module: Any, answers: bool = False) -> None:
+        super().__init__()
+        self.module, self.answers = module, answers
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not self.answers:
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.module(*given, **named)
+
+
+def wrap_experts(model: Any, wrap: Callable[[Any], Any]) -> Any:
+    """Has `wrap` take all modules of experts, and put what it returns in their places."""
+    for block in [block for block in model.modules() if "experts" in block._modules]:
+        block.experts = wrap(block.experts)
+    return model
+
+
+def compiled(experts: Any) -> Any:
+    experts.forward = torch.compile(experts.forward, backend="eager")
+    return experts
+
+
+def adapted(model: Any) -> Any:
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return get_peft_model(model, LoraConfig(r=2, target_parameters=names))
+
+
+WRAPS: dict[str, Callable[[Any, str], Any]] = {
+    "in a wrapper": lambda model, _: Wrapper(model),
+    "in wrappers that answer": lambda model, _: wrap_experts(Wrapper(model, True), partial(Wrapper, answers=True)),
+    "forward compiled": lambda model, _: wrap_experts(model, compiled),
+    "LoRA": lambda model, _: Wrapper(adapted(model)),
+    "hooks": lambda model, _: dispatch_model(model, {"": "cpu"}, force_hooks=True),
+    "two hooks": lambda model, _: wrap_experts(
+        dispatch_model(model, {"": "cpu"}, force_hooks=True),
+        lambda experts: add_hook_to_module(experts, ModelHook(), append=True),
+    ),
+    "offloaded": lambda model, _: cpu_offload(model, execution_device=torch.device("cpu")) or model,
+    "on disk": lambda model, folder: disk_offload(model, folder, execution_device=torch.device("cpu")) or model,
+}
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_wrapped_and_hooked_models(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, tokens = make("mixtral", "eager", torch.float64), torch.randint(0, VOCABULARY, (2, 40))
+    model = WRAPS[how](copy.deepcopy(exact), str(tmp_path))
+    called: list[str] = []
+    for _ in range(2):
+        assert fusedmoe.hf.apply(model) is model
+    monkeypatch.setitem(
+        ExpertsInterface._global_mapping, NAME, lambda *given: called.append("") or experts_forward(*given)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=tokens).logits, exact(input_ids=tokens).logits, rtol=0, atol=1e-10)
+    assert len(called) == 2
+
+
+def test_who_is_in_the_way_of_a_hooked_model() -> None:
+    model = make("mixtral", "eager")
+    model.model.layers[1].mlp.experts.forward = partial(lambda *_: None)
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    with pytest.raises(ConfigError, match="test_hf_experts has replaced the forward of model.layers.1"):
+        fusedmoe.hf.apply(model)
+    with pytest.raises(ConfigError, match="MixtralExperts.* keeps experts_implementation='eager'.*PreTrainedModel"):
+        fusedmoe.hf.apply(make("mixtral", "eager").model.layers[0].mlp.experts)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_one_graph_for_all_numbers_of_tokens(family: str) -> None:
+    """Where eager code takes another way for a few tokens."""
+    experts, (x_TH, number_TK, weight_TK) = module_of(family, 300)
+    exact, graphs = experts(x_TH, number_TK, weight_TK), []
+    experts.config._experts_implementation = NAME
+    tokens = torch.export.Dim("tokens", min=2, max=300)
+    compiled = torch.compile(
+        experts, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True, dynamic=True
+    )
+    with torch.no_grad():
+        given = x_TH[:20], number_TK[:20], weight_TK[:20]
+        exported = torch.export.export(experts, given, dynamic_shapes=({0: tokens},) * 3).module()
+        for count in (20, 2, 63, 64, 65, 300):
+            for graph in (exported, compiled):
+                found = graph(x_TH[:count], number_TK[:count], weight_TK[:count])
+                torch.testing.assert_close(found, exact[:count], rtol=1e-10, atol=1e-10)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(

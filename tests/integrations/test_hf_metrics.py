@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 import fusedmoe.hf
@@ -46,6 +47,29 @@ def test_metrics_are_those_of_the_router(family: str, experts_of: str) -> None:
     metrics.close()
     model(input_ids=tokens)
     assert metrics.collect() == {}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "adapted",
+    [
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        {"target_parameters": ["mlp.experts.down_proj"], "modules_to_save": ["gate", "router"]},
+        {"target_modules": ["o_proj"], "modules_to_save": ["experts"]},
+    ],
+    ids=["experts", "experts and routers", "copies of experts"],
+)
+def test_adapters_of_peft_change_no_metric(family: str, adapted: dict[str, Any]) -> None:
+    """New ones leave a model's results as they are."""
+    model, tokens, found = make(family, "fusedmoe"), torch.randint(0, VOCABULARY, (2, 9)), []
+    for each in (model, lambda: get_peft_model(model, LoraConfig(r=2, **adapted))):
+        each = each.train() if each is model else each().train()
+        metrics = RouterMetrics(each)
+        each(input_ids=tokens)
+        found.append(metrics.collect())
+        metrics.close()
+    assert found[0].keys() == {f"moe/{key}" for key in KEYS}
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_the_callback_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +175,31 @@ def test_edges_of_data_parallel(cluster: Cluster) -> None:
     cluster.run(4, _edges)
 
 
+def _copied(rank: int, world: int) -> None:
+    topology = Sizes(2, ep=2).topology()
+    wrapped = distributed_data_parallel(_model(topology), topology, gradient_as_bucket_view=True)
+    _backward(wrapped, topology, 0)
+    twin = copy.deepcopy(wrapped)
+    if rank == 0:
+        copy.deepcopy([wrapped])  # nobody else has a part in it
+    assert twin.gradient_as_bucket_view
+    for each in (wrapped, twin):
+        _backward(each, topology, 1)
+        _compare(each.module, _plain(topology, range(2)))
+    with torch.no_grad():
+        for ours, theirs in zip(twin.parameters(), wrapped.parameters(), strict=True):
+            ours.zero_()
+            assert theirs.any()
+    for each in (wrapped, wrapped.module, nn.Sequential(wrapped.module), topology, topology.ep):
+        for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
+            with pytest.raises(ConfigError, match=f"rank {rank}: pickle.*state_dict.*save_checkpoint.*deepcopy"):
+                save(each)
+
+
+def test_wrapped_models_are_copied_and_not_pickled(cluster: Cluster) -> None:
+    cluster.run(2, _copied)
+
+
 def _sharded(rank: int, world: int, sizes: Sizes, path: str, with_experts: bool) -> None:
     topology = sizes.topology()
     if with_experts:  # as other libraries name the axes
@@ -246,10 +274,10 @@ def _few_experts(rank: int, world: int) -> None:
     """One expert on each rank, beside one that has the same: its second dimension is sharded, where it can be."""
     topology = Topology.from_sizes(ep=2)
 
-    def layer(**options: Any) -> fusedmoe.MoELayer:
+    def layer(dtype: torch.dtype = torch.float64, **options: Any) -> fusedmoe.MoELayer:
         torch.manual_seed(3)
         gate, experts = fusedmoe.gates.TopK(2, k=1), fusedmoe.experts.FeedForward(5)
-        return fusedmoe.MoELayer(4, gate, experts, topology=topology, dtype=torch.float64, **options)
+        return fusedmoe.MoELayer(4, gate, experts, topology=topology, dtype=dtype, **options)
 
     sharded, plain = fully_shard(layer(), topology, experts=True), layer()
     splits = {name: part.placements for name, part in sharded.named_parameters() if name.startswith("experts.")}
@@ -263,6 +291,13 @@ def _few_experts(rank: int, world: int) -> None:
     norms = [clip_grad_norm(model, topology, 0.1) for model in (sharded, plain)]
     torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
     _compare(sharded, plain)
+    for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
+        sharded, plain = fully_shard(layer(dtype), topology, experts=True), layer(dtype)
+        for model in (sharded, plain):
+            model(x_SM.to(dtype)).square().mean().backward()
+            sync_gradients(model, topology)
+        for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert (_whole(ours.grad) - theirs.grad).norm() <= error * theirs.grad.norm(), dtype
     with pytest.raises(ConfigError, match="move between ranks"):
         fully_shard(layer(placement="fssdp"), topology, experts=True)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="Update PyTorch"):

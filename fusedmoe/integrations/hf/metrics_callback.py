@@ -92,6 +92,7 @@ class RouterMetrics(Collector):
             watched[name] = Watched(RoutingCounters(len(found), found.device), _expert_parallel(found))
             count = partial(self._count, watched[name].counters)
             self._hooks.append(experts.register_forward_pre_hook(count, with_kwargs=True))
+        router: nn.Module
         for router in model.modules():
             for kind, place in routers.items():
                 if isinstance(router, kind):  # FSDP gives modules classes of its own
