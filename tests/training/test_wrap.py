@@ -183,13 +183,11 @@ def _copied(rank: int, world: int) -> None:
     if rank == 0:
         copy.deepcopy([wrapped])  # nobody else has a part in it
     assert twin.gradient_as_bucket_view
-    for each in (wrapped, twin):
+    for each, batches in ((wrapped, range(2)), (twin, range(1, 2))):  # copies of parameters are without gradients
         _backward(each, topology, 1)
-        _compare(each.module, _plain(topology, range(2)))
-    with torch.no_grad():
-        for ours, theirs in zip(twin.parameters(), wrapped.parameters(), strict=True):
-            ours.zero_()
-            assert theirs.any()
+        _compare(each.module, _plain(topology, batches))
+    for ours, theirs in zip(twin.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
     for each in (wrapped, wrapped.module, nn.Sequential(wrapped.module), topology, topology.ep):
         for save in (pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())):
             with pytest.raises(ConfigError, match=f"rank {rank}: pickle.*state_dict.*save_checkpoint.*deepcopy"):
