@@ -115,7 +115,12 @@ def distributed_data_parallel(
     Returns:
         The wrapper; the model is its attribute `module`. In a world of one it needs no process group.
     """
-    return DataParallel(model, topology, mp_loss, **options) if topology.size > 1 else SingleRank(model)
+    if topology.size == 1:
+        return SingleRank(model)
+    wrapped = DataParallel(model, topology, mp_loss, **options)
+    if not options.get("init_sync", True):
+        compare_copies(replicas(model, topology), topology)
+    return wrapped
 
 
 class SingleRank(nn.Module):
@@ -150,8 +155,6 @@ class DataParallel(DistributedDataParallel):
         if options.get("init_sync", True):
             for replica in split:
                 broadcast(replica.parameter, replica.group)
-        else:
-            compare_copies(copies, topology)
         self._synced_backward = -1
         own = weakref.ref(self)
         for replica in copies:
