@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
@@ -52,12 +53,13 @@ class Job:
 class Lease:
     """A process group, for as long as the topology that has leased it is open.
 
-    `key`: by which the pool knows it: ranks and purpose, and the time-out.
+    `key`: by which the pool knows it: ranks and purpose, and the time-out. `calls`: of layers over it, until now.
     """
 
     def __init__(self, handle: dist.ProcessGroup, key: tuple[str, float] = ("", 0.0)) -> None:
         self._handle: dist.ProcessGroup | None = handle
         self.key = key
+        self.calls = 0
 
     @property
     def handle(self) -> dist.ProcessGroup:
@@ -99,6 +101,13 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def count_call(self) -> int:
+        """The number of a layer's call over the group, the same on all of its ranks."""
+        if self.lease is None:
+            return 0
+        self.lease.calls += 1
+        return self.lease.calls
 
     @property
     def board(self) -> Board:
@@ -162,6 +171,12 @@ class ProcessGroups:
     def __init__(self) -> None:
         self._made: dict[tuple[str, float], _Made] = {}
         self._last: dict[str, int] = {}
+        self._layers: Counter[tuple[int, ...]] = Counter()
+
+    def number_layer(self, ranks: tuple[int, ...]) -> int:
+        """How many layers these ranks have made, another one included."""
+        self._layers[ranks] += 1
+        return self._layers[ranks]
 
     def held(self, timeout_s: float) -> dict[str, Held]:
         """What this rank holds by ranks and purpose, for other ranks to compare."""
