@@ -163,6 +163,14 @@ class Board:
         text = f"not all ranks came within {timeout_s:.0f} s: {places}. {ORDER}; or {cure}"
         return self.blame(order_of_blame(waiting)[0], operation, text)
 
+    def forget_addresses(self) -> None:
+        """Takes this rank's address for the default group from torchrun's store, once all ranks are connected.
+
+        PyTorch leaves it there: ranks of the next attempt would wait for a connection to a process that has ended.
+        """
+        if _agent():
+            self._ask(lambda _: self._store.delete_key(f"cpu//0/{self._rank}"))
+
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""
         own = Verdict(rank, operation, message)
@@ -317,7 +325,7 @@ class Board:
 
         def in_own_place(line: dist.Store) -> T:
             if not self._prefix:  # all ranks get that of the first; what the line leads to may serve other jobs, too
-                name = self._store.compare_set("fusedmoe", "", uuid4().hex)
+                name = self._store.compare_set(f"fusedmoe/{attempt()}", "", uuid4().hex)
                 self._prefix = name.decode()
             return question(dist.PrefixStore(self._prefix, line))
 
@@ -335,6 +343,11 @@ def _values(store: dist.Store, keys: list[str]) -> list[bytes] | None:
 def _host() -> str:
     """Who hosts the job's store, and that this failed."""
     return f"{'torchrun on the host of ' if _agent() else ''}rank {_HOST} failed in hosting the job's store"
+
+
+def attempt() -> str:
+    """The number of restarts by torchrun, whose store has kept what the ranks of earlier attempts have written."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _agent() -> bool:

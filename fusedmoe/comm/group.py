@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
-from fusedmoe.comm.failure import Board, stopped
+from fusedmoe.comm.failure import Board, attempt, stopped
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import LOOK_S, Helper
 
@@ -206,7 +206,7 @@ class ProcessGroups:
         numbers = {number for number, _ in every}
         if len(numbers) > 1 or 0 in numbers:
             number = max(last for _, last in every) + 1
-            handle = _make(job, ranks, f"fusedmoe/{name}/{number}")
+            handle = _make(job, ranks, f"fusedmoe/{attempt()}/{name}/{number}")
             self._made[key], self._last[name] = _Made(ref(handle), number), number
         made = self._made[key]
         made.leases += 1

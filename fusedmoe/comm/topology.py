@@ -415,6 +415,8 @@ def _meet(
     board = Board(dist.distributed_c10d._get_default_store(), rank)
     tell_others_of_uncaught(board)
     every = board.meet(ranks, (arguments, process_groups().held(timeout_s)), timeout_s)
+    if len(ranks) == dist.get_world_size():
+        board.forget_addresses()
     for other, (theirs, _) in zip(ranks, every, strict=True):
         if theirs != arguments:
             raise RankError(
