@@ -136,6 +136,10 @@ class Board:
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
             said: Verdict | str | None = self.read()
+            if said is None and pause == LOOK_S and (dead := self.gone(tuple(ranks))):
+                said = self.post(
+                    dead[0], operation, "its process ended (an error, killed, or out of memory); see its log"
+                )
             if said is None and (self._line.broke or time.monotonic() > deadline):
                 missing = [rank for rank, key in keys.items() if not self._ask(partial(_values, keys=[key]))]
                 said = self._not_met(operation, missing, timeout_s, cure)

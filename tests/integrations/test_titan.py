@@ -445,9 +445,9 @@ def steps_on_ranks(
     apply_overrides(OverrideConfig(imports=[(name, {"timeout_s": 40.0})]), made)
     calls: Counter[str] = Counter()
 
-    def counted(group: Any, rows: Tensor, send: Any, recv: Any, operation: str = "") -> Tensor:
+    def counted(group: Any, rows: Tensor, send: Any, recv: Any, operation: str = "", agreed: bool = False) -> Tensor:
         calls[operation] += 1
-        return all_to_all_rows(group, rows, send, recv, operation)
+        return all_to_all_rows(group, rows, send, recv, operation, agreed)
 
     with pytest.MonkeyPatch.context() as patch:
         # Torchtitan makes meshes of GPUs, even where there are none.
