@@ -163,12 +163,15 @@ class Campaign:
         if name == "skew":
             few = rng.randrange(world)
             counts = tuple(of if rank == few else tuple(rng.randrange(2) for _ in of) for rank, of in enumerate(counts))
+        if LAYOUTS[layout].captured:
+            counts = tuple((6,) * len(of) for of in counts)  # a graph of other sizes is another one
         spec = Spec(
             kind,
             layout,
             rng.randrange(2**31),
             counts,
             skew=name == "skew",
+            timeout_s=Spec.timeout_s * (6 if LAYOUTS[layout].captured or LAYOUTS[layout].cold else 1),
             guarded=rng.random() < 0.5,
             meets=name.split(",")[0] in ("nan", "shape", "dtype"),
             catches=name.endswith("caught"),
@@ -186,8 +189,9 @@ class Campaign:
 
 
 def _takes(fault: str, scene: tuple[str, str]) -> bool:
-    """Whether such a job has that fault in its input. Doors have inputs of their own kind: only their calls differ."""
-    return scene[0] == OF_INPUT[fault].kind and not LAYOUTS[scene[1]].door
+    """Whether such a job has that fault in its input. What doors and graphs are given is always right."""
+    layout = LAYOUTS[scene[1]]
+    return scene[0] == OF_INPUT[fault].kind and not (layout.door or layout.captured)
 
 
 class Gone(Exception):
@@ -501,11 +505,11 @@ def _cause(text: str) -> str:
 def _names(cause: str, culprit: int, fault: str) -> bool:
     """Whether it says that the rank at fault failed.
 
-    Where a rank calls another operation than the others nobody can know which is right: the error then has to name it
-    among those that differ, whichever of them comes first.
+    Where a rank calls another operation than the others, or the same with another path, nobody can know which is right:
+    the error then has to name it among those that differ, whichever of them comes first.
     """
     failed = re.match(r"(?:torchrun on the host of )?rank (\d+) failed", cause)
-    if failed and fault != "order":
+    if failed and fault not in ("order", "path"):
         return int(failed[1]) == culprit
     return bool(re.search(rf"\branks? \[?{culprit}\b", cause))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -154,7 +155,7 @@ class Rank:
         self.rank, self.spec, self.meddle = rank, spec, meddle
         self.rng = rng or random.Random(0)
         self.layout = LAYOUTS[spec.layout]
-        self.saved = 0
+        self.saved, self.passes = 0, 2
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.buckets: GradientBuckets | None = None
@@ -192,7 +193,7 @@ class Rank:
             broadcast_parameters(self.model, self.topology)
         if layout.captured:
             torch._dynamo.reset()
-            self.whole = torch.compile(self.model, backend=GraphBackend(costs=Steady()))  # type: ignore[assignment]
+            self._capture()
         if layout.moves:
             from fusedmoe.comm.heaps import open_heap
 
@@ -201,6 +202,17 @@ class Rank:
                 options["heap"] = self.stack.enter_context(open_heap(self.topology.ep, CPU))
             self.experts = ShardedExperts(self.model, self.optimizer, self.topology, **options)
             self.stack.callback(self.experts.close)
+
+    def _capture(self) -> None:
+        """Compiles both passes, unwatched: a profile function makes that take a minute."""
+        self.whole = torch.compile(self.model, backend=GraphBackend(costs=Steady()))  # type: ignore[assignment]
+        watch = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            self.whole(self.spec.tokens(self.rank, 0)).sum().backward()
+            self.optimizer.zero_grad()
+        finally:
+            sys.setprofile(watch)
 
     def _other_copies(self) -> None:
         """Replicated parameters that differ from rank 0's until they are made equal."""
@@ -220,7 +232,8 @@ class Rank:
         loss = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in self.model.layers)
         if self.buckets is not None:
             self.buckets.open()
-        loss.backward()
+        if self.passes == 2:
+            loss.backward()
         if not self.layout.wraps:
             sync_gradients(self.model, topology, buckets=self.buckets)
         self.norms.append(clip_grad_norm(self.model, topology, 1.0))
@@ -262,7 +275,7 @@ class Rank:
         elif way == 5:
             topology.close()  # it thinks that all is done
         elif way == 6:
-            self.model.requires_grad_(False)  # its backward pass has nothing to do
+            self.passes = 1  # no backward pass
         else:
             self.model.layers[1](x_SM)  # a layer out of turn
 
