@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -84,6 +85,10 @@ def order_of_blame(waiting: Mapping[int, Note]) -> list[int]:
     )
 
 
+# By the store of a job: host and process of each rank.
+_PROCESSES: WeakKeyDictionary[dist.Store, dict[int, tuple[str, int]]] = WeakKeyDictionary()
+
+
 class Board:
     """The failure board of a job, kept in the store that `torch.distributed` was initialised with."""
 
@@ -96,8 +101,8 @@ class Board:
         self._unheard = False
         #: How long a rank may take to be gone, or to say why, once its connections broke: it closes them before.
         self.exit_s = _EXIT_S
-        # Asked for when the ranks meet: the store may be gone when it is needed.
-        self._processes: dict[int, tuple[str, int]] = {}
+        # Asked for when the ranks meet, on any board: the store may be gone when it is needed.
+        self._processes = _PROCESSES.setdefault(store, {})
         self._looker: Helper | None = None
         #: How often this rank has called each operation.
         self.calls: Counter[str] = Counter()
