@@ -63,7 +63,10 @@ def _guarded(way: str, operation: str) -> Iterator[Way]:
 @contextmanager
 def _part(way: str, operation: str, send_PE: Tensor, come_QPE: Tensor, device: torch.device) -> Iterator[Part]:
     with _guarded(way, operation) as found:
-        yield Part(found.all_to_all, found.topology.esp, send_PE.numpy(), come_QPE.numpy(), device)
+        part = Part(found.all_to_all, found.topology.esp, send_PE.numpy(), come_QPE.numpy(), device, "a layer's graph")
+        if operation.endswith("_backward"):
+            part.turn()
+        yield part
 
 
 @operator("meet")

@@ -26,7 +26,7 @@ def dispatch(
 ) -> Tensor:
     """[N, M] -> [R, M]: rows sorted by expert to rows received, by (source rank, local expert). Collective over ep; the
     backward is a combine."""
-    there, back = _wire("dispatch", exchange.dispatch), _wire("combine", exchange.combine)
+    there, back = _wire("dispatch", exchange, exchange.dispatch), _wire("combine", exchange, exchange.combine)
     return _both_ways(rows_NM, there, back, hooks, recorder)
 
 
@@ -35,19 +35,19 @@ def combine(
 ) -> Tensor:
     """[R, M] -> [N, M]: results of the rows received to results of the rows sent, in their order. Collective over ep;
     the backward dispatches."""
-    there, back = _wire("combine", exchange.combine), _wire("dispatch", exchange.dispatch)
+    there, back = _wire("combine", exchange, exchange.combine), _wire("dispatch", exchange, exchange.dispatch)
     return _both_ways(rows_NM, there, back, hooks, recorder)
 
 
 def all_gather(rows_RM: Tensor, exchange: Exchange, recorder: Recorder | None = None) -> Tensor:
     """The rows of all expert-sharding peers. The backward is a reduce-scatter."""
-    there, back = _shard("all-gather", exchange.all_gather), _shard("reduce-scatter", exchange.reduce_scatter)
+    there, back = _shards(exchange)
     return _both_ways(rows_RM, there, back, (), recorder)
 
 
 def reduce_scatter(rows_RM: Tensor, exchange: Exchange, recorder: Recorder | None = None) -> Tensor:
     """This rank's rows of the sum over the expert shards. The backward is an all-gather."""
-    there, back = _shard("reduce-scatter", exchange.reduce_scatter), _shard("all-gather", exchange.all_gather)
+    back, there = _shards(exchange)
     return _both_ways(rows_RM, there, back, (), recorder)
 
 
@@ -56,10 +56,12 @@ class _wire:
 
     resource = "inter"
 
-    def __init__(self, name: str, move: Move) -> None:
-        self.name, self.move = name, move
+    def __init__(self, name: str, exchange: Exchange, move: Move) -> None:
+        self.name, self.exchange, self.move = name, exchange, move
 
     def __call__(self, hooks: Sequence[Hooks], recorder: Recorder | None, direction: Direction, rows: Tensor) -> Tensor:
+        if direction == "backward":
+            self.exchange.turn()
         context = HookContext(direction)
         rows = run_hooks(hooks, f"before_{self.name}", rows, context)
         with span(recorder, self.name, kind=self.name, resource=self.resource, phase=direction):
@@ -71,6 +73,11 @@ class _shard(_wire):
     """The same inside a node, without hooks."""
 
     resource = "intra"
+
+
+def _shards(exchange: Exchange) -> tuple[_shard, _shard]:
+    scatter = _shard("reduce-scatter", exchange, exchange.reduce_scatter)
+    return _shard("all-gather", exchange, exchange.all_gather), scatter
 
 
 def _both_ways(rows: Tensor, there: _wire, back: _wire, hooks: Sequence[Hooks], recorder: Recorder | None) -> Tensor:

@@ -50,7 +50,10 @@ class AllToAll(Protocol):
         ...
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
-        """[sum(send), ...] ordered by destination -> [sum(recv), ...] ordered by source. Collective."""
+        """[sum(send), ...] ordered by destination -> [sum(recv), ...] ordered by source. Collective.
+
+        The ranks have compared what they call (`collectives.begin`).
+        """
         ...
 
 
@@ -102,7 +105,7 @@ class Direct:
         return Traffic(send, recv)
 
     def exchange(self, rows: Tensor, traffic: Traffic, operation: str) -> Tensor:
-        return all_to_all_rows(self.group, rows, traffic.send, traffic.recv, operation)
+        return all_to_all_rows(self.group, rows, traffic.send, traffic.recv, operation, agreed=True)
 
 
 def _with_pairs(group: Group, send: list[int], recv: list[int]) -> Traffic:
@@ -133,20 +136,20 @@ class OneLeader:
         rows_npNP = traffic.pairs_WW.reshape(self.nodes, places, self.nodes, places)
         node, place = divmod(self.group.index, places)
         if self.leaders is None:
-            all_to_all_rows(self.inside, rows, _only(0, len(rows), places), [0] * places, operation)
+            all_to_all_rows(self.inside, rows, _only(0, len(rows), places), [0] * places, operation, agreed=True)
             rows = rows[:0]
             scatter = [0] * places
         else:
             out_pNP, in_npP = rows_npNP[node], rows_npNP[:, :, node]
             arrived = out_pNP.sum((1, 2)).tolist()
-            rows = all_to_all_rows(self.inside, rows, _only(0, len(rows), places), arrived, operation)
+            rows = all_to_all_rows(self.inside, rows, _only(0, len(rows), places), arrived, operation, agreed=True)
             rows = regroup(rows, out_pNP, (1, 0, 2))
             send, recv = out_pNP.sum((0, 2)).tolist(), in_npP.sum((1, 2)).tolist()
-            rows = all_to_all_rows(self.leaders, rows, send, recv, operation)
+            rows = all_to_all_rows(self.leaders, rows, send, recv, operation, agreed=True)
             rows = regroup(rows, in_npP, (2, 0, 1))
             scatter = in_npP.sum((0, 1)).tolist()
         home = _only(0, int(rows_npNP[:, :, node, place].sum()), places)
-        return all_to_all_rows(self.inside, rows, scatter, home, operation)
+        return all_to_all_rows(self.inside, rows, scatter, home, operation, agreed=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,10 +170,10 @@ class TwoLevel:
         node, place = divmod(self.group.index, places)
         own_NP, held_pN = rows_npNP[node, place], rows_npNP[node, :, :, place]
         rows = regroup(rows, own_NP, (1, 0))
-        rows = all_to_all_rows(self.inside, rows, own_NP.sum(0).tolist(), held_pN.sum(1).tolist(), operation)
+        rows = all_to_all_rows(self.inside, rows, own_NP.sum(0).tolist(), held_pN.sum(1).tolist(), operation, True)
         rows = regroup(rows, held_pN, (1, 0))
         send, recv = held_pN.sum(0).tolist(), rows_npNP[:, :, node, place].sum(1).tolist()
-        return all_to_all_rows(self.across, rows, send, recv, operation)
+        return all_to_all_rows(self.across, rows, send, recv, operation, agreed=True)
 
 
 def _only(index: int, count: int, size: int) -> list[int]:

@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedmoe.comm.all_to_all import AllToAll
-from fusedmoe.comm.collectives import all_gather_rows, all_to_all_rows, other_operation, reduce_scatter_rows
+from fusedmoe.comm.collectives import (
+    ROOM,
+    all_gather_rows,
+    all_to_all_rows,
+    begin,
+    other_operation,
+    reduce_scatter_rows,
+)
+from fusedmoe.comm.failure import BACKWARD
 from fusedmoe.comm.group import Group
 from fusedmoe.errors import RankError
 
@@ -25,8 +33,13 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class Part:
     """The collectives of some of an exchange's rows: dispatch and all-gather, reduce-scatter and combine.
 
-    Each takes and returns rows [n, ...] of any dtype; every rank calls the same ones in the same order.
+    Each takes and returns rows [n, ...] of any dtype; every rank calls the same ones in the same order. The ranks have
+    compared what they call when they exchanged sizes, for the forward pass; for a backward pass they do so before its
+    first rows (`turn`).
 
+    Args:
+        call: what this is part of, the same on every rank.
+        agreed: axes of the groups that have compared; shared by all parts of an exchange. None: all have.
     Attributes:
         counts_RE: [sharding peer · source rank, local expert] rows that lie here after dispatch and all-gather, on the
             device of the counts.
@@ -34,8 +47,17 @@ class Part:
     """
 
     def __init__(
-        self, algorithm: AllToAll, esp: Group, send_PE: np.ndarray, come_QPE: np.ndarray, device: torch.device
+        self,
+        algorithm: AllToAll,
+        esp: Group,
+        send_PE: np.ndarray,
+        come_QPE: np.ndarray,
+        device: torch.device,
+        call: str = "an exchange",
+        agreed: set[str] | None = None,
     ) -> None:
+        self.call = call
+        self._agreed = {algorithm.group.axis, esp.axis} if agreed is None else agreed
         self._algorithm, self._esp = algorithm, esp
         self._traffic = algorithm.traffic(send_PE.sum(1).tolist(), come_QPE[esp.index].sum(1).tolist())
         self._gathered = come_QPE.sum((1, 2)).tolist()
@@ -44,28 +66,35 @@ class Part:
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """To the experts' ranks: [N, ...] sorted by expert -> [received, ...] by (source rank, local expert)."""
-        self._require(rows, self.sent, "dispatch")
+        self._begin(self._algorithm.group, rows, self.sent, "dispatch")
         return self._algorithm.exchange(rows, self._traffic, "dispatch")
 
     def combine(self, rows: Tensor) -> Tensor:
         """Back to the tokens' ranks: the inverse of `dispatch`."""
-        self._require(rows, self.received, "combine")
+        self._begin(self._algorithm.group, rows, self.received, "combine")
         return self._algorithm.exchange(rows, self._traffic.back(), "combine")
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """To all shards of the experts: [received, ...] -> [R, ...] by (sharding peer, source rank, local expert)."""
-        self._require(rows, self.received, "all-gather of expert shards")
-        return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards")
+        self._begin(self._esp, rows, self.received, "all-gather of expert shards")
+        return all_gather_rows(self._esp, rows, self._gathered, "all-gather of expert shards", agreed=True)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sums the shards' results and returns each peer its own rows: the adjoint of `all_gather`."""
-        self._require(rows, self.rows, "reduce-scatter of expert shards")
-        return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards")
+        self._begin(self._esp, rows, self.rows, "reduce-scatter of expert shards")
+        return reduce_scatter_rows(self._esp, rows, self._gathered, "reduce-scatter of expert shards", agreed=True)
 
-    def _require(self, rows: Tensor, count: int, operation: str) -> None:
+    def turn(self) -> None:
+        """Begins a backward pass: this rank may be the only one that has one."""
+        self._agreed.clear()
+
+    def _begin(self, group: Group, rows: Tensor, count: int, operation: str) -> None:
         if rows.dim() < 1 or rows.shape[0] != count:
             text = f"the exchange is of {count} rows, but these are {list(rows.shape)}"
             self._algorithm.group.refuse(operation, f"{text}. Padding does not travel: Layout.exact() leaves it out")
+        if group.axis not in self._agreed:
+            self._agreed.add(group.axis)
+            begin(group, f"{operation} {BACKWARD}", f"of {self.call}")
 
 
 class Exchange(Part):
@@ -81,6 +110,7 @@ class Exchange(Part):
         refusal: why this rank cannot take part, if so. Then nothing is sent, and all ranks end with this reason.
         sizes: carries sizes in place of `esp`, for an exchange that begins while rows of another one are gathered.
         held: how many experts this rank has, where that is not E over the ranks but at most that; the first ones.
+        call: whose exchange this is, the same on every rank; for errors, and to tell layers apart.
     Attributes:
         most_rows: that any of the ranks sends; the same number on all of them.
         send_PE, come_QPE: rows that leave for each peer, and that come by sharding peer, source rank, local expert.
@@ -97,6 +127,7 @@ class Exchange(Part):
         refusal: str | None = None,
         sizes: Group | None = None,
         held: int | None = None,
+        call: str = "a layer",
     ) -> None:
         ep = algorithm.group
         me = ep.job.rank
@@ -110,9 +141,18 @@ class Exchange(Part):
         note = (2 * me + (refusal is not None)) * len(_DTYPES) + _DTYPES.index(dtype)
         more = [counts_E.sum().expand(ep.size, 1), counts_E.new_full((ep.size, 1), note)]
         ours_PE = torch.cat([counts_E.view(ep.size, -1), *more], 1)
-        ones = [1] * ep.size
-        theirs_PE = all_to_all_rows(ep, ours_PE, ones, ones, "exchange of counts")
-        all_QPE = all_gather_rows(sizes or esp, theirs_PE[None], [1] * esp.size, "exchange of counts").cpu().numpy()
+        ones, operation = [1] * ep.size, "exchange of counts"
+        call = f"call {ep.count_call()} of {call}"
+        if ours_PE.is_cuda or ours_PE.nbytes > ROOM:
+            begin(ep, operation, f"of {call} with {len(counts_E)} experts")
+            theirs_PE = all_to_all_rows(ep, ours_PE, ones, ones, operation, agreed=True)
+        else:  # the envelope carries all
+            every = begin(ep, operation, f"of {call} with {len(counts_E)} experts", ours_PE.numpy().tobytes())
+            theirs_PE = ours_PE
+            if every:
+                theirs = np.stack([np.frombuffer(its, ours_PE.numpy().dtype).reshape(ours_PE.shape) for its in every])
+                theirs_PE = torch.from_numpy(theirs[:, ep.index].copy())
+        all_QPE = all_gather_rows(sizes or esp, theirs_PE[None], [1] * esp.size, operation).cpu().numpy()
         if ep.size * esp.size > 1 and (stranger := _stranger(all_QPE, ep, esp)) is not None:
             raise other_operation(ep, "exchange of counts", stranger)
         notes = sorted(all_QPE[..., -1].reshape(-1).tolist())
@@ -130,7 +170,7 @@ class Exchange(Part):
         self._device = counts_E.device
         self.send_PE, self.come_QPE = ours_PE[:, :-2].cpu().numpy(), all_QPE[..., :-2][..., :held]
         self.most_rows = int(all_QPE[..., -2].max())
-        super().__init__(algorithm, esp, self.send_PE, self.come_QPE, counts_E.device)
+        super().__init__(algorithm, esp, self.send_PE, self.come_QPE, counts_E.device, call)
 
     def parts(self, degree: int) -> list[Part]:
         """The exchange in `degree` parts, each with its share of every rank's rows for every expert (`share`).
@@ -144,7 +184,7 @@ class Exchange(Part):
 
     def part(self, send_PE: np.ndarray, come_QPE: np.ndarray) -> Part:
         """Other rows of the same ranks, in these sizes. Collective for two-level algorithms."""
-        return Part(self._algorithm, self._esp, send_PE, come_QPE, self._device)
+        return Part(self._algorithm, self._esp, send_PE, come_QPE, self._device, self.call, self._agreed)
 
 
 def _stranger(all_QPE: np.ndarray, ep: Group, esp: Group) -> int | None:

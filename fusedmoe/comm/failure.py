@@ -14,13 +14,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -30,6 +32,7 @@ from fusedmoe.threads import Helper
 
 T = TypeVar("T")
 
+ORDER = "Every rank of a group must call the same operations in the same order"
 _CURE = "The process was stopped, has ended or cannot be reached: let it go on, or start the job again; see its log"
 # Between two looks at the board. Short enough that a failure is known at once, long enough to cost nothing.
 LOOK_S = 0.25
@@ -48,12 +51,15 @@ class Verdict:
 
 
 class Note(NamedTuple):
-    """What a rank waits for; two looks at a rank that goes on waiting find two marks."""
+    """What a rank waits for; two looks at a rank that goes on waiting find two marks. `often`: it had called that."""
 
     what: str
     mark: int
+    often: int = 0
 
 
+# In the name of an operation.
+BACKWARD = "in the backward pass"
 # The rank whose process hosts the store, where no launcher does.
 _HOST = 0
 _EXIT_S = 10.0
@@ -64,6 +70,23 @@ RENEWED_S = 1.0
 def stopped(earlier: dict[int, Note], now: dict[int, Note]) -> list[int]:
     """Who has not renewed a note: that process, or its host, has stopped while it was waiting."""
     return [rank for rank, note in now.items() if note.what and earlier.get(rank) == note]
+
+
+def order_of_blame(waiting: Mapping[int, Note]) -> list[int]:
+    """Ranks that wait for different operations, by who has probably left the order of all.
+
+    First those whose operation the fewest wait for. Where these are as many as the others: who has missed a backward
+    pass, since others are in it; then who calls what it has seldom called before (it saves, or closes its topology).
+    """
+    operations = {rank: note.what.split(" over the ")[0] for rank, note in waiting.items()}
+    many = Counter(operations.values())
+    return sorted(
+        waiting, key=lambda rank: (many[operations[rank]], BACKWARD in operations[rank], waiting[rank].often, -rank)
+    )
+
+
+# By the store of a job: host and process of each rank.
+_PROCESSES: WeakKeyDictionary[dist.Store, dict[int, tuple[str, int]]] = WeakKeyDictionary()
 
 
 class Board:
@@ -78,9 +101,11 @@ class Board:
         self._unheard = False
         #: How long a rank may take to be gone, or to say why, once its connections broke: it closes them before.
         self.exit_s = _EXIT_S
-        # Asked for when the ranks meet: the store may be gone when it is needed.
-        self._processes: dict[int, tuple[str, int]] = {}
+        # Asked for when the ranks meet, on any board: the store may be gone when it is needed.
+        self._processes = _PROCESSES.setdefault(store, {})
         self._looker: Helper | None = None
+        #: How often this rank has called each operation.
+        self.calls: Counter[str] = Counter()
 
     def meet(
         self,
@@ -108,6 +133,7 @@ class Board:
             store.delete_key(f"meeting/{place}/{number - 2}/{self._rank}")  # who came to the next one has read it
             return keys
 
+        self.calls[operation] += 1
         deadline, pause = time.monotonic() + timeout_s, 0.005
         keys = self._ask(come, timeout_s) or {}
         everyone, noted = partial(_values, keys=list(keys.values())), False
@@ -115,11 +141,13 @@ class Board:
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
             said: Verdict | str | None = self.read()
+            if said is None and pause == LOOK_S and (dead := self.gone(tuple(ranks))):
+                said = self.post(
+                    dead[0], operation, "its process ended (an error, killed, or out of memory); see its log"
+                )
             if said is None and (self._line.broke or time.monotonic() > deadline):
                 missing = [rank for rank, key in keys.items() if not self._ask(partial(_values, keys=[key]))]
-                late = self.absent(missing) or missing or [self._rank]
-                text = f"did not come within {timeout_s:.0f} s; see its log, or {cure}"
-                said = self.blame(late[0], operation, text)
+                said = self._not_met(operation, missing, timeout_s, cure)
             if said is not None:
                 raise RankError(f"rank {self._rank}: {operation} ended because {said}")
             if pause == LOOK_S:
@@ -130,6 +158,27 @@ class Board:
         brought = [json.loads(entry) for entry in there]
         self._processes |= {rank: (host, pid) for rank, (host, pid, _) in zip(ranks, brought, strict=True)}
         return [facts for _, _, facts in brought]
+
+    def _not_met(self, operation: str, missing: list[int], timeout_s: float, cure: str) -> Verdict | str:
+        """Why `missing` ranks have not come to a meeting: they are late, or somebody has left the order of all."""
+        waiting, text = self.waiting(missing), f"did not come within {timeout_s:.0f} s; see its log, or {cure}"
+        if late := [rank for rank, note in waiting.items() if not note.what]:
+            return self.blame(late[0], operation, text)
+        waiting = {rank: note for rank, note in waiting.items() if note.what != operation}
+        if not waiting:
+            return self.blame((missing or [self._rank])[0], operation, text)
+        waiting[self._rank] = Note(operation, 0, self.calls[operation])
+        places = "; ".join(f"rank {rank} waits for {note.what}" for rank, note in sorted(waiting.items()))
+        text = f"not all ranks came within {timeout_s:.0f} s: {places}. {ORDER}; or {cure}"
+        return self.blame(order_of_blame(waiting)[0], operation, text)
+
+    def forget_addresses(self) -> None:
+        """Takes this rank's address for the default group from torchrun's store, once all ranks are connected.
+
+        PyTorch leaves it there: ranks of the next attempt would wait for a connection to a process that has ended.
+        """
+        if _agent():
+            self._ask(lambda _: self._store.delete_key(f"cpu//0/{self._rank}"))
 
     def post(self, rank: int, operation: str, message: str) -> Verdict:
         """Writes a verdict unless one stands already; returns the one that stands."""
@@ -234,7 +283,8 @@ class Board:
 
     def waits(self, what: str, ranks: Sequence[int] = ()) -> None:
         """Notes what this rank waits for, with which ranks; at each look again, so that all see it live; "" at last."""
-        note = json.dumps([what, list(ranks), time.monotonic_ns()])  # the last makes each another one
+        often = self.calls[what.split(" over the ")[0]]
+        note = json.dumps([what, list(ranks), time.monotonic_ns(), often])  # the time makes each another one
         self._ask(lambda store: store.set(f"waits/{self._rank}", note))
 
     @contextmanager
@@ -270,8 +320,8 @@ class Board:
             rank = queue.pop(0)
             if rank not in found and rank != self._rank:
                 noted = self._ask(partial(_values, keys=[f"waits/{rank}"]))
-                what, others, mark = json.loads(noted[0]) if noted else ("", [], 0)
-                found[rank] = Note(what, mark)
+                what, others, mark, often = json.loads(noted[0]) if noted else ("", [], 0, 0)
+                found[rank] = Note(what, mark, often)
                 queue += others
         return found
 
@@ -284,7 +334,7 @@ class Board:
 
         def in_own_place(line: dist.Store) -> T:
             if not self._prefix:  # all ranks get that of the first; what the line leads to may serve other jobs, too
-                name = self._store.compare_set("fusedmoe", "", uuid4().hex)
+                name = self._store.compare_set(f"fusedmoe/{attempt()}", "", uuid4().hex)
                 self._prefix = name.decode()
             return question(dist.PrefixStore(self._prefix, line))
 
@@ -302,6 +352,11 @@ def _values(store: dist.Store, keys: list[str]) -> list[bytes] | None:
 def _host() -> str:
     """Who hosts the job's store, and that this failed."""
     return f"{'torchrun on the host of ' if _agent() else ''}rank {_HOST} failed in hosting the job's store"
+
+
+def attempt() -> str:
+    """The number of restarts by torchrun, whose store has kept what the ranks of earlier attempts have written."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _agent() -> bool:

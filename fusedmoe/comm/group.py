@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
@@ -27,7 +28,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
-from fusedmoe.comm.failure import Board, stopped
+from fusedmoe.comm.failure import Board, attempt, stopped
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.threads import LOOK_S, Helper
 
@@ -62,12 +63,13 @@ class Job:
 class Lease:
     """A process group, for as long as the topology that has leased it is open.
 
-    `key`: by which the pool knows it: ranks and purpose, and the time-out.
+    `key`: by which the pool knows it: ranks and purpose, and the time-out. `calls`: of layers over it, until now.
     """
 
     def __init__(self, handle: dist.ProcessGroup, key: tuple[str, float] = ("", 0.0)) -> None:
         self._handle: dist.ProcessGroup | None = handle
         self.key = key
+        self.calls = 0
 
     @property
     def handle(self) -> dist.ProcessGroup:
@@ -109,6 +111,13 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def count_call(self) -> int:
+        """The number of a layer's call over the group, the same on all of its ranks."""
+        if self.lease is None:
+            return 0
+        self.lease.calls += 1
+        return self.lease.calls
 
     @property
     def board(self) -> Board:
@@ -176,6 +185,12 @@ class ProcessGroups:
     def __init__(self) -> None:
         self._made: dict[tuple[str, float], _Made] = {}
         self._last: dict[str, int] = {}
+        self._layers: Counter[tuple[int, ...]] = Counter()
+
+    def number_layer(self, ranks: tuple[int, ...]) -> int:
+        """How many layers these ranks have made, another one included."""
+        self._layers[ranks] += 1
+        return self._layers[ranks]
 
     def held(self, timeout_s: float) -> dict[str, Held]:
         """What this rank holds by ranks and purpose, for other ranks to compare."""
@@ -205,7 +220,7 @@ class ProcessGroups:
         numbers = {number for number, _ in every}
         if len(numbers) > 1 or 0 in numbers:
             number = max(last for _, last in every) + 1
-            handle = _make(job, ranks, f"fusedmoe/{name}/{number}")
+            handle = _make(job, ranks, f"fusedmoe/{attempt()}/{name}/{number}")
             self._made[key], self._last[name] = _Made(ref(handle), number), number
         made = self._made[key]
         made.leases += 1

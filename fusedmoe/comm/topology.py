@@ -277,6 +277,10 @@ class Topology:
         """
         return self._group(group.axis, f"{group.axis} {purpose}", group.ranks)
 
+    def number_layer(self) -> int:
+        """The number of another layer on these ranks, by which ranks that call different ones find that out."""
+        return 0 if self.size == 1 else process_groups().number_layer(self.world.ranks)
+
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first of its world: the one that writes files and shows progress."""
@@ -415,6 +419,8 @@ def _meet(
     board = Board(dist.distributed_c10d._get_default_store(), rank)
     tell_others_of_uncaught(board)
     every = board.meet(ranks, (arguments, process_groups().held(timeout_s)), timeout_s)
+    if len(ranks) == dist.get_world_size():
+        board.forget_addresses()
     for other, (theirs, _) in zip(ranks, every, strict=True):
         if theirs != arguments:
             raise RankError(

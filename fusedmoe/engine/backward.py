@@ -35,6 +35,8 @@ class BlocksBackward(BlockPass, BackwardPass):
         self._left = [sum(self.counts.of(kind, number) for kind in kinds) for number in range(len(layers))]
         self._same = []
         for number, layer in enumerate(layers):
+            for chunk in layer.chunks.values():
+                chunk.part.turn()
             rows = self.counts.rows(number)
             self._same.append(rows == len(layer.chunks))
             # The first chunk here is the last one there.

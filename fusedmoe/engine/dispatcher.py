@@ -163,6 +163,7 @@ class Collectives(Dispatcher):
 
     def __post_init__(self) -> None:
         self.way = Way(self.topology, self.all_to_all)
+        self._call = f"{self.name} {self.topology.number_layer()}"
 
     def dispatch(self, routed: Routed) -> tuple[Tensor, Handle]:
         return self._dispatch(routed.x_SM, self.meet(routed))
@@ -229,7 +230,7 @@ class Collectives(Dispatcher):
 
     def exchange(self, counts_E: Tensor, dtype: torch.dtype, refusal: str | None, **more: Any) -> Exchange:
         with span(self.recorder, "exchange of counts", kind=COUNTS, resource="inter", phase="forward"):
-            return Exchange(self.all_to_all, self.topology.esp, counts_E, dtype, refusal, **more)
+            return Exchange(self.all_to_all, self.topology.esp, counts_E, dtype, refusal, call=self._call, **more)
 
     def run(
         self, x_SM: Tensor, crossing: Crossing, experts: LocalExperts, copies: CopiesInTurns | None = None

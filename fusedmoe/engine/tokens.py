@@ -212,6 +212,7 @@ class _ThroughExperts(Function):
     def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
         batch: RowBatch = ctx.batch
         there, chunks, exchange = batch.forward_chunks, batch.backward_chunks, batch.exchange
+        exchange.turn()
         count = len(there.parts)
         saved = ctx.saved_tensors
         received, weights, rest = saved[:count], saved[count : 2 * count], saved[2 * count :]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from tests.chaos.faults import AT_PLACES, FAULTS, OF_INPUT, WORDS, Fault
-from tests.chaos.jobs import LAYOUTS, Spec, WrongNumber, expected, probe_of_checkpoint, steps_of
+from tests.chaos.jobs import LAYOUTS, Layout, Spec, WrongNumber, expected, probe_of_checkpoint, steps_of
 from tests.chaos.ranks import ANSWER, END, FIRED, PORT, Answer, Attack, Order, hear, serve, tell
 from tests.cluster import start
 
@@ -48,14 +48,24 @@ _PAUSE_S = 0.4
 HOST = "the store's host"
 
 _PLAIN = {
-    name: layout for name, layout in LAYOUTS.items() if not layout.shape and not layout.wraps and not layout.moves
+    name: layout
+    for name, layout in LAYOUTS.items()
+    if not (layout.shape or layout.wraps or layout.moves or layout.captured or layout.door)
 }
+
+
+def _share(layout: Layout) -> float:
+    """Compiling and measuring takes long."""
+    return 0.15 if layout.captured or layout.cold else 0.4 if layout.moves else 1.0
+
+
 #: (kind, layout): how often it is drawn.
 SCENES: dict[tuple[str, str], float] = {
-    **{("train", name): 0.4 if layout.moves else 1.0 for name, layout in LAYOUTS.items()},
+    **{("train", name): _share(layout) for name, layout in LAYOUTS.items()},
     **{("checkpoint", name): 0.3 for name in [*_PLAIN, "ddp 2", "blocks 2", "fssdp 2"]},
     **{("plan", name): 0.2 for name in [*_PLAIN, "2dh 4"]},
     **{("profile", name): 0.2 for name in _PLAIN},
+    **{("survival", name): 0.4 for name in ("ep 2", "ep 4", "ep esp mp 4", "blocks 2")},
     ("one-sided", "ep 2"): 1.0,
 }
 
@@ -140,7 +150,7 @@ class Campaign:
         """The case of a number; the same for the same seed. The first of a kind and layout has its calls counted."""
         rng = random.Random(f"{self.seed}/{index}")
         name = rng.choices(list(self._faults), [fault.share for fault in self._faults.values()])[0]
-        scenes = {scene: share for scene, share in self._scenes.items() if name in AT_PLACES or scene[0] == "train"}
+        scenes = {scene: share for scene, share in self._scenes.items() if name in AT_PLACES or _takes(name, scene)}
         kind, layout = rng.choices(list(scenes), list(scenes.values()))[0]
         world = LAYOUTS[layout].world
         culprit = rng.randrange(world)
@@ -153,12 +163,15 @@ class Campaign:
         if name == "skew":
             few = rng.randrange(world)
             counts = tuple(of if rank == few else tuple(rng.randrange(2) for _ in of) for rank, of in enumerate(counts))
+        if LAYOUTS[layout].captured:
+            counts = tuple((6,) * len(of) for of in counts)  # a graph of other sizes is another one
         spec = Spec(
             kind,
             layout,
             rng.randrange(2**31),
             counts,
             skew=name == "skew",
+            timeout_s=Spec.timeout_s * (6 if LAYOUTS[layout].captured or LAYOUTS[layout].cold else 1),
             guarded=rng.random() < 0.5,
             meets=name.split(",")[0] in ("nan", "shape", "dtype"),
             catches=name.endswith("caught"),
@@ -173,6 +186,12 @@ class Campaign:
             place = rng.choice(sorted(place for place in calls if calls[place]))
             attack = replace(attack, place=place, number=1 + int(at * calls[place]))
         return Case(index, spec, attack, hosted)
+
+
+def _takes(fault: str, scene: tuple[str, str]) -> bool:
+    """Whether such a job has that fault in its input. What doors and graphs are given is always right."""
+    layout = LAYOUTS[scene[1]]
+    return scene[0] == OF_INPUT[fault].kind and not (layout.door or layout.captured)
 
 
 class Gone(Exception):
@@ -373,9 +392,7 @@ class _Run:
                     found.append((HANG, f"rank {rank}: {self.hung[rank]}"))
             elif rank in self.dead and rank not in self.answers:
                 code = self._workers[rank].process.exitcode
-                # Gloo ends a process that is sent more than it expects.
-                aborted = case.attack.fault == "order" and code == -signal.SIGABRT
-                if not aborted and (rank != culprit or not (case.fault.ends or case.attack.fault == "memory limit")):
+                if rank != culprit or not (case.fault.ends or case.attack.fault == "memory limit"):
                     found.append(
                         (BARE, f"rank {rank} died with exit code {code}\n{self._workers[rank].words()[-2000:]}")
                     )
@@ -473,7 +490,8 @@ class _Run:
         if self.dead or self.hung:
             return []
         folder = Path(self.case.spec.folder)
-        names = [str(path.relative_to(folder)) for path in folder.iterdir() if path.name != "checkpoint"]
+        kept = ("checkpoint", "cache", "node-0", "node-1")
+        names = [str(path.relative_to(folder)) for path in folder.iterdir() if path.name not in kept]
         pids = [worker.process.pid for worker in self._workers.values()]
         shared = [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in pids)]
         return [(LEFTOVER, f"files: {names + shared}")] if names + shared else []
@@ -487,11 +505,11 @@ def _cause(text: str) -> str:
 def _names(cause: str, culprit: int, fault: str) -> bool:
     """Whether it says that the rank at fault failed.
 
-    Where a rank calls another operation than the others nobody can know which is right: the error then has to name it
-    among those that differ, whichever of them comes first.
+    Where a rank calls another operation than the others, or the same with another path, nobody can know which is right:
+    the error then has to name it among those that differ, whichever of them comes first.
     """
     failed = re.match(r"(?:torchrun on the host of )?rank (\d+) failed", cause)
-    if failed and fault != "order":
+    if failed and fault not in ("order", "path"):
         return int(failed[1]) == culprit
     return bool(re.search(rf"\branks? \[?{culprit}\b", cause))
 

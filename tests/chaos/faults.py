@@ -64,6 +64,12 @@ PLACES: dict[str, Place] = {
     "optimizer": Place((("torch/optim/", ""),)),
     "save": Place((("training/checkpoint.py", "save_checkpoint"),)),
     "load": Place((("training/checkpoint.py", "load_checkpoint"),)),
+    "survival": Place((("training/survival/", ""),)),
+    "blocks": Place((("layers/pipeline.py", ""), ("engine/forward.py", ""), ("engine/backward.py", ""))),
+    "functions": Place((("autograd/moves.py", ""), ("comm/all_to_all.py", "make_all_to_all"))),
+    "tutel": Place((("tutel/", ""),)),
+    "graph": Place((("/graph/", ""), ("autograd/exchange_operators.py", ""))),
+    "tuning": Place((("layers/measure.py", ""), ("layers/planner.py", ""), ("runtime/profiler.py", ""))),
     "profile": Place((("runtime/cache.py", "cached_profile"),)),
     "plan": Place((("training/step_plan.py", "plan_step"),)),
     "one-sided": Place((("comm/one_sided_all_to_all.py", ""), ("comm/heap.py", ""), ("comm/heaps/", ""))),
@@ -189,13 +195,14 @@ class Fault(NamedTuple):
 
     Attributes:
         ends: the process is gone then, or is to be ended by who watches.   harmless: the result must be right.
-        share: of the campaign; what takes long is seldom.
+        share: of the campaign; what takes long is seldom.   kind: of the jobs whose input it is in.
     """
 
     act: Callable[[], None]
     ends: bool = False
     harmless: bool = False
     share: float = 1.0
+    kind: str = "train"
 
 
 AT_PLACES: dict[str, Fault] = {
@@ -219,7 +226,8 @@ OF_INPUT: dict[str, Fault] = {
     "nan": Fault(id, share=0.5),
     "shape": Fault(id, share=0.5),
     "dtype": Fault(id, share=0.5),
-    "order": Fault(id, share=0.2),
+    "order": Fault(id, share=0.8),
+    "path": Fault(id, share=0.3, kind="checkpoint"),
     "nan, caught": Fault(id, harmless=True, share=0.3),
     "shape, caught": Fault(id, harmless=True, share=0.3),
     "dtype, caught": Fault(id, harmless=True, share=0.3),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,9 +18,10 @@ from torch import Tensor
 from fusedmoe.cli.job import StopRequest
 from fusedmoe.comm.collectives import all_gather_object, all_reduce
 from fusedmoe.comm.topology import Topology
+from fusedmoe.graph import GraphBackend
 from fusedmoe.layers.schedule import Schedule
 from fusedmoe.placement.price import PlacementCosts
-from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.cache import CACHE, cached_profile
 from fusedmoe.schedule.cost import LINES, CostModel, Line
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.training import (
@@ -31,6 +35,10 @@ from fusedmoe.training import (
     sync_gradients,
 )
 from fusedmoe.training.gradient_buckets import GradientBuckets
+from fusedmoe.training.survival import NodeMemory, Survival
+from tests.chaos.doors import DOORS
+from tests.chaos.doors import train as train_door
+from tests.graph.models import Steady
 from tests.training.placed import DIM, EXPERTS, Model, optimizer_of
 
 CPU = torch.device("cpu")
@@ -46,6 +54,8 @@ class Layout:
     Attributes:
         sizes: ep, esp, mp.   shape: of the model, for `placed.Model`.
         wraps: the model is in DistributedDataParallel.   moves: its experts do (`ShardedExperts`); "heap": by puts.
+        captured: the model is compiled, and its graphs planned (`GraphBackend`).
+        door: another model, a name of `DOORS`.   cold: each job measures anew.
     """
 
     world: int
@@ -53,6 +63,9 @@ class Layout:
     shape: dict[str, Any] = field(default_factory=dict)
     wraps: bool = False
     moves: str = ""
+    captured: bool = False
+    door: str = ""
+    cold: bool = False
 
     @property
     def mp(self) -> int:
@@ -71,6 +84,12 @@ LAYOUTS: dict[str, Layout] = {
     "ddp 2": Layout(2, (2, 1, 1), wraps=True),
     "fssdp 2": Layout(2, (2, 1, 1), moves="collectives"),
     "fssdp heap 2": Layout(2, (2, 1, 1), moves="heap"),
+    "graph 2": Layout(2, (2, 1, 1), captured=True),
+    "tuned 2": Layout(2, (2, 1, 1), {"schedule": "auto"}, cold=True),
+    "functions 2": Layout(2, (2, 1, 1), door="functions"),
+    "tutel 2": Layout(2, (2, 1, 1), door="tutel"),
+    "functions 4": Layout(4, (4, 1, 1), door="functions"),
+    "tutel 4": Layout(4, (4, 1, 1), door="tutel"),
     "ep 4": Layout(4, (4, 1, 1)),
     "ep esp 4": Layout(4, (2, 2, 1)),
     "ep esp mp 4": Layout(4, (2, 2, 2)),
@@ -126,7 +145,7 @@ def needs_puts(spec: Spec) -> bool:
 
 def steps_of(kind: str, layout: str) -> int:
     """Experts change owners after five steps."""
-    return 7 if LAYOUTS[layout].moves else {"profile": 1, "one-sided": 3, "checkpoint": 3}.get(kind, 2)
+    return 7 if LAYOUTS[layout].moves else {"profile": 1, "one-sided": 3, "checkpoint": 3, "survival": 3}.get(kind, 2)
 
 
 class Rank:
@@ -136,7 +155,7 @@ class Rank:
         self.rank, self.spec, self.meddle = rank, spec, meddle
         self.rng = rng or random.Random(0)
         self.layout = LAYOUTS[spec.layout]
-        self.saved = 0
+        self.saved, self.passes = 0, 2
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
         self.buckets: GradientBuckets | None = None
@@ -153,7 +172,9 @@ class Rank:
         self.topology = Topology.from_sizes(ep, esp, mp, ranks_per_node=per_node, timeout_s=self.spec.timeout_s)
         guard = self.topology.guard("the job") if self.spec.guarded else nullcontext()
         with guard, ExitStack() as self.stack:
-            found = KINDS[self.spec.kind](self)
+            if self.layout.cold:
+                self.stack.enter_context(patch.dict(os.environ, {CACHE: f"{self.spec.folder}/cache"}))
+            found = self.door() if self.layout.door else KINDS[self.spec.kind](self)
             # Nobody ends while others still need it.
             all_reduce(self.topology.world, torch.zeros(1), operation="the end of the job")
             return found
@@ -170,6 +191,9 @@ class Rank:
             self.whole = distributed_data_parallel(self.model, self.topology)
         else:
             broadcast_parameters(self.model, self.topology)
+        if layout.captured:
+            torch._dynamo.reset()
+            self._capture()
         if layout.moves:
             from fusedmoe.comm.heaps import open_heap
 
@@ -178,6 +202,17 @@ class Rank:
                 options["heap"] = self.stack.enter_context(open_heap(self.topology.ep, CPU))
             self.experts = ShardedExperts(self.model, self.optimizer, self.topology, **options)
             self.stack.callback(self.experts.close)
+
+    def _capture(self) -> None:
+        """Compiles both passes, unwatched: a profile function makes that take a minute."""
+        self.whole = torch.compile(self.model, backend=GraphBackend(costs=Steady()))  # type: ignore[assignment]
+        watch = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            self.whole(self.spec.tokens(self.rank, 0)).sum().backward()
+            self.optimizer.zero_grad()
+        finally:
+            sys.setprofile(watch)
 
     def _other_copies(self) -> None:
         """Replicated parameters that differ from rank 0's until they are made equal."""
@@ -197,7 +232,8 @@ class Rank:
         loss = y_SM.square().sum() / 50 + sum(layer.aux_loss for layer in self.model.layers)
         if self.buckets is not None:
             self.buckets.open()
-        loss.backward()
+        if self.passes == 2:
+            loss.backward()
         if not self.layout.wraps:
             sync_gradients(self.model, topology, buckets=self.buckets)
         self.norms.append(clip_grad_norm(self.model, topology, 1.0))
@@ -223,13 +259,25 @@ class Rank:
                     raise WrongNumber("wrong input was not refused")
 
     def _out_of_order(self, x_SM: Tensor) -> None:
-        way = self.rng.randrange(3)
+        """This rank calls what the others do not, or leaves out what they call."""
+        way, topology = self.rng.randrange(8), self.topology
         if way == 0:
-            all_reduce(self.topology.world, torch.ones(self.rng.randint(1, 5)), operation="a sum of one rank's own")
+            count = self.rng.choice([1, 3, 1000])
+            all_reduce(topology.world, torch.ones(count), operation="a sum of one rank's own")
         elif way == 1:
             self.whole(x_SM)
+        elif way == 2:
+            sync_gradients(self.model, topology)
+        elif way == 3:
+            self._probe()  # an evaluation
+        elif way == 4:
+            save_checkpoint(Path(self.spec.folder, "own"), self.model, self.optimizer, topology)
+        elif way == 5:
+            topology.close()  # it thinks that all is done
+        elif way == 6:
+            self.passes = 1  # no backward pass
         else:
-            sync_gradients(self.model, self.topology)
+            self.model.layers[1](x_SM)  # a layer out of turn
 
     def train(self) -> dict[str, Any]:
         self.build()
@@ -251,6 +299,10 @@ class Rank:
         """Two saves, the second over the first; the last step is done again from it, by a model of its own."""
         self.build()
         path = Path(self.spec.folder, "checkpoint")
+        if self.meddle == "path":
+            path = self.rng.choice(
+                [path.with_name("another"), path / "inside", Path(self.spec.folder, "x", "..", "own")]
+            )
         last = self.spec.steps - 1
         for step in range(last):
             self.step(step)
@@ -271,6 +323,34 @@ class Rank:
         after = self._probe()
         if not torch.equal(before, after) or self.losses[-1] != loss or self.norms[-1] != norm:
             raise WrongNumber(f"a step from the checkpoint gives {self.losses[-1]}, without it {loss}")
+        return self._found()
+
+    def door(self) -> dict[str, Any]:
+        spec = self.spec
+        model = DOORS[self.layout.door](self.topology)
+        batches = [[spec.tokens(self.rank, step)] for step in range(spec.steps)]
+        return {"losses": train_door(model, self.topology, batches, spec.probe())[0]}
+
+    def survival(self) -> dict[str, Any]:
+        """Steps kept in the memory of two nodes; the last is done again from it, by a model of its own."""
+        place = Path(self.spec.folder, f"node-{self.rank % 2}")
+        place.mkdir(exist_ok=True)
+        memory = NodeMemory(os.getppid(), place)
+        self.build()
+        kept, last = Survival(self.topology, memory), self.spec.steps - 1
+        kept.restore(self.model, self.optimizer)
+        for step in range(last):
+            self.step(step)
+            kept.refresh(step + 1, self.model, self.optimizer, {"step": step})
+        self.step(last)
+        before, loss, norm = self._probe(), self.losses.pop(), self.norms.pop()
+        torch.manual_seed(11)
+        self.build()
+        extra = Survival(self.topology, memory).restore(self.model, self.optimizer)
+        assert extra is not None and extra["step"] == last - 1, extra
+        self.step(last)
+        if not torch.equal(before, self._probe()) or self.losses[-1] != loss or self.norms[-1] != norm:
+            raise WrongNumber(f"a step from the memory of nodes gives {self.losses[-1]}, without it {loss}")
         return self._found()
 
     def profile(self) -> dict[str, Any]:
@@ -318,6 +398,7 @@ class WrongNumber(AssertionError):
 KINDS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "train": Rank.train,
     "checkpoint": Rank.checkpoint,
+    "survival": Rank.survival,
     "profile": Rank.profile,
     "plan": Rank.plan,
     "one-sided": Rank.one_sided,
@@ -353,6 +434,10 @@ def expected(spec: Spec) -> list[dict[str, Any]]:
     layout = LAYOUTS[spec.layout]
     if spec.kind in ("profile", "one-sided"):
         return [{} for _ in range(layout.world)]
+    if layout.door:
+        batches = [[spec.tokens(rank, step) for rank in range(layout.world)] for step in range(spec.steps)]
+        found = train_door(DOORS[layout.door](Topology()), Topology(), batches, spec.probe())
+        return [{"losses": of} for of in found]
     model = Model(Topology(), "ep")
     optimizer = optimizer_of(model)
     losses: list[list[Tensor]] = [[] for _ in range(layout.world)]

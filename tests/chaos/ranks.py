@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fusedmoe.kernels import backend
+from fusedmoe.tutel.impls.groups import _TOPOLOGIES
 from tests.chaos.faults import FAULTS, OF_INPUT, PLACES, Watcher
 from tests.chaos.jobs import LAYOUTS, Rank, Spec, needs_puts
 from tests.lifetime import end_with
@@ -172,6 +173,7 @@ def _end_job() -> None:
     """What the end of a process does."""
     # After an error in a backward pass PyTorch keeps what was still to do, and so the graph, until the next one.
     torch.ones((), requires_grad=True).backward()
+    _TOPOLOGIES.clear()  # Tutel's door has no end but the process's
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

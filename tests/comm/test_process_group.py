@@ -243,3 +243,26 @@ def one_meets_late(rank: int, world: int) -> str:
 def test_who_has_not_met_is_named(cluster: Cluster) -> None:
     for text in cluster.run(3, one_meets_late)[:2]:
         assert "because rank 2 failed in meeting as (0, 1): did not come within 2 s" in text
+
+
+def next_attempt(rank: int, world: int) -> None:
+    """A store that has kept what the ranks of an earlier attempt have written, as torchrun's does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(True))
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        store: Any = dist.distributed_c10d._get_default_store()
+        topology = Topology.from_sizes(2, timeout_s=20.0)
+        assert not store.check([f"cpu//0/{rank}"])  # the address of this process
+        if rank == 1:
+            topology.world.board.post_own("the program", "a fault of the first attempt")
+        assert topology.world.board.read(wait_s=20.0) is not None
+        # Its end: the process groups of the pool, and what this process knows of it.
+        group._OF_JOB.clear()
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        again = Topology.from_sizes(2, timeout_s=20.0)
+        assert again.world.board.read() is None
+        assert all_reduce(again.ep, torch.ones(1)).item() == 2.0
+
+
+def test_an_attempt_reads_nothing_of_the_one_before(cluster: Cluster) -> None:
+    cluster.run(2, next_attempt)

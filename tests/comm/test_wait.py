@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,7 @@ class Board:
 
     def __init__(self) -> None:
         self.posted: list[Any] = []
+        self.calls: Counter[str] = Counter()
 
     def read(self) -> None:
         return None

@@ -40,7 +40,7 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 import fusedmoe.titan
-from fusedmoe.comm.collectives import all_to_all_rows
+from fusedmoe.comm.collectives import all_to_all_rows, begin
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.integrations.titan import SelectiveAC
 from fusedmoe.training.activation_checkpoint import KEPT
@@ -445,13 +445,19 @@ def steps_on_ranks(
     apply_overrides(OverrideConfig(imports=[(name, {"timeout_s": 40.0})]), made)
     calls: Counter[str] = Counter()
 
-    def counted(group: Any, rows: Tensor, send: Any, recv: Any, operation: str = "") -> Tensor:
+    def met(group: Any, operation: str, *rest: Any) -> list[bytes]:
+        if operation == "exchange of counts":
+            calls[operation] += 1
+        return begin(group, operation, *rest)
+
+    def counted(group: Any, rows: Tensor, send: Any, recv: Any, operation: str = "", agreed: bool = False) -> Tensor:
         calls[operation] += 1
-        return all_to_all_rows(group, rows, send, recv, operation)
+        return all_to_all_rows(group, rows, send, recv, operation, agreed)
 
     with pytest.MonkeyPatch.context() as patch:
         # Torchtitan makes meshes of GPUs, even where there are none.
         patch.setattr("torchtitan.distributed.parallel_dims.device_type", "cpu")
+        patch.setattr("fusedmoe.comm.exchange.begin", met)
         for module in ("exchange", "all_to_all"):
             patch.setattr(f"fusedmoe.comm.{module}.all_to_all_rows", counted)
         context = get_spmd_context(parallel_dims=dims)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.errors import ConfigError
+from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.tutel import net
+from fusedmoe.tutel.impls import groups as groups_of_ranks
 from tests.cluster import Cluster
 
 Function = Callable[[Tensor], Tensor]
@@ -144,6 +145,39 @@ def sizes_that_do_not_fit(rank: int, world: int) -> None:
 
 def test_sizes_that_do_not_fit(cluster: Cluster) -> None:
     cluster.run(2, sizes_that_do_not_fit)
+
+
+def late(rank: int, world: int, call: str) -> None:
+    """The last rank does not come, and ends when the others have said so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups_of_ranks, "TIMEOUT_S", 1.0)
+        if rank == world - 1:
+            assert groups_of_ranks.as_group(None).board.read(wait_s=30.0) is not None
+            return
+        x = torch.ones(4)
+        calls: dict[str, Callable[[], object]] = {
+            "barrier": net.barrier,
+            "broadcast": lambda: net.simple_broadcast(x),
+            "all-reduce": lambda: net.simple_all_reduce(x, op=dist.ReduceOp.PRODUCT),
+            "all-to-all": lambda: net.simple_all_to_all(x, background=True),
+            "making groups": lambda: net.create_groups_from_world(2),
+        }
+        with pytest.raises(RankError, match=f"rank {rank}: {call}.* because rank {world - 1} failed"):
+            calls[call]()
+
+
+@pytest.mark.parametrize("call", ["barrier", "broadcast", "all-reduce", "all-to-all", "making groups"])
+def test_who_does_not_come_is_named(cluster: Cluster, call: str) -> None:
+    cluster.run(2, late, call)
+
+
+def sizes_that_differ(rank: int, world: int) -> None:
+    with pytest.raises(RankError, match=r"call different operations: rank 0 calls broadcast of 3 .*; rank 1 calls bro"):
+        net.simple_broadcast(torch.ones(3 + 500 * rank))
+
+
+def test_sizes_that_differ(cluster: Cluster) -> None:
+    cluster.run(2, sizes_that_differ)
 
 
 def test_groups(cluster: Cluster) -> None:

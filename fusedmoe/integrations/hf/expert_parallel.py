@@ -37,6 +37,7 @@ class ExpertParallel(EPImplementation):
         self._sharing = Topology.from_group(tp_mesh.get_group()).world
         self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
         self._all_to_all = ops.make_all_to_all("direct", self._topology)
+        self._call = f"fusedmoe.hf {self._topology.number_layer()}"
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K] numbers of all experts, and [T, K] weights: [T, H] in the dtype of `hidden_states`."""
@@ -48,7 +49,8 @@ class ExpertParallel(EPImplementation):
         refusal = self._checks.of_numbers(x_TH, weight_TK)
         x_TH = x_TH.to(row_dtype(experts, hidden_states))
         layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size).exact()
-        exchange = ops.Exchange(self._all_to_all, topology.esp, layout.counts_E, x_TH.dtype, refusal)
+        dtype, call = x_TH.dtype, self._call
+        exchange = ops.Exchange(self._all_to_all, topology.esp, layout.counts_E, dtype, refusal, call=call)
         rows_NH, weight_N = ops.permute(x_TH, layout), ops.take_pairs(weight_TK, layout)
 
         def on_rows(rows_RH: Tensor, received: ops.Layout, weight_R: Tensor | None) -> Tensor:

@@ -62,16 +62,18 @@ def swap_parts_2dh(handle: dist.ProcessGroup | None, rows: Tensor) -> Tensor:
     size = algorithm.group.size
     count = part_of(len(rows), algorithm.group)
     traffic = Traffic([count] * size, [count] * size, np.full((size, size), count))
+    collectives.begin(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
     return algorithm.exchange(rows, traffic, "all-to-all")
 
 
 def start_swap(group: Group, rows: Tensor) -> Callable[[], Tensor]:
-    """Starts `swap_parts`; the result is called for."""
+    """Starts `swap_parts`, once the ranks have come; the result is called for."""
     if group.handle is None:
         return lambda: rows
     part_of(len(rows), group)
     rows = rows.detach().contiguous()  # as in `collectives`
     out = torch.empty_like(rows)
+    _begin(group, "all-to-all", rows)
     work = dist.all_to_all_single(out, rows, group=group.handle, async_op=True)
 
     def finish() -> Tensor:
@@ -79,6 +81,10 @@ def start_swap(group: Group, rows: Tensor) -> Callable[[], Tensor]:
         return out
 
     return finish
+
+
+def _begin(group: Group, operation: str, tensor: Tensor, more: str = "") -> None:
+    collectives.begin(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
 
 
 def gather_parts(group: Group, rows: Tensor) -> Tensor:
@@ -114,8 +120,14 @@ def skips_all_to_all() -> bool:
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    if get_world_size(group) > 1:
-        dist.barrier(group=group)
+    """Waits until all ranks of the group are here.
+
+    Raises:
+        RankError: some did not come within TUTEL_GLOBAL_TIMEOUT_SEC, or failed; it names them.
+    """
+    members = as_group(group)
+    arrived = torch.zeros(1, device=collectives.device_of(members))
+    collectives.all_reduce(members, arrived, operation="barrier").tolist()  # on a GPU nothing else waits for it
 
 
 # Without gradients.
@@ -129,7 +141,9 @@ def simple_all_reduce(
     output = input if inplace else input.detach().clone(memory_format=torch.contiguous_format)
     if op in _OPS:
         return collectives.all_reduce(as_group(group), output, _OPS[op])
-    dist.all_reduce(output, op=op, group=group)
+    members = as_group(group)
+    _begin(members, "all-reduce", output, f", {op}")
+    collectives.wait(dist.all_reduce(output, op=op, group=group, async_op=True), members, "all-reduce")
     return output
 
 
@@ -140,9 +154,10 @@ def simple_all_to_all(input: Tensor, group: ProcessGroup | None = None, backgrou
         return (rows, lambda *_: None) if background else rows
     if not background:
         return swap_parts(as_group(group), rows)
-    output = torch.empty_like(rows)
+    output, members = torch.empty_like(rows), as_group(group)
+    _begin(members, "all-to-all", rows)
     work = dist.all_to_all_single(output, rows, group=group, async_op=True)
-    return output, partial(collectives.wait, work, as_group(group), "all-to-all")
+    return output, partial(collectives.wait, work, members, "all-to-all")
 
 
 def simple_split(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -166,7 +181,9 @@ def simple_all_gather(input: Tensor, group: ProcessGroup | None = None) -> Tenso
 def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = None) -> Tensor:
     """`input` of rank `src` (its number in the job), in place."""
     if get_world_size(group) > 1:
-        dist.broadcast(input, src, group=group)
+        members = as_group(group)
+        _begin(members, "broadcast", input, f" from rank {src}")
+        collectives.wait(dist.broadcast(input, src, group=group, async_op=True), members, "broadcast")
     return input
 
 

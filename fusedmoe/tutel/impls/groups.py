@@ -16,6 +16,7 @@ from fusedmoe.comm.group import Group, Job, Lease
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 
+CURE = "set TUTEL_GLOBAL_TIMEOUT_SEC to more seconds"
 TIMEOUT_S = float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", 86400))
 
 
@@ -83,6 +84,7 @@ def create_standalone_group() -> ProcessGroup | None:
     """A group of this rank alone. Collective over all ranks."""
     if not dist.is_initialized():
         return None
+    _meet(None)
     return [dist.new_group(ranks=[rank]) for rank in range(get_world_size())][get_world_rank()]
 
 
@@ -105,9 +107,17 @@ def create_groups_from_world(
         _initialise(include_init)
     key = group_count if parent is None else (group_count, parent)
     if key not in TUTEL_GROUPING_CACHE or TUTEL_GROUPING_CACHE[key].global_group is not _world(parent):
+        _meet(parent)
         TUTEL_GROUPING_CACHE[key] = _split(group_count, parent)
     env: ParallelEnv = TUTEL_GROUPING_CACHE[key]
     return env
+
+
+def _meet(parent: ProcessGroup | None) -> None:
+    """Waits for the ranks that make groups together: PyTorch's own wait for them names nobody."""
+    members = as_group(parent)
+    if members.size > 1:
+        members.board.meet(members.ranks, None, TIMEOUT_S, operation="making groups", cure=CURE)
 
 
 def _world(parent: ProcessGroup | None) -> ProcessGroup | None:
