@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe.engine.dispatcher import recomputing, selects
 from fusedmoe.engine.run import GradientReducer, Plans, Run
 from fusedmoe.engine.stack import through_stack
 from fusedmoe.engine.state import Cut
@@ -151,7 +151,7 @@ class PipelinedBlocks(nn.Module):
 
         Raises:
             ConfigError: in a world of one, input of a wrong shape, dtype or device, logits that are not finite, or a
-                dense part that gives anything but what `Parts` says.
+                dense part that gives anything but what `Parts` says; on all ranks, a selective activation checkpoint.
             RankError: the same in a larger world, on every rank alike, naming the rank at fault. Nothing of that has
                 been sent, and who catches it on all ranks can go on with the next batch, but for ranks of an MP group,
                 whose dense parts may wait for each other: there, and where a dense part raises, the job is over.
@@ -168,6 +168,11 @@ class PipelinedBlocks(nn.Module):
         with self.topology.guard("pipeline"):
             for layer in self._layers():
                 layer.checks.tell_logits()
+            if selects():  # it lets each operator's results be taken once, and dense parts have graphs of their own
+                raise ConfigError(
+                    "pipeline: a selective activation checkpoint cannot look into micro-batches; use a checkpoint "
+                    "without context_fn, or fusedmoe.pipeline(…, recompute=True)"
+                )
             refusal = self._wrong(x)
             if refusal is not None:
                 x = self._no_samples(x, refusal)
