@@ -111,10 +111,13 @@ def wait_once(graph: fx.Graph) -> None:
     """Has each collective with one result waited for once, before anything else is done with what comes.
 
     Models may wait twice (`wait_tensor` is called by whoever uses the tensor, and by its author), look at the tensor in
-    another way first, or wait for what was computed of it: a tensor that has come is as it is.
+    another way first, or wait for what was computed of it: a tensor that has come is as it is. Collectives that have a
+    gradient of their own become those without: both passes are written out here.
     """
     wait: Any = torch.ops._c10d_functional.wait_tensor.default
     for node in list(graph.nodes):
+        if _space(node) == f"{_COLLECTIVES}_autograd" and not node.kwargs:
+            node.target = getattr(torch.ops._c10d_functional, name_of(node)).default
         if is_start(node) and isinstance(node.meta["val"], torch.Tensor):
             if all(user.op == "output" for user in node.users):
                 continue  # whoever called waits

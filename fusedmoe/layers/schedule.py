@@ -198,7 +198,8 @@ def undisturbed() -> Iterator[None]:
     the tensors that are saved for backward, or watches operators, sees nothing of it; and gradients can be taken.
     """
     hooks: AbstractContextManager[Any] = nullcontext()
-    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
+    autograd: Any = torch._C._autograd
+    if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.inference_mode(False), _disable_current_modes(), hooks:
         yield
