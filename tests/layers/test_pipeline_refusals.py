@@ -144,7 +144,12 @@ def test_inside_activation_checkpoints() -> None:
     plans_of_many = many.plans
     right = gradients(few.plans, None)
     for reentrant in (False, True):
-        for plans, later in ((few.plans, plans_of_many), (plans_of_many, few.plans), (few.plans, None), (None, few.plans)):
+        for plans, later in (
+            (few.plans, plans_of_many),
+            (plans_of_many, few.plans),
+            (few.plans, None),
+            (None, few.plans),
+        ):
             for found, wanted in zip(gradients(plans, later, use_reentrant=reentrant), right, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     with pytest.raises(ConfigError, match="pipeline: a selective activation checkpoint"):
