@@ -17,26 +17,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fusedmoe.autograd.moves import received_layout
 from fusedmoe.comm.all_to_all import AllToAll
 from fusedmoe.comm.exchange import Exchange, Part
+from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import operator, register_fake, register_gradient
 
-_ways: WeakValueDictionary[str, Way] = WeakValueDictionary()
-_numbers = count()
+# A graph holds the name of a way, and one graph is to do for all layers that exchange over the same process groups: so
+# several ways may have a name, and whichever of them is open stands for it.
+_ways: dict[str, WeakSet[Way]] = {}
+_numbers: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+_new_number = count()
 
 
 class Way:
     """Where rows of a layer travel, under a name for as long as somebody holds it.
+
+    Ways over the same process groups, by the same algorithm, have the same name, whichever layers and topologies they
+    are of. It has no ranks in it, so that ranks that do the same compile the same graphs.
 
     Attributes:
         name: which graphs know it by.
@@ -44,18 +53,38 @@ class Way:
 
     def __init__(self, topology: Topology, all_to_all: AllToAll) -> None:
         self.topology, self.all_to_all = topology, all_to_all
-        self.name = f"way {next(_numbers)} over {topology.ep} and {topology.esp}"
-        _ways[self.name] = self
+        parts = vars(all_to_all).values() if is_dataclass(all_to_all) else [all_to_all]
+        self.name = f"{type(all_to_all).__name__} over {', '.join(map(_identity, (*parts, topology.esp)))}"
+        _ways.setdefault(self.name, WeakSet()).add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows can travel: a topology that was closed has no process groups, while others may use them."""
+        leases = (self.topology.ep.lease, self.topology.esp.lease)
+        return all(lease is None or lease.is_open for lease in leases)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Way:
         return self  # as its topology
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Way, (self.topology, self.all_to_all)
+
+
+def _identity(part: object) -> str:
+    """What parts of two algorithms have in common where they do the same: of groups their process groups."""
+    if isinstance(part, Group):
+        handles = [lease.handle for lease in (part.lease, part.downward) if lease is not None]
+        numbers = [_numbers[one] if one in _numbers else _numbers.setdefault(one, next(_new_number)) for one in handles]
+        return f"{part.axis} {numbers}"
+    return str(part) if isinstance(part, int | None) else f"{type(part).__name__} {next(_new_number)}"
+
 
 @contextmanager
 def _guarded(way: str, operation: str) -> Iterator[Way]:
-    found = _ways.get(way)
-    if found is None:
+    ways = list(_ways.get(way, ()))
+    if not ways:
         raise ConfigError(f"{operation}: the layer of {way} is gone; keep it until the backward pass has ended")
+    found = next((one for one in ways if one.is_open), ways[0])  # a closed one says so itself
     with found.topology.guard(f"fusedmoe::{operation}"):
         yield found
 
@@ -90,7 +119,7 @@ def meet(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> 
 
 @register_fake(meet)
 def _(counts_E: Tensor, bad: Tensor | None, dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
-    topology = _ways[way].topology
+    topology = next(iter(_ways[way])).topology
     peers, shards = topology.ep.size, topology.esp.size
     send_PE = counts_E.new_empty((peers, counts_E.shape[0] // peers), device="cpu")
     return send_PE, send_PE.new_empty((shards, *send_PE.shape))

@@ -79,6 +79,10 @@ class Lease:
             )
         return self._handle
 
+    @property
+    def is_open(self) -> bool:
+        return self._handle is not None
+
     def end(self) -> None:
         self._handle = None
 

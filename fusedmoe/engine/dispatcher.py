@@ -181,7 +181,9 @@ class Collectives(Dispatcher):
             return self.by_operators(routed, experts)
         return self.run(routed.x_SM, self.meet(routed), experts)
 
-    def by_operators(self, routed: Routed, experts: LocalExperts, bad: Tensor | None = None) -> Tensor:
+    def by_operators(
+        self, routed: Routed, experts: Callable[[Tensor, Layout, Tensor | None], Tensor], bad: Tensor | None = None
+    ) -> Tensor:
         """The same by operators, which compilers and selective checkpoints see: one thing after the other, no hooks.
 
         `bad`: how many router logits are not finite, a scalar; all ranks end where there are any.

@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.graph.instructions import is_all_to_all, is_assertion
+from fusedmoe.graph.instructions import is_all_to_all, is_assertion, wait_once
 from fusedmoe.graph.irregular import IrregularAllToAlls
 from fusedmoe.graph.operator_costs import OperatorCosts
 from fusedmoe.graph.planning import PassReport, PlanSettings, planned
@@ -89,11 +89,21 @@ class GraphBackend:
         own = [*(True for _ in gm.parameters()), *(False for _ in gm.buffers())]
         is_parameter = [*own, *(isinstance(one, nn.Parameter) for one in example_inputs)]
 
+        failed: list[BaseException] = []
+
         def forward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return self._compiled(graph_module, "forward", [])
 
         def backward(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return self._compiled(graph_module, "backward", is_parameter)
+            # What fails while the forward pass is compiled PyTorch keeps to itself, and comes again when a gradient is
+            # asked for. The ranks have ended by then, and would say no more than that.
+            if failed:
+                raise failed[0]
+            try:
+                return self._compiled(graph_module, "backward", is_parameter)
+            except BaseException as error:
+                failed.append(error)
+                raise
 
         def inference(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return self._compiled(graph_module, "inference", [])
@@ -109,6 +119,7 @@ class GraphBackend:
             for node in reversed(module.graph.nodes):
                 if is_assertion(node) and not node.users:
                     module.graph.erase_node(node)
+        wait_once(module.graph)
         module.graph.eliminate_dead_code()
         if any(is_all_to_all(node) for node in module.graph.nodes):
             gradients = _gradients(module.graph, is_parameter) if phase == "backward" else set()

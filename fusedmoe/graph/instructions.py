@@ -107,6 +107,40 @@ def bits(numbers: int) -> Iterator[int]:
         numbers ^= lowest
 
 
+def wait_once(graph: fx.Graph) -> None:
+    """Has each collective with one result waited for once, before anything else is done with what comes.
+
+    Models may wait twice (`wait_tensor` is called by whoever uses the tensor, and by its author), look at the tensor in
+    another way first, or wait for what was computed of it: a tensor that has come is as it is. Collectives that have a
+    gradient of their own become those without: both passes are written out here.
+    """
+    wait: Any = torch.ops._c10d_functional.wait_tensor.default
+    for node in list(graph.nodes):
+        if _space(node) == f"{_COLLECTIVES}_autograd" and not node.kwargs:
+            node.target = getattr(torch.ops._c10d_functional, name_of(node)).default
+        if is_start(node) and isinstance(node.meta["val"], torch.Tensor):
+            if all(user.op == "output" for user in node.users):
+                continue  # whoever called waits
+            if len(node.users) == 1 and is_wait(next(iter(node.users))):
+                continue
+            with graph.inserting_after(node):
+                came = graph.call_function(wait, (node,))
+            came.meta = {**node.meta}
+            node.replace_all_uses_with(came, lambda user, came=came: user is not came)
+            places = {one: place for place, one in enumerate(graph.nodes)}
+            min(came.users, key=places.__getitem__).prepend(came)
+        elif is_wait(node) and _has_come(node.all_input_nodes[0]):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+
+
+def _has_come(node: fx.Node) -> bool:
+    """Whether a tensor is no collective's that may still be under way."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.op == "call_function" and not is_start(node)
+
+
 class Instructions:
     """The instructions of a graph.
 

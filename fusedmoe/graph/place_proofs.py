@@ -111,7 +111,7 @@ class _Proof:
     def holds(self, results: int | None) -> set[fx.Node]:
         weight: Any = self._combine.args[0]
         rows: Any = self._combine.args[1]
-        (tokens, places), of_rows = (shape_of(weight) or ())[-2:], shape_of(rows) or ()
+        (tokens, places), of_rows = _known_shape(weight)[-2:], _known_shape(rows)
         token, place = self._elements.variable(tokens), self._elements.variable(places)
         outer = (ZERO,) * (len(of_rows) - 2)
         self._trace(rows, (*outer, place, self._elements.variable(of_rows[-1])), None, None)
@@ -121,7 +121,7 @@ class _Proof:
         reads.note(self._elements.of(weight, (*outer, token, place)))
         for dispatch, taken in self._sources.items():
             send: Any = dispatch.args[0]
-            of_send = shape_of(send) or ()
+            of_send = _known_shape(send)
             outer, any_place = (ZERO,) * (len(of_send) - 2), self._elements.variable(of_send[-2])
             if of_send[-1] != tokens:
                 raise NotKnown
@@ -163,7 +163,7 @@ class _Proof:
             assert isinstance(first, fx.Node)
             if node.kwargs or any(one in self._travelled for one in inputs if one is not first) or first is second:
                 raise NotKnown
-            columns = self._elements.variable((shape_of(first) or ())[-1])
+            columns = self._elements.variable(_known_shape(first)[-1])
             self._others.update(one for one in inputs if one is not first)
             return self._trace(first, (*place[:-1], columns), other, back)
         if name not in _HARMLESS:
@@ -179,7 +179,7 @@ class _Proof:
     def _travel(self, node: fx.Node, place: Place, other: Index | None, back: Index | None) -> None:
         """Rows come from another rank: block b of what this rank gets is what rank b has for it."""
         shares = [argument_of(node, f"{name}_split_sizes") for name in ("output", "input")]
-        shape = shape_of(node) or ()
+        shape = _known_shape(node)
         ranks = len(shares[0])
         if len({str(rows) for of in shares for rows in of}) != 1 or shape_of(node.all_input_nodes[0]) != shape:
             raise NotKnown
@@ -359,7 +359,7 @@ class Facts:
         if kind == "where" and self.hold(formula[1]):
             return self._plain(formula[2])
         if kind == "looked up":
-            size = (shape_of(formula[1]) or ())[formula[2]]
+            size = _known_shape(formula[1])[formula[2]]
             index = self._index_of(formula[4], size)
             return formula if index is None else self._plain(elements.at(formula, index))
         if kind == "sum" and (chosen := selection(formula)) is not None:
@@ -422,6 +422,14 @@ def is_positive(node: fx.Node) -> bool:
     return (
         name in _SOME or name in _MOVES or name in ("expand", "select", "slice", "_to_copy", "sum")
     ) and is_positive(first)
+
+
+def _known_shape(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node's tensor; `NotKnown` where a size of it is decided when the graph runs."""
+    shape = shape_of(node)
+    if shape is None:
+        raise NotKnown
+    return shape
 
 
 def _not_below_0(divisor: Any) -> bool:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -392,12 +393,17 @@ def _report(
     return report
 
 
+def _called(node: fx.Node) -> object:
+    """What a node calls, the same text in every process: functions of Python would show where they lie."""
+    return node.target.__qualname__ if isinstance(node.target, FunctionType) else node.target
+
+
 def _structure(of: Instructions) -> str:
     """The graph without its sizes and groups, the same on ranks that go the same way through a model."""
     lines = []
     for index, node in enumerate(of.nodes):
         needs = [str(of.place[one]) if one in of.place else "input" for one in node.all_input_nodes]
-        lines.append(f"{index} {node.target} {' '.join(needs)}")
+        lines.append(f"{index} {_called(node)} {' '.join(needs)}")
     return "\n".join(lines)
 
 
@@ -407,7 +413,7 @@ def _sizes(of: Instructions) -> str:
     for index, node in enumerate(of.nodes):
         group = group_of(node) if is_start(node) else None
         args = [str(argument) for argument in (*node.args, *node.kwargs.values()) if argument is not group]
-        lines.append(f"{index} {node.target} {' '.join(args)} {node.meta.get('val')}")
+        lines.append(f"{index} {_called(node)} {' '.join(args)} {node.meta.get('val')}")
     return "\n".join(lines)
 
 

@@ -27,12 +27,11 @@ class Load:
         counters: adds up what the training forwards were like, for `fusedmoe.metrics`; None: nobody asks.
     """
 
-    counters: RoutingCounters | None = None
-
     def __init__(self, experts: int) -> None:
+        self.counters: RoutingCounters | None = None  # of the object itself, as in copies: graphs look where it is
         self.chosen_E = torch.zeros(experts, dtype=torch.long)
         self.kept_E = torch.zeros(experts, dtype=torch.long)
-        self._sum_E: Tensor | None = None
+        self._sum_E = torch.zeros(experts, dtype=torch.long)
         self._counts = False
         self._untold = 0  # training forwards since `tell`, where a gate waits for it
 
@@ -52,8 +51,8 @@ class Load:
             assert self.counters is not None
             self.counters.choices(routing.expert_SK, self.chosen_E, routing.logits_SE, routing.aux_loss)
         if training and _balances(gate) and not recomputing():
-            # A new tensor in either case: `chosen_E` is the user's to change.
-            self._sum_E = self.chosen_E.clone() if self._sum_E is None else self._sum_E + self.chosen_E
+            # Always a tensor, or compiled layers would need a graph for the first step and one for all others.
+            self._sum_E = self._sum_E.to(self.chosen_E.device) + self.chosen_E
             if not torch.compiler.is_compiling():  # a graph would be compiled anew for each number
                 self._untold += 1
                 if self._untold == _UNTOLD:
@@ -74,8 +73,7 @@ class Load:
     def tell(self, gate: Gate, world: Group) -> None:
         """Tells a gate that balances the load of all ranks in training since it was last told. Collective."""
         if _balances(gate):
-            sum_E = torch.zeros_like(self.chosen_E) if self._sum_E is None else self._sum_E
-            self._sum_E, self._untold = None, 0
+            sum_E, self._sum_E, self._untold = self._sum_E, torch.zeros_like(self._sum_E), 0
             sum_E = sum_E if world.size == 1 else sum_E.to(device_of(world))
             gate.update(all_reduce(world, sum_E, operation="sum of expert loads"))
 

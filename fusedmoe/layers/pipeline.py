@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.dispatcher import recomputing, selects
 from fusedmoe.engine.run import GradientReducer, Plans, Run
 from fusedmoe.engine.stack import through_stack
 from fusedmoe.engine.state import Cut
@@ -82,6 +83,7 @@ class PipelinedBlocks(nn.Module):
         sizes = self.topology.beside(self.topology.esp, "sizes")
         self._stages = [BlockStage(*block, sizes, along == "positions", recompute) for block in parts]
         self._streams = Streams()
+        self._followed: tuple[Plans | None, GradientReducer | None] = None, None
         kinds, waits = self._layers()[0].parts, self.waits
         plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(STAGES, degrees, strict=True))
         self.set_plan(Plans(*map(self.with_copies, plans)))
@@ -149,12 +151,15 @@ class PipelinedBlocks(nn.Module):
 
         Raises:
             ConfigError: in a world of one, input of a wrong shape, dtype or device, logits that are not finite, or a
-                dense part that gives anything but what `Parts` says.
+                dense part that gives anything but what `Parts` says; on all ranks, a selective activation checkpoint.
             RankError: the same in a larger world, on every rank alike, naming the rank at fault. Nothing of that has
                 been sent, and who catches it on all ranks can go on with the next batch, but for ranks of an MP group,
                 whose dense parts may wait for each other: there, and where a dense part raises, the job is over.
         """
-        if self.plans is None:
+        if not recomputing():
+            self._followed = self.plans, self._gradients
+        plans, gradients = self._followed  # a recomputation saves as much as the forward pass only by the same plans
+        if plans is None:
             for stage in self._stages:
                 x = stage.whole(x, self.recorder)
             return x
@@ -163,11 +168,16 @@ class PipelinedBlocks(nn.Module):
         with self.topology.guard("pipeline"):
             for layer in self._layers():
                 layer.checks.tell_logits()
+            if selects():  # it lets each operator's results be taken once, and dense parts have graphs of their own
+                raise ConfigError(
+                    "pipeline: a selective activation checkpoint cannot look into micro-batches; use a checkpoint "
+                    "without context_fn, or fusedmoe.pipeline(…, recompute=True)"
+                )
             refusal = self._wrong(x)
             if refusal is not None:
                 x = self._no_samples(x, refusal)
             batch, cut = self._cut(x)
-            z, aux = through_stack(batch, self._stages, self._run(x, self.plans), cut, refusal)
+            z, aux = through_stack(batch, self._stages, self._run(x, plans, gradients), cut, refusal)
             for layer, loss in zip(self._layers(), aux, strict=True):
                 loss = layer.mp_tokens.aux(loss)
                 layer.aux_loss = without_a_graph(loss, "MoELayer.aux_loss", None, if_any=not layer.gate.aux)
@@ -205,10 +215,10 @@ class PipelinedBlocks(nn.Module):
             return x.view(mp.size, len(x) // mp.size, *x.shape[1:]), Cut(peers, 1)
         return x, Cut(peers)
 
-    def _run(self, x: Tensor, plans: Plans) -> Run:
+    def _run(self, x: Tensor, plans: Plans, gradients: GradientReducer | None) -> Run:
         stop = partial(self.topology.stop, "pipeline")
         streams = self._streams.on(x.device)
-        return Run(plans, stop, recorder=self.recorder, streams=streams, gradients=self._gradients)
+        return Run(plans, stop, recorder=self.recorder, streams=streams, gradients=gradients)
 
     def _check(self, phase: str, plans: Plans, gradients: GradientReducer | None) -> None:
         plan = plans.forward if phase == "forward" else plans.backward

@@ -14,7 +14,7 @@ from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.chunk_experts import ChunkExperts, GroupedExperts
-from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local, Routed
+from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local, Routed, recomputing
 from fusedmoe.engine.run import Assigned, GradientReducer, Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.dispatchers import (
@@ -31,7 +31,7 @@ from fusedmoe.layers.expert_networks import Experts
 from fusedmoe.layers.gates.base import Gate
 from fusedmoe.layers.measure import FUSED_DEGREES, observe_fused, observe_layer
 from fusedmoe.layers.orders import Order
-from fusedmoe.layers.schedule import Schedule, measured_costs, measured_parts, require_same_plans
+from fusedmoe.layers.schedule import Schedule, measured_costs, measured_parts, require_same_plans, undisturbed
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.schedule.cost import CostModel
 from fusedmoe.schedule.observed import Observed, Sample
@@ -69,12 +69,13 @@ class Planner:
                 experts.workload(1, 1, ep, esp)
         self.schedule = schedule
         self.assigned: Assigned | None = None
+        self._followed: Assigned | None = None
         self.made: dict[Workload | None, Plans] = {}
         self._costs: dict[tuple[torch.dtype, torch.device], CostModel] = {}
         self._transports: dict[tuple[torch.dtype, torch.device], KernelTransport | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"assigned": None}
+        return self.__dict__ | {"assigned": None, "_followed": None}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -102,12 +103,19 @@ class Planner:
     def find(self, x_SM: Tensor, rows: int, chunks: ChunkExperts) -> Assigned | None:
         """What was assigned, or the schedule's plans, by collectives, for so many rows of the rank that sends the most.
         None: nothing goes in chunks."""
-        if self.assigned is not None or self.schedule is None:
-            return self.assigned
+        assigned = self._to_follow()
+        if assigned is not None or self.schedule is None:
+            return assigned
         workload = self._workload(x_SM, rows)
         if workload not in self.made:
             self.made[workload] = self._plans(x_SM, workload, chunks.any_degree, self.kinds)
         return Assigned(self.made[workload])
+
+    def _to_follow(self) -> Assigned | None:
+        """What was assigned: where activations are computed again, in the forward pass, so that as much is saved."""
+        if not recomputing():
+            self._followed = self.assigned
+        return self._followed
 
     def dispatcher(self, algorithm: str, hooks: Sequence[Hooks], placed: DynamicExperts | None) -> Dispatcher:
         """What takes rows by these plans. `algorithm`: of all-to-alls.   `placed`: the experts where they move."""
@@ -159,13 +167,14 @@ class Planner:
     def transport(self, x_SM: Tensor) -> KernelTransport | None:
         """How kernels send and receive by themselves; None where collectives do. The first call in a dtype and on a
         device is collective."""
-        if self.assigned is not None or self.schedule is None or not self.schedule.puts:
+        if self._to_follow() is not None or self.schedule is None or not self.schedule.puts:
             return None
         at = x_SM.dtype, x_SM.device
         if at not in self._transports:
             self._transports[at] = self._choose_transport(x_SM)
         return self._transports[at]
 
+    @undisturbed()
     def _choose_transport(self, x_SM: Tensor) -> KernelTransport | None:
         kind = self._fused_kind(x_SM)
         if kind is None:
@@ -219,6 +228,7 @@ class Planner:
         ep, esp = self._topology.ep.size, self._topology.esp.size
         return self._experts.workload(_rounded(rows), x_SM.dtype.itemsize, ep, esp)
 
+    @undisturbed()
     def _plans(self, x_SM: Tensor, workload: Workload | None, any_degree: bool, kinds: tuple[str, ...]) -> Plans:
         """Plans of such tasks. The first of a layer is collective over all ranks, where it has to be measured for."""
         schedule, topology, costs = self.schedule, self._topology, None

@@ -148,7 +148,8 @@ class Metrics(Collector):
     - "moe/NAME/load/3" = c_3 of a layer, with `collect(per_expert=True)`
     - "moe/tokens_per_s", of all ranks; "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
     - "moe/exposed_s": seconds in which rows travelled and this rank's layers computed nothing, in the first forward and
-      backward pass of each layer since the last collection, in the mean of ranks; where rows travel between ranks
+      backward pass of each layer since the last collection, in the mean of ranks; where rows travel between ranks, but
+      not of layers in a compiled model
 
     The counters are float64 on the device of the layer; nothing but `collect` waits for it. `close` ends it.
 
@@ -214,6 +215,8 @@ class ExposedSampler:
         return found.exposed_s()
 
     def _begin(self, module: Any, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what is in a graph is not recorded
         if self._recorder is None or module.recorder is not None or not module.training:
             return
         if module not in self._seen and not recomputing():
@@ -221,7 +224,7 @@ class ExposedSampler:
             module.recorder = self._recorder
 
     def _end(self, module: Any, *_: Any) -> None:
-        if module.recorder is self._recorder:
+        if not torch.compiler.is_compiling() and module.recorder is self._recorder:
             module.recorder = None
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
@@ -186,6 +188,21 @@ def require_degrees(degrees: object) -> None:
     """Two numbers, one for each pass; one number for both is a mistake easily made."""
     if not (isinstance(degrees, Sequence) and len(degrees) == 2 and min(degrees) >= 1):
         raise ConfigError(f"degrees are the chunks forward and backward, each at least 1: (2, 2), say, not {degrees!r}")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A context for measuring, and for what ranks say to each other about plans, in the midst of a forward pass.
+
+    That happens once, in the first forward, and not where an activation checkpoint computes it again: so whoever counts
+    the tensors that are saved for backward, or watches operators, sees nothing of it; and gradients can be taken.
+    """
+    hooks: AbstractContextManager[Any] = nullcontext()
+    autograd: Any = torch._C._autograd
+    if autograd._saved_tensors_hooks_is_enabled():  # the innermost hooks are the only ones that are called
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.inference_mode(False), _disable_current_modes(), hooks:
+        yield
 
 
 # Of topologies that are in use; the layers of a model share one.

@@ -63,8 +63,11 @@ def profiling() -> bool:
 
 
 def in_layer(recorder: Recorder | None, number: int | None) -> Recorder | None:
-    """What the parts of a layer report to, so that their spans carry its number; None where nobody listens."""
-    return None if recorder is None and not profiling() else _LayerRecorder(recorder, number)
+    """What the parts of a layer report to, so that their spans carry its number; None where nobody listens, and in a
+    graph, which runs later than it is made: no clock of ours is in it."""
+    if torch.compiler.is_compiling() or (recorder is None and not profiling()):
+        return None
+    return _LayerRecorder(recorder, number)
 
 
 def recorded(

@@ -7,15 +7,16 @@ import json
 import math
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 
 import fusedmoe
 from fusedmoe.errors import ConfigError, RankError
@@ -222,6 +223,97 @@ def test_sizes_that_values_decide(world: None) -> None:
             for one, other in zip(*results, strict=True):
                 assert torch.allclose(one, other, rtol=0, atol=1e-12)
     assert [report.phase for report in backend.reports] == ["forward", "backward"]
+
+
+def test_rows_that_a_dynamic_size_counts_prove_nothing(world: None) -> None:
+    """Dropless, a product between both ways: without a size there is nothing to prove, and the graph is as captured."""
+
+    def call(x_NM: Tensor, w_MM: Tensor) -> Tensor:
+        size = [x_NM.shape[0]]
+        rows_NM = all_to_all_single_autograd(x_NM, size, size, dist.group.WORLD)
+        return all_to_all_single_autograd(rows_NM @ w_MM, size, size, dist.group.WORLD)
+
+    given = [torch.randn(size, 8, dtype=torch.float64, requires_grad=True) for size in (12, 8)]
+    torch._dynamo.mark_dynamic(given[0], 0)
+    backend = GraphBackend(costs=Steady())
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    for run in (torch.no_grad, torch.enable_grad):
+        with run():
+            torch.testing.assert_close(compiled(*given), call(*given), rtol=1e-12, atol=1e-12)
+    found, right = (torch.autograd.grad(run(*given).square().sum(), given) for run in (compiled, call))
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert [report.phase for report in backend.reports] == ["inference", "forward", "backward"]
+
+
+def bare(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional_autograd.all_to_all_single(x, [len(x)], [len(x)], dist.group.WORLD.group_name)
+
+
+def looked_at(x: Tensor) -> Tensor:
+    rows = bare(x)
+    wait_tensor(rows)
+    return rows
+
+
+WAITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "its author's": lambda x: wait_tensor(all_to_all_single(x, None, None, dist.group.WORLD)),
+    "twice": lambda x: wait_tensor(wait_tensor(bare(x))),
+    "through a view": lambda x: wait_tensor(bare(x).transpose(1, 2)).transpose(1, 2),
+    "unused": looked_at,
+    "of a result": lambda x: wait_tensor(all_to_all_single(x, None, None, dist.group.WORLD).sin()),
+    "of what never travelled": lambda x: all_to_all_single(wait_tensor(x * 2), None, None, dist.group.WORLD),
+}
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [pytest.param(of, id=name, marks=[] if of is looked_at else [pytest.mark.slow]) for name, of in WAITS.items()],
+)
+def test_waits_of_the_author(world: None, wait: Callable[[Tensor], Tensor]) -> None:
+    """A layer with places of each token's own still goes in micro-batches, and results are what they were."""
+    S, E, C, M = 16, 4, 4, 8
+
+    def layer(x_SM: Tensor, w_ME: Tensor, w_EMM: Tensor) -> Tensor:
+        prob_SE = (x_SM @ w_ME).softmax(-1)
+        chosen_SE = F.one_hot(prob_SE.argmax(-1), E).double()
+        place_SE = chosen_SE.cumsum(0) - 1
+        chosen_SE = chosen_SE * (place_SE < C)
+        place_S = (place_SE * chosen_SE).sum(1).long()
+        weight_SEC = (prob_SE * chosen_SE)[:, :, None] * F.one_hot(place_S, C).double()[:, None]
+        rows_ECM = wait(torch.einsum("sec,sm->ecm", (weight_SEC > 0).double(), x_SM))
+        rows_ECM = wait(F.gelu(torch.bmm(rows_ECM, w_EMM)))
+        return (torch.einsum("sec,ecm->sm", weight_SEC, rows_ECM) + x_SM).sin()
+
+    shapes = (S, M), (M, E), (E, M, M)
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    for own_places, irregular in ((None, False), (False, True)):
+        torch._dynamo.reset()
+        backend = GraphBackend(parts=2, groups=1, costs=Steady(), own_places=own_places, irregular=irregular)
+        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*given), layer(*given), rtol=1e-12, atol=1e-12)
+        results = [(y := run(*given), *torch.autograd.grad(y.square().sum(), given)) for run in (compiled, layer)]
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert [len(report.collectives) for report in backend.reports[:2]] == [2, 2]
+
+
+def test_the_first_error_of_a_backward_pass(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch compiles a backward pass beside its forward pass, keeps an error to itself, and comes again."""
+    messages = iter(("what this rank found", "what followed"))
+
+    def fails(module: object, phase: str, *_: object) -> PassReport:
+        if phase == "backward":
+            raise RankError(next(messages))
+        return PassReport(phase, 0)
+
+    monkeypatch.setattr("fusedmoe.graph.compiler.planned", fails)
+    x = torch.randn(4, 8, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    model = nn.Sequential(_AllToAll(), nn.Linear(8, 8), _AllToAll())
+    with pytest.raises(RankError, match="what this rank found"):
+        torch.compile(model, backend=GraphBackend(costs=Steady()))(x).sum().backward()
 
 
 class _AllToAll(nn.Module):

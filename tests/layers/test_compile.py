@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections import Counter
@@ -200,6 +201,66 @@ def test_two_graphs_for_all_numbers_of_tokens(cluster: Cluster) -> None:
     assert max(cluster.run(2, many_sizes)) <= 2
 
 
+class Block(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(M), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.layer(self.norm(x))
+        return y
+
+
+def block_by_block(rank: int, world: int) -> dict[str, int]:
+    """How many graphs ten equal blocks need for two steps, with each kind of layer; results are those of the blocks as
+    they are. One topology is closed meanwhile, whose process groups others use, too."""
+    from fusedmoe.tutel.moe import moe_layer
+
+    def topology() -> fusedmoe.Topology:
+        return fusedmoe.Topology.from_sizes(ep=world, timeout_s=60)
+
+    def layer(topology: fusedmoe.Topology, **more: Any) -> fusedmoe.MoELayer:
+        gate = make("deepseek_v3", 4, 2)  # it has a buffer, and a load that is counted
+        return fusedmoe.MoELayer(M, gate, fusedmoe.experts.SwiGLU(8), topology=topology, **more)
+
+    one, closed, found = topology(), topology(), {}
+    torch.manual_seed(0)
+    model = layer(one)
+    kinds: dict[str, list[nn.Module]] = {
+        "in graphs": [layer(closed), *(copy.deepcopy(model) for _ in range(5)), *(layer(topology()) for _ in range(4))],
+        "scheduled": [layer(one, schedule=fusedmoe.Schedule("fsmoe", (2, 2))) for _ in range(10)],
+        "Tutel's": [moe_layer({"type": "top", "k": 2}, M, {"type": "ffn", "num_experts_per_device": 2,
+                    "hidden_size_per_expert": 8}) for _ in range(10)],
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, layers in kinds.items():
+            torch._dynamo.reset()
+            counter, whole = CompileCounterWithBackend("eager"), name == "in graphs"
+            blocks = nn.Sequential(*map(Block, layers))
+            for block in blocks:
+                block.compile(backend=counter, fullgraph=whole)
+            for step in range(2):
+                x = torch.randn(9 + rank, M, requires_grad=True)
+                y, plain = blocks(x), x
+                y.square().sum().backward()
+                ours, x.grad = x.grad, None
+                for block in blocks:
+                    plain = block.forward(plain)
+                plain.square().sum().backward()
+                assert torch.equal(y, plain) and ours is not None and torch.equal(ours, x.grad)
+                if step == 0 and whole:
+                    del blocks[0], kinds[name][0]
+                    closed.close()
+            found[name] = counter.frame_count
+    return found
+
+
+def test_one_graph_for_all_blocks_of_a_model(cluster: Cluster) -> None:
+    """A call of what stays outside of graphs has one before it and one behind it, however many blocks there are."""
+    assert cluster.run(2, block_by_block) == [{"in graphs": 1, "scheduled": 2, "Tutel's": 2}] * 2
+
+
 def exchanges(rank: int, world: int, compiles: bool) -> dict[str, int]:
     """How often rows travel in a step that keeps what has travelled; gradients are those of a plain step."""
     layer, seen = a_layer_over(rank, world), Counter[str]()
@@ -263,7 +324,10 @@ def test_exchange_operators(cluster: Cluster) -> None:
 
 
 def test_a_layer_that_is_gone() -> None:
-    way = exchange_operators.Way(fusedmoe.Topology(), make_all_to_all("direct", fusedmoe.Topology()))
+    class Own:  # no other way in this process has its name
+        group = fusedmoe.Topology().ep
+
+    way = exchange_operators.Way(fusedmoe.Topology(), Own())  # type: ignore[arg-type]
     name = way.name
     del way
     with pytest.raises(fusedmoe.ConfigError, match=re.escape(f"meet: the layer of {name} is gone")):

@@ -166,6 +166,16 @@ def on_two(rank: int, world: int) -> list[dict[str, float]]:
     found.append(metrics.collect())
     assert blocks.recorder is None
     metrics.close()
+
+    torch._dynamo.reset()
+    compiled = make(topology)
+    metrics = Metrics(compiled)
+    for _ in range(2):
+        step(torch.compile(compiled, fullgraph=True, backend="eager"), tokens(ROUTED[rank]))
+    found.append(metrics.collect())
+    assert compiled.recorder is None
+    metrics.close()
+
     other = nn.Sequential(*layers[: rank + 1])
     with pytest.raises(RankError, match=r"Metrics: layers is .* on ranks \[0\]"):
         Metrics(other)
@@ -184,8 +194,10 @@ class Twice(nn.Module):
 
 def test_two_ranks(cluster: Cluster) -> None:
     of_ranks = cluster.run(2, on_two)
-    for alone, blocks in of_ranks:
+    for alone, blocks, compiled in of_ranks:
         check(alone, ON_TWO)
+        check(compiled, ON_TWO)
+        assert "moe/exposed_s" not in compiled  # no clock is in a graph
         assert alone["moe/exposed_s"] > 0 and blocks["moe/exposed_s"] > 0
         # What a layer drops changes its tokens' lengths, not where they go.
         check(blocks, ON_TWO)

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe import experts, gates
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.layers.pipeline import PipelinedBlocks
+from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import Attention, L, M, make_blocks
 
@@ -122,6 +124,37 @@ def test_in_a_world_of_one() -> None:
             run(x_BLM)
         run.dense[1].give = None
     assert all(map(torch.equal, step(run, x_BLM), wanted))
+
+
+def test_inside_activation_checkpoints() -> None:
+    """A recomputation goes by the plans of its forward pass; a selective checkpoint is refused."""
+    few, many = (make(Topology(), (degree, degree)) for degree in (1, 3))
+    x_BLM = torch.randn(4, L, M, dtype=torch.float64, requires_grad=True)
+
+    def gradients(plans: Any, later: Any, **how: Any) -> list[Tensor]:
+        many.set_plan(plans)
+        y_BLM = checkpoint(many, x_BLM, **how) if how else many(x_BLM)
+        many.set_plan(later)
+        x_BLM.grad = None
+        many.zero_grad()
+        y_BLM.square().sum().backward()
+        assert x_BLM.grad is not None
+        return [y_BLM.detach(), x_BLM.grad, *(one.grad for one in many.parameters() if one.grad is not None)]
+
+    plans_of_many = many.plans
+    right = gradients(few.plans, None)
+    for reentrant in (False, True):
+        for plans, later in (
+            (few.plans, plans_of_many),
+            (plans_of_many, few.plans),
+            (few.plans, None),
+            (None, few.plans),
+        ):
+            for found, wanted in zip(gradients(plans, later, use_reentrant=reentrant), right, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ConfigError, match="pipeline: a selective activation checkpoint"):
+        many.set_plan(few.plans)
+        checkpoint(many, x_BLM, use_reentrant=False, context_fn=save_communication)
 
 
 def of_an_mp_rank(rank: int, world: int, culprit: int, mp_input: str) -> None:

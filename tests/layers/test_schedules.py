@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe.comm.topology import Topology
@@ -19,7 +23,7 @@ from fusedmoe.layers import schedule as schedule_module
 from fusedmoe.layers.expert_networks import Custom, SwiGLU
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import Schedule
-from fusedmoe.runtime.cache import cached_profile
+from fusedmoe.runtime.cache import CACHE, cached_profile
 from fusedmoe.runtime.profiler import Profile
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.own_policies import register_policy
@@ -29,6 +33,7 @@ from fusedmoe.schedule.policies import POLICIES
 from fusedmoe.schedule.step import ChunkedPass, step_plan
 from fusedmoe.schedule.step_costs import StepCosts
 from fusedmoe.schedule.workload import Workload
+from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 from tests.layers.test_parallel import EXPERTS, GATES, ORDERS, M
 
@@ -346,6 +351,52 @@ def measured_once(rank: int, world: int) -> list[Any]:
 
 def test_measuring_and_comparing_is_for_the_first_time(cluster: Cluster) -> None:
     assert cluster.run(4, measured_once) == [[[torch.float64, torch.float32], 8]] * 4
+
+
+def checkpointed(rank: int, world: int, folder: str) -> int:
+    """How often a first forward has measured: outside of recomputations, which save as many tensors. Nor do plans that
+    change in between matter."""
+    topology = Topology.from_sizes(2, 1, ranks_per_node=2)
+    slow = CostModel({"all-to-all/ep": Line(0.0, 1e-6), "gemm": Line(0.0, 1e-9)})
+    x = torch.randn(9 + rank, M, dtype=torch.float64, requires_grad=True)
+
+    def gradients(layer: MoELayer, call: Any, between: Any = lambda: None) -> list[Tensor]:
+        y = call(layer, x)
+        between()
+        for one in (leaves := [x, *layer.parameters()]):
+            one.grad = None
+        (y * x.detach()).sum().backward()
+        return [y.detach(), *(one.grad.clone() for one in leaves if one.grad is not None)]
+
+    def same(*given: Any) -> None:
+        for found, right in zip(gradients(*given), theirs, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
+
+    plain = build("topk", "sparse", "swiglu", topology, torch.float64)
+    theirs = gradients(plain, lambda layer, x: layer(x))
+    whole = partial(checkpoint, use_reentrant=False)
+    calls = (whole, partial(whole, context_fn=save_communication), partial(checkpoint, use_reentrant=True))
+    observe, measured = planner_module.observe_layer, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule_module, "cached_profile", lambda *_, **__: (Profile(slow), None))
+        patch.setattr(planner_module, "observe_layer", lambda *given: (measured.append(0), observe(*given))[1])
+        for number, call in enumerate(calls):
+            patch.setenv(CACHE, f"{folder}/{number}")  # a machine's first job
+            patch.setattr(schedule_module, "_parts", WeakKeyDictionary())
+            layer = build("topk", "sparse", "swiglu", topology, torch.float64, schedule="auto")
+            same(layer, call)
+            same(layer, call)
+    many, one = (Schedule("fsmoe", (degree, degree)).plans(plain.parts, None) for degree in (3, 1))
+    for call in calls:
+        for before, after in ((many, None), (None, many), (one, many)):
+            plain.set_plan(before)
+            same(plain, call, partial(plain.set_plan, after))
+    return len(measured)
+
+
+def test_a_first_forward_inside_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    """A selective one goes by operators, which have no plans."""
+    assert cluster.run(2, checkpointed, str(tmp_path)) == [2, 2]
 
 
 def differing(rank: int, world: int) -> None:

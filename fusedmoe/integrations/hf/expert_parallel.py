@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
@@ -11,6 +13,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 from fusedmoe import ops
 from fusedmoe.autograd.parallel import join_rows, split_counts, split_rows
 from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.dispatcher import Collectives, Routed
 from fusedmoe.integrations.hf.expert_function import check_experts, compute, row_dtype
 from fusedmoe.layers.input_checks import InputChecks
 
@@ -38,9 +41,23 @@ class ExpertParallel(EPImplementation):
         self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
         self._all_to_all = ops.make_all_to_all("direct", self._topology)
         self._call = f"fusedmoe.hf {self._topology.number_layer()}"
+        self._operators = Collectives(self._topology, self._all_to_all, name="fusedmoe.hf")
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, H], [T, K] numbers of all experts, and [T, K] weights: [T, H] in the dtype of `hidden_states`."""
+        """[T, H], [T, K] numbers of all experts, and [T, K] weights: [T, H] in the dtype of `hidden_states`.
+
+        Compiled models take it into their graphs, but for ranks that share a batch, which it is called on as it is.
+        """
+        if not torch.compiler.is_compiling() or self._sharing.size > 1:
+            return self._called(hidden_states, top_k_index, top_k_weights)
+        bad = self._checks.of_given(hidden_states, top_k_weights)
+        x_TH = hidden_states.to(row_dtype(self._experts, hidden_states))
+        layout = ops.order(top_k_index, self.num_local_experts * self._topology.ep.size)
+        y_TH = self._operators.by_operators(Routed(x_TH, layout, top_k_weights), partial(compute, self._experts), bad)
+        return y_TH.to(hidden_states.dtype)
+
+    @torch.compiler.disable
+    def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts, topology, sharing = self._experts, self._topology, self._sharing
         self._checks.tell_logits()
         counts = split_counts(len(hidden_states), sharing)

@@ -23,7 +23,7 @@ from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 from fusedmoe.kernels.workspace import shared_workspace
 from fusedmoe.layers.input_checks import InputChecks
-from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans
+from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans, undisturbed
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
 from fusedmoe.schedule.workload import Workload
 from fusedmoe.tutel.impls.choice import Choice
@@ -227,14 +227,15 @@ class LayerDispatcher:
             workload = find(rows, x_SM.dtype.itemsize, topology.ep.size, topology.esp.size)
         key = (degree, workload, chunks.any_degree)
         if key not in self._plans:
-            if degree == "auto":
-                schedule = Schedule.named("auto")
-                costs = measured_costs(topology, x_SM.device, x_SM.dtype)
-            else:
-                schedule = Schedule("tutel", degrees=(degree, degree))
-            assert schedule is not None
-            kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
-            plans = schedule.plans(kinds, workload, costs, any_degree=chunks.any_degree)
-            require_same_plans(topology, plans)
+            with undisturbed():
+                if degree == "auto":
+                    schedule = Schedule.named("auto")
+                    costs = measured_costs(topology, x_SM.device, x_SM.dtype)
+                else:
+                    schedule = Schedule("tutel", degrees=(degree, degree))
+                assert schedule is not None
+                kinds = runnable_kinds(Capabilities(topology.ep.size, topology.esp.size), "itself")
+                plans = schedule.plans(kinds, workload, costs, any_degree=chunks.any_degree)
+                require_same_plans(topology, plans)
             self._plans[key] = plans
         return Assigned(self._plans[key])

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
@@ -73,12 +73,18 @@ class MOELayer(nn.Module):
     with a warning, one with another number raises AssertionError; an expert parameter that it lacks becomes zeros, and
     one with as many elements is viewed.
 
+    A compiled model calls it as it is, with a graph break.
+
     Raises:
         ConfigError: arguments that cannot work, or that are unknown.
     """
 
     # By names of expert parameters; none in layers pickled by versions that did not keep them.
     _marks: dict[str, dict[str, Any]] = {}
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        _keep_out_of_graphs()
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -472,6 +478,12 @@ def _valid(degree: Any) -> Degree:
     if not isinstance(degree, str) and degree > 0 and degree == int(degree):
         return int(degree)  # that of NumPy or of a tensor too
     raise ConfigError(f"a2a_ffn_overlap_degree = {degree!r}; give a number of chunks from 1 on, or 'auto'")
+
+
+@cache
+def _keep_out_of_graphs() -> None:
+    """Said with the first layer: to say so imports the compiler."""
+    MOELayer.forward = torch.compiler.disable(MOELayer.forward)  # type: ignore[method-assign]
 
 
 moe_layer = MOELayer
