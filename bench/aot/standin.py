@@ -27,7 +27,6 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels import operators
 from fusedmoe.kernels.backend import INTERPRET
 from fusedmoe.kernels.triton import experts
 from fusedmoe.kernels.triton.grouped.autotune import Record, Tuner, to_try
@@ -198,10 +197,14 @@ def _tuner(capability: tuple[int, int], device: torch.device) -> Tuner:
     return Tuner(partial(to_try, capability), check, measure, Record(None), lambda: True)
 
 
+# What computes an operator has one form for all devices.
+_BODY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
 class _Bodies(TorchDispatchMode):
     """Operators of the library run as they would on a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fusedmoe":
-            return getattr(operators, func._opname)._init_fn(*args, **(kwargs or {}))
+            return func.redispatch(_BODY, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

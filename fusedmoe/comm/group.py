@@ -63,13 +63,12 @@ class Job:
 class Lease:
     """A process group, for as long as the topology that has leased it is open.
 
-    `key`: by which the pool knows it: ranks and purpose, and the time-out. `calls`: of layers over it, until now.
+    `key`: by which the pool knows it: ranks and purpose, and the time-out.
     """
 
     def __init__(self, handle: dist.ProcessGroup, key: tuple[str, float] = ("", 0.0)) -> None:
         self._handle: dist.ProcessGroup | None = handle
         self.key = key
-        self.calls = 0
 
     @property
     def handle(self) -> dist.ProcessGroup:
@@ -118,10 +117,7 @@ class Group:
 
     def count_call(self) -> int:
         """The number of a layer's call over the group, the same on all of its ranks."""
-        if self.lease is None:
-            return 0
-        self.lease.calls += 1
-        return self.lease.calls
+        return 0 if self.handle is None else process_groups().count_call(self.handle)
 
     @property
     def board(self) -> Board:
@@ -190,6 +186,13 @@ class ProcessGroups:
         self._made: dict[tuple[str, float], _Made] = {}
         self._last: dict[str, int] = {}
         self._layers: Counter[tuple[int, ...]] = Counter()
+        # By process group: topologies that share one need not lie alike on all ranks, nor end there at the same time.
+        self._calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+    def count_call(self, handle: dist.ProcessGroup) -> int:
+        """How many calls of layers there were over a process group, this one included."""
+        self._calls[handle] = number = self._calls.get(handle, 0) + 1
+        return number
 
     def number_layer(self, ranks: tuple[int, ...]) -> int:
         """How many layers these ranks have made, another one included."""

@@ -25,6 +25,7 @@ from fusedmoe.comm.collectives import on_all_ranks
 from fusedmoe.comm.group import Group
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
+from fusedmoe.training.checkpoint_place import first_path
 from fusedmoe.training.data_parallel import SingleRank
 from fusedmoe.training.shard_spec import ShardSpecs, number_names, plain_name, shard_specs, writes
 from fusedmoe.training.storage import CURE, FORMAT, NAME, Folder, unknown_class, write_folder
@@ -66,7 +67,8 @@ def save_checkpoint(
         RankError: ranks give different paths, or do not see one folder, or saving failed on some rank; the message
             names it and says why. The checkpoint that stood at `path` is as it was.
     """
-    path, operation = Path(path), f"saving checkpoint {path}"
+    path = Path(path)
+    operation = f"saving checkpoint {first_path(path, topology, 'saving a checkpoint', one_place=True)}"
     state = ModelState(model, optimizer, topology, operation)
     entries: dict[str, Any] = {}
 
@@ -105,7 +107,8 @@ def load_checkpoint(
         RankError: loading failed on some ranks only, or they found different checkpoints; the message names the first
             and says why.
     """
-    path, operation = Path(path), f"loading checkpoint {path}"
+    path = Path(path)
+    operation = f"loading checkpoint {first_path(path, topology, 'loading a checkpoint')}"
     state = ModelState(model, optimizer, topology, operation)
     small: dict[str, Any] = {}
     targets: dict[str, Any] = {}

@@ -23,16 +23,24 @@ def real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def compare_paths(path: Path, topology: Topology, operation: str) -> None:
-    """Raises `RankError` if ranks name different places: neither as they are written nor by what their links stand for
-    are they one. Collective."""
-    paths = all_gather_object(topology.world, (os.path.abspath(path), str(real(path))), operation)
-    for rank, other in zip(topology.world.ranks, paths, strict=True):
-        if not {*other} & {*paths[0]}:
+def first_path(path: Path, topology: Topology, operation: str, one_place: bool = False) -> str:
+    """Returns the path as rank 0 gives it, by which all ranks name the operation. Collective.
+
+    Args:
+        one_place: refuse paths that are not one, neither as they are written nor by what their links stand for.
+    Raises:
+        RankError: ranks name different places.
+    """
+    written = os.fspath(path), os.path.abspath(path), str(real(path))
+    (first, *places), *others = all_gather_object(topology.world, written, operation)
+    for rank, (_, *other) in zip(topology.world.ranks[1:], others, strict=True):
+        if one_place and not {*other} & {*places}:
             raise RankError(
-                f"{operation}: rank {topology.world.ranks[0]} saves to {paths[0][0]} and rank {rank} to {other[0]}. "
-                "Give all ranks one path: send them rank 0's, above all if it has the time in it."
+                f"{operation}: rank {topology.world.ranks[0]} gives {places[0]} and rank {rank} {other[0]}. "
+                "Give all ranks one path: send them rank 0's, above all if it has the time in it.",
+                agreed=True,
             )
+    return str(first)
 
 
 def check_same(room: Path, mark: str, path: Path) -> None:

@@ -183,7 +183,7 @@ def reduce_gradients(
         ConfigError: a sparse gradient (on every rank).
         RankError: another rank failed or did not come, in these sums or in the pass before; copies that differ.
     """
-    present, compares = _present(copies, topology, model is not None and model not in _compared)
+    present, compares = _present(copies, topology, None if model is None else model not in _compared)
     if compares and model is not None:
         compare_copies(replicas(model, topology), topology)
         _compared.add(model)
@@ -244,11 +244,11 @@ def _local_gradient(replica: Replica) -> Tensor | None:
     return gradient if gradient is not None and gradient.numel() else None
 
 
-def _present(copies: list[Replica], topology: Topology, note: bool) -> tuple[list[bool], bool]:
-    """Whether any rank has a gradient, for each parameter, and whether any has a note; one collective for all
-    parameters of a kind, and one wait of the host for all of them."""
+def _present(copies: list[Replica], topology: Topology, note: bool | None) -> tuple[list[bool], bool]:
+    """Whether any rank has a gradient, for each parameter, and whether any has a note (None: none is asked for); one
+    collective for all parameters of a kind, and one wait of the host for all of them."""
     states = [_state(replica) for replica in copies]
-    kinds: dict[tuple[int, ...], list[int]] = {topology.world.ranks: []}
+    kinds: dict[tuple[int, ...], list[int]] = {} if note is None else {topology.world.ranks: []}
     for i, replica in enumerate(copies):
         # A parameter split over ranks is one tensor and has a gradient on all of them or on none.
         kinds.setdefault(replica.group.ranks if replica.named else topology.world.ranks, []).append(i)
@@ -256,14 +256,15 @@ def _present(copies: list[Replica], topology: Topology, note: bool) -> tuple[lis
     for members in in_order:
         group = copies[members[0]].group if members and copies[members[0]].named else topology.world
         own = [states[i] for i in members]
-        if group is topology.world:
+        if group is topology.world and note is not None:
             own.append(int(note))
             members.append(len(states))
         flags = torch.tensor(own, dtype=torch.uint8, device=device_of(group))
         found.append(all_reduce(group, flags, "max", "exchange of which gradients exist"))
     states.append(0)
-    for i, state in zip(chain(*in_order), torch.cat(found).tolist(), strict=True):
-        states[i] = state
+    if found:
+        for i, state in zip(chain(*in_order), torch.cat(found).tolist(), strict=True):
+            states[i] = state
     noted = bool(states.pop())
     for replica, state in zip(copies, states, strict=True):
         if state == _SPARSE:

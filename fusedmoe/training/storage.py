@@ -38,7 +38,6 @@ from fusedmoe.training.checkpoint_place import (
     INDEX,
     beside,
     check_same,
-    compare_paths,
     install,
     is_checkpoint,
     real,
@@ -260,7 +259,7 @@ def write_folder(
             of one of them only.
         place: where a key's value stands in the nested dictionary that PyTorch's tools make of the folder.
     """
-    given, path = path, real(path)  # what a link stands for is replaced, not the link
+    path = real(path)  # what a link stands for is replaced, not the link
     own_room = beside(path, "partial")
     partial = own_room / "checkpoint"
     writer = FileSystemWriter(partial)
@@ -291,7 +290,6 @@ def write_folder(
         install(partial, path)
 
     with ExitStack() as own:
-        compare_paths(given, topology, operation)
         marks = on_all_ranks(
             topology.world, operation, lambda: own.enter_context(room(path, own_room)) if first else ""
         )

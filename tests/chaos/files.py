@@ -88,7 +88,7 @@ def _write(name: str, text: str) -> Callable[[Path], Path]:
 
 
 def _line(number: float) -> Line:
-    return Line(1e-6 * number, 1e-12, 0.5)
+    return Line(1e-6 * number, 1e-12, 0.95)
 
 
 def _profile(*_: Any, **how: Any) -> Profile:

@@ -7,7 +7,8 @@ import pytest
 from tests.cluster import Cluster
 from tests.token_way import SETTINGS, Way, way_of
 
-CEILINGS = dict(zip(SETTINGS, (Way(42, 742, 406), Way(43, 1254, 653), Way(45, 2150, 1057)), strict=True))
+# A little above what was counted: what a rank does while it waits differs from run to run.
+CEILINGS = dict(zip(SETTINGS, (Way(43, 810, 440), Way(44, 1325, 690), Way(47, 2290, 1125)), strict=True))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

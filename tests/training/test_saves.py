@@ -276,8 +276,8 @@ def _save_apart(rank: int, world: int, folder: Path, how: str) -> tuple[str, str
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("path", r"rank 0 saves to \S+/checkpoint and rank 1 to \S+/checkpoint at 1\. Give all ranks one path"),
-        ("relative path", r"rank 0 saves to \S+/own/0/checkpoint and rank 1 to \S+/own/1/checkpoint\."),
+        ("path", r"rank 0 gives \S+/checkpoint and rank 1 \S+/checkpoint at 1\. Give all ranks one path"),
+        ("relative path", r"rank 0 gives \S+/own/0/checkpoint and rank 1 \S+/own/1/checkpoint\."),
         ("disk", r"failed on rank 1: \S+ is another folder here than on rank 0.* before stands"),
         ("disk, seen late", r"failed on rank 0: __1_0\.distcp, which rank 1 has written, has 0 bytes of \d+"),
     ],
