@@ -174,6 +174,7 @@ def _end_job() -> None:
     # After an error in a backward pass PyTorch keeps what was still to do, and so the graph, until the next one.
     torch.ones((), requires_grad=True).backward()
     _TOPOLOGIES.clear()  # Tutel's door has no end but the process's
+    torch._dynamo.reset()  # graphs hold the process groups of their collectives
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
