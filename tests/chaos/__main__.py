@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 DESCRIPTION = """\
 Puts faults into small jobs of 2 and 4 ranks on this CPU, and looks at what becomes of them. A case is a job (training,
 checkpoints, survival, profiling, planning, puts), a layout (EP, ESP, MP, chunks, blocks, 2DH, DDP, experts that move,
-graphs, tuned schedules, the doors of functions and of Tutel), a fault (kill, stop, late, raise, no memory, wrong input,
+tuned schedules, the doors of functions and of Tutel), a fault (kill, stop, late, raise, no memory, wrong input,
 other calls, another path, …), the rank at fault, and the call of a function at which it strikes.
 All of it follows from the seed and the case's number.
 
