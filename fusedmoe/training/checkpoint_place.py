@@ -36,7 +36,8 @@ def first_path(path: Path, topology: Topology, operation: str, one_place: bool =
     for rank, (_, *other) in zip(topology.world.ranks[1:], others, strict=True):
         if one_place and not {*other} & {*places}:
             raise RankError(
-                f"{operation}: rank {topology.world.ranks[0]} gives {places[0]} and rank {rank} {other[0]}. "
+                f"rank {topology.rank}: {operation} over the {topology.world} ended because rank "
+                f"{topology.world.ranks[0]} gives {places[0]} and rank {rank} {other[0]}. "
                 "Give all ranks one path: send them rank 0's, above all if it has the time in it.",
                 agreed=True,
             )
