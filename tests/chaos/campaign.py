@@ -61,7 +61,8 @@ def _share(layout: Layout) -> float:
 
 #: (kind, layout): how often it is drawn.
 SCENES: dict[tuple[str, str], float] = {
-    # Compiled graphs keep process groups in a process that has ended its job: captured layouts are run by tests alone.
+    # None that is captured: compiled graphs keep process groups in a process that has ended its job, where that would
+    # count as left over.
     **{("train", name): _share(layout) for name, layout in LAYOUTS.items() if not layout.captured},
     **{("checkpoint", name): 0.3 for name in [*_PLAIN, "ddp 2", "blocks 2", "fssdp 2"]},
     **{("plan", name): 0.2 for name in [*_PLAIN, "2dh 4"]},
