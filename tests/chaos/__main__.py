@@ -103,7 +103,7 @@ def run(campaign: Campaign, count: int, seconds: float, teams: int = 2) -> list[
                     number = next(numbers, None)
                 if number is None:
                     return
-                result = team.run(campaign.draw(number, team))
+                result = campaign.run(number, team)
                 with lock:
                     results.append(result)
         except BaseException as error:  # told below
@@ -147,7 +147,7 @@ def _with_teams(count: int, work: Callable[[Team], None], done: Callable[[], tup
 
 def _again(campaign: Campaign, number: int) -> int:
     found: list[Result] = []
-    _with_teams(1, lambda team: found.append(team.run(campaign.draw(number, team))), lambda: (len(found), 1))
+    _with_teams(1, lambda team: found.append(campaign.run(number, team)), lambda: (len(found), 1))
     (result,) = found
     print(f"{result.case}\n\n{result.outcome}\n{result.text}\n")
     print("\n".join(result.more))
