@@ -2,7 +2,10 @@
 
 Outside `fusedmoe/tutel`, whose modules have Tutel's names, every file name and every class name occurs once; no file
 has more than 500 lines; a module's docstring begins with a sentence; what has a Triton form has a contract of the same
-name in `fusedmoe/kernels`.
+name in `fusedmoe/kernels`. In the rooms of `PLAIN`, docstrings begin with a verb or a noun, and names that say nothing
+live for a few lines only.
+
+    python -m tests.house fusedmoe/comm    # what the rules on words find in a room, whether it is in `PLAIN` or not
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +21,17 @@ PACKAGE = ROOT / "fusedmoe"
 LINES = 500
 # The parts that users import by a short name, `fusedmoe.gates`, say, have the name of the room that holds them.
 FRONT_DOORS = {"experts", "gates", "hooks", "losses", "ops", "orders", "puts", "errors"}
+
+# Files and folders of `fusedmoe/` whose words have been gone over: they stay plain. The list grows.
+PLAIN: tuple[str, ...] = ()
+# A docstring that begins so is no sentence, or one whose subject stands elsewhere.
+FRAGMENTS = set(
+    "of what that those these where how by as which who whose whom when while whether for from in on at to into with "
+    "without if unless until than and or but else it its they their there so such same other others".split()
+)
+# Names that say nothing, and for how many lines one may live in a function.
+EMPTY_NAMES = {"found", "one", "ones", "of", "there", "here", "such", "other", "others", "what", "every", "thing"}
+EMPTY_LINES = 8
 
 
 def modules() -> list[Path]:
@@ -81,12 +95,39 @@ def kernels_without_contract() -> Iterator[str]:
                 yield f"kernels/{form}/{path.name} has no contract kernels/{name}.py"
 
 
+def plain(rooms: Iterable[Path]) -> Iterator[str]:
+    """Says where words are not plain: docstrings that begin with a fragment, empty names that live long."""
+    files = [path for room in rooms for path in ([room] if room.is_file() else sorted(room.rglob("*.py")))]
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            line = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+            words = (ast.get_docstring(node) or "").split()
+            if words and words[0].strip("`*(:,.").lower() in FRAGMENTS | ({"the"} if words[1:2] == ["same"] else set()):
+                yield f"{line} a docstring begins with a fragment: {' '.join(words[:6])} …"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from (f"{line} {name} lives for {lines} lines" for name, lines in long_lives(node))
+
+
+def long_lives(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, int]]:
+    """Empty names of a function, parameters included, and the lines between first and last use of each."""
+    lines = defaultdict(set)
+    for node in ast.walk(function):
+        name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else None
+        if name in EMPTY_NAMES:
+            lines[name].add(node.lineno)  # type: ignore[attr-defined]
+    for name, at in sorted(lines.items()):
+        if max(at) - min(at) > EMPTY_LINES:
+            yield name, max(at) - min(at)
+
+
 def broken_rules() -> list[str]:
     rules = (files_twice, classes_twice, long_files, docstrings, kernels_without_contract)
-    return [text for rule in rules for text in rule()]
+    return [text for rule in rules for text in rule()] + list(plain(PACKAGE / name for name in PLAIN))
 
 
 if __name__ == "__main__":
-    broken = broken_rules()
+    broken = list(plain(Path(name).resolve() for name in sys.argv[1:])) if sys.argv[1:] else broken_rules()
     print("\n".join(broken) or "The house keeps its rules.")
     sys.exit(bool(broken))
