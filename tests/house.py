@@ -11,6 +11,7 @@ live for a few lines only.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -26,8 +27,11 @@ FRONT_DOORS = {"experts", "gates", "hooks", "losses", "ops", "orders", "puts", "
 PLAIN: tuple[str, ...] = ()
 # A docstring that begins so is no sentence, or one whose subject stands elsewhere.
 FRAGMENTS = set(
-    "of what that those these where how by as which who whose whom when while whether for from in on at to into with "
-    "without if unless until than and or but else it its they their there so such same other others".split()
+    re.findall(
+        r"\w+",
+        "of what that those these where how by as which who whose whom when while whether for from in on at to into "
+        "with without if unless until than and or but else it its they their there so such same other others",
+    )
 )
 # Names that say nothing, and for how many lines one may live in a function.
 EMPTY_NAMES = {"found", "one", "ones", "of", "there", "here", "such", "other", "others", "what", "every", "thing"}
