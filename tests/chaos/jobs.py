@@ -149,10 +149,22 @@ def steps_of(kind: str, layout: str) -> int:
 
 
 class Rank:
-    """A job on one rank. `meddle`: what is wrong with the input of this rank, a name of `INPUTS`, "" for nothing."""
+    """A job on one rank.
 
-    def __init__(self, rank: int, spec: Spec, meddle: str = "", rng: random.Random | None = None) -> None:
-        self.rank, self.spec, self.meddle = rank, spec, meddle
+    Args:
+        meddle: what is wrong with the input of this rank, a name of `INPUTS`, "" for nothing.
+        strikes: called when that input comes.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        spec: Spec,
+        meddle: str = "",
+        rng: random.Random | None = None,
+        strikes: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank, self.spec, self.meddle, self.strikes = rank, spec, meddle, strikes
         self.rng = rng or random.Random(0)
         self.layout = LAYOUTS[spec.layout]
         self.saved, self.passes = 0, 2
@@ -242,6 +254,8 @@ class Rank:
 
     def _meddle(self, x_SM: Tensor) -> None:
         """Before the step's own forward there may be another one, in which this rank's input is wrong."""
+        if self.meddle in INPUTS:
+            self.strikes()
         if self.meddle == "order":
             self._out_of_order(x_SM)
         elif self.meddle in INPUTS or self.spec.meets:

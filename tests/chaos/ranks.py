@@ -28,7 +28,7 @@ import torch.distributed as dist
 from fusedmoe.kernels import backend
 from fusedmoe.tutel.impls.groups import _TOPOLOGIES
 from tests.chaos.faults import FAULTS, OF_INPUT, PLACES, Watcher
-from tests.chaos.jobs import LAYOUTS, Rank, Spec, needs_puts
+from tests.chaos.jobs import INPUTS, LAYOUTS, Rank, Spec, needs_puts
 from tests.lifetime import end_with
 
 FIRED, ANSWER, CLEAN, PORT, END = "fired", "answer", "clean", "port", "end"
@@ -139,8 +139,11 @@ def _work(pipe: Connection, order: Order) -> Answer:
             with watcher():
                 answer.value = rank.run()
         elif mine and attack is not None and attack.fault in OF_INPUT:
-            tell(pipe, (FIRED, time.monotonic()))
-            rank = Rank(order.rank, spec, attack.fault.split(",")[0], random.Random(attack.seed))
+            fault_name, rng = attack.fault.split(",")[0], random.Random(attack.seed)
+            # What is wrong in one step strikes there: a job may have measured the machine for seconds by then.
+            rank = Rank(order.rank, spec, fault_name, rng, lambda: tell(pipe, (FIRED, time.monotonic())))
+            if fault_name not in INPUTS:
+                rank.strikes()
             answer.value = rank.run()
         elif mine and attack is not None:
             fault = FAULTS[attack.fault]
