@@ -1,59 +1,100 @@
-"""Tasks: what a schedule puts in order, and what each of them has to wait for.
+"""Tasks: what a schedule puts in order, and what each task waits for.
 
-A layer's rows go through the same stages in both passes, so a task is named after what it does, not after the operation
-whose backward it is: in the backward pass `dispatch` carries gradients of results to the experts and `combine` brings
-gradients of rows back.
+A layer's rows go through the same kinds of tasks in both passes, so a task is named after what it does, not after the
+operation whose backward it is: in the backward pass `dispatch` carries gradients of results to the experts and
+`combine` brings gradients of rows back.
 
     forward    attention → gate → permute → count-exchange → [dispatch → … → combine] → unpermute
     backward   permute → [dispatch → all-gather → expert → reduce-scatter → combine] → unpermute → gate → attention
 
-What stands in brackets goes in chunks; any part may be missing (without expert sharding there is no all-gather). In a
-count-exchange ranks tell each other how many rows they will send: once for all chunks, and for both passes. What a pass
-was seen to take beside these parts is "other", after "permute" forward, before "gate" backward.
+The tasks in brackets, the layer's pipeline, go in chunks; any of them may be missing (without expert sharding a layer
+has no all-gather). In a count-exchange ranks tell each other how many rows they will send: once for all chunks, and for
+both passes. What a pass was seen to take beside these tasks is "other", after "permute" forward, before "gate"
+backward.
 
-All that stands there may be one task: a fused operation, whose kernels send and receive rows while they compute. It is
-named after its parts, and occupies the processor and its link together, from its start to its end. All chunks of a
-layer's pass go through the same; the backward pass may have other chunks than the forward pass.
+A fused operation does the whole pipeline in one task: its kernels send and receive rows while they compute. It is named
+after the tasks that it replaces, and occupies the processor and its link together, from its start to its end. All
+chunks of a layer's pass have the same kinds; the backward pass may have another number of chunks than the forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
-#: The parts of a layer that a plan pipelines, in the order in which a chunk goes through them.
-PIPELINE = ("dispatch", "all-gather", "expert", "reduce-scatter", "combine")
 
+class TaskKind(StrEnum):
+    """Kinds of tasks, and of spans in a timeline. A member is a string, so that plans' texts and JSON hold its value.
+
+    The engine has a method for each kind that a plan may run (`fusedmoe.engine`); a new kind also needs its place in
+    `STAGES`, its link in `LINKS` where it only moves data, its symbol in `SYMBOLS` and its colour in `draw`.
+    """
+
+    GATE = "gate"
+    PERMUTE = "permute"
+    COUNT_EXCHANGE = "count-exchange"
+    DISPATCH = "dispatch"
+    ALL_GATHER = "all-gather"
+    EXPERT = "expert"
+    REDUCE_SCATTER = "reduce-scatter"
+    COMBINE = "combine"
+    DISPATCH_EXPERT_COMBINE = "dispatch-expert-combine"
+    ALL_GATHER_EXPERT_REDUCE_SCATTER = "all-gather-expert-reduce-scatter"
+    UNPERMUTE = "unpermute"
+    ATTENTION = "attention"
+    WEIGHT_GRADIENT = "weight-gradient"
+    ATTENTION_WEIGHT_GRADIENT = "attention-weight-gradient"
+    GRADIENT_ALL_REDUCE = "gradient-all-reduce"
+    SPARSE_ALL_GATHER = "sparse-all-gather"
+    SPARSE_REDUCE_SCATTER = "sparse-reduce-scatter"
+    LOSS = "loss"
+    OPTIMIZER = "optimizer"
+    OTHER = "other"
+
+    def __repr__(self) -> str:
+        return repr(self.value)  # messages quote a kind as users write it
+
+
+_K = TaskKind
+
+#: The parts of a layer that a plan pipelines, in the order in which a chunk goes through them.
+PIPELINE: tuple[str, ...] = (_K.DISPATCH, _K.ALL_GATHER, _K.EXPERT, _K.REDUCE_SCATTER, _K.COMBINE)
 
 #: The fused operations, each with the parts that it does: all of a layer whose experts are split over ep, or over esp
-#: alone. With both, the first one's rows go straight to all shards of their experts, and neither gathering is left.
-FUSED = {"-".join(parts): parts for parts in (PIPELINE[::2], PIPELINE[1:-1])}
+#: alone. With both axes, rows go straight to all shards of their experts, so the first one needs no gathering.
+FUSED: dict[str, tuple[str, ...]] = {
+    _K.DISPATCH_EXPERT_COMBINE: PIPELINE[::2],
+    _K.ALL_GATHER_EXPERT_REDUCE_SCATTER: PIPELINE[1:-1],
+}
 
 #: Ranks tell each other how many rows they will send.
-COUNTS = "count-exchange"
+COUNTS: str = _K.COUNT_EXCHANGE
 
 _CHUNKS = (*PIPELINE[:3], *FUSED, *PIPELINE[3:])
 
 #: All kinds of a layer's tasks, in the order in which its rows go through them.
-STAGES = {
-    "forward": ("attention", "gate", "permute", "other", COUNTS, *_CHUNKS, "unpermute"),
-    "backward": ("permute", *_CHUNKS, "unpermute", "other", "gate", "attention"),
+STAGES: dict[str, tuple[str, ...]] = {
+    "forward": (_K.ATTENTION, _K.GATE, _K.PERMUTE, _K.OTHER, COUNTS, *_CHUNKS, _K.UNPERMUTE),
+    "backward": (_K.PERMUTE, *_CHUNKS, _K.UNPERMUTE, _K.OTHER, _K.GATE, _K.ATTENTION),
 }
 
 #: The W tasks: weight gradients of a split backward pass, by the part that then has the gradients of its input alone.
-WEIGHT_GRADIENTS = {"expert": "weight-gradient", "attention": "attention-weight-gradient"}
+WEIGHT_GRADIENTS: dict[str, str] = {_K.EXPERT: _K.WEIGHT_GRADIENT, _K.ATTENTION: _K.ATTENTION_WEIGHT_GRADIENT}
 
 #: Sparse collectives: copies of experts come to where they are used, and gradients of the copies go to the owners.
-GATHER, REDUCE = "sparse-all-gather", "sparse-reduce-scatter"
+GATHER: str
+REDUCE: str
+GATHER, REDUCE = _K.SPARSE_ALL_GATHER, _K.SPARSE_REDUCE_SCATTER
 
 #: The kinds that only move data, by the link that they use; every other kind computes.
-LINKS = {
+LINKS: dict[str, str] = {
     COUNTS: "inter",
-    "dispatch": "inter",
-    "all-gather": "intra",
-    "reduce-scatter": "intra",
-    "combine": "inter",
-    "gradient-all-reduce": "inter",
+    _K.DISPATCH: "inter",
+    _K.ALL_GATHER: "intra",
+    _K.REDUCE_SCATTER: "intra",
+    _K.COMBINE: "inter",
+    _K.GRADIENT_ALL_REDUCE: "inter",
     GATHER: "inter",
     REDUCE: "inter",
 }

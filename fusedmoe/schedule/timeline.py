@@ -27,30 +27,10 @@ from typing import Any, NamedTuple
 
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import parse_json
-from fusedmoe.schedule.task import COUNTS, FUSED
+from fusedmoe.schedule.task import COUNTS, FUSED, TaskKind
 
-#: What a span may be doing: the kinds of tasks.
-KINDS = (
-    "gate",
-    "permute",
-    COUNTS,
-    "dispatch",
-    "all-gather",
-    "expert",
-    "reduce-scatter",
-    "combine",
-    *FUSED,
-    "unpermute",
-    "attention",
-    "weight-gradient",
-    "attention-weight-gradient",
-    "gradient-all-reduce",
-    "sparse-all-gather",
-    "sparse-reduce-scatter",
-    "loss",
-    "optimizer",
-    "other",
-)
+#: What a span may be doing.
+KINDS: tuple[str, ...] = tuple(TaskKind)
 
 #: What a span may occupy: the processor, the links inside a node, the links between nodes.
 RESOURCES = ("compute", "intra", "inter")
