@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmoe.blocks.moe_block import must_wait
+from fusedmoe.blocks.pipeline import Along, PipelinedBlocks
 from fusedmoe.cli.data import Batches, ByteBatch, Corpus, mix
 from fusedmoe.cli.job import Launch, Sizes, StopRequest
 from fusedmoe.cli.model_of_settings import WIRE_DTYPES, make_model, make_optimizer, shard_experts
@@ -23,8 +25,6 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.pipeline import Along, PipelinedBlocks
-from fusedmoe.layers.stage import must_wait
 from fusedmoe.models.block import block_workload, make_gate, make_order
 from fusedmoe.models.transformer import Loss
 from fusedmoe.runtime.cache import cached_observed, kept_observed, machine_facts

@@ -11,17 +11,17 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 from fusedmoe.autograd.aux_loss import without_a_graph
+from fusedmoe.blocks.moe_block import BlockStage
+from fusedmoe.blocks.stack import through_stack
+from fusedmoe.blocks.state import Cut
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import recomputing, selects
 from fusedmoe.engine.run import GradientReducer, Plans, Run
-from fusedmoe.engine.stack import through_stack
-from fusedmoe.engine.state import Cut
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.input_checks import no_tokens, of_input
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import require_degrees
-from fusedmoe.layers.stage import BlockStage
 from fusedmoe.runtime.execute import Capabilities, Streams, require_runnable, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.list_schedule import list_plan

@@ -1,4 +1,4 @@
-"""A block as a stack of layers calls it (`fusedmoe.engine.stack`): modules, told apart from what runs them."""
+"""A block as a stack of layers calls it (`fusedmoe.blocks.stack`): modules, told apart from what runs them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.materialise import SendBack, send_totals
+from fusedmoe.blocks.deferred import DeferredGradients
+from fusedmoe.blocks.state import Choice, Dense, OrderedRows, Share
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Totals
 from fusedmoe.engine.dispatcher import Collectives, recomputing
-from fusedmoe.engine.state import Choice, Dense, OrderedRows, Share
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.expert_networks import Experts

@@ -1,6 +1,6 @@
 """A stack of layers in micro-batches: dense parts, dispatch, experts and combine as tasks of one plan for each pass.
 
-A batch is cut along its samples, or along its positions (`engine/chunks.py`). Each unit of it goes through a layer's
+A batch is cut along its samples, or along its positions (`blocks/cuts.py`). Each unit of it goes through a layer's
 dense part and gate by itself; its rows travel with those of the other pieces of their chunk. The backward is written
 out, task by task, from what the forward stored: of each unit the graph of its dense part and gate, of each chunk
 received rows and pre-activations. What a row meets on its way is what it would meet in the whole batch: the gate
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.engine.backward import BlocksBackward
+from fusedmoe.blocks.backward import BlocksBackward
+from fusedmoe.blocks.forward import BlocksForward
+from fusedmoe.blocks.state import Cut, Stage
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.forward import BlocksForward
 from fusedmoe.engine.run import Run
-from fusedmoe.engine.state import Cut, Stage
 from fusedmoe.kernels.derivatives import Function
 
 

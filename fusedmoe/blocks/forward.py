@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.autograd.parallel import split_counts
+from fusedmoe.blocks.cuts import Cuts, Received, Sent, counts_of
+from fusedmoe.blocks.deferred import DeferredGradients
+from fusedmoe.blocks.state import BlockPass, Cut, Layer, Output, Piece, PieceChunk, Share, Stage, Unit, cuts_of
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.chunks import Cuts, Received, Sent, counts_of
 from fusedmoe.engine.run import Counts, ForwardPass, Run, present
-from fusedmoe.engine.state import BlockPass, Cut, Layer, Output, Piece, PieceChunk, Share, Stage, Unit, cuts_of
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task

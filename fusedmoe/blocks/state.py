@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fusedmoe.autograd.deferred import DeferredGradients
 from fusedmoe.autograd.hooks import Hooks
+from fusedmoe.blocks.cuts import Cuts, Received, Sent
+from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
-from fusedmoe.engine.chunks import Cuts, Received, Sent
 from fusedmoe.engine.run import Chunk, Counts, Pass, Run, present
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.schedule.plan import Plan

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.engine.chunks import Kept, Received, Regrouped, Sent, counts_of
+from fusedmoe.blocks.cuts import Received, Regrouped, Sent, counts_of
+from fusedmoe.blocks.state import BlockPass, Cut, Layer, Output, Piece, PieceChunk, Unit
+from fusedmoe.engine.chunks import Kept
 from fusedmoe.engine.run import BackwardPass, Chunk, Run, present
-from fusedmoe.engine.state import BlockPass, Cut, Layer, Output, Piece, PieceChunk, Unit
 from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
 from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
 
