@@ -1,8 +1,14 @@
-"""The forward pass of blocks, task by task."""
+"""The forward pass of blocks, task by task.
+
+For each dense micro-batch `attention` runs dense part and gate, and gives rows their places; where an expert's room
+depends on the whole batch, `permute` does that. `start` and `finish` are a chunk's way to the experts' ranks and back;
+between them runs what `engine/run.py` has for all layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,155 +16,171 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.autograd.parallel import split_counts
-from fusedmoe.blocks.cuts import Cuts, Received, Sent, counts_of
+from fusedmoe.blocks.cuts import BlockDegrees, Index, MicroBatch, Received, Sent, cut
 from fusedmoe.blocks.deferred import DeferredGradients
-from fusedmoe.blocks.state import BlockPass, Cut, Layer, Output, Piece, PieceChunk, Share, Stage, Unit, cuts_of
+from fusedmoe.blocks.moe_block import MoEBlock
+from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.engine.chunk_experts import ChunkExperts
-from fusedmoe.engine.run import Counts, ForwardPass, Run, present
+from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
+from fusedmoe.engine.run import ForwardPass, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import gather_sum, permute
-from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.task import Task
+
+
+class BlockCall(NamedTuple):
+    """One block in one call of the pipeline.
+
+    Attributes:
+        parameters: of dense part and gate, the model's own.
+        experts, returns: see `MoEBlock.experts`.
+    """
+
+    block: MoEBlock
+    degrees: BlockDegrees
+    parameters: list[torch.nn.Parameter]
+    experts: ChunkExperts
+    returns: Callable[[Totals], None] | None
 
 
 class BlocksForward(BlockPass, ForwardPass):
     """One forward pass of a batch [B, …, M].
 
-    `keep`: a backward pass will follow.   `refusal`: why there is none, if so: the first exchange tells all ranks.
+    Args:
+        keep: a backward pass will follow.
+        refusal: why there is none, if so: the first exchange tells all ranks.
     """
 
     def __init__(
-        self,
-        run: Run,
-        cut: Cut,
-        stages: Sequence[Stage],
-        x: Tensor,
-        experts: Sequence[ChunkExperts],
-        keep: bool,
-        refusal: str | None,
+        self, run: Run, split: Split, calls: Sequence[BlockCall], x: Tensor, keep: bool, refusal: str | None
     ) -> None:
-        self._stages = stages
-        self.keep, self._x, self._lead, self._refusal = keep, x, x.shape[:-1], refusal
-        later = Counts(run.plans.backward)
-        self._later = [keep and later.of(WEIGHT_GRADIENTS["attention"], n) > 0 for n in range(len(stages))]
-        layers = []
-        for number, (stage, of) in enumerate(zip(stages, experts, strict=True)):
-            unit_cuts, cuts = cuts_of((run.plans.forward, run.plans.backward), number)
-            leaves = [one.detach().requires_grad_(keep and one.requires_grad) for one in stage.dense_parameters]
-            own = stage.dense_parameters
-            units: list[Unit | None] = [None] * len(unit_cuts)
-            pieces: list[Piece | None] = [None] * len(cuts)
-            layer = Layer(of, stage.hooks, own, leaves, unit_cuts, cuts, units, pieces, held=stage.held)
-            layer.returns = stage.returns if keep else None
-            layers.append(layer)
-        super().__init__(run, cut, layers, x.shape)
+        self.keep, self._x, self._refusal = keep, x, refusal
+        self._modules = [call.block for call in calls]
+        states = []
+        for block, degrees, own, experts, returns in calls:
+            leaves = [one.detach().requires_grad_(keep and one.requires_grad) for one in own]
+            cuts = cut(degrees.dense, degrees.rows, split.axis, x.shape[split.axis])
+            returns = returns if keep else None
+            states.append(BlockState(experts, block.hooks, own, leaves, cuts, degrees, block.held, returns))
+        super().__init__(run, split, states, x.shape)
+        self._lead = x.shape[:-1]
         x_SM = x.reshape(self._lead.numel(), x.shape[-1])
-        self._wholes = [Share(0, 1, split_counts(len(x_SM), stage.mp), stage.mp.index) for stage in stages]
-        self._numbers = torch.arange(len(x_SM)).view(self._lead)
-        self._capacities, self._drawn = [], []
-        for stage, whole in zip(stages, self._wholes, strict=True):
-            own_SM = x_SM[whole.own]
-            self._capacities.append(stage.capacity(len(own_SM) if x.numel() else 0))
-            self._drawn.append(tuple(self._batch(whole.spread(one)) for one in stage.draw(own_SM)))
-        # Of each layer: rows that each expert has been given, and units whose rows have their place.
-        self._taken: list[Tensor | None] = [None] * len(layers)
-        self._placed = [0] * len(layers)
+        self._numbers: Tensor | None = None  # of the tokens, in the batch's shape
+        # Of each block: the whole batch; rows that an expert accepts of it; what its gate drew for it; rows that each
+        # expert has been given so far; dense micro-batches whose rows have their places.
+        self._wholes = [MicroBatch(0, 1, split_counts(len(x_SM), one.mp), one.mp.index) for one in self._modules]
+        self._capacities: list[int | None] = []
+        self._drawn: list[tuple[Tensor, ...]] = []
+        self._taken: list[Tensor | None] = [None] * len(states)
+        self._placed = [0] * len(states)
+        for block, whole in zip(self._modules, self._wholes, strict=True):
+            gate, own_SM = block.layer.gate, x_SM[whole.own]
+            self._capacities.append(gate.row_capacity(len(own_SM) if x.numel() else 0) if block.limited else None)
+            self._drawn.append(tuple(self._batch(whole.spread(values)) for values in gate.draw(own_SM)))
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
-        """What the last layer gives, and each layer's auxiliary loss."""
+        """Runs the plan; returns the last block's output and each block's auxiliary loss."""
         self.execute()
-        for layer in self.layers:
-            self._note_sizes(layer, layer.chunks)
-        aux = [self._whole_gate(number, layer) for number, layer in enumerate(self.layers)]
-        z = present(self.layers[-1].z)
-        for layer in self.layers:
-            layer.z, layer.experts = None, layer.experts.for_backward()
+        z = self.blocks[-1].z
+        assert z is not None
+        aux = []
+        for number, state in enumerate(self.blocks):
+            if self.keep:
+                self._note_sizes(state)
+            aux.append(self._whole_gate(number))
+            state.z, state.experts = None, state.experts.for_backward()
         return z, aux
 
     def attention(self, task: Task) -> None:
+        number = task.layer or 0
+        state = self.blocks[number]
+        chunk = state.cuts.dense_chunks["forward"][task.chunk or 0]
         try:
-            self._attention(task)
-        except ConfigError as error:
+            for place in chunk:
+                if self._refusal is not None:
+                    return
+                state.dense[place] = self._dense(number, place)
+            if not (self._modules[number].waits and state.degrees.permutes):
+                self._route(number, chunk)
+        except ConfigError as error:  # other ranks wait for this one's rows: the next exchange tells them
             self._refusal = str(error)
 
-    def _attention(self, task: Task) -> None:
-        number, layer = self.at(task)
-        units = self.units(task)
-        for place in units:
-            if self._refusal is not None:
-                return
-            span = range(place, place + 1)
-            before = present(self.layers[number - 1].z) if number else self._x
-            # Of `.data`, which counts changes by itself: other parts of the same memory are still being written.
-            x = self.view(before.data, layer.unit_cuts, span)
-            share = self._share(number, layer.unit_cuts, place)
-            drawn = tuple(self._tokens(one, layer.unit_cuts, span)[share.own] for one in self._drawn[number])
-            past: list[tuple[Tensor, ...]] = []
-            with torch.set_grad_enabled(self.keep):
-                x = x.detach().requires_grad_(self.keep and x.is_floating_point())
-                if self.cut.in_order:
-                    earlier = (present(layer.units[other]).own for other in range(place))
-                    past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
-                later = DeferredGradients(layer.parameters) if self._later[number] else None
-                samples = self.cut.samples(x)
-                found = self._stages[number].dense(layer.parameters, samples, share, drawn, past, later)
-                y, u, shared = (None if one is None else one.view(x.shape) for one in found[:3])
-            assert y is not None and u is not None
-            if layer.z is None:
-                layer.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))
-            self.view(layer.z, layer.unit_cuts, span).copy_(y.detach())
-            to = Output.of(y), Output.of(u), None if shared is None else Output.of(shared)
-            shared = None if shared is None else shared.detach()
-            down: list[Tensor | None] = [None] * len(found.own)
-            u = u if self._stages[number].orders else u.detach()
-            layer.units[place] = Unit(
-                x, u, shared, to, share, found.scores, found.routing, found.own, past, later, down=down
-            )
-        if not (self._stages[number].waits and self.counts.of("permute", number)):
-            self._place(number, units)
-
     def permute(self, task: Task) -> None:
-        number, layer = self.at(task)
-        if self._stages[number].waits and self._refusal is None:
-            self._place(number, range(len(layer.units)))
+        number = task.layer or 0
+        if self._modules[number].waits and self._refusal is None:
+            self._route(number, range(len(self.blocks[number].dense)))
 
-    def _place(self, number: int, units: range) -> None:
-        """Where rows go, and which there is no room for."""
-        layer, capacity, E = self.layers[number], self._capacities[number], self._stages[number].experts_in_all
-        assert units.start == self._placed[number], "units must be routed in order"
-        self._placed[number] = units.stop
-        found = [present(layer.units[place]) for place in units]
-        chosen = [self._batch(unit.share.spread(unit.routing.expert_SK, -1), unit.x) for unit in found]
+    def _dense(self, number: int, place: int) -> DenseState:
+        """Dense part and gate of a dense micro-batch."""
+        state, block, at = self.blocks[number], self._modules[number], self.blocks[number].cuts.dense_at[place]
+        before = self.blocks[number - 1].z if number else self._x
+        assert before is not None
+        x = before.data[at]  # `.data` counts changes by itself: other parts of the same memory are still being written
+        micro_batch = self._micro_batch(number, place, state.cuts.dense_at)
+        drawn = tuple(self._tokens(values[at])[micro_batch.own] for values in self._drawn[number])
+        past: list[tuple[Tensor, ...]] = []
+        with torch.set_grad_enabled(self.keep):
+            x = x.detach().requires_grad_(self.keep and x.is_floating_point())
+            if self.split.in_order:
+                earlier = (state.dense[other].own for other in range(place))
+                past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
+            later = DeferredGradients(state.parameters) if self.keep and state.degrees.later else None
+            result = block.dense(state.parameters, self.split.samples(x), micro_batch, drawn, past, later)
+            y, u = result.y.view(x.shape), result.u.view(x.shape)
+            shared = None if result.shared is None else result.shared.view(x.shape)
+        if state.z is None:
+            state.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))
+        state.z[at].copy_(y.detach())
+        return DenseState(
+            x,
+            u if block.makes_rows else u.detach(),
+            None if shared is None else shared.detach(),
+            Output.of(y),
+            Output.of(u),
+            None if shared is None else Output.of(shared),
+            micro_batch,
+            result.scores,
+            result.routing,
+            result.own,
+            [None] * len(result.own),
+            past,
+            later,
+        )
+
+    def _route(self, number: int, chunk: range) -> None:
+        """Gives the rows of some dense micro-batches their places, and drops those that there is no room for."""
+        state, block, capacity = self.blocks[number], self._modules[number], self._capacities[number]
+        E, axis = block.num_experts, self.split.axis
+        assert chunk.start == self._placed[number], "micro-batches must be routed in order"
+        self._placed[number] = chunk.stop
+        routed = [state.dense[place] for place in chunk]
+        chosen = [self._batch(one.micro_batch.spread(one.routing.expert_SK, -1), one.x) for one in routed]
         if capacity is not None:
-            axis = self.axis
             together = torch.cat(chosen, axis)
             expert_SK = together.flatten(0, -2)
-            if len(units) == len(layer.units):
+            if len(chunk) == len(state.cuts.dense_at):
                 dropped_SK = order(expert_SK, E, capacity).row_SK < 0
             else:
                 dropped_SK = self._full(number, expert_SK, capacity)
             kept = torch.where(dropped_SK, -1, expert_SK).view_as(together)
             chosen = list(kept.split([one.shape[axis] for one in chosen], axis))
-        for place, unit, expert in zip(units, found, chosen, strict=True):
-            for p in layer.cuts.inside(layer.unit_cuts, place):
-                at = self.in_unit(layer, p)
-                expert_SK = expert[at].flatten(0, -2)
-                with torch.set_grad_enabled(self.keep):
-                    weight_SK = self._batch(unit.share.spread(unit.routing.weight_SK), unit.x)[at].flatten(0, -2)
-                    if self._stages[number].orders:
-                        u_SM = present(unit.u)[at].flatten(0, -2)
-                        ordered = self._stages[number].order(u_SM, expert_SK, weight_SK)
-                        layout, weighs_SK = ordered.layout.exact(), ordered.weight_SK
-                        ones_N = weight_SK.new_ones(layout.rows)
-                        weight_N = ones_N if weighs_SK is None else take_pairs(weighs_SK, layout)
-                        layer.pieces[p] = Piece(layout, weight_N, ordered.kept_E, ordered)
+        for place, dense, expert in zip(chunk, routed, chosen, strict=True):
+            with torch.set_grad_enabled(self.keep):
+                weight = self._batch(dense.micro_batch.spread(dense.routing.weight_SK), dense.x)
+                for p in state.cuts.rows_of[place]:
+                    at = state.cuts.rows_in_dense_at[p]
+                    expert_SK, weight_SK = expert[at].flatten(0, -2), weight[at].flatten(0, -2)
+                    if block.makes_rows:
+                        assert dense.u is not None
+                        state.rows[p] = _ordered_rows(block, dense.u[at].flatten(0, -2), expert_SK, weight_SK)
                     else:
                         layout = order(expert_SK, E).exact()
-                        layer.pieces[p] = Piece(layout, take_pairs(weight_SK, layout), layout.counts_E)
+                        state.rows[p] = RowState(layout, take_pairs(weight_SK, layout), layout.counts_E)
 
     def _full(self, number: int, expert_SK: Tensor, capacity: int) -> Tensor:
-        """Which slots come when their expert is full, where each token has one slot and units come in order."""
-        E = self._stages[number].experts_in_all
+        """Returns which slots come when their expert is full, where each token has one slot and micro-batches come in
+        order."""
+        E = self._modules[number].num_experts
         taken_E = self._taken[number]
         if taken_E is None:
             taken_E = torch.zeros(E, dtype=torch.long, device=expert_SK.device)
@@ -172,115 +194,137 @@ class BlocksForward(BlockPass, ForwardPass):
         return full_S.view_as(expert_SK)
 
     def sparse_all_gather(self, task: Task) -> None:
-        self._stages[self.number(task)].gather()
+        placed = self._modules[task.layer or 0].layer.placed
+        assert placed is not None
+        placed.arrive()
 
     def start(self, task: Task) -> None:
-        number, layer = self.at(task)
-        places = self.pieces(task)
+        number, chunk = task.layer or 0, task.chunk or 0
+        state, block = self.blocks[number], self._modules[number]
+        places = state.cuts.row_chunks["forward"][chunk]
         if (refusal := self._refusal) is None:
-            pieces = [present(layer.pieces[p]) for p in places]
+            micro_batches = [state.rows[p] for p in places]
         else:  # this rank sends nothing but why
             none_SK = torch.empty(0, 1, dtype=torch.long, device=self._x.device)
-            none = order(none_SK, self._stages[number].experts_in_all)
-            pieces = [Piece(none.exact(), self._x.new_empty(0), none.counts_E) for _ in places]
-        if layer.held is not None:
-            for piece in pieces:
-                self._to_places(number, piece)
-        sent = Sent([piece.layout for piece in pieces], self.peers)
+            layout = order(none_SK, block.num_experts)
+            nothing = layout.exact(), self._x.new_empty(0), layout.counts_E
+            micro_batches = [RowState(*nothing) for _ in places]
+        if state.held is not None:
+            for rows_state in micro_batches:  # rows that are sorted by expert go to copies of these
+                by_expert = rows_state.layout
+                rows_state.layout = block.places(by_expert)
+                with torch.set_grad_enabled(self.keep):
+                    pair_N = by_expert.row_SK.reshape(-1)[rows_state.layout.pair_N]
+                    rows_state.weight_N = rows_state.weight_N[pair_N]
+        sent = Sent([one.layout for one in micro_batches], self.split.peers)
         if refusal is not None:
-            self._stages[number].exchange(sent.counts, self._x, (), refusal)
-        rows = sent.join([self._rows(layer, p, piece) for p, piece in zip(places, pieces, strict=True)])
-        routings = [present(layer.units[at]).routing for at in sorted({layer.unit_of(p) for p in places})]
-        exchange = self._stages[number].exchange(sent.counts, rows, routings, None)
-        received = Received(exchange, counts_of(exchange.come_QPE, len(pieces), layer.held, rows.device))
-        weights = sent.join([self.use(piece.weight_N.detach()) for piece in pieces])
-        chunk = PieceChunk(exchange, received.layout, rows, weights[:, None], sent=sent, received=received)
-        self.chunks[number][task.chunk or 0] = layer.chunks[task.chunk or 0] = chunk
+            block.exchange(sent.counts, self._x, (), refusal)
+        rows = sent.join([self._rows_of(state, p) for p in places])
+        routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
+        exchange = block.exchange(sent.counts, rows, routings, None)
+        received = Received(exchange, exchange.come_QPE, len(places), state.held, rows.device)
+        weights = sent.join([self.use(one.weight_N.detach()) for one in micro_batches])
+        state.chunks[chunk] = self.block_chunks[number][chunk] = BlockChunk(
+            exchange, received.layout, rows, weights[:, None], sent=sent, received=received
+        )
 
-    def _to_places(self, number: int, piece: Piece) -> None:
-        """Rows that are sorted by expert go to copies of these."""
-        by_expert = piece.layout
-        piece.layout = self._stages[number].places(by_expert)
-        with torch.set_grad_enabled(self.keep):
-            piece.weight_N = piece.weight_N[by_expert.row_SK.reshape(-1)[piece.layout.pair_N]]
+    def _rows_of(self, state: BlockState, p: int) -> Tensor:
+        """A row micro-batch's rows as they are sent."""
+        rows, place = state.rows[p], state.cuts.dense_of[p]
+        dense = state.dense[place]
+        assert dense.u is not None
+        if rows.ordered is None:
+            u_SM = dense.u[state.cuts.rows_in_dense_at[p]].reshape(-1, self.shape[-1])
+        else:
+            u_SM = rows.ordered.x_SM.detach()
+        dense.sent += 1
+        if dense.sent == len(state.cuts.rows_of[place]):
+            dense.u = None  # its last rows are made now
+        return permute(self.use(u_SM), rows.layout)
 
     def finish(self, task: Task, rows: Tensor) -> None:
-        number, layer = self.at(task)
-        parts = present(self.piece_chunk(task).sent).split(rows)
-        for p, part in zip(self.pieces(task), parts, strict=True):
-            z = self.view(present(layer.z), layer.cuts, range(p, p + 1))
-            y_SM = gather_sum(part, present(layer.pieces[p]).layout)
-            z += self._end(number, p, y_SM, z.shape) if self._stages[number].ends else y_SM.view(z.shape)
+        number, chunk = task.layer or 0, task.chunk or 0
+        state = self.blocks[number]
+        assert state.z is not None
+        parts = self.block_chunks[number][chunk].sent.split(rows)
+        for p, part in zip(state.cuts.row_chunks["forward"][chunk], parts, strict=True):
+            z = state.z[state.cuts.rows_at[p]]
+            y_SM = gather_sum(part, state.rows[p].layout)
+            z += self._end(number, p, y_SM, z.shape) if self._modules[number].ends else y_SM.view(z.shape)
 
     def _end(self, number: int, p: int, rows_SM: Tensor, shape: torch.Size) -> Tensor:
-        """What a layer gives of a piece, and the graph that made it."""
-        layer, stage = self.layers[number], self._stages[number]
-        unit, piece = present(layer.units[layer.unit_of(p)]), present(layer.pieces[p])
+        """Makes the block's output for a row micro-batch, and keeps the graph that made it."""
+        state, block = self.blocks[number], self._modules[number]
+        dense, rows = state.dense[state.cuts.dense_of[p]], state.rows[p]
         with torch.set_grad_enabled(self.keep):
             rows_SM.requires_grad_(self.keep)
-            y = (rows_SM if piece.ordered is None else stage.restore(rows_SM, piece.ordered)).view(shape)
-            if unit.shared is not None:
-                y = y + self.use(unit.shared)[self.in_unit(layer, p)]
-            z = stage.end(self.cut.samples(y), self._share(number, layer.cuts, p)).view(shape)
-        piece.ended = Output.of(z), y, rows_SM
+            y = (rows_SM if rows.ordered is None else block.layer.order.restore(rows_SM, rows.ordered)).view(shape)
+            if dense.shared is not None:
+                y = y + self.use(dense.shared)[state.cuts.rows_in_dense_at[p]]
+            micro_batch = self._micro_batch(number, p, state.cuts.rows_at)
+            z = block.end(self.split.samples(y), micro_batch).view(shape)
+        rows.ended = Output.of(z), y, rows_SM
         return z.detach()
 
-    def _share(self, number: int, cuts: Cuts, place: int) -> Share:
-        """Of a unit or a piece."""
+    def _micro_batch(self, number: int, place: int, ats: Sequence[Index]) -> MicroBatch:
+        """Counts the tokens of a micro-batch that each rank of the MP group routes."""
         whole = self._wholes[number]
-        part_S = self.view(self._numbers, cuts, range(place, place + 1)).flatten().contiguous()
+        if self._numbers is None:
+            self._numbers = torch.arange(self._lead.numel()).view(self._lead)
+        part = self._numbers[ats[place]]
+        if len(whole.rows) == 1:
+            return MicroBatch(place, len(ats), (part.numel(),), 0)
+        # Tokens are numbered along the batch; each rank routes those between two of these ends.
         ends = torch.tensor([0, *whole.rows]).cumsum(0)
-        rows = torch.searchsorted(part_S, ends).diff()
-        return Share(place, len(cuts), rows.tolist(), whole.rank)
+        rows = torch.searchsorted(part.flatten().contiguous(), ends).diff()
+        return MicroBatch(place, len(ats), rows.tolist(), whole.rank)
 
-    def _whole_gate(self, number: int, layer: Layer) -> Tensor:
-        """The auxiliary loss of the whole batch, and what its gradient is with respect to the scores."""
-        units, axis, whole = [present(unit) for unit in layer.units], self.axis, self._wholes[number]
+    def _whole_gate(self, number: int) -> Tensor:
+        """Computes the auxiliary loss of the whole batch, and its gradient with respect to the scores."""
+        state, block, whole = self.blocks[number], self._modules[number], self._wholes[number]
+        dense = [state.dense[place] for place in range(len(state.dense))]
         parts = zip(
-            *([self._batch(unit.share.spread(one.detach()), unit.x) for one in unit.scores] for unit in units),
+            *([self._batch(one.micro_batch.spread(score.detach()), one.x) for score in one.scores] for one in dense),
             strict=True,
         )
-        scores = [torch.cat(of, axis).flatten(0, len(self._lead) - 1)[whole.own] for of in parts]
-        scores = [one.requires_grad_(self.keep) if one.is_floating_point() else one for one in scores]
+        scores = [self._tokens(torch.cat(part, self.split.axis))[whole.own] for part in parts]
+        scores = [score.requires_grad_(self.keep) if score.is_floating_point() else score for score in scores]
         with torch.set_grad_enabled(self.keep):
-            routing = self._stages[number].choose(tuple(scores))
-        aux = routing.aux_loss
-        self._stages[number].count(routing, torch.stack([present(piece).kept_E for piece in layer.pieces]).sum(0))
+            routing = block.choose(tuple(scores))
+        layer, aux = block.layer, routing.aux_loss
+        layer.load.count(routing, layer.gate, layer.training)
+        layer.load.keep(torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0))
         if aux.requires_grad:
-            leaves = [one for one in scores if one.requires_grad]
-            found = iter(torch.autograd.grad(aux, leaves, allow_unused=True))
-            grads = [next(found) if one.requires_grad else None for one in scores]
-            layer.dscores = [None if grad is None else self._batch(whole.spread(grad)) for grad in grads]
+            leaves = [score for score in scores if score.requires_grad]
+            grads = iter(torch.autograd.grad(aux, leaves, allow_unused=True))
+            of_scores = [next(grads) if score.requires_grad else None for score in scores]
+            state.dscores = [None if grad is None else self._batch(whole.spread(grad)) for grad in of_scores]
         return aux.detach()
 
-    def _note_sizes(self, layer: Layer, chunks: dict[int, PieceChunk]) -> None:
-        """What the backward pass needs of sizes."""
-        for number, chunk in chunks.items():
+    def _note_sizes(self, state: BlockState) -> None:
+        """Keeps what the backward pass needs of sizes, for its own chunks."""
+        for number, chunk in state.chunks.items():
             assert isinstance(chunk.part, Exchange)
-            layer.exchange = chunk.part
-            pieces = layer.cuts.chunk(number, len(chunks), "forward")
-            sizes = (np.split(of, len(pieces), -1) for of in (chunk.part.send_PE, chunk.part.come_QPE))
-            layer.sizes |= dict(zip(pieces, zip(*sizes, strict=True), strict=True))
-
-    def _rows(self, layer: Layer, p: int, piece: Piece) -> Tensor:
-        """A piece's rows as they are sent. A unit's input of the experts goes when the last of them has been made."""
-        place = layer.unit_of(p)
-        unit = present(layer.units[place])
-        u = present(unit.u)
-        if piece.ordered is None:
-            u_SM = u[self.in_unit(layer, p)].reshape(-1, u.shape[-1])
-        else:
-            u_SM = piece.ordered.x_SM.detach()
-        unit.dispatched += 1
-        if unit.dispatched == len(layer.cuts.inside(layer.unit_cuts, place)):
-            unit.u = None
-        return permute(self.use(u_SM), piece.layout)
+            state.exchange = chunk.part
+            places = state.cuts.row_chunks["forward"][number]
+            sizes = (np.split(whole, len(places), -1) for whole in (chunk.part.send_PE, chunk.part.come_QPE))
+            state.sizes |= dict(zip(places, zip(*sizes, strict=True), strict=True))
 
     def _batch(self, value_S: Tensor, like: Tensor | None = None) -> Tensor:
-        """[S, …] values of tokens -> [B, …, ·], of the whole batch or of a unit's x."""
+        """[S, …] values of tokens -> [B, …, ·], of the whole batch or of a micro-batch's x."""
         lead = self._lead if like is None else like.shape[:-1]
         return value_S.view(*lead, *value_S.shape[1:])
 
-    def _tokens(self, value: Tensor, cuts: Cuts, pieces: range) -> Tensor:
-        """The inverse, of some pieces."""
-        return self.view(value, cuts, pieces).flatten(0, len(self._lead) - 1)
+    def _tokens(self, value: Tensor) -> Tensor:
+        """[b, …, ·] values -> [S, …]."""
+        return value.flatten(0, len(self._lead) - 1)
+
+
+def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> RowState:
+    """Rows that an order by products makes of tokens, none of which is to be dropped any more."""
+    ordered = block.order(u_SM, expert_SK, weight_SK)
+    layout = ordered.layout.exact()
+    # Where there are none, the matrix that restores tokens has the weights.
+    weights = ordered.weight_SK
+    weight_N = weight_SK.new_ones(layout.rows) if weights is None else take_pairs(weights, layout)
+    return RowState(layout, weight_N, ordered.kept_E, ordered)
