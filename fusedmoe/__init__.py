@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fusedmoe import training as training
     from fusedmoe.autograd.hooks import HookContext as HookContext
     from fusedmoe.autograd.hooks import Hooks as Hooks
+    from fusedmoe.blocks.pipeline import pipeline as pipeline
     from fusedmoe.comm.topology import Topology as Topology
     from fusedmoe.engine.dispatcher import Dispatcher as Dispatcher
     from fusedmoe.engine.dispatcher import Handle as Handle
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from fusedmoe.layers.fsmoe import MOELayer as MOELayer
     from fusedmoe.layers.fsmoe import SimpleOrder as SimpleOrder
     from fusedmoe.layers.moe import MoELayer as MoELayer
-    from fusedmoe.layers.pipeline import pipeline as pipeline
     from fusedmoe.layers.profiled import trace as trace
     from fusedmoe.layers.schedule import Schedule as Schedule
     from fusedmoe.schedule.own_policies import register_policy as register_policy
@@ -62,7 +62,7 @@ _HOMES = {
     "Schedule": "layers.schedule",
     "SimpleOrder": "layers.fsmoe",
     "Topology": "comm.topology",
-    "pipeline": "layers.pipeline",
+    "pipeline": "blocks.pipeline",
     "register_policy": "schedule.own_policies",
     "trace": "layers.profiled",
 }

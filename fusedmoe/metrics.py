@@ -1,6 +1,271 @@
-"""What a model's routing is like while it trains, for logs: `Metrics(model).collect()`, and where that can go."""
+"""Metrics of a model's routing: counted on the device in every forward, brought together when they are asked for.
 
-from fusedmoe.layers.routing_metrics import Metrics
+`Metrics(model).collect()` gives numbers by name; `JsonLines` and `TensorBoard` are places where these can go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fusedmoe.blocks.pipeline import PipelinedBlocks
+from fusedmoe.comm.collectives import all_reduce, device_of
+from fusedmoe.comm.topology import Topology
+from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe.errors import ConfigError
+from fusedmoe.layers.moe import MoELayer, number_layers
+from fusedmoe.layers.routing_counters import TERMS, RoutingCounters
 from fusedmoe.runtime.metric_sinks import JsonLines, Sink, TensorBoard
+from fusedmoe.runtime.recorder import Recorder
 
-__all__ = ["JsonLines", "Metrics", "Sink", "TensorBoard"]
+__all__ = ["Collector", "JsonLines", "Metrics", "Sink", "TensorBoard", "Watched"]
+
+Floats = NDArray[np.float64]
+
+
+class Watched(NamedTuple):
+    """A layer that metrics are of.
+
+    Attributes:
+        ranks: that its experts are split over, evenly and in order; 1 where they are not, or move.
+    """
+
+    counters: RoutingCounters
+    ranks: int = 1
+
+
+class Collector:
+    """Brings counters of layers together over the ranks. Making one is collective, and so is `collect`.
+
+    Args:
+        layers: by the name that their keys have.
+        topology: of whose ranks.
+        flops_per_token: FLOP of a token's forward and backward pass (six for each parameter that it meets), for "mfu".
+        peak_flops: FLOP/s that a rank's device could do, for "mfu".
+        exposed_s: seconds of communication that nothing hid since the last collection; None: nothing is known of it.
+    Raises:
+        ConfigError: no layers; one of the two numbers without the other, or not positive.
+        RankError: other layers on other ranks.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Watched],
+        topology: Topology,
+        *,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        exposed_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        if not layers:
+            raise ConfigError("Metrics: the model has no layers with experts")
+        numbers = flops_per_token, peak_flops
+        if None in numbers and numbers != (None, None):
+            raise ConfigError("Metrics: mfu takes both flops_per_token and peak_flops")
+        if any(number is not None and not number > 0 for number in numbers):
+            raise ConfigError(f"Metrics: flops_per_token and peak_flops must be positive, got {numbers}")
+        sizes = {name: (layer.counters.experts, layer.ranks) for name, layer in layers.items()}
+        topology.agree({"layers": sizes}, "Metrics")
+        self._layers, self._topology, self._exposed_s = dict(layers), topology, exposed_s
+        self._flops = None if flops_per_token is None or peak_flops is None else flops_per_token / peak_flops
+        self._since_s = time.perf_counter()
+
+    def collect(self, per_layer: bool = False, per_expert: bool = False) -> dict[str, float]:
+        """The metrics since the last collection, the same on all ranks, which all call it: one all-reduce, and the
+        only wait for the device. Keys of what nothing was counted of are left out.
+
+        Args:
+            per_layer: also those of each layer, "moe/NAME/max_vio" and so on.
+            per_expert: also the load of each expert, "moe/NAME/load/3": how often the tokens of all ranks chose it,
+                drops included.
+        """
+        device = device_of(self._topology.world)
+        if self._topology.size == 1:
+            device = next(iter(self._layers.values())).counters.sums.device
+        sums = torch.cat([layer.counters.sums.to(device) for layer in self._layers.values()])
+        exposed_s = self._exposed_s()
+        now_s = time.perf_counter()
+        own = [now_s - self._since_s, 0.0 if exposed_s is None else exposed_s, float(exposed_s is not None)]
+        sums = torch.cat([sums, torch.tensor(own, dtype=sums.dtype).to(device)])
+        found = all_reduce(self._topology.world, sums, operation="sum of metrics").cpu().numpy()
+        self._since_s = now_s
+        for layer in self._layers.values():
+            layer.counters.sums.zero_()
+        return self._named(found, per_layer, per_expert)
+
+    def _named(self, sums: Floats, per_layer: bool, per_expert: bool) -> dict[str, float]:
+        each: dict[str, dict[str, float]] = {}
+        loads: dict[str, float] = {}
+        tokens, start = 0.0, 0
+        for name, (counters, ranks) in self._layers.items():
+            stop = start + len(counters.sums)
+            each[name] = of_layer(sums[start:stop], counters.experts, ranks)
+            tokens = max(tokens, float(sums[start + 2 * counters.experts]))
+            if per_expert:
+                chosen_E = sums[start : start + counters.experts].tolist()
+                loads |= {f"moe/{name}/load/{expert}": load for expert, load in enumerate(chosen_E)}
+            start = stop
+        result = {}
+        for key in dict.fromkeys(key for found in each.values() for key in found):
+            values = [found[key] for found in each.values() if key in found]
+            result[f"moe/{key}"] = sum(values) / len(values)
+            if key == "max_vio":
+                result["moe/max_vio_worst"] = max(values)
+        seconds, exposed_s, recorded = sums[start:].tolist()
+        speed = tokens / max(seconds / self._topology.size, 1e-9)
+        result["moe/tokens_per_s"] = speed
+        if self._flops is not None:
+            result["moe/mfu"] = speed * self._flops / self._topology.size
+        if recorded:
+            result["moe/exposed_s"] = exposed_s / recorded
+        if per_layer:
+            result |= {f"moe/{name}/{key}": value for name, found in each.items() for key, value in found.items()}
+        return result | loads
+
+
+class Metrics(Collector):
+    """Metrics of a model's `MoELayer`s; training forwards count, once where activations are computed again.
+
+        metrics = Metrics(model)
+        for step, batch in enumerate(batches):
+            …                                        # as before
+            if step % 20 == 19:
+                print(metrics.collect())             # {"moe/max_vio": 0.21, …}, on all ranks
+
+    Over all tokens of all ranks since the last collection; c_e are the choices of expert e of E, drops included; the
+    mean over the layers:
+
+    - "moe/max_vio" = (max c − mean c) / mean c (Wang et al. 2024); "moe/max_vio_worst": of the layer where it is
+      largest; "moe/load_cv" = std c / mean c; "moe/dead_experts": the share of experts with c = 0; "moe/diversity" =
+      exp(H(c / Σc)) / E, 1 when even
+    - "moe/dropped": the share of choices that found no room
+    - "moe/rank_rows": rows that the busiest rank's experts receive over the mean of ranks, those of replicas added up;
+      where experts are split over ranks, and do not move
+    - of gates with router logits l: "moe/router_entropy", nats of softmax(l) of a token in the mean; "moe/z_loss", mean
+      of logsumexp(l)²; "moe/balance_loss", E·Σ mean(softmax(l)_e)·share_e of a forward on a rank (1 when even), in the
+      mean; whatever losses the gate has, without coefficients
+    - "moe/aux_loss": the gate's own losses with their coefficients, mean of forwards and ranks
+    - "moe/NAME/load/3" = c_3 of a layer, with `collect(per_expert=True)`
+    - "moe/tokens_per_s", of all ranks; "moe/mfu" = tokens/s · flops_per_token / (ranks · peak_flops)
+    - "moe/exposed_s": seconds in which rows travelled and this rank's layers computed nothing, in the first forward and
+      backward pass of each layer since the last collection, in the mean of ranks; where rows travel between ranks, but
+      not of layers in a compiled model
+
+    The counters are float64 on the device of the layer; nothing but `collect` waits for it. `close` ends it.
+
+    Args: see `Collector`; `model` has the layers, which are numbered in order for timelines and profiles.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, flops_per_token: float | None = None, peak_flops: float | None = None
+    ) -> None:
+        modules = model.named_modules()
+        self._named_layers = {name or "layer": one for name, one in modules if isinstance(one, MoELayer)}
+        layers = list(self._named_layers.values())
+        topology = layers[0].topology if layers else Topology()
+        if any(layer.topology.world.size != topology.world.size for layer in layers):
+            raise ConfigError("Metrics: the model's layers are of topologies of different sizes; make one for each")
+        if any(layer.load.counters is not None for layer in layers):
+            raise ConfigError("Metrics: a layer has metrics already: close() these first, or use them")
+        number_layers(layers)
+        watched = {name: _watch(layer) for name, layer in self._named_layers.items()}
+        numbers: dict[str, Any] = {"flops_per_token": flops_per_token, "peak_flops": peak_flops}
+        super().__init__(watched, topology, exposed_s=lambda: self._sampler.exposed_s(), **numbers)
+        self._sampler = ExposedSampler(model, topology)  # once nothing is refused any more: it hooks the model
+        for name, layer in self._named_layers.items():
+            layer.load.counters = watched[name].counters
+
+    def close(self) -> None:
+        """Nothing is counted any more."""
+        self._sampler.close()
+        for layer in self._named_layers.values():
+            layer.load.counters = None
+
+
+class ExposedSampler:
+    """Records the first training pass of each part of a model through which rows travel; the rest run as ever."""
+
+    def __init__(self, model: nn.Module, topology: Topology) -> None:
+        self._seen: set[nn.Module] = set()
+        self._on: list[Any] = []
+        self._recorder: Recorder | None = None
+        if topology.ep.size * topology.esp.size == 1:
+            return
+        self._recorder = Recorder(topology.rank, device=next(model.parameters()).device)
+        for module in model.modules():
+            if isinstance(module, (MoELayer, PipelinedBlocks)):
+                self._on += [module.register_forward_pre_hook(self._begin)]
+                self._on += [module.register_forward_hook(self._end, always_call=True)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks go with copies and pickles of a model, of which nobody collects anything.
+        return {"_seen": set(), "_on": [], "_recorder": None}
+
+    def close(self) -> None:
+        for handle in self._on:
+            handle.remove()
+
+    def exposed_s(self) -> float | None:
+        """Since the last call, if anything was recorded; waits for the device."""
+        if self._recorder is None or not self._seen:
+            return None
+        found = self._recorder.timeline()
+        self._recorder.clear()
+        self._seen.clear()
+        return found.exposed_s()
+
+    def _begin(self, module: Any, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what is in a graph is not recorded
+        if self._recorder is None or module.recorder is not None or not module.training:
+            return
+        if module not in self._seen and not recomputing():
+            self._seen.add(module)
+            module.recorder = self._recorder
+
+    def _end(self, module: Any, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and module.recorder is self._recorder:
+            module.recorder = None
+
+
+def _watch(layer: MoELayer) -> Watched:
+    device = next(layer.parameters()).device
+    ranks = layer.topology.ep.size if layer.placed is None else 1
+    return Watched(RoutingCounters(layer.gate.experts, device), ranks)
+
+
+def of_layer(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[str, float]:
+    """The metrics of one layer by its counters' sums (`RoutingCounters.sums`), without prefix; those of which there is
+    anything to say."""
+    sums = np.asarray(sums, dtype=np.float64)
+    chosen_E, kept_E = sums[:experts], sums[experts : 2 * experts]
+    terms = dict(zip(TERMS, sums[2 * experts :].tolist(), strict=True))
+    found: dict[str, float] = {}
+    if chosen_E.any():
+        mean, share_E = chosen_E.mean(), chosen_E / chosen_E.sum()
+        entropy = -np.sum(share_E[share_E > 0] * np.log(share_E[share_E > 0]))
+        found |= {
+            "max_vio": chosen_E.max() / mean - 1,
+            "load_cv": chosen_E.std() / mean,
+            "dead_experts": (chosen_E == 0).mean(),
+            "diversity": np.exp(entropy) / experts,
+            "dropped": 1 - kept_E.sum() / chosen_E.sum(),
+        }
+    if ranks > 1 and kept_E.any():
+        rows_W = kept_E.reshape(ranks, -1).sum(1)
+        found["rank_rows"] = rows_W.max() / rows_W.mean()
+    if terms["scored"]:
+        found |= {
+            "router_entropy": terms["entropy"] / terms["scored"],
+            "balance_loss": terms["balance_loss"] / terms["scored"],
+            "z_loss": terms["z_loss"] / terms["scored"],
+        }
+    if terms["tokens"]:
+        found["aux_loss"] = terms["aux_loss"] / terms["tokens"]
+    return {key: float(value) for key, value in found.items()}

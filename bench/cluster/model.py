@@ -31,9 +31,9 @@ from bench.cluster.turns import (
     seconds_of,
     tell,
 )
+from fusedmoe.blocks.pipeline import Parts, PipelinedBlocks
 from fusedmoe.cli.trainer import probes
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.pipeline import Parts, PipelinedBlocks
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.observing import BUDGET_S, observe_steps
 from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span

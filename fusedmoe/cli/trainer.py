@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmoe.blocks.pipeline import Along, PipelinedBlocks
 from fusedmoe.cli.data import Batches, ByteBatch, Corpus, mix
 from fusedmoe.cli.job import Launch, Sizes, StopRequest
 from fusedmoe.cli.model_of_settings import WIRE_DTYPES, make_model, make_optimizer, shard_experts
@@ -23,9 +24,7 @@ from fusedmoe.cli.settings import Settings
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.pipeline import Along, PipelinedBlocks
-from fusedmoe.layers.stage import must_wait
-from fusedmoe.models.block import block_workload, make_gate, make_order
+from fusedmoe.models.block import block_workload, make_gate
 from fusedmoe.models.transformer import Loss
 from fusedmoe.runtime.cache import cached_observed, kept_observed, machine_facts
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
@@ -462,8 +461,8 @@ def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostMode
         raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
     cut = split_axis(settings, sizes.mp)
     made = make_model(settings, model, Topology(), torch.device("meta"))
-    dense = made.in_micro_batches(cut).dense_parameters if whole else None
-    reduced = bucketed_bytes(made, launch.ranks, sizes.mp, dense)
+    blocks = made.in_micro_batches(cut) if whole else None
+    reduced = bucketed_bytes(made, launch.ranks, sizes.mp, None if blocks is None else blocks.dense_parameters)
     kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
-    waits = whole and must_wait(make_gate(model), make_order(model), cut == "positions")
+    waits = blocks is not None and blocks.waits[0]
     return workload.step_costs(costs, reduced, kinds, whole=whole, waits=waits)

@@ -1,31 +1,20 @@
-"""Chunks: which rows go when, and how a chunk's rows of several pieces travel together.
+"""Chunks: which rows of a layer go when.
 
-Where a layer by itself is cut, rows lie in segments, one for each expert, and go in r chunks with a share of every
-segment in each. A segment's n rows are split as `comm.exchange.share` does: chunk i has rows ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋.
-Nothing is padded: what a row meets on its way does not depend on r. Worked example, segments of 3 and 2 rows
-a b c | d e, two chunks: a d | b c e. The order is [0, 3, 1, 2, 4].
-
-Where a batch is cut, a plan may split a layer's dense part into other chunks than its experts' rows, and the forward
-pass into others than the backward pass. The batch is therefore cut wherever any of them cuts it, and a chunk is some
-pieces that follow each other. Cuts are shares of the batch, so that there are as many pieces on every rank, some of
-them empty where a rank has fewer samples. The backward pass takes chunks from the end (FlowMoE Eq. 5): there chunk 0 is
-the last pieces. Worked example, 6 samples, 2 chunks forward and 3 backward: cuts at 0, 1/3, 1/2, 2/3, 1, so pieces of
-samples 0–1, 2, 3 and 4–5; the forward chunks are pieces 0, 1 | 2, 3, the backward chunks 3 | 1, 2 | 0.
+Rows lie in segments, one for each expert, and go in r chunks with a share of every segment in each. A segment's n rows
+are split as `comm.exchange.share` does: chunk i has rows ⌊n·i/r⌋ to ⌊n·(i+1)/r⌋. Nothing is padded: what a row meets
+on its way does not depend on r. Worked example, segments of 3 and 2 rows a b c | d e, two chunks: a d | b c e. The
+order is [0, 3, 1, 2, 4].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.moves import received_layout
-from fusedmoe.comm.exchange import Part
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.workspace import empty
 
@@ -78,134 +67,20 @@ class Kept:
     def rows(self, index_R: Tensor) -> Tensor:
         """A copy of those with these numbers, along all parts."""
         if len(self._parts) == 1 or index_R.is_cuda:
-            return _taken(self._whole, index_R)
+            return taken(self._whole, index_R)
         # A CPU copies runs of rows from where they are, once.
         part_R = torch.bucketize(index_R, self._ends, right=True)
         first = torch.ones_like(index_R, dtype=torch.bool)
         first[1:] = (index_R.diff() != 1) | (part_R.diff() != 0)
         begins = first.nonzero()[:, 0]
         if _SHORT * len(begins) > len(index_R):
-            return _taken(self._whole, index_R)
+            return taken(self._whole, index_R)
         lengths = torch.diff(begins, append=torch.tensor([len(index_R)])).tolist()
         runs = []
         for part, index, length in zip(part_R[begins].tolist(), index_R[begins].tolist(), lengths, strict=True):
             rows = self._parts[part]
             runs.append(rows.narrow(0, index - int(self._ends[part]) + len(rows), length))
         return concatenated(runs) if len(runs) > 1 else torch.cat(runs or [self._parts[0][:0]])
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """Where a batch is cut. `shares`: where pieces begin, and the end, as shares of it."""
-
-    shares: tuple[Fraction, ...]
-
-    @classmethod
-    def of(cls, counts: Iterable[int]) -> Cuts:
-        """For equal chunks, so many at a time."""
-        return cls(tuple(sorted({Fraction(i, count) for count in counts for i in range(count + 1)})))
-
-    def __len__(self) -> int:
-        """The number of pieces."""
-        return len(self.shares) - 1
-
-    def chunk(self, chunk: int, count: int, phase: str) -> range:
-        """The pieces of one of `count` chunks of a pass."""
-        number = chunk if phase == "forward" else count - 1 - chunk
-        return range(self.shares.index(Fraction(number, count)), self.shares.index(Fraction(number + 1, count)))
-
-    def inside(self, other: Cuts, piece: int) -> range:
-        """The pieces here that a piece of coarser cuts consists of."""
-        return range(*(self.shares.index(other.shares[end]) for end in (piece, piece + 1)))
-
-    def slice(self, pieces: range, size: int) -> slice:
-        """Where some pieces are along an axis of so many elements."""
-        return slice(*(int(size * self.shares[end]) for end in (pieces.start, pieces.stop)))
-
-
-class Sent:
-    """This rank's rows of a chunk, in the order in which they travel: by destination, piece and expert there.
-
-    Args:
-        layouts: of each piece, rows sorted by expert, without slack.
-        peers: ranks that the experts are split over.
-    Attributes:
-        counts: of the rows by (peer, piece, its local expert), flat.
-    """
-
-    def __init__(self, layouts: Sequence[Layout], peers: int) -> None:
-        self.layouts = layouts
-        self._sizes = [layout.rows for layout in layouts]
-        counts_pPE = torch.stack([layout.counts_E for layout in layouts]).view(len(layouts), peers, -1)
-        self.counts = counts_pPE.transpose(0, 1).reshape(-1)
-        self._order_N: Tensor | None = None
-        if len(layouts) > 1:
-            rows_pP = counts_pPE.sum(2)
-            place_pP = (rows_pP.view(-1).cumsum(0) - rows_pP.view(-1)).view_as(rows_pP)
-            self._order_N = _ranges(place_pP.t().reshape(-1), rows_pP.t().reshape(-1))
-
-    def join(self, rows: Sequence[Tensor]) -> Tensor:
-        """Each piece's sorted rows -> all rows as they travel."""
-        return rows[0] if self._order_N is None else _taken(concatenated(rows), self._order_N)
-
-    def split(self, rows: Tensor) -> list[Tensor]:
-        """The inverse of `join`."""
-        if self._order_N is None:
-            return [rows]
-        return list(empty(rows, rows.shape).index_copy_(0, self._order_N, rows).split(self._sizes))
-
-
-class Received:
-    """The rows of a chunk that come to the local experts: by source, piece and local expert.
-
-    Args:
-        part: the chunk's moves.
-        counts_RpE: rows by source, piece and local expert.
-    Attributes:
-        layout: sorts them by local expert.
-    """
-
-    def __init__(self, part: Part, counts_RpE: Tensor) -> None:
-        self.part, self.counts_RpE = part, counts_RpE
-        self.layout = received_layout(counts_RpE.reshape(-1, counts_RpE.shape[2]), part.rows)
-
-    def numbers(self, start_pRE: Tensor) -> Tensor:
-        """[R]: the number of each row, where those of piece p, source r and expert e begin with start_pRE[p, r, e]."""
-        return _ranges(start_pRE.transpose(0, 1).reshape(-1), self.counts_RpE.reshape(-1))
-
-
-class Regrouped:
-    """Where the rows of other chunks of the same pieces are among those of `chunks`, which have all pieces in order."""
-
-    def __init__(self, chunks: Sequence[Received]) -> None:
-        counts_pRE = torch.cat([chunk.counts_RpE.transpose(0, 1) for chunk in chunks])
-        flat = counts_pRE.reshape(-1)
-        self._start_pRE = (flat.cumsum(0) - flat).view_as(counts_pRE)
-        numbers, sorted_places, start, piece = [], [], 0, 0
-        for chunk in chunks:
-            pieces = chunk.counts_RpE.shape[1]
-            numbers.append(chunk.numbers(self._start_pRE[piece : piece + pieces]))
-            sorted_places.append(start + chunk.layout.row_SK[:, 0])
-            start, piece = start + chunk.part.rows, piece + pieces
-        number_R = torch.cat(numbers)
-        self._place_R = torch.empty_like(number_R)
-        self._place_R[number_R] = torch.arange(len(number_R), device=number_R.device)
-        self._sorted_place_R = torch.cat(sorted_places)
-
-    def places(self, chunk: Received, first_piece: int) -> tuple[Tensor, Tensor]:
-        """For the rows of a chunk that begins with this piece: as received, among received; sorted, among sorted."""
-        pieces = slice(first_piece, first_piece + chunk.counts_RpE.shape[1])
-        place = self._place_R[chunk.numbers(self._start_pRE[pieces])]
-        return place, self._sorted_place_R[place[chunk.layout.pair_N]]
-
-
-def counts_of(sizes_QPG: np.ndarray, pieces: int, held: int | None, device: torch.device) -> Tensor:
-    """[R, pieces, e]: rows of a chunk by source, piece and local expert, from the sizes that an exchange agreed on.
-
-    `held`: experts that this rank has, where others may have more.
-    """
-    shape = (sizes_QPG.shape[0] * sizes_QPG.shape[1], pieces, sizes_QPG.shape[2] // pieces)
-    return torch.from_numpy(np.ascontiguousarray(sizes_QPG)).reshape(shape)[..., :held].to(device)
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
@@ -215,14 +90,6 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), out=empty(parts[0], (sum(map(len, parts)), *parts[0].shape[1:])))
 
 
-def _taken(rows: Tensor, index_N: Tensor) -> Tensor:
+def taken(rows: Tensor, index_N: Tensor) -> Tensor:
+    """Copies the rows with these numbers; not differentiable."""
     return torch.index_select(rows, 0, index_N, out=empty(rows, (len(index_N), *rows.shape[1:])))
-
-
-def _ranges(start_G: Tensor, count_G: Tensor) -> Tensor:
-    """start, start + 1, … of each segment, one after the other."""
-    before_G = count_G.cumsum(0) - count_G
-    rows = int(count_G.sum())
-    return torch.arange(rows, device=count_G.device) + torch.repeat_interleave(
-        start_G - before_G, count_G, output_size=rows
-    )

@@ -1,6 +1,6 @@
 """One run of a plan: what it is given, and the tasks between dispatch and combine, the same wherever rows come from.
 
-`engine/tokens.py` runs a layer by itself, whose tokens are routed already; `engine/stack.py` runs blocks, which route
+`engine/tokens.py` runs a layer by itself, whose tokens are routed already; `blocks/` runs blocks, which route
 piece by piece between these tasks. Both passes of both are subclasses of `Pass`: they say what a chunk sends (`start`)
 and what becomes of what comes back (`finish`).
 """

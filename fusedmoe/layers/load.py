@@ -50,7 +50,7 @@ class Load:
         if self._counts:
             assert self.counters is not None
             self.counters.choices(routing.expert_SK, self.chosen_E, routing.logits_SE, routing.aux_loss)
-        if training and _balances(gate) and not recomputing():
+        if training and gate.balances and not recomputing():
             # Always a tensor, or compiled layers would need a graph for the first step and one for all others.
             self._sum_E = self._sum_E.to(self.chosen_E.device) + self.chosen_E
             if not torch.compiler.is_compiling():  # a graph would be compiled anew for each number
@@ -72,7 +72,7 @@ class Load:
 
     def tell(self, gate: Gate, world: Group) -> None:
         """Tells a gate that balances the load of all ranks in training since it was last told. Collective."""
-        if _balances(gate):
+        if gate.balances:
             sum_E, self._sum_E, self._untold = self._sum_E, torch.zeros_like(self._sum_E), 0
             sum_E = sum_E if world.size == 1 else sum_E.to(device_of(world))
             gate.update(all_reduce(world, sum_E, operation="sum of expert loads"))
@@ -80,11 +80,6 @@ class Load:
     def dropped(self) -> int:
         """Slots that got no row. Waits for the device."""
         return int(self.chosen_E.sum() - self.kept_E.sum())
-
-
-def _balances(gate: Gate) -> bool:
-    """Whether a gate does anything with the load."""
-    return type(gate).update is not Gate.update
 
 
 def expert_load(expert_SK: Tensor, experts: int) -> Tensor:

@@ -1,8 +1,12 @@
-"""Orders: tokens into the experts' layout and back (FSMoE §3.1, Order and I-Order)."""
+"""Orders: tokens into the experts' layout and back (FSMoE §3.1, Order and I-Order).
+
+`Order.layout` decides which rows have room: the capacity is the gate's, the dropping is the order's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +20,7 @@ __all__ = ["ORDERS", "Dropless", "Einsum", "Order", "Ordered", "Sparse"]
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """What is dispatched of a batch.
+    """Rows of a batch as they are dispatched.
 
     Attributes:
         x_SM: the tokens, or rows that were made of them.
@@ -37,17 +41,38 @@ class Order:
     """Base of the orders. `restore` is the exact inverse way: a token gets the weighted sum of its rows' results.
 
     A gate that mixes tokens (SoftMoE) brings its own matrices; every order then multiplies by them.
+
+    The three traits below say what `fusedmoe.pipeline` may do. An order of your own that defines one of the methods
+    anew, and does not say the trait beside it, is taken for one that cannot.
     """
 
+    drops: ClassVar[bool] = True
+    """True where an expert gets no more rows than the gate's capacity."""
+    copies: ClassVar[bool] = True
+    """True where rows are copies of tokens, and a token's result is the sum of its rows'; not with `order`, `_order` or
+    `restore` of one's own."""
+    splits: ClassVar[bool] = True
+    """True where it can be asked for parts of a batch: it drops what there is no room for, and nothing but `combine_SN`
+    restores tokens; not with `layout` or `restore` of one's own."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = vars(cls)
+        if "copies" not in own and not own.keys().isdisjoint(("order", "_order", "restore")):
+            cls.copies = False
+        if "splits" not in own and not own.keys().isdisjoint(("layout", "restore")):
+            cls.splits = False
+
     def layout(self, routing: Routing, experts: int) -> Layout:
-        """Where every routing slot's row lies, and which are dropped."""
+        """Returns where every routing slot's row lies, and which slots are dropped."""
         return order(routing.expert_SK, experts, routing.capacity, routing.priority_S)
 
     def rows_per_token(self, gate: Gate, tokens: int) -> float:
-        """How many rows each of a rank's tokens becomes at most on average, for the choice of a schedule."""
+        """Rows that each of a rank's tokens becomes, at most, on average, for the choice of a schedule."""
         return gate.rows_per_token(tokens)
 
     def order(self, x_SM: Tensor, routing: Routing | SoftRouting, experts: int) -> Ordered:
+        """Sorts the rows of tokens [S, M] by expert; differentiable."""
         if isinstance(routing, SoftRouting):
             rows_NM = routing.dispatch_SN.to(x_SM.dtype).t() @ x_SM
             counts_E = torch.full((experts,), routing.slots, device=x_SM.device)
@@ -56,19 +81,8 @@ class Order:
         return self._order(x_SM, routing, experts)
 
     def restore(self, y_SM: Tensor, ordered: Ordered) -> Tensor:
-        """Tokens' results from those of `ordered.x_SM`."""
+        """Makes tokens' results of those of `ordered.x_SM`; differentiable."""
         return y_SM if ordered.combine_SN is None else ordered.combine_SN.to(y_SM.dtype) @ y_SM
-
-    @property
-    def copies(self) -> bool:
-        """Whether rows are copies of tokens, and a token's result the sum of its rows'."""
-        return all(getattr(type(self), name) is getattr(Order, name) for name in ("order", "_order", "restore"))
-
-    @property
-    def splits(self) -> bool:
-        """Whether it can be asked for parts of a batch: it drops what there is no room for, and nothing but
-        `combine_SN` restores tokens."""
-        return type(self).layout in (Order.layout, Dropless.layout) and type(self).restore is Order.restore
 
     def _order(self, x_SM: Tensor, routing: Routing, experts: int) -> Ordered:
         layout = self.layout(routing, experts)
@@ -84,6 +98,9 @@ class Sparse(Order):
 
 class Dropless(Order):
     """Sorts and gathers rows and keeps all of them, whatever the gate's capacity."""
+
+    drops: ClassVar[bool] = False
+    splits: ClassVar[bool] = True
 
     def layout(self, routing: Routing, experts: int) -> Layout:
         return order(routing.expert_SK, experts, None, routing.priority_S)
@@ -102,6 +119,7 @@ class Einsum(Order):
         layout = self.layout(routing, experts).exact()
         assert layout.source_N is not None
         capacity = max(layout.counts, default=0) if routing.capacity is None else routing.capacity
+        # An expert's kept rows lie behind each other; its C columns begin at expert · C, and the rest stay zero.
         start_E = layout.counts_E.cumsum(0) - layout.counts_E
         expert_N = torch.arange(experts, device=x_SM.device).repeat_interleave(layout.counts_E)
         place_N = torch.arange(layout.rows, device=x_SM.device) - start_E[expert_N] + expert_N * capacity

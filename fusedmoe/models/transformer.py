@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from fusedmoe.blocks.pipeline import Along, PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import require_own_experts
 from fusedmoe.layers.gates import Hash
 from fusedmoe.layers.moe import MoELayer, Placements
-from fusedmoe.layers.pipeline import Along, PipelinedBlocks
 from fusedmoe.layers.wire_hooks import Hooks
 from fusedmoe.models.block import Block, BlockPipeline, make_norm
 from fusedmoe.models.config import ModelConfig

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.collectives import all_reduce, device_of
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.cache import choice_text, write
 from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, with_bucket_bytes
 from fusedmoe.schedule.contest import WINDOW, Contest, Entry

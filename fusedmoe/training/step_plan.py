@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.moe import MoELayer, number_layers
-from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.cache import cached_plans, choice_path, read_choice
 from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
 from fusedmoe.runtime.progress import WorkBar

@@ -45,7 +45,7 @@ def _both(**functions: tuple[tuple[str, str], ...]) -> dict[str, Place]:
 
 PLACES: dict[str, Place] = {
     "topology": Place((("comm/topology.py", "from_sizes"),)),
-    "layer": Place((("layers/moe.py", "__init__"), ("layers/pipeline.py", "__init__"))),
+    "layer": Place((("layers/moe.py", "__init__"), ("blocks/pipeline.py", "__init__"))),
     **_both(
         gate=(("layers/gates/", ""), ("autograd/gate.py", ""), ("kernels/gate.py", ""), ("layers/input_checks.py", "")),
         dispatch=(("comm/exchange.py", "dispatch"), ("comm/exchange.py", "all_gather")),
@@ -65,7 +65,7 @@ PLACES: dict[str, Place] = {
     "save": Place((("training/checkpoint.py", "save_checkpoint"),)),
     "load": Place((("training/checkpoint.py", "load_checkpoint"),)),
     "survival": Place((("training/survival/", ""),)),
-    "blocks": Place((("layers/pipeline.py", ""), ("engine/forward.py", ""), ("engine/backward.py", ""))),
+    "blocks": Place((("blocks/pipeline.py", ""), ("blocks/forward.py", ""), ("blocks/backward.py", ""))),
     "functions": Place((("autograd/moves.py", ""), ("comm/all_to_all.py", "make_all_to_all"))),
     "tutel": Place((("tutel/", ""),)),
     "graph": Place((("/graph/", ""), ("autograd/exchange_operators.py", ""))),

@@ -290,14 +290,14 @@ def test_row_capacity_is_the_rounded_up_share() -> None:
 
 
 def test_which_gates_need_the_whole_batch() -> None:
-    assert {name for name, gate in GATES.items() if gate.needs_whole_batch} == {
+    assert {name for name, gate in GATES.items() if not gate.splits} == {
         "softmoe",
         "expert_choice",
         "batch_prioritised",
     }
 
 
-@pytest.mark.parametrize("name", [name for name in ROUTED if not GATES[name].needs_whole_batch and name != "random"])
+@pytest.mark.parametrize("name", [name for name in ROUTED if GATES[name].splits and name != "random"])
 def test_a_gate_that_allows_it_may_be_split_along_the_batch(name: str) -> None:
     gate = make(name, 6, 2, dim=8).eval()
     x = torch.randn(31, 8, dtype=torch.float64)

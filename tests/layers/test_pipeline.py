@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import ConfigError, experts, gates, orders
+from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.topology import Topology
-from fusedmoe.layers.pipeline import Parts
 from tests.cluster import Cluster
 
 M, H, E, L, LAYERS = 12, 8, 8, 5, 2

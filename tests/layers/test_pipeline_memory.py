@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import experts, gates
+from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import run as engine
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher
 from fusedmoe.kernels import workspace
-from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.workload import Workload

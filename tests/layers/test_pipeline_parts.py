@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import fusedmoe
 from fusedmoe import ConfigError, experts, gates, orders
 from fusedmoe.autograd.parallel import sum_gradient
+from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.gates.base import Routing
 from fusedmoe.layers.mp_tokens import MpInput
-from fusedmoe.layers.pipeline import Parts
 from fusedmoe.layers.wire_hooks import HookContext, Hooks, WireCast, WireFp8
 from fusedmoe.schedule.step import StepSplit, micro_schedule
 from tests.cluster import Cluster

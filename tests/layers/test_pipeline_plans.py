@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import fusedmoe
 from fusedmoe import ConfigError, experts, gates
-from fusedmoe.autograd.deferred import DeferredGradients
+from fusedmoe.blocks.deferred import DeferredGradients
+from fusedmoe.blocks.pipeline import Parts
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.run import Plans
-from fusedmoe.layers.pipeline import Parts
 from fusedmoe.schedule.cost import CostModel, Line
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES

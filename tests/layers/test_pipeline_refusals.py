@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
 from fusedmoe import experts, gates
+from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.training import save_communication
 from tests.cluster import Cluster
 from tests.layers.test_pipeline import Attention, L, M, make_blocks

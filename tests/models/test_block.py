@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedmoe.blocks.pipeline import Along
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.pipeline import Along
 from fusedmoe.models.block import block_workload
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.transformer import Transformer

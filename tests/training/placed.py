@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fusedmoe.blocks.pipeline import pipeline
 from fusedmoe.comm.heaps import open_heap
 from fusedmoe.comm.topology import Topology
 from fusedmoe.layers.expert_networks import FeedForward, SwiGLU
 from fusedmoe.layers.gates import TopK
 from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.pipeline import pipeline
 from fusedmoe.training import ShardedExperts, clip_grad_norm, distributed_data_parallel, sync_gradients
 from fusedmoe.training.data_parallel import DataParallel
 from tests.cluster import Cluster

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe
+from fusedmoe.blocks.pipeline import PipelinedBlocks
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.pipeline import PipelinedBlocks
 from fusedmoe.runtime.cache import CACHE
 from fusedmoe.schedule.candidates import OFF, PlanCandidate, candidates_beside, family_candidates
 from fusedmoe.schedule.contest import WINDOW

@@ -19,7 +19,7 @@ from fusedmoe.integrations.hf.expert_function import registered_experts
 from fusedmoe.layers.load import expert_load
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.routing_counters import RoutingCounters
-from fusedmoe.layers.routing_metrics import Collector, Metrics, Watched
+from fusedmoe.metrics import Collector, Metrics, Watched
 from fusedmoe.runtime.metric_sinks import Sink
 
 

@@ -1,17 +1,13 @@
-"""Gates: which experts see which tokens. ``GATES`` finds a class by its name."""
+"""Gates: which experts see which tokens. `GATES` finds a class by its name."""
 
 from __future__ import annotations
 
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting
-from fusedmoe.layers.gates.deepseek_v3 import DeepSeekV3
-from fusedmoe.layers.gates.expert_choice import ExpertChoice
-from fusedmoe.layers.gates.gshard import GShard
-from fusedmoe.layers.gates.hash import Hash
-from fusedmoe.layers.gates.random import Random
-from fusedmoe.layers.gates.sigmoid import Sigmoid
-from fusedmoe.layers.gates.softmoe import SoftMoE
-from fusedmoe.layers.gates.topk import BatchPrioritised, Switch, TopK
-from fusedmoe.layers.gates.xmoe import XMoE
+from fusedmoe.layers.gates.fixed import Hash, Random
+from fusedmoe.layers.gates.router import RouterGate
+from fusedmoe.layers.gates.sigmoid import DeepSeekV3, Sigmoid
+from fusedmoe.layers.gates.topk import BatchPrioritised, GShard, Switch, TopK, XMoE
+from fusedmoe.layers.gates.whole_batch import ExpertChoice, SoftMoE
 
 GATES: dict[str, type[Gate]] = {
     "topk": TopK,
@@ -36,6 +32,7 @@ __all__ = [
     "Gate",
     "Hash",
     "Random",
+    "RouterGate",
     "Routing",
     "Sigmoid",
     "SoftMoE",

@@ -1,26 +1,25 @@
 """What a gate is, and what it returns.
 
-A gate reads the tokens of one rank and says which experts see them. It decides nothing about placement:
-dropping and ordering follow later, from ``Routing``.
+A gate reads the tokens of one rank and says which experts see them. It decides nothing about placement: dropping and
+ordering follow later, from `Routing`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates.router import outside_autocast
 
 # Shortens the product before it is rounded up: 1.1 · 100 / 2 is 55 rows, though floats say 55.00000000000001.
 _ROUNDING = 1e-12
 INIT_STD = 0.02
-_STEPS = ("route", "score", "choose")
 
 
 @dataclass
@@ -29,8 +28,7 @@ class Routing:
 
     Attributes:
         expert_SK: [S, K] int64 in [0, E), or -1 where a slot holds no expert.
-        weight_SK: [S, K] float32 (float64 for float64 input), differentiable: the factor on the expert's
-            output.
+        weight_SK: [S, K] float32 (float64 for float64 input), differentiable: the factor on the expert's output.
         capacity: rows an expert accepts from this rank, None for no limit.
         priority_S: [S] the token with the higher value is placed first; None for token order.
         aux_loss: scalar, auxiliary losses already multiplied by their coefficients.
@@ -65,28 +63,59 @@ class SoftRouting:
 
 
 class Gate(nn.Module):
-    """Base of all gates. A subclass names its parameters, fills them and routes.
+    """Base of all gates: names its parameters, fills them and routes tokens.
 
-    A gate is made without the model dimension; ``MoELayer`` calls ``setup`` once. Weights are drawn on the
-    CPU in float32 from torch's default generator and then copied, so that a seed gives the same gate on every
-    device, in every dtype and in every world.
+    A gate of your own is a subclass that says `parameter_shapes` and then one of two things. Either it defines
+    `route`, and looks at whole batches. Or it routes token by token: it says `splits = True` and defines `score` and
+    `choose` (and `draw`, where it draws random numbers), and `fusedmoe.pipeline` may split batches before it. A gate by
+    logits x·Wᵀ derives from `RouterGate` (`gates/router.py`), which has the matrix and its kernels. For settings and
+    the command, `GATES` in `gates/__init__.py` has its name.
+
+    Worked example, a gate that sends a token to the k experts whose vectors are nearest to it:
+
+        class Nearest(Gate):
+            splits = True
+
+            def parameter_shapes(self, model_dim):
+                return {"center_EM": (self.experts, model_dim)}
+
+            def score(self, x_SM, *drawn):
+                return (-torch.cdist(x_SM.float(), self.center_EM.float()),)
+
+            def choose(self, logits_SE):
+                expert_SK = top_experts(logits_SE, self.k)
+                return self.routing(expert_SK, logits_SE.gather(1, expert_SK).softmax(1), logits_SE)
+
+    A gate is made without the model dimension; `MoELayer` calls `setup` once. Weights are drawn on the CPU in float32
+    from torch's default generator and then copied, so that a seed gives the same gate on every device, in every dtype
+    and in every world.
 
     Args:
         experts: E, number of experts in all.
         k: experts per token, 1 ≤ k ≤ E.
         capacity_factor: f > 0 gives each expert ceil(k·f·S/E) rows of this rank's tokens; None: no limit.
-        aux: name of an auxiliary loss -> coefficient, out of the class's ``losses``; None: the class's
-            default.
+        aux: name of an auxiliary loss -> coefficient, out of the class's `losses`; None: the class's default.
 
     Raises:
-        ConfigError: an argument is out of range, or ``aux`` names a loss that this gate does not define.
+        ConfigError: an argument is out of range, or `aux` names a loss that this gate does not define.
     """
 
-    needs_whole_batch: ClassVar[bool] = False
-    """Whether a token's route depends on the other tokens: a batch must then not be split before the gate."""
+    splits: ClassVar[bool] = False
+    """True where a batch may be split before the gate: each token's route depends on that token alone, and the gate
+    defines `score` and `choose`. A class with a `route` of its own that does not say so again cannot be split.
+    """
+    balances: ClassVar[bool] = False
+    """True where the gate does something with the load that `update` gives it."""
     losses: ClassVar[tuple[str, ...]] = ()
     """Names of the auxiliary losses that this gate defines: "balance", "importance_load", "z"."""
     default_aux: ClassVar[Mapping[str, float]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # A new route() may look at all tokens; what the class above says of its own route() does not hold for it.
+        if "route" in vars(cls) and "splits" not in vars(cls):
+            cls.splits = False
+        cls.balances = cls.balances or "update" in vars(cls)
 
     def __init__(
         self,
@@ -120,10 +149,10 @@ class Gate(nn.Module):
     def setup(
         self, model_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Creates the parameters. A second call with the same ``model_dim`` changes nothing.
+        """Creates the parameters. A second call with the same `model_dim` changes nothing.
 
         Raises:
-            ConfigError: ``model_dim`` is not positive, or not that of the first call.
+            ConfigError: `model_dim` is not positive, or not that of the first call.
         """
         check_count(self, "model_dim", model_dim)
         if self.model_dim is not None:
@@ -138,7 +167,7 @@ class Gate(nn.Module):
         self.reset_parameters()
 
     def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the parameters that ``setup`` makes."""
+        """Names and shapes of the parameters that `setup` makes."""
         return {}
 
     def reset_parameters(self) -> None:
@@ -150,51 +179,59 @@ class Gate(nn.Module):
         """Routes S ≥ 0 tokens [S, M] of any float dtype, in float32 (float64 for float64), never autocast.
 
         Raises:
-            ConfigError: before ``setup``, or when the input is not [S, model_dim] floats.
+            ConfigError: before `setup`, or when the input is not [S, model_dim] floats.
         """
-        self.require(
-            self.model_dim is not None,
-            "no parameters yet: call setup(model_dim), or hand the gate to MoELayer",
-        )
-        self.require(
-            x_SM.dim() == 2 and x_SM.shape[1] == self.model_dim and x_SM.is_floating_point(),
-            f"input must be floats [tokens, {self.model_dim}], got {x_SM.dtype} {list(x_SM.shape)}",
-        )
+        if self.model_dim is None:
+            raise self.error("no parameters yet: call setup(model_dim), or hand the gate to MoELayer")
+        if x_SM.dim() != 2 or x_SM.shape[1] != self.model_dim or not x_SM.is_floating_point():
+            raise self.error(
+                f"input must be floats [tokens, {self.model_dim}], got {x_SM.dtype} {list(x_SM.shape)}",
+            )
         with outside_autocast(x_SM.device.type):
             return self.route(x_SM)
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
-        """What ``forward`` does after its checks, outside autocast.
-
-        A gate whose batch may be split defines the three steps instead; it may do them at once here where that is
-        faster.
-        """
+        """Routes checked tokens [S, M], outside autocast: the three steps one after the other."""
         return self.choose(*self.score(x_SM, *self.draw(x_SM)))
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
-        """What belongs to the tokens of a whole batch beside x, random numbers above all: [S, ...] each."""
+        """Draws what belongs to the tokens of a whole batch beside x, random numbers above all: [S, ...] each."""
         return ()
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
-        """What the choice depends on, [S, ...] each, of every token by itself: a part of the tokens, and of what was
-        drawn for them, has that part of the whole batch's scores."""
+        """Returns what the choice depends on, [S, ...] each, of every token by itself: some of the tokens, with what
+        was drawn for them, have the scores that they have in the whole batch."""
         raise NotImplementedError(f"{type(self).__name__} defines neither route() nor score()")
 
     def choose(self, *scores: Tensor) -> Routing | SoftRouting:
-        """The routing of the tokens with these scores. Experts and weights depend on each token alone; capacity and
-        losses are those of these tokens."""
+        """Routes the tokens with these scores. Experts and weights depend on each token alone; capacity and losses are
+        those of these tokens."""
         raise NotImplementedError(f"{type(self).__name__} defines neither route() nor choose()")
 
-    @property
-    def splits(self) -> bool:
-        """Whether a batch may be split before this gate: it defines the three steps, and tokens do not compete."""
-        # Who brings a route() of its own brings a step with it, or both are another gate's.
-        place = {name: next(i for i, of in enumerate(type(self).__mro__) if name in vars(of)) for name in _STEPS}
-        defined = type(self).score is not Gate.score
-        return not self.needs_whole_batch and defined and place["route"] >= min(place["score"], place["choose"])
+    def routing(
+        self,
+        expert_SK: Tensor,
+        weight_SK: Tensor,
+        logits_SE: Tensor,
+        terms: Mapping[str, Callable[[], Tensor]] | None = None,
+    ) -> Routing:
+        """Makes the `Routing` of chosen experts and their weights, with this gate's capacity and losses.
+
+        Args:
+            logits_SE: what the experts were chosen by.
+            terms: how each auxiliary loss of the class's `losses` is computed.
+        """
+        return Routing(
+            expert_SK=expert_SK,
+            weight_SK=weight_SK,
+            capacity=self.row_capacity(len(expert_SK)),
+            priority_S=None,
+            aux_loss=self.weigh(logits_SE, terms or {}),
+            logits_SE=logits_SE.detach(),
+        )
 
     def row_capacity(self, tokens: int) -> int | None:
-        """Rows that one expert accepts from ``tokens`` tokens of a rank: ceil(k·f·tokens/E); None: no limit.
+        """Rows that one expert accepts from `tokens` tokens of a rank: ceil(k·f·tokens/E); None: no limit.
 
         The product is taken with f as written: k = 1, f = 1.1, 100 tokens on 2 experts are 55 rows, not 56.
         """
@@ -203,37 +240,41 @@ class Gate(nn.Module):
         return share_of_rows(self.k, self.capacity_factor, tokens, self.experts)
 
     def rows_per_token(self, tokens: int) -> float:
-        """How many rows each of ``tokens`` tokens of a rank becomes where all experts are as full as they may be."""
+        """Rows that each of `tokens` tokens of a rank becomes where all experts are as full as they may be."""
         capacity = self.row_capacity(tokens)
         return self.k if capacity is None else self.experts * capacity / tokens
 
     def update(self, load_E: Tensor) -> None:
-        """Called after an optimizer step with the tokens of all ranks per expert; by default nothing."""
+        """Takes, after an optimizer step, the tokens of all ranks per expert; by default it does nothing."""
 
     def weigh(self, like: Tensor, terms: Mapping[str, Callable[[], Tensor]]) -> Tensor:
-        """Σ coefficient · loss over ``aux``; a loss that is not asked for is not computed."""
+        """Σ coefficient · loss over `aux`; a loss that is not asked for is not computed."""
         total = like.new_zeros(())
         for name, coefficient in self.aux.items():
             total = total + coefficient * terms[name]()
         return total
 
     def require(self, condition: bool, text: str) -> None:
-        """Raises ConfigError with the gate's name unless ``condition`` holds."""
+        """Raises ConfigError with the gate's name unless `condition` holds."""
         if not condition:
-            raise ConfigError(f"{type(self).__name__} gate: {text}")
+            raise self.error(text)
+
+    def error(self, text: str) -> ConfigError:
+        """Makes an error that begins with the gate's name."""
+        return ConfigError(f"{type(self).__name__} gate: {text}")
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, k={self.k}, capacity_factor={self.capacity_factor}, aux={self.aux}"
 
 
 def check_count(gate: Gate, name: str, value: int) -> None:
-    """Raises ConfigError unless ``value`` is an integer of at least one."""
+    """Raises ConfigError unless `value` is an integer of at least one."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     gate.require(is_integer and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
 
 
 def share_of_rows(k: int, factor: float, tokens: int, experts: int) -> int:
-    """ceil(k·f·S/E), with f meant as it is written."""
+    """Rows of one expert: ceil(k·f·S/E), with f meant as it is written."""
     return math.ceil(k * factor * tokens / experts * (1 - _ROUNDING))
 
 
@@ -243,3 +284,14 @@ def fill_normal(parameter: Tensor, std: float) -> None:
         return
     with torch.no_grad():
         parameter.copy_(torch.randn(parameter.shape, dtype=torch.float32, device="cpu") * std)
+
+
+def router_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of router maths: float32, or float64 for float64 input."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """A context in which autocast does not lower the precision of operations on `device_type`."""
+    # Only meta tensors have no autocast. (`is_autocast_available` would say so, too, but not in a compiled graph.)
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)

@@ -1,31 +1,96 @@
-"""The router's matrix product, at least in float32 and outside autocast, and the choice of each token's k best experts,
-with ties decided the same way on every device.
+"""Gates by logits: the router's matrix product, at least in float32, and the choice of each token's k best experts.
+
+Ties are decided the same way on every device.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fusedmoe.autograd.gate import router_product
+from fusedmoe.autograd.gate import GateChoice, GateRule, gate, router_product
 from fusedmoe.autograd.linear import linear
+from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.derivatives import Function, numbers_only
-from fusedmoe.kernels.gate import has_kernels
+from fusedmoe.kernels.gate import fits_kernels, has_kernels
 from fusedmoe.kernels.workspace import empty
+from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting, outside_autocast, router_dtype
+from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums
 
 
-def router_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of router maths: float32, or float64 for float64 input."""
-    return torch.promote_types(x.dtype, torch.float32)
+class RouterGate(Gate):
+    """Base of gates that choose experts by logits, token by token; most by x·Wᵀ.
 
+    A subclass defines `choose` in plain torch, and says with `rule` how the experts follow from the logits: where
+    kernels serve (`serves`), they make the choice. Where logits are x·Wᵀ and nothing else enters (`one_kernel`), one
+    kernel does product and choice.
 
-def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """A context in which autocast does not lower the precision of operations on ``device_type``."""
-    # Only meta tensors have no autocast. (`is_autocast_available` would say so, too, but not in a compiled graph.)
-    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+    Parameters: `weight_EM` [E, M], unless the class says otherwise.
+    """
+
+    splits: ClassVar[bool] = True
+    weight_EM: nn.Parameter
+
+    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"weight_EM": (self.experts, model_dim)}
+
+    @property
+    def one_kernel(self) -> bool:
+        """True where x, W and the rule are all that the routing depends on, but for what `draw` gives."""
+        return True
+
+    def rule(self) -> GateRule:
+        """How experts and weights follow from logits, for `fusedmoe.ops.gate`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no rule()")
+
+    def choice_bias(self) -> Tensor | None:
+        """What is added to the scores for the choice alone, [E]; None: nothing."""
+        return None
+
+    def route(self, x_SM: Tensor) -> Routing | SoftRouting:
+        drawn = self.draw(x_SM)
+        if not drawn and self.one_kernel and self.serves(x_SM, self.weight_EM):
+            return self.routing_of(gate(x_SM, self.weight_EM, self.rule(), self.choice_bias()))
+        return self.choose(*self.score(x_SM, *drawn))
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        return (router_logits(x_SM, self.weight_EM),)
+
+    def serves(self, *tensors: Tensor) -> bool:
+        """Returns whether there are kernels for such operands, tokens and matrix or logits."""
+        return uses_triton(tensors[0]) and fits_kernels(self.experts, self.k) and has_kernels(*tensors)
+
+    def make_rule(self, score: str, *, normalize: bool, scale: float = 1.0, sequence: int | None = None) -> GateRule:
+        """Makes a `GateRule` for this gate's k, with the sums that its auxiliary losses need."""
+        balance = "balance" in self.aux
+        return GateRule(
+            self.k,
+            score,
+            normalize=normalize,
+            scale=scale,
+            statistics=balance,
+            sequence=sequence if balance else None,
+            logsumexp="z" in self.aux,
+        )
+
+    def routing_of(self, choice: GateChoice, other_losses: Mapping[str, Callable[[], Tensor]] | None = None) -> Routing:
+        """Makes the routing of a choice that `fusedmoe.ops.gate` made by this gate's rule."""
+
+        def balance() -> Tensor:
+            assert choice.score_BE is not None and choice.count_BE is not None
+            return balance_loss_of_sums(choice.score_BE, choice.count_BE, *choice.expert_SK.shape)
+
+        def z() -> Tensor:
+            assert choice.logsumexp_S is not None
+            return z_loss_of_sums(choice.logsumexp_S)
+
+        # The losses of the kernel's sums are in the weights' dtype, whatever the logits' is.
+        aux_loss = self.weigh(choice.weight_SK, {"balance": balance, "z": z, **(other_losses or {})})
+        capacity = self.row_capacity(len(choice.expert_SK))
+        return Routing(choice.expert_SK, choice.weight_SK, capacity, None, aux_loss, choice.logits_SE)
 
 
 class _RouterLogits(Function):
@@ -47,26 +112,25 @@ class _RouterLogits(Function):
         grad_x = grad_weight = None
         with outside_autocast(grad_SE.device.type):
             if ctx.needs_input_grad[0]:
-                grad_x = _product(grad_SE, weight_EM.to(dtype)).to(x_SM.dtype)
+                matrix_EM = weight_EM.to(dtype)
+                if torch.compiler.is_compiling() or not numbers_only():
+                    grad_x = grad_SE @ matrix_EM
+                else:  # into used memory, which neither a second derivative nor a graph of the compiler may keep
+                    into = empty(grad_SE, (len(grad_SE), matrix_EM.shape[1]), result=True)
+                    grad_x = torch.mm(grad_SE, matrix_EM, out=into)
+                grad_x = grad_x.to(x_SM.dtype)
             if ctx.needs_input_grad[1]:
                 grad_weight = (grad_SE.t() @ x_SM.to(dtype)).to(weight_EM.dtype)
         return grad_x, grad_weight
 
 
-def _product(grad_SE: Tensor, weight_EM: Tensor) -> Tensor:
-    """Into used memory, where neither a second derivative nor a graph of the compiler is made of it."""
-    if torch.compiler.is_compiling() or not numbers_only():
-        return grad_SE @ weight_EM
-    return torch.mm(grad_SE, weight_EM, out=empty(grad_SE, (len(grad_SE), weight_EM.shape[1]), result=True))
-
-
 def router_logits(x_SM: Tensor, weight_EM: Tensor) -> Tensor:
-    """x · weightᵀ in ``router_dtype(x)``: [S, M] and [E, M], each of any float dtype, give [S, E].
+    """x · weightᵀ in `router_dtype(x)`: [S, M] and [E, M], each of any float dtype, give [S, E].
 
-    Saves ``x_SM`` and ``weight_EM`` themselves for backward, no cast copies. Gradients come in the inputs'
-    dtypes. Differentiable twice where plain torch serves, once where Triton does.
+    Saves `x_SM` and `weight_EM` themselves for backward, no cast copies. Gradients come in the inputs' dtypes.
+    Differentiable twice where plain torch serves, once where Triton does.
     """
-    if has_kernels(x_SM, weight_EM):
+    if uses_triton(x_SM) and has_kernels(x_SM, weight_EM):
         return router_product(x_SM, weight_EM)
     return _RouterLogits.apply(x_SM, weight_EM)
 
@@ -79,12 +143,11 @@ _MAX_PASSES = 32
 def top_experts(score_SE: Tensor, k: int) -> Tensor:
     """The k highest columns of each row, best first; between equal scores the lower column wins.
 
-    ``torch.topk`` leaves the order of equal scores open, so that two devices could route a token differently.
+    `torch.topk` leaves the order of equal scores open, so that two devices could route a token differently.
 
     Args:
-        score_SE: [S, E] float or int64; k ≤ E. NaN counts as the highest score, -inf as the lowest finite
-            one, so that the k columns of a row are distinct and in range whatever the scores are. No
-            gradient.
+        score_SE: [S, E] float or int64; k ≤ E. NaN counts as the highest score, -inf as the lowest finite one, so that
+            the k columns of a row are distinct and in range whatever the scores are. No gradient.
 
     Returns:
         [S, k] int64.

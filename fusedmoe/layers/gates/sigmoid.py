@@ -1,21 +1,20 @@
-"""Sigmoid gate of BASE layers and StableMoE."""
+"""Gates by sigmoids of logits: BASE layers' and StableMoE's, and DeepSeek-V3's, whose bias balances without a loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.autograd.gate import gate
-from fusedmoe.layers.gates import fused
-from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.layers.gates.router import pick, router_logits, top_experts
+from fusedmoe.autograd.gate import GateRule
+from fusedmoe.layers.gates.base import Routing, check_count
+from fusedmoe.layers.gates.router import RouterGate, pick, top_experts
 from fusedmoe.losses import balance_loss, z_loss
 
 
-class Sigmoid(Gate):
+class Sigmoid(RouterGate):
     """The k highest logits, each weighted by its sigmoid (Lewis et al. 2021, BASE; Dai et al. 2022,
     StableMoE).
 
@@ -23,13 +22,12 @@ class Sigmoid(Gate):
     without lowering another's. Between equal logits the lower expert wins. The choice is greedy, as in
     StableMoE and in BASE's evaluation; BASE's balanced assignment in training is not part of the gate.
 
-    Random: nothing. Parameters: ``weight_EM`` [E, M].
+    Random: nothing. Parameters: `weight_EM` [E, M].
     Losses: "balance" (on σ(h) divided by its sum over all experts; share of all k choices), "z". Default:
     none.
     """
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
-    weight_EM: nn.Parameter
 
     def __init__(
         self,
@@ -41,17 +39,8 @@ class Sigmoid(Gate):
     ) -> None:
         super().__init__(experts, k, capacity_factor, aux=aux)
 
-    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
-        return {"weight_EM": (self.experts, model_dim)}
-
-    def route(self, x_SM: Tensor) -> Routing:
-        if fused.serves(self, x_SM, self.weight_EM):
-            rule = fused.make_rule(self, "sigmoid", normalize=False)
-            return fused.make_routing(self, gate(x_SM, self.weight_EM, rule))
-        return self.choose(*self.score(x_SM))
-
-    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
-        return (router_logits(x_SM, self.weight_EM),)
+    def rule(self) -> GateRule:
+        return self.make_rule("sigmoid", normalize=False)
 
     def choose(self, *scores: Tensor) -> Routing:
         (logits_SE,) = scores
@@ -60,14 +49,139 @@ class Sigmoid(Gate):
             "balance": lambda: balance_loss(share_of_sum(logits_SE.sigmoid()), expert_SK),
             "z": lambda: z_loss(logits_SE),
         }
-        return Routing(
-            expert_SK=expert_SK,
-            weight_SK=pick(logits_SE, expert_SK).sigmoid(),
-            capacity=self.row_capacity(logits_SE.shape[0]),
-            priority_S=None,
-            aux_loss=self.weigh(logits_SE, terms),
-            logits_SE=logits_SE.detach(),
-        )
+        return self.routing(expert_SK, pick(logits_SE, expert_SK).sigmoid(), logits_SE, terms)
+
+
+class DeepSeekV3(RouterGate):
+    """Sigmoid scores with a bias for the choice only (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2).
+
+    s = σ(x·Wᵀ). Chosen by s + bias: first the `groups_kept` groups of E/groups neighbouring experts with
+    the highest sum of their two best, then the k best experts inside them; the lower index wins between
+    equals. The weight comes from s without the bias: s / Σ s over the chosen (k > 1 and `normalize`), times
+    `route_scale`.
+
+    After each step `update(load_E)` moves the bias by `bias_rate`·sign(mean load − load): experts with
+    too many tokens become less likely. No gradient reaches the bias, and it stays float32 when the module is
+    cast.
+
+    Random: nothing. Parameters: `weight_EM` [E, M]. Buffer: `bias_E` [E], float32, in the state dict.
+    Losses: "balance" on s divided by its sum over all experts, share of all k choices (the paper's eq. 17–20
+    when `sequence` is given), "z". Default: none.
+
+    Args:
+        groups: number of expert groups, divides E (V3: 8 of 256 experts, one group per node).
+        groups_kept: groups that a token may use (V3: 4); None: all.
+        normalize: divide the weights of a token by their sum (k > 1).
+        route_scale: factor on the weights (V3: 2.5).
+        bias_rate: step of the bias (V3: 0.001); 0 leaves it.
+        sequence: tokens per sequence, for a balance loss per sequence; None: over all tokens of the rank.
+    """
+
+    losses: ClassVar[tuple[str, ...]] = ("balance", "z")
+    bias_E: Tensor
+
+    def __init__(
+        self,
+        experts: int,
+        k: int = 8,
+        capacity_factor: float | None = None,
+        *,
+        groups: int = 1,
+        groups_kept: int | None = None,
+        normalize: bool = True,
+        route_scale: float = 1.0,
+        bias_rate: float = 0.001,
+        sequence: int | None = None,
+        aux: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(experts, k, capacity_factor, aux=aux)
+        groups_kept = groups if groups_kept is None else groups_kept
+        check_count(self, "groups", groups)
+        check_count(self, "groups_kept", groups_kept)
+        self.require(experts % groups == 0, f"{experts} experts do not divide into {groups} groups")
+        self.require(groups_kept <= groups, f"groups_kept = {groups_kept} is more than its {groups} groups")
+        reachable = groups_kept * (experts // groups)
+        self.require(k <= reachable, f"k = {k} is more than the {reachable} experts of {groups_kept} groups")
+        self.require(0 <= bias_rate < torch.inf, f"bias_rate must be at least 0, got {bias_rate}")
+        self.require(0 < route_scale < torch.inf, f"route_scale must be positive, got {route_scale}")
+        if sequence is not None:
+            check_count(self, "sequence", sequence)
+        self.groups = groups
+        self.groups_kept = groups_kept
+        self.normalize = normalize
+        self.route_scale = route_scale
+        self.bias_rate = bias_rate
+        self.sequence = sequence
+
+    def setup(
+        self, model_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        if self.model_dim is None:
+            self.register_buffer("bias_E", torch.zeros(self.experts, dtype=torch.float32, device=device))
+        super().setup(model_dim, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.bias_E)
+
+    @property
+    def one_kernel(self) -> bool:
+        return self.groups_kept == self.groups  # the kernel knows no groups
+
+    def rule(self) -> GateRule:
+        normalize = self.normalize and self.k > 1
+        return self.make_rule("sigmoid", normalize=normalize, scale=self.route_scale, sequence=self.sequence)
+
+    def choice_bias(self) -> Tensor:
+        return self.bias_E
+
+    def choose(self, *scores: Tensor) -> Routing:
+        (logits_SE,) = scores
+        score_SE = logits_SE.sigmoid()
+        expert_SK = self._best(score_SE.detach() + self.bias_E.to(score_SE.dtype))
+        weight_SK = score_SE.gather(1, expert_SK)
+        if self.normalize and self.k > 1:
+            weight_SK = share_of_sum(weight_SK)
+        terms = {
+            "balance": lambda: balance_loss(share_of_sum(score_SE), expert_SK, sequence=self.sequence),
+            "z": lambda: z_loss(logits_SE),
+        }
+        return self.routing(expert_SK, weight_SK * self.route_scale, logits_SE, terms)
+
+    def _best(self, biased_SE: Tensor) -> Tensor:
+        if self.groups_kept == self.groups:
+            return top_experts(biased_SE, self.k)
+        size = self.experts // self.groups
+        best_SG2 = biased_SE.unflatten(1, (self.groups, size)).topk(min(2, size), dim=2).values
+        kept_SG = top_experts(best_SG2.sum(2), self.groups_kept)
+        outside_SG = torch.ones(best_SG2.shape[:2], dtype=torch.bool, device=biased_SE.device)
+        outside_SG.scatter_(1, kept_SG, False)
+        outside_SE = outside_SG.repeat_interleave(size, dim=1)
+        return top_experts(biased_SE.masked_fill(outside_SE, -torch.inf), self.k)
+
+    def update(self, load_E: Tensor) -> None:
+        """Moves the bias by ±`bias_rate` towards an even load.
+
+        Args:
+            load_E: [E] tokens that chose each expert in the step, summed over all ranks (every rank passes
+                the same).
+
+        Raises:
+            ConfigError: not [E], or before `setup`.
+        """
+        self.require(self.model_dim is not None, "no bias yet: call setup(model_dim) before update()")
+        self.require(load_E.shape == (self.experts,), f"load must be [{self.experts}], got {list(load_E.shape)}")
+        with torch.no_grad():
+            load_E = load_E.to(device=self.bias_E.device, dtype=torch.float64)
+            self.bias_E += self.bias_rate * (load_E.mean() - load_E).sign()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # A cast of the module must not reach the bias: near 1, bfloat16 cannot hold a step of 0.001.
+        before = self._buffers.get("bias_E")
+        module = super()._apply(fn, recurse)
+        if before is not None and self.bias_E.dtype != before.dtype:
+            self.bias_E = before.to(self.bias_E.device)
+        return module
 
 
 def share_of_sum(score_SN: Tensor) -> Tensor:

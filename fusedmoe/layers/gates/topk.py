@@ -1,30 +1,33 @@
-"""Plain top-k with softmax, and what is one step away from it: Switch and Batch-Prioritised routing."""
+"""Gates by a softmax of logits: top-k, Switch, Batch-Prioritised routing, GShard's noisy gate, X-MoE's cosine gate."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.autograd.gate import GateRule, gate, gate_from_logits
-from fusedmoe.layers.gates import fused
-from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.layers.gates.router import pick, router_dtype, router_logits, top_experts
+from fusedmoe.autograd.gate import GateChoice, GateRule, gate_from_logits
+from fusedmoe.layers.gates.base import INIT_STD, Routing, SoftRouting, check_count, fill_normal, router_dtype
+from fusedmoe.layers.gates.router import RouterGate, pick, router_logits, top_experts
 from fusedmoe.losses import balance_loss, load_importance_loss, z_loss
 
+_MIN_STD = 1e-6  # softplus can underflow; the smooth load divides by it
+_MAX_LOG_SCALE = math.log(100.0)
 
-class TopK(Gate):
+
+class TopK(RouterGate):
     """Softmax over all experts, the k most probable ones (Shazeer et al. 2017; Mixtral, Tutel).
 
     p = softmax(x·Wᵀ + noise·N(0,1)/E); experts = top-k of p; weight = p of the chosen, divided by their sum
-    when ``normalize`` and k > 1. Between equal logits the lower expert wins. With k = 1 the weight stays p,
+    when `normalize` and k > 1. Between equal logits the lower expert wins. With k = 1 the weight stays p,
     or the router would get no gradient.
 
-    Random: the noise, in training only and only when ``noise`` > 0 (one draw per token and expert).
-    Parameters: ``weight_EM`` [E, M].
+    Random: the noise, in training only and only when `noise` > 0 (one draw per token and expert).
+    Parameters: `weight_EM` [E, M].
     Losses: "balance" (share of all k choices), "z", and with noise "importance_load" (importance from the
     probabilities without noise, load as Shazeer's: the threshold of an expert leaves that expert out).
 
@@ -35,7 +38,6 @@ class TopK(Gate):
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "importance_load", "z")
     default_aux: ClassVar[Mapping[str, float]] = {"balance": 1.0}
-    weight_EM: nn.Parameter
 
     def __init__(
         self,
@@ -56,14 +58,12 @@ class TopK(Gate):
         self.normalize = normalize
         self.noise = noise
 
-    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
-        return {"weight_EM": (self.experts, model_dim)}
+    @property
+    def one_kernel(self) -> bool:
+        return "importance_load" not in self.aux
 
-    def route(self, x_SM: Tensor) -> Routing:
-        drawn = self.draw(x_SM)
-        if not drawn and "importance_load" not in self.aux and fused.serves(self, x_SM, self.weight_EM):
-            return fused.make_routing(self, gate(x_SM, self.weight_EM, self._rule()))
-        return self.choose(*self.score(x_SM, *drawn))
+    def rule(self) -> GateRule:
+        return self.make_rule("softmax", normalize=self.normalize and self.k > 1)
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
         if not (self.noise > 0 and self.training):
@@ -71,25 +71,19 @@ class TopK(Gate):
         return (torch.randn(len(x_SM), self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        """Logits without noise; where noise was drawn, also those with it."""
         clean_SE = router_logits(x_SM, self.weight_EM)
         return (clean_SE, *(clean_SE + noise_SE * (self.noise / self.experts) for noise_SE in drawn))
 
     def choose(self, *scores: Tensor) -> Routing:
-        return self.route_by(scores[-1], scores[0])
-
-    def _rule(self) -> GateRule:
-        return fused.make_rule(self, "softmax", normalize=self.normalize and self.k > 1)
-
-    def route_by(self, logits_SE: Tensor, clean_SE: Tensor) -> Routing:
-        """Choice, weights and losses from the logits; ``clean_SE`` are those without noise."""
+        clean_SE, logits_SE = scores[0], scores[-1]
 
         def importance_load() -> Tensor:
             std = self.noise / self.experts
             return noisy_load_importance(clean_SE.softmax(1), clean_SE, logits_SE, std, self.k)
 
-        if fused.serves(self, logits_SE):
-            choice = gate_from_logits(logits_SE, self._rule())
-            return fused.make_routing(self, choice, {"importance_load": importance_load})
+        if self.serves(logits_SE):
+            return self.routing_of(gate_from_logits(logits_SE, self.rule()), {"importance_load": importance_load})
         expert_SK = top_experts(logits_SE, self.k)
         prob_SE = None
         if self.normalize and self.k > 1:
@@ -103,14 +97,7 @@ class TopK(Gate):
             return balance_loss(logits_SE.softmax(1) if prob_SE is None else prob_SE, expert_SK)
 
         terms = {"balance": balance, "importance_load": importance_load, "z": lambda: z_loss(logits_SE)}
-        return Routing(
-            expert_SK=expert_SK,
-            weight_SK=weight_SK,
-            capacity=self.row_capacity(logits_SE.shape[0]),
-            priority_S=None,
-            aux_loss=self.weigh(logits_SE, terms),
-            logits_SE=logits_SE.detach(),
-        )
+        return self.routing(expert_SK, weight_SK, logits_SE, terms)
 
 
 class Switch(TopK):
@@ -120,7 +107,7 @@ class Switch(TopK):
     explores; p = softmax(x·Wᵀ); the expert is argmax p, its weight p.
 
     Random: the jitter, in training only (S·M draws; it and the jittered input are kept for backward).
-    Parameters: ``weight_EM`` [E, M]. Losses: "balance" (the paper's), "z".
+    Parameters: `weight_EM` [E, M]. Losses: "balance" (the paper's), "z".
 
     Args:
         jitter: 0 ≤ jitter < 1; 0 turns it off.
@@ -155,14 +142,12 @@ class Switch(TopK):
 class BatchPrioritised(TopK):
     """Top-k in which the surest tokens are placed first (Riquelme et al. 2021, V-MoE, algorithm 2).
 
-    As ``TopK``, and ``priority_S`` = max_e p_e: when an expert is full, the tokens with the lowest priority
-    are dropped instead of the last ones. V-MoE uses ``noise`` = 1 and weights that are not normalised (the
+    As `TopK`, and `priority_S` = max_e p_e: when an expert is full, the tokens with the lowest priority
+    are dropped instead of the last ones. V-MoE uses `noise` = 1 and weights that are not normalised (the
     default here). A token's fate depends on the whole batch.
 
-    Random, parameters, losses: those of ``TopK``.
+    Random, parameters, losses: those of `TopK`.
     """
-
-    needs_whole_batch: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -176,8 +161,9 @@ class BatchPrioritised(TopK):
     ) -> None:
         super().__init__(experts, k, capacity_factor, normalize=normalize, noise=noise, aux=aux)
 
-    def route(self, x_SM: Tensor) -> Routing:
+    def route(self, x_SM: Tensor) -> Routing | SoftRouting:
         routing = super().route(x_SM)
+        assert isinstance(routing, Routing)
         if self.normalize and self.k > 1:
             assert routing.logits_SE is not None
             priority_S = routing.logits_SE.softmax(1).amax(1)
@@ -186,12 +172,156 @@ class BatchPrioritised(TopK):
         return dataclasses.replace(routing, priority_S=priority_S)
 
 
+class GShard(RouterGate):
+    """Noisy top-k with learned noise (Shazeer et al. 2017, eq. 3–5; FSMoE §2.1 under GShard's name).
+
+    h = x·W_gᵀ + N(0,1)·softplus(x·W_noiseᵀ), weight = softmax(KeepTopK(h, k)), where KeepTopK sets all but
+    the k highest to −∞. Between equal h the lower expert wins. With k = 1 the weight is the constant 1, and
+    the router learns from the auxiliary losses alone: that is the equation; `Switch` is the gate for k = 1.
+
+    Random: the noise, in training only (one draw per token and expert); in evaluation h = x·W_gᵀ.
+    Parameters: `weight_EM` [E, M]; `noise_weight_EM` [E, M], zero at the start as in the paper (a
+    standard deviation of ln 2 everywhere).
+    Losses: "balance" (softmax over all of h; share of all k choices), "importance_load" (the paper's:
+    importance from the weights, load from the learned noise), "z" (of h).
+    """
+
+    losses: ClassVar[tuple[str, ...]] = ("balance", "importance_load", "z")
+    default_aux: ClassVar[Mapping[str, float]] = {"balance": 1.0}
+    noise_weight_EM: nn.Parameter
+
+    def __init__(
+        self,
+        experts: int,
+        k: int = 2,
+        capacity_factor: float | None = None,
+        *,
+        aux: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(experts, k, capacity_factor, aux=aux)
+
+    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"weight_EM": (self.experts, model_dim), "noise_weight_EM": (self.experts, model_dim)}
+
+    def reset_parameters(self) -> None:
+        fill_normal(self.weight_EM, INIT_STD)
+        nn.init.zeros_(self.noise_weight_EM)
+
+    @property
+    def one_kernel(self) -> bool:
+        return False  # the noise has a matrix of its own
+
+    def rule(self) -> GateRule:
+        return self.make_rule("softmax", normalize=True)
+
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        if not self.training:
+            return ()
+        return (torch.randn(len(x_SM), self.experts, dtype=router_dtype(x_SM), device=x_SM.device),)
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        """Noisy logits; where they are used, also those without noise and its standard deviation."""
+        if self.training or "importance_load" in self.aux:
+            # one product for both: x is read once, its gradient written once
+            both = router_logits(x_SM, torch.cat((self.weight_EM, self.noise_weight_EM)))
+            clean_SE, raw_SE = both.split(self.experts, dim=1)
+            std_SE = nn.functional.softplus(raw_SE)
+            noisy_SE = clean_SE + drawn[0] * std_SE if drawn else clean_SE
+            return noisy_SE, clean_SE, std_SE
+        return (router_logits(x_SM, self.weight_EM),)
+
+    def choose(self, *scores: Tensor) -> Routing:
+        noisy_SE = scores[0]
+        choice: GateChoice | None = None
+        if self.serves(noisy_SE):
+            choice = gate_from_logits(noisy_SE, self.rule())
+            expert_SK, weight_SK = choice.expert_SK, choice.weight_SK
+        else:
+            expert_SK = top_experts(noisy_SE, self.k)
+            weight_SK = pick(noisy_SE, expert_SK).softmax(1)
+
+        def importance_load() -> Tensor:
+            _, clean_SE, std_SE = scores
+            gate_SE = torch.zeros_like(noisy_SE).scatter(1, expert_SK, weight_SK)
+            return noisy_load_importance(gate_SE, clean_SE, noisy_SE, std_SE.clamp(min=_MIN_STD), self.k)
+
+        if choice is not None:
+            return self.routing_of(choice, {"importance_load": importance_load})
+        terms = {
+            "balance": lambda: balance_loss(noisy_SE.softmax(1), expert_SK),
+            "importance_load": importance_load,
+            "z": lambda: z_loss(noisy_SE),
+        }
+        return self.routing(expert_SK, weight_SK, noisy_SE, terms)
+
+
+class XMoE(TopK):
+    """Cosine between a low-dimensional projection and expert embeddings (Chi et al. 2022, X-MoE, eq. 5–7).
+
+    s_e = cos(W_proj·x, w_e) / τ with both sides l2-normalised, p = softmax(s); then as `TopK` without
+    noise. The low dimension and the normalisation keep token representations from collapsing towards the
+    experts' embeddings. τ is learned as log(1/τ), bounded to 1/τ ≤ 100.
+
+    Random: nothing. Losses: "balance" (share of all k choices), "z".
+    Parameters: `proj_PM` [P, M] normal with standard deviation 1/√M; `expert_EP` [E, P] normal (only its
+    direction matters); `log_scale` [1].
+
+    Args:
+        proj_dim: P, dimension in which tokens and experts are compared (the authors' code uses 16).
+        temperature: τ at the start, at least 0.01.
+    """
+
+    losses: ClassVar[tuple[str, ...]] = ("balance", "z")
+    proj_PM: nn.Parameter
+    expert_EP: nn.Parameter
+    log_scale: nn.Parameter
+
+    def __init__(
+        self,
+        experts: int,
+        k: int = 1,
+        capacity_factor: float | None = None,
+        *,
+        proj_dim: int = 16,
+        temperature: float = 0.3,
+        normalize: bool = True,
+        aux: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(experts, k, capacity_factor, normalize=normalize, aux=aux)
+        check_count(self, "proj_dim", proj_dim)
+        self.require(0.01 <= temperature < math.inf, f"temperature must be at least 0.01 and finite, got {temperature}")
+        self.proj_dim = proj_dim
+        self.temperature = temperature
+
+    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        return {
+            "proj_PM": (self.proj_dim, model_dim),
+            "expert_EP": (self.experts, self.proj_dim),
+            "log_scale": (1,),  # not a scalar: fully sharded data parallelism splits dimension 0
+        }
+
+    def reset_parameters(self) -> None:
+        fill_normal(self.proj_PM, self.proj_PM.shape[1] ** -0.5)
+        fill_normal(self.expert_EP, INIT_STD)
+        nn.init.constant_(self.log_scale, -math.log(self.temperature))
+
+    @property
+    def one_kernel(self) -> bool:
+        return False  # logits are cosines, not x·Wᵀ
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        token_SP = nn.functional.normalize(router_logits(x_SM, self.proj_PM), dim=1)
+        expert_EP = nn.functional.normalize(self.expert_EP.to(token_SP.dtype), dim=1)
+        scale = self.log_scale.to(token_SP.dtype).clamp(max=_MAX_LOG_SCALE).exp()
+        return (router_logits(token_SP, expert_EP) * scale,)
+
+
 def noisy_load_importance(
     gate_SE: Tensor, clean_SE: Tensor, noisy_SE: Tensor, noise_std: Tensor | float, k: int
 ) -> Tensor:
-    """``load_importance_loss`` with Shazeer's threshold: the k-th highest noisy logit of the other experts.
+    """`load_importance_loss` with Shazeer's threshold: the k-th highest noisy logit of the other experts.
 
-    All tensors [S, E]; ``noise_std`` a number or a tensor. With k = E every expert is always chosen: the load
+    All tensors [S, E]; `noise_std` a number or a tensor. With k = E every expert is always chosen: the load
     is even.
     """
     E = clean_SE.shape[1]

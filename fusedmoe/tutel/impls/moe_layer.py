@@ -18,7 +18,7 @@ from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.layers.expert_networks import NAMED, other_experts
-from fusedmoe.layers.gates.router import outside_autocast
+from fusedmoe.layers.gates.base import outside_autocast
 from fusedmoe.layers.sharding import UNKNOWN, require_equal, stated_shardings
 from fusedmoe.tutel.impls import losses
 from fusedmoe.tutel.impls.choice import Choice, alignment_of, choose

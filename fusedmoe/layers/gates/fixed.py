@@ -1,4 +1,4 @@
-"""Hash routing: the experts follow from the token alone, nothing is learned."""
+"""Gates that learn nothing: Hash, whose experts follow from the token alone, and Random."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.layers.gates.router import router_dtype, top_experts
+from fusedmoe.layers.gates.base import Gate, Routing, router_dtype
+from fusedmoe.layers.gates.router import top_experts
 
 
 def _wrap(value: int) -> int:
-    """``value`` modulo 2^64 as a signed 64-bit integer."""
+    """`value` modulo 2^64 as a signed 64-bit integer."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -26,10 +26,10 @@ class Hash(Gate):
 
     Every pair (token, expert) has a hash; the token goes to the k experts with the highest ones, which are
     distinct and uniform over all k-subsets. The hash is the 64-bit finaliser of splitmix64, so that it is the
-    same on every device, in every process and in every version; ``seed`` gives another one (a different one
+    same on every device, in every process and in every version; `seed` gives another one (a different one
     per layer, say).
 
-    What is hashed: the ids in the attribute ``token_ids`` when it is set (any integer tensor with S elements,
+    What is hashed: the ids in the attribute `token_ids` when it is set (any integer tensor with S elements,
     in the order of the tokens that this gate sees; it stays set until the caller replaces it), as in the
     paper. Otherwise the token's row, rounded to bfloat16: equal rows go to equal experts and the result does
     not depend on the batch, but any change of the row reshuffles it. Use ids in a model that trains.
@@ -38,10 +38,10 @@ class Hash(Gate):
     Random: nothing.
 
     Raises (forward):
-        ConfigError: ``token_ids`` does not hold one id per token.
+        ConfigError: `token_ids` does not hold one id per token.
     """
 
-    losses: ClassVar[tuple[str, ...]] = ()
+    splits: ClassVar[bool] = True
 
     def __init__(self, experts: int, k: int = 1, capacity_factor: float | None = None, *, seed: int = 0) -> None:
         super().__init__(experts, k, capacity_factor)
@@ -73,6 +73,29 @@ class Hash(Gate):
         bits_SM = (x_SM.to(torch.bfloat16) + 0.0).view(torch.int16)
         factor_M = _mix(torch.arange(1, x_SM.shape[1] + 1, device=x_SM.device)).to(torch.int32)
         return (bits_SM * factor_M).sum(1, dtype=torch.int32).to(torch.int64)
+
+
+class Random(Gate):
+    """k distinct experts per token, uniformly at random (Zuo et al. 2022, THOR; Lancet's random gate).
+
+    weight = 1/k, a constant: the router has no parameters, no logits and no losses.
+    Random: the choice, in training and in evaluation, from the default generator of the input's device (S·E
+    uniform draws); `torch.manual_seed` repeats it.
+    """
+
+    splits: ClassVar[bool] = True
+
+    def __init__(self, experts: int, k: int = 1, capacity_factor: float | None = None) -> None:
+        super().__init__(experts, k, capacity_factor)
+
+    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        return (torch.rand(len(x_SM), self.experts, dtype=torch.float32, device=x_SM.device),)
+
+    def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        return top_experts(drawn[0], self.k), constant_weights(self, x_SM)
+
+    def choose(self, *scores: Tensor) -> Routing:
+        return constant_routing(self, *scores)
 
 
 def constant_weights(gate: Gate, x_SM: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A block as a stack of layers calls it (`fusedmoe.engine.stack`): modules, told apart from what runs them."""
+"""One block as the passes call it: a dense part (attention, say) and its `MoELayer`, for micro-batches."""
 
 from __future__ import annotations
 
@@ -6,35 +6,53 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fusedmoe.autograd.deferred import DeferredGradients
-from fusedmoe.autograd.hooks import Hooks
 from fusedmoe.autograd.materialise import SendBack, send_totals
+from fusedmoe.blocks.cuts import MicroBatch
+from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
 from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, Totals
 from fusedmoe.engine.dispatcher import Collectives, recomputing
-from fusedmoe.engine.state import Choice, Dense, OrderedRows, Share
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.layers.expert_networks import Experts
-from fusedmoe.layers.gates.base import Gate, Routing
-from fusedmoe.layers.gates.router import outside_autocast
+from fusedmoe.layers.gates.base import Routing, outside_autocast
 from fusedmoe.layers.input_checks import check_routing, of_input
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.mp_tokens import MpTokens
-from fusedmoe.layers.orders import Dropless, Order, Ordered
+from fusedmoe.layers.orders import Ordered
 from fusedmoe.layers.wire_hooks import enter, leave
 from fusedmoe.runtime.recorder import Recorder
 
 
-class BlockStage:
+class DenseResult(NamedTuple):
+    """What a block computes of a micro-batch by itself.
+
+    Attributes:
+        y: the residual stream, like x.
+        u: what the experts see, like x, in the dtype in which it travels.
+        shared: what comes to the experts' results before `MoEBlock.end`, like x; None: nothing.
+        scores: of the gate, [S, …] each, of the tokens that this rank routes.
+        routing: by these scores.
+        own: what later micro-batches of the same samples need of this one; empty where they are whole samples.
+    """
+
+    y: Tensor
+    u: Tensor
+    shared: Tensor | None
+    scores: tuple[Tensor, ...]
+    routing: Routing
+    own: tuple[Tensor, ...]
+
+
+class MoEBlock:
     """One block.
 
     Args:
@@ -42,26 +60,33 @@ class BlockStage:
         sizes: carries the sizes of exchanges beside what the layer's own groups carry.
         in_positions: the dense part takes positions, and what it gave for those before.
         recompute: keep the dense part's input only.
+    Attributes:
+        num_experts: E.
+        makes_rows: rows are made by an order by products, and restored in `end`; else they are copies of tokens.
+        ends: experts' results go through `end`; else they are added to y as they come.
+        limited: experts have no room for more rows than the gate's capacity.
+        waits: it takes all tokens of a batch to know which rows there is no room for.
+        mp: ranks that have the same tokens, of which each routes a slice; a group of one where each has its own.
+        any_degree: both passes may have chunks of their own.
     """
 
     def __init__(self, dense: nn.Module, layer: MoELayer, sizes: Group, in_positions: bool, recompute: bool) -> None:
-        self._layer, self._sizes, self._recompute = layer, sizes, recompute
-        tokens = layer.mp_tokens
-        self.orders = not layer.order.copies
-        self.ends = bool(layer.hooks) or tokens.joint or self.orders
+        self.layer, self._sizes, self._recompute = layer, sizes, recompute
+        gate, order, topology, tokens = layer.gate, layer.order, layer.topology, layer.mp_tokens
+        self.num_experts, self.hooks = gate.experts, layer.hooks
+        self.makes_rows = not order.copies
+        self.ends = bool(layer.hooks) or tokens.joint or self.makes_rows
+        self.limited = gate.capacity_factor is not None and order.drops
+        # Of a token's second choices nobody knows their place before all first ones have theirs; of a sample's first
+        # positions nobody knows what the samples before it will ask for.
+        self.waits = self.limited and (gate.k > 1 or in_positions)
         self._dense = _DensePart(dense, layer, in_positions, self.ends)
         self._names = [name for name, _ in self._dense.named_parameters()]
-        self._collectives = Collectives(layer.topology, make_all_to_all(layer.dispatch, layer.topology))
-        topology, gate = layer.topology, layer.gate
-        self.hooks: Sequence[Hooks] = layer.hooks
-        self.experts_in_all = gate.experts
+        self._collectives = Collectives(topology, make_all_to_all(layer.dispatch, topology))
         # Rows come back while dense parts may communicate over the MP group.
-        group = topology.beside(topology.mp, "joins") if tokens.joint else Group("mp")
-        self.mp, self._joins = group, MpTokens(group, layer.mp_input)
+        self.mp = topology.beside(topology.mp, "joins") if tokens.joint else Group("mp")
+        self._joins = MpTokens(self.mp, layer.mp_input)
         self._refusal: str | None = None
-        self.returns: Callable[[Totals], None] | None = None
-        self._limited = _limited(gate, layer.order)
-        self.waits = must_wait(gate, layer.order, in_positions)
         like = next(layer.experts.parameters(), torch.empty(0))
         self.any_degree = layer.experts.in_chunks(like).any_degree
 
@@ -72,7 +97,7 @@ class BlockStage:
         Raises:
             ConfigError: what is to happen there.
         """
-        if (placed := self._layer.placed) is None:
+        if (placed := self.layer.placed) is None:
             return
         for wrong, text in (
             (placed.clocked, "overlap=None measures the time between two layers: give ShardedExperts(overlap=…)"),
@@ -87,54 +112,59 @@ class BlockStage:
 
     def whole(self, x: Tensor, recorder: Recorder | None) -> Tensor:
         """The block of a whole batch at once, [B, …, M] -> [B, …, M], its layer by the layer's own plans."""
-        self._layer.recorder = recorder
+        self.layer.recorder = recorder
         y, u = self._computed(self._dense.whole, x)
-        z: Tensor = y + self._layer(u)
+        z: Tensor = y + self.layer(u)
         return z
 
     @property
     def dense_parameters(self) -> list[nn.Parameter]:
         return list(self._dense.parameters())
 
-    def capacity(self, tokens: int) -> int | None:
-        return self._layer.gate.row_capacity(tokens) if self._limited else None
-
-    def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
-        return self._layer.gate.draw(x_SM)
-
     def dense(
         self,
         parameters: Sequence[Tensor],
         x: Tensor,
-        share: Share,
+        micro_batch: MicroBatch,
         drawn: tuple[Tensor, ...],
         past: Sequence[tuple[Tensor, ...]],
         later: DeferredGradients | None,
-    ) -> Dense:
+    ) -> DenseResult:
+        """Computes dense part and gate of one micro-batch, [b, …, M].
+
+        Args:
+            parameters: to compute with in place of `dense_parameters`.
+            drawn: of the gate, for the tokens that this rank routes.
+            past: `own` of the micro-batches before of the same samples.
+            later: takes the weight gradients that may be computed later; None: none may.
+        Raises:
+            ConfigError: what this rank made of the micro-batch is none to go on with; the next exchange tells the
+                other ranks.
+        """
         named, part = dict(zip(self._names, parameters, strict=True)), self._dense  # a graph may keep what computes
         for name, parameter in named.items():
             if not name.startswith("dense."):
-                named[name] = self._layer.mp_tokens.whole_gradient(parameter)
+                named[name] = self.layer.mp_tokens.whole_gradient(parameter)
 
         def compute(x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> Any:
             with nullcontext() if later is None else later:
-                return torch.func.functional_call(part, named, (x, share, drawn, past))
+                return torch.func.functional_call(part, named, (x, micro_batch, drawn, past))
 
         with self._refusing():
             y, u, shared, scores, own = self._computed(compute, x, past)
             # Losses are the whole batch's.
-            gate = copy.copy(self._layer.gate)
+            gate = copy.copy(self.layer.gate)
             gate.aux = {}
             with outside_autocast(u.device.type):
                 routing = gate.choose(*scores)
-            check_routing(gate, routing, u.reshape(-1, u.shape[-1])[share.own])
+            check_routing(gate, routing, u.reshape(-1, u.shape[-1])[micro_batch.own])
         assert isinstance(routing, Routing)
-        return Dense(y, u, shared, scores, routing, own)
+        return DenseResult(y, u, shared, scores, routing, own)
 
     @property
     def communicates(self) -> bool:
-        """Whether the dense part may: over the MP group."""
-        return self._layer.topology.mp.size > 1
+        """True where the dense part may communicate: over the MP group."""
+        return self.layer.topology.mp.size > 1
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -143,11 +173,11 @@ class BlockStage:
             yield
         except ConfigError as error:
             if self.communicates:
-                self._layer.checks.refuse(str(error))
+                self.layer.checks.refuse(str(error))
             raise
 
     def _computed(self, compute: Callable[..., Any], *inputs: Any) -> Any:
-        """What it gives; where activations are not kept, all of it is computed again in the backward pass."""
+        """Calls `compute`; where activations are not kept, all of it is computed again in the backward pass."""
         if not (self._recompute and torch.is_grad_enabled()):
             return compute(*inputs)
         # To its end: a dense part that communicates must do so on all ranks alike.
@@ -155,75 +185,68 @@ class BlockStage:
             return checkpoint(compute, *inputs, use_reentrant=False)
 
     def order(self, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> Ordered:
+        """Makes the rows of some tokens, of which none is to be dropped any more. Differentiable."""
         routing = Routing(expert_SK, weight_SK, None, None, u_SM.new_zeros(()), None)
-        return self._layer.order.order(u_SM, routing, self.experts_in_all)
+        return self.layer.order.order(u_SM, routing, self.num_experts)
 
-    def restore(self, y_SM: Tensor, ordered: OrderedRows) -> Tensor:
-        assert isinstance(ordered, Ordered)
-        return self._layer.order.restore(y_SM, ordered)
-
-    def end(self, y: Tensor, share: Share) -> Tensor:
-        z_SM = self._joins.join(y.reshape(-1, y.shape[-1])[share.own], share.rows)
-        z = leave(self.hooks, z_SM.view(y.shape), share.number, share.of)
+    def end(self, y: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Makes the block's output for some samples of the experts' results [b, …, M], zero for tokens that other ranks
+        route. Differentiable; collective over `mp`, but for its backward."""
+        z_SM = self._joins.join(y.reshape(-1, y.shape[-1])[micro_batch.own], micro_batch.rows)
+        z = leave(self.hooks, z_SM.view(y.shape), micro_batch.number, micro_batch.count)
         return _unchanged(z, y, "before_moe_end")
 
     def choose(self, scores: tuple[Tensor, ...]) -> Routing:
+        """Routes the whole batch, for its auxiliary loss."""
         with outside_autocast(scores[0].device.type):
-            routing = self._layer.gate.choose(*scores)
+            routing = self.layer.gate.choose(*scores)
         assert isinstance(routing, Routing)
         return routing
 
-    def count(self, routing: Choice, kept_E: Tensor) -> None:
-        assert isinstance(routing, Routing)
-        layer = self._layer
-        layer.load.count(routing, layer.gate, layer.training)
-        layer.load.keep(kept_E)
-
-    def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Choice], refusal: str | None) -> Exchange:
-        checks, topology = self._layer.checks, self._layer.topology
-        found = (checks.of_logits(routing) for routing in routings if isinstance(routing, Routing))
-        refusal = refusal or self._refusal or next((text for text in found if text), None)
+    def exchange(self, counts: Tensor, like: Tensor, routings: Sequence[Routing], refusal: str | None) -> Exchange:
+        """Tells the ranks how many rows of a chunk go where, and whether anything is wrong with its logits."""
+        checks, topology = self.layer.checks, self.layer.topology
+        texts = (checks.of_logits(routing) for routing in routings)
+        refusal = refusal or self._refusal or next((text for text in texts if text), None)
         if topology.ep.size == topology.esp.size == 1:
             checks.refuse(refusal)
         return self._collectives.exchange(counts, like.dtype, refusal, sizes=self._sizes)
 
     @property
     def held(self) -> int | None:
-        placed = self._layer.placed
+        """Experts that this rank has, where `places` says which; None: as many as every other."""
+        placed = self.layer.placed
         return None if placed is None else max(1, len(placed.held))
 
     def places(self, layout: Layout) -> Layout:
-        placed = self._layer.placed
+        """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""
+        placed = self.layer.placed
         assert placed is not None
         if placed.travel != "by tasks":
             placed.arrive()  # they have been on their way while the layers before were at work
         return placed.split(layout, self._learns)
 
-    def gather(self) -> None:
-        placed = self._layer.placed
-        assert placed is not None
-        placed.arrive()
-
-    def experts(self, like: Tensor) -> ChunkExperts:
-        self.returns = None
-        experts, placed = self._layer.experts, self._layer.placed
+    def experts(self, like: Tensor) -> tuple[ChunkExperts, Callable[[Totals], None] | None]:
+        """Prepares the local experts for rows like these: how chunks call them, and what sends the gradients of copies
+        to their owners (None: there are no copies, or nothing learns)."""
+        experts, placed = self.layer.experts, self.layer.placed
         like = like.new_empty(0, dtype=experts.row_dtype(like))
         if placed is None:
-            return experts.in_chunks(like)
+            return experts.in_chunks(like), None
         again = recomputing()
         self._learns = experts.training and not again
-        placed.come_in_turn(again, self._layer.recorder)
+        placed.come_in_turn(again, self.layer.recorder)
         self._refusal = placed.refusal()
         own = next(experts.parameters()).dtype
         arrived = own != like.dtype or placed.parametrised  # what is made of parameters is made now
-        chunks, self.returns = placed.call(partial(_of_tables, like), again, arrived=arrived)
-        return chunks
+        return placed.call(partial(_of_tables, like), again, arrived=arrived)
 
 
 class _DensePart(nn.Module):
-    """What a block computes of a piece by itself: its dense part, the shared expert, and the gate's scores.
+    """Computes what a block does with a micro-batch by itself: dense part, shared expert, and the gate's scores.
 
-    `ends`: what the shared expert gives goes with the experts' results; else it is a part of y.
+    Args:
+        ends: what the shared expert gives goes with the experts' results; else it is a part of y.
     """
 
     def __init__(self, dense: nn.Module, layer: MoELayer, in_positions: bool, ends: bool) -> None:
@@ -234,24 +257,24 @@ class _DensePart(nn.Module):
         self._of_experts = layer.experts.parameters  # which are not its own
 
     def forward(
-        self, x: Tensor, share: Share, drawn: tuple[Tensor, ...], past: Sequence[tuple[Tensor, ...]]
+        self, x: Tensor, micro_batch: MicroBatch, drawn: tuple[Tensor, ...], past: Sequence[tuple[Tensor, ...]]
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
         y, u, own = self._found(x, past)
-        u = _unchanged(enter(self._hooks, u, share.number, share.of), x, "before_moe_start")
-        u_SM = self._tokens.take(u.reshape(-1, x.shape[-1]), share.rows)
+        u = _unchanged(enter(self._hooks, u, micro_batch.number, micro_batch.count), x, "before_moe_start")
+        u_SM = self._tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows)
         with outside_autocast(u_SM.device.type):
             scores = self.gate.score(u_SM, *drawn)
         u_SM = u_SM.to(self._row_dtype(u_SM))
         shared: Tensor | None = None
         if self.shared is not None:
             every = contiguous_layout(torch.full((1,), len(u_SM), device=u_SM.device), len(u_SM))
-            shared = share.spread(self.shared(u_SM, every, None)).view(y.shape)
+            shared = micro_batch.spread(self.shared(u_SM, every, None)).view(y.shape)
         if shared is not None and not self._ends:
             y, shared = y + shared, None
-        return y, share.spread(u_SM).view(x.shape), shared, scores, own
+        return y, micro_batch.spread(u_SM).view(x.shape), shared, scores, own
 
     def whole(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """y and u of a whole batch."""
+        """Returns y and u of a whole batch."""
         return self._found(x, ())[:2]
 
     def _found(self, x: Tensor, past: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -262,7 +285,7 @@ class _DensePart(nn.Module):
         return y, u, ()
 
     def _results(self, found: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
-        """What the dense part gave. A tensor by itself would come apart into samples."""
+        """Checks what the dense part gave, and returns it. A tensor by itself would come apart into samples."""
         dense, shape = type(self.dense).__name__, list(x.shape)
         if not isinstance(found, (tuple, list)) or len(found) != len(names):
             got = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
@@ -281,7 +304,7 @@ class _DensePart(nn.Module):
 def _of_tables(
     like: Tensor, experts: Experts, send: SendBack | None
 ) -> tuple[ChunkExperts, Callable[[Totals], None] | None]:
-    """Experts that keep the parameters that they have now, and what brings gradients to where they belong."""
+    """Makes experts that keep the parameters that they have now, and what brings gradients to where they belong."""
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
     if not chunks.any_degree:
         chunks = AutogradExperts(lambda *rows: torch.func.functional_call(experts, named, rows), tuple(named.values()))
@@ -295,24 +318,11 @@ def _of_tables(
     return chunks, back
 
 
-def _unchanged(found: Tensor, like: Tensor, seam: str) -> Tensor:
-    """What hooks made of some samples: pieces of it go on by themselves."""
-    if found.shape != like.shape:
+def _unchanged(made: Tensor, like: Tensor, seam: str) -> Tensor:
+    """Returns what hooks made of some samples, if its shape is theirs: micro-batches of it go on by themselves."""
+    if made.shape != like.shape:
         raise ConfigError(
-            f"pipeline: hooks at {seam} made {list(found.shape)} of {list(like.shape)}. Between blocks tokens keep "
+            f"pipeline: hooks at {seam} made {list(made.shape)} of {list(like.shape)}. Between blocks tokens keep "
             "their shape: change it in the dense parts, or use MoELayer(schedule=…) with such hooks"
         )
-    return found
-
-
-def must_wait(gate: Gate, order: Order | None, in_positions: bool) -> bool:
-    """Whether it takes all of a batch to know which rows an expert has no room for.
-
-    `order`: None: the one that a layer has by default. `in_positions`: sequences are cut, not batches.
-    """
-    # Of a sample's first positions nobody knows what the samples before it will ask for.
-    return _limited(gate, order) and (gate.k > 1 or in_positions)
-
-
-def _limited(gate: Gate, order: Order | None) -> bool:
-    return gate.capacity_factor is not None and not isinstance(order, Dropless)
+    return made

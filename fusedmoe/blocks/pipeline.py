@@ -1,4 +1,12 @@
-"""Whole models in micro-batches: attention, experts and what travels between them, across layers (FlowMoE, Lancet)."""
+"""Whole models in micro-batches: attention, experts and what travels between them, across layers (FlowMoE, Lancet).
+
+A batch is cut along its samples, or along its positions (`blocks/cuts.py`). Each dense micro-batch goes through a
+block's dense part and gate by itself (`blocks/moe_block.py`); its rows travel with those of the other micro-batches of
+their chunk. The backward is written out, task by task, from what the forward stored: the graphs of dense parts and
+gates, and of each chunk received rows and pre-activations (`blocks/forward.py`, `blocks/backward.py`). What a row meets
+on its way is what it would meet in the whole batch: the gate chooses token by token, and rows that exceed an expert's
+capacity are those that would in the whole batch (Lancet §5.1).
+"""
 
 from __future__ import annotations
 
@@ -6,22 +14,26 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fusedmoe.autograd.aux_loss import without_a_graph
+from fusedmoe.blocks.backward import BlocksBackward
+from fusedmoe.blocks.cuts import BlockDegrees, degrees_of
+from fusedmoe.blocks.forward import BlockCall, BlocksForward
+from fusedmoe.blocks.moe_block import MoEBlock
+from fusedmoe.blocks.state import Split
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import recomputing, selects
 from fusedmoe.engine.run import GradientReducer, Plans, Run
-from fusedmoe.engine.stack import through_stack
-from fusedmoe.engine.state import Cut
 from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.derivatives import Function
 from fusedmoe.layers.input_checks import no_tokens, of_input
 from fusedmoe.layers.moe import MoELayer
 from fusedmoe.layers.schedule import require_degrees
-from fusedmoe.layers.stage import BlockStage
 from fusedmoe.runtime.execute import Capabilities, Streams, require_runnable, runnable_kinds
 from fusedmoe.runtime.recorder import Recorder
 from fusedmoe.schedule.list_schedule import list_plan
@@ -46,6 +58,14 @@ class Parts(NamedTuple):
 
     dense: nn.Module
     experts: MoELayer
+
+
+class _Assigned(NamedTuple):
+    """Plans that were set, what reduces the gradients in them, and their degrees by block."""
+
+    plans: Plans
+    gradients: GradientReducer | None
+    degrees: list[BlockDegrees]
 
 
 class PipelinedBlocks(nn.Module):
@@ -81,43 +101,44 @@ class PipelinedBlocks(nn.Module):
         for number, layer in enumerate(self._layers()):
             _refuse(layer, number, self.topology, parts[0].experts.mp_tokens.joint)
         sizes = self.topology.beside(self.topology.esp, "sizes")
-        self._stages = [BlockStage(*block, sizes, along == "positions", recompute) for block in parts]
+        self._blocks = [MoEBlock(*block, sizes, along == "positions", recompute) for block in parts]
         self._streams = Streams()
-        self._followed: tuple[Plans | None, GradientReducer | None] = None, None
+        self._assigned: _Assigned | None = None
+        self._followed: _Assigned | None = None  # by the last forward that was not a recomputation
         kinds, waits = self._layers()[0].parts, self.waits
         plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(STAGES, degrees, strict=True))
         self.set_plan(Plans(*map(self.with_copies, plans)))
 
     @property
     def waits(self) -> list[bool]:
-        return [stage.waits for stage in self._stages]
+        return [block.waits for block in self._blocks]
 
     @property
     def dense_parameters(self) -> list[list[nn.Parameter]]:
-        """Of each block what its dense part, gate and shared expert learn."""
-        return [list(stage.dense_parameters) for stage in self._stages]
+        """Parameters of each block's dense part, gate and shared expert."""
+        return [block.dense_parameters for block in self._blocks]
 
     def with_copies(self, plan: Plan) -> Plan:
-        """A plan of these blocks with the sparse collectives of those whose experts move (`ShardedExperts`)."""
+        """Adds to a plan of these blocks the sparse collectives of those whose experts move (`ShardedExperts`)."""
         return add_sparse(plan, [number for number, layer in enumerate(self._layers()) if layer.placed is not None])
 
     def workload(self, x: Tensor) -> Workload:
-        """What one block amounts to for a batch like x, [B, L, …, M], for plans by cost: its dense part counts as
+        """Describes one block's work for a batch like x, [B, L, …, M], for plans by cost: its dense part counts as
         attention, four projections and the scores of L positions.
 
         Raises:
             ConfigError: experts that do not say how much they compute.
         """
         layer, topology = self._layers()[0], self.topology
-        found = layer.experts.workload(1, x.dtype.itemsize, topology.ep.size, topology.esp.size)
+        experts = layer.experts.workload(1, x.dtype.itemsize, topology.ep.size, topology.esp.size)
         length = max(1, x[:1, ..., 0].numel())
         # Of tokens in common each rank has its part, of the dense parts' work as well.
         samples = max(1, len(x) // (topology.mp.size if layer.mp_tokens.joint else 1))
         rows = layer.order.rows_per_token(layer.gate, samples * length)
-        return replace(found, batch=samples * topology.esp.size, seq_len=length, k=1, capacity_factor=rows)
+        return replace(experts, batch=samples * topology.esp.size, seq_len=length, k=1, capacity_factor=rows)
 
     def set_plan(self, plans: Plans | None, gradients: GradientReducer | None = None) -> None:
-        """From now on both passes run by these plans. Collective over all ranks.
+        """Sets the plans by which both passes run from now on. Collective over all ranks.
 
         Args:
             plans: of all blocks' tasks: attention (with gate), dispatch, all-gather, expert, reduce-scatter, combine,
@@ -130,12 +151,15 @@ class PipelinedBlocks(nn.Module):
             ConfigError: plans that these blocks cannot follow.
             RankError: ranks with different plans.
         """
-        found = dict.fromkeys(("forward plan", "backward plan"), "")
+        fingerprints = dict.fromkeys(("forward plan", "backward plan"), "")
         if plans is not None:
             self.require_runnable(plans, gradients)
-            found = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
-        self.topology.agree(found, "pipeline")
-        self.plans, self._gradients = plans, gradients
+            fingerprints = {"forward plan": plans.forward.fingerprint, "backward plan": plans.backward.fingerprint}
+        self.topology.agree(fingerprints, "pipeline")
+        self.plans, self._assigned = plans, None
+        if plans is not None:
+            degrees = [degrees_of(plans, number) for number in range(len(self._blocks))]
+            self._assigned = _Assigned(plans, gradients, degrees)
         gathered = () if plans is None else [task.layer for task in plans.forward if task.kind == GATHER]
         for number, layer in enumerate(self._layers()):
             if layer.placed is not None:
@@ -157,14 +181,14 @@ class PipelinedBlocks(nn.Module):
                 whose dense parts may wait for each other: there, and where a dense part raises, the job is over.
         """
         if not recomputing():
-            self._followed = self.plans, self._gradients
-        plans, gradients = self._followed  # a recomputation saves as much as the forward pass only by the same plans
-        if plans is None:
-            for stage in self._stages:
-                x = stage.whole(x, self.recorder)
+            self._followed = self._assigned
+        followed = self._followed  # a recomputation saves as much as the forward pass only by the same plans
+        if followed is None:
+            for block in self._blocks:
+                x = block.whole(x, self.recorder)
             return x
-        for stage in self._stages:
-            stage.require_nothing_between_layers()
+        for block in self._blocks:
+            block.require_nothing_between_layers()
         with self.topology.guard("pipeline"):
             for layer in self._layers():
                 layer.checks.tell_logits()
@@ -176,49 +200,58 @@ class PipelinedBlocks(nn.Module):
             refusal = self._wrong(x)
             if refusal is not None:
                 x = self._no_samples(x, refusal)
-            batch, cut = self._cut(x)
-            z, aux = through_stack(batch, self._stages, self._run(x, plans, gradients), cut, refusal)
+            z, aux = self._in_micro_batches(x, followed, refusal)
             for layer, loss in zip(self._layers(), aux, strict=True):
                 loss = layer.mp_tokens.aux(loss)
                 layer.aux_loss = without_a_graph(loss, "MoELayer.aux_loss", None, if_any=not layer.gate.aux)
         return z.view(x.shape)
 
+    def _in_micro_batches(self, x: Tensor, followed: _Assigned, refusal: str | None) -> tuple[Tensor, list[Tensor]]:
+        """Runs the blocks by the plans followed; returns z, and each block's auxiliary loss. Collective."""
+        plans, gradients, degrees = followed
+        batch, split = self._split(x)
+        stop, streams = partial(self.topology.stop, "pipeline"), self._streams.on(x.device)
+        run = Run(plans, stop, recorder=self.recorder, streams=streams, gradients=gradients)
+        # Once for all chunks: under autocast the experts' parameters are cast here.
+        calls = [
+            BlockCall(block, degree, block.dense_parameters, *block.experts(batch))
+            for block, degree in zip(self._blocks, degrees, strict=True)
+        ]
+        parameters = [parameter for call in calls for parameter in (*call.parameters, *call.experts.parameters)]
+        z, *aux = _ThroughBlocks.apply(batch, run, split, calls, torch.is_grad_enabled(), refusal, *parameters)
+        return z, aux
+
     def _wrong(self, x: object) -> str | None:
-        """What is wrong with a batch, if anything. Its dtype may be that of anything that the first block learns."""
-        layer, dense = self._layers()[0], self._stages[0].dense_parameters
+        """Says what is wrong with a batch, if anything. Its dtype may be that of any parameter of the first block."""
+        layer, dense = self._layers()[0], self._blocks[0].dense_parameters
         like: Tensor | None = next(layer.experts.parameters(), None)
         least = 2 if self.along == "samples" else 3
-        return of_input("pipeline got input", x, layer.model_dim, like, least, {one.dtype for one in dense})
+        return of_input("pipeline got input", x, layer.model_dim, like, least, {parameter.dtype for parameter in dense})
 
     def _no_samples(self, x: object, refusal: str) -> Tensor:
-        """A batch that stands for a refused one, until all ranks have heard of that.
+        """Makes a batch that stands for a refused one, until all ranks have heard of that.
 
         Raises:
             ConfigError, RankError: there is no exchange by which they would, or others may not come to it: they may
                 wait in a dense part.
         """
         layer, topology = self._layers()[0], self.topology
-        if self._stages[0].communicates or topology.ep.size == topology.esp.size == 1:
+        if self._blocks[0].communicates or topology.ep.size == topology.esp.size == 1:
             layer.checks.refuse(refusal)
         nothing = no_tokens(x, layer.model_dim, next(layer.experts.parameters(), None))
         return nothing if self.along == "samples" else nothing[None]
 
-    def _cut(self, x: Tensor) -> tuple[Tensor, Cut]:
-        """A batch, and how it is cut. Of one that an MP group has in common, each rank routes some samples, first those
-        of rank 0: each micro-batch has some of every rank's, so that all have work at all times."""
+    def _split(self, x: Tensor) -> tuple[Tensor, Split]:
+        """Returns a batch, and how it is cut. Of one that an MP group has in common, each rank routes some samples,
+        first those of rank 0: each micro-batch has some of every rank's, so that all have work at all times."""
         peers, mp, layer = self.topology.ep.size, self.topology.mp, self._layers()[0]
         if layer.mp_tokens.joint:
             layer.checks.refuse(layer.checks.agree_on_tokens(x.reshape(-1, layer.model_dim), None, layer.mp_input)[1])
         if self.along == "positions":
-            return x, Cut(peers, 1, in_order=True)
+            return x, Split(peers, 1, in_order=True)
         if layer.mp_tokens.joint and len(x) % mp.size == 0:
-            return x.view(mp.size, len(x) // mp.size, *x.shape[1:]), Cut(peers, 1)
-        return x, Cut(peers)
-
-    def _run(self, x: Tensor, plans: Plans, gradients: GradientReducer | None) -> Run:
-        stop = partial(self.topology.stop, "pipeline")
-        streams = self._streams.on(x.device)
-        return Run(plans, stop, recorder=self.recorder, streams=streams, gradients=gradients)
+            return x.view(mp.size, len(x) // mp.size, *x.shape[1:]), Split(peers, 1)
+        return x, Split(peers)
 
     def _check(self, phase: str, plans: Plans, gradients: GradientReducer | None) -> None:
         plan = plans.forward if phase == "forward" else plans.backward
@@ -233,8 +266,8 @@ class PipelinedBlocks(nn.Module):
         here = Capabilities(self.topology.ep.size, self.topology.esp.size, copies=copies)
         require_runnable(plan, runnable_kinds(here, "blocks"), f"pipeline: the {phase} plan")
         for task in plan:
-            if task.phase != phase or (task.layer or 0) >= len(self._stages):
-                raise ConfigError(f"pipeline: {task} is not of the {phase} pass of {len(self._stages)} blocks")
+            if task.phase != phase or (task.layer or 0) >= len(self._blocks):
+                raise ConfigError(f"pipeline: {task} is not of the {phase} pass of {len(self._blocks)} blocks")
             sparse = {GATHER: "forward", REDUCE: "backward"}.get(task.kind)
             if sparse is not None and (self._layers()[task.layer or 0].placed is None or phase != sparse):
                 raise ConfigError(
@@ -244,18 +277,18 @@ class PipelinedBlocks(nn.Module):
             if task.kind == "gradient-all-reduce" and gradients is None:
                 raise ConfigError("pipeline: the plan reduces gradients, so set_plan() needs what reduces them")
         kinds = {"attention", *self._layers()[0].parts}
-        for number, stage in enumerate(self._stages):
+        for number, block in enumerate(self._blocks):
             counts = Counter(task.kind for task in plan if task.layer == number)
             lacks = sorted(kinds - counts.keys())
             if lacks:
                 raise ConfigError(f"pipeline: the {phase} plan has no {lacks[0]} of block {number}")
-            if phase == "forward" and stage.waits and counts["attention"] > 1 and not counts["permute"]:
+            if phase == "forward" and block.waits and counts["attention"] > 1 and not counts["permute"]:
                 raise ConfigError(
                     f"pipeline: block {number} cannot tell whose rows there is room for before all of a batch is "
                     "routed (k > 1 with a capacity): the plan needs a permute task between attention and dispatch"
                 )
             degrees = plans.forward.degrees.get(("forward", number)), plans.backward.degrees.get(("backward", number))
-            if degrees[0] != degrees[1] and not stage.any_degree:
+            if degrees[0] != degrees[1] and not block.any_degree:
                 raise ConfigError(
                     f"pipeline: block {number}: experts that are modules of their own need one degree for both passes, "
                     f"not {degrees}"
@@ -268,6 +301,54 @@ class PipelinedBlocks(nn.Module):
         plans = () if self.plans is None else (self.plans.forward, self.plans.backward)
         degrees = tuple(max(plan.degrees.values(), default=1) for plan in plans) or "off"
         return f"degrees={degrees}, along={self.along!r}"
+
+
+class _ThroughBlocks(Function):
+    """The batch through all blocks: [B, …, M], and a scalar for each block; differentiable once.
+
+    Saves for backward of each block what autograd keeps of its dense part and gate, received rows, R·M, and what the
+    experts keep, the pre-activation R·H (gated 2·R·H); where rows have other chunks in the two passes, the backward
+    copies these once, one block at a time.
+    """
+
+    operation = "fusedmoe.pipeline"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        run: Run,
+        split: Split,
+        calls: Sequence[BlockCall],
+        keep: bool,
+        refusal: str | None,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        forward = BlocksForward(run, split, calls, x, keep, refusal)
+        z, aux = forward.run()
+        ctx.given, ctx.blocks = (run, split), forward.blocks if keep else None
+        ctx.set_materialize_grads(False)
+        ctx.like = z.shape, z.dtype, z.device
+        return (z, *aux)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None, *daux: Tensor | None) -> tuple[Tensor | None, ...]:
+        blocks, ctx.blocks = ctx.blocks, None
+        if blocks is None:
+            raise RuntimeError("the backward of a pipeline runs once: what it needs is gone; call its forward again")
+        if dz is None:
+            shape, dtype, device = ctx.like
+            dz = torch.zeros(shape, dtype=dtype, device=device)
+        run, split = ctx.given
+        backward = BlocksBackward(run, split, blocks, dz, daux)
+        dx = backward.run()
+        grads: list[Tensor | None] = []
+        for block, totals, dense in zip(blocks, backward.totals, backward.dense, strict=True):
+            grads += [dense.get(place) for place in range(len(block.parameters))]
+            own = block.experts.parameters
+            for parameter, total in zip(own, totals or [None] * len(own), strict=True):
+                grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
+        return dx if ctx.needs_input_grad[0] else None, *(None,) * 5, *grads
 
 
 def pipeline(
@@ -308,9 +389,9 @@ def _parts_of(block: object, number: int) -> Parts:
     match block:
         case (nn.Module() as dense, MoELayer() as experts):
             return Parts(dense, experts)
-    found = ", ".join(type(one).__name__ for one in block) if isinstance(block, Sequence) else type(block).__name__
+    kinds = ", ".join(type(part).__name__ for part in block) if isinstance(block, Sequence) else type(block).__name__
     raise ConfigError(
-        f"pipeline: block {number} is of {found}; give a dense part (x -> y, u: attention, say) and its MoELayer"
+        f"pipeline: block {number} is of {kinds}; give a dense part (x -> y, u: attention, say) and its MoELayer"
     )
 
 
@@ -340,7 +421,7 @@ def _refuse(layer: MoELayer, number: int, topology: Topology, joint: bool) -> No
 
 
 def _even_plan(phase: str, degree: int, kinds: Sequence[str], waits: Sequence[bool]) -> Plan:
-    """All parts take as long as each other: for who knows no costs."""
+    """Makes a plan as if all parts took as long as each other, where no costs are known."""
     tasks: list[Task] = []
     layers = range(len(waits))
     for layer in layers if phase == "forward" else reversed(layers):

@@ -1,0 +1,254 @@
+"""The backward pass of blocks, task by task, from what the forward pass stored.
+
+`start` brings the gradient of a chunk's results to the experts' ranks, `finish` takes the gradients of its rows, and
+`attention` goes back through gate and dense part with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedmoe.blocks.cuts import Received, Regrouped, Sent
+from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
+from fusedmoe.engine.chunks import Kept
+from fusedmoe.engine.run import BackwardPass, Chunk, Run
+from fusedmoe.kernels.gather_sum import gather_sum, permute, put_pairs
+from fusedmoe.schedule.task import Task
+
+
+class BlocksBackward(BlockPass, BackwardPass):
+    """One backward pass.
+
+    Attributes:
+        dense: for each block the gradients of its dense part's parameters, by place.
+    """
+
+    def __init__(
+        self, run: Run, split: Split, blocks: list[BlockState], dz: Tensor, daux: Sequence[Tensor | None]
+    ) -> None:
+        super().__init__(run, split, blocks, dz.shape)
+        self._daux = daux
+        # Gradients of each block's output; the last is also block -1's, the gradient of the input.
+        self._dz: list[Tensor | None] = [None] * (len(blocks) + 1)
+        self._dz[len(blocks) - 1] = dz
+        self._done = [0] * len(blocks)  # dense micro-batches that are done
+        self._left = [block.degrees.dense_tasks for block in blocks]
+        self.dense: list[dict[int, Tensor]] = [{} for _ in blocks]
+        self._same = []
+        for number, block in enumerate(blocks):
+            for chunk in block.chunks.values():
+                chunk.part.turn()
+            count = len(block.chunks)
+            self._same.append(block.degrees.rows[1] == count)
+            if self._same[-1]:  # the first chunk here is the last one there
+                self.block_chunks[number] = {i: block.chunks[count - 1 - i] for i in range(count)}
+            else:
+                self.block_chunks[number] = self._regrouped_chunks(block)
+
+    def run(self) -> Tensor:
+        """Runs the plan; returns the gradient of the input."""
+        self.execute()
+        dx = self._dz[-1]
+        assert dx is not None
+        return dx
+
+    def _regrouped_chunks(self, block: BlockState) -> dict[int, BlockChunk]:
+        """Makes other chunks of the same micro-batches, as yet without rows."""
+        assert block.exchange is not None
+        chunks = {}
+        for number, places in enumerate(block.cuts.row_chunks["backward"]):
+            send, come = (np.concatenate([block.sizes[p][i] for p in places], -1) for i in (0, 1))
+            part = block.exchange.part(send, come)
+            sent = Sent([block.rows[p].layout for p in places], self.split.peers)
+            received = Received(part, come, len(places), block.held, sent.counts.device)
+            chunks[number] = BlockChunk(part, received.layout, sent=sent, received=received)
+        return chunks
+
+    def recall(self, task: Task) -> None:
+        number = task.layer or 0
+        block = self.blocks[number]
+        if self._same[number] or not block.chunks:
+            return
+        # With the first chunk all that the forward's chunks kept of a block goes to the backward's, copied once.
+        chunks = [block.chunks[i] for i in range(len(block.chunks))]
+        block.chunks = {}
+        regrouped = Regrouped([chunk.received for chunk in chunks])
+        x_RM, kept_RH = Kept([c.x_RM for c in chunks if c.x_RM is not None]), Kept([c.kept for c in chunks])
+        weights = torch.cat([c.weights for c in chunks if c.weights is not None])
+        del chunks
+        for i, chunk in self.block_chunks[number].items():
+            rows, sorted_rows = regrouped.places(chunk.received, block.cuts.row_chunks["backward"][i].start)
+            chunk.x_RM, chunk.kept, chunk.weights = x_RM.rows(rows), kept_RH.rows(sorted_rows), weights[rows]
+
+    def start(self, task: Task) -> None:
+        number, chunk = task.layer or 0, task.chunk or 0
+        block, dz, rows = self.blocks[number], self._dz[number], []
+        assert dz is not None
+        for p in block.cuts.row_chunks["backward"][chunk]:
+            dy, state = self.use(dz[block.cuts.rows_at[p]]), block.rows[p]
+            if state.ended is not None:
+                dy = self._through_end(state, dy)
+            dtype = block.dense[block.cuts.dense_of[p]].u_to.dtype
+            rows.append(permute(dy.reshape(-1, dz.shape[-1]).to(dtype), state.layout))
+        into = self.block_chunks[number][chunk]
+        into.rows = into.sent.join(rows)
+
+    def _through_end(self, rows: RowState, dz: Tensor) -> Tensor:
+        """Returns the gradient of experts' results, from that of the block's output which was made of them."""
+        assert rows.ended is not None
+        (to_z, y, rows_SM), rows.ended = rows.ended, None
+        if to_z.edge is None:
+            rows.dy = torch.zeros_like(y)
+            return torch.zeros_like(rows_SM)
+        wanted, matrix = [rows_SM, y], None if rows.ordered is None else rows.ordered.combine_SN
+        if matrix is not None and matrix.requires_grad:
+            wanted.append(matrix)
+        drows_SM, rows.dy, *rest = torch.autograd.grad(to_z.edge, wanted, dz.to(to_z.dtype).reshape(to_z.shape))
+        rows.dcombine = rest[0] if rest else None
+        return drows_SM
+
+    def give_weights(self, chunk: Chunk, dweight_R: Tensor | None) -> None:
+        assert chunk.weights is not None
+        if dweight_R is None:
+            dweight_R = chunk.weights.new_zeros(len(chunk.layout.pair_N))
+        chunk.weights = put_pairs(dweight_R.to(chunk.weights.dtype), chunk.layout)
+
+    def sparse_reduce_scatter(self, task: Task) -> None:
+        number = task.layer or 0
+        if (returns := self.blocks[number].returns) is not None:
+            returns(self.totals[number])
+
+    def finish(self, task: Task, rows: Tensor) -> None:
+        number, i = task.layer or 0, task.chunk or 0
+        block, chunk = self.blocks[number], self.block_chunks[number][i]
+        assert chunk.weights is not None
+        weights, chunk.weights = chunk.weights[:, 0], None
+        places = block.cuts.row_chunks["backward"][i]
+        for p, drows, dweight in zip(places, chunk.sent.split(rows), chunk.sent.split(weights), strict=True):
+            block.rows[p].drows, block.rows[p].dweight = drows, dweight
+
+    def attention(self, task: Task) -> None:
+        number = task.layer or 0
+        block = self.blocks[number]
+        for place in reversed(block.cuts.dense_chunks["backward"][task.chunk or 0]):
+            dense = block.dense[place]
+            dx = self._through(number, place, dense)
+            before = self._dz[number - 1]
+            if before is None:
+                before = self._dz[number - 1] = dx.new_empty(self.shape)
+            before[block.cuts.dense_at[place]].copy_(dx)
+            if dense.later is None:
+                del block.dense[place]
+            for p in block.cuts.rows_of[place]:
+                del block.rows[p]
+            self._done[number] += 1
+        if self._done[number] == len(block.cuts.dense_at):
+            self._dz[number] = None
+        self._end_part(number)
+
+    def attention_weight_gradient(self, task: Task) -> None:
+        number = task.layer or 0
+        block = self.blocks[number]
+        for place in reversed(block.cuts.dense_chunks["backward"][task.chunk or 0]):
+            later = block.dense.pop(place).later
+            assert later is not None
+            later.run(partial(self._add, number))
+        self._end_part(number)
+
+    def _through(self, number: int, place: int, dense: DenseState) -> Tensor:
+        """Returns the gradient of a dense micro-batch's input, and adds up what its parameters get."""
+        block, at, dz = self.blocks[number], self.blocks[number].cuts.dense_at[place], self._dz[number]
+        assert dz is not None
+        # All that a gradient reaches this graph by: each output, or place in the graph, with its gradient.
+        pairs: list[tuple[Any, Tensor]] = []
+
+        def give(to: Output, gradient: Tensor) -> None:
+            if to.edge is not None:
+                pairs.append((to.edge, gradient.to(to.dtype).reshape(to.shape)))
+
+        give(dense.y_to, dz[at])
+        micro_batches = [block.rows[p] for p in block.cuts.rows_of[place]]
+        drows = []
+        for rows in micro_batches:
+            assert rows.drows is not None
+            drows.append(gather_sum(self.use(rows.drows), rows.layout))
+        if micro_batches[0].ordered is None:
+            give(dense.u_to, _together(block, place, dense.u_to.shape, drows))
+        for rows, dx_SM in zip(micro_batches, drows, strict=True):
+            if rows.ordered is not None and rows.ordered.x_SM.requires_grad:
+                pairs.append((rows.ordered.x_SM, dx_SM))
+            if rows.ordered is not None and rows.dcombine is not None:
+                pairs.append((rows.ordered.combine_SN, self.use(rows.dcombine)))
+        if dense.shared_to is not None:
+            dy = [self.use(rows.dy) for rows in micro_batches if rows.dy is not None]
+            give(dense.shared_to, _together(block, place, dense.shared_to.shape, dy))
+        for rows in micro_batches:
+            if rows.weight_N.requires_grad:
+                assert rows.dweight is not None
+                pairs.append((rows.weight_N, self.use(rows.dweight)))
+        daux = self._daux[number]
+        if daux is not None and block.dscores is not None:
+            for score, dscore in zip(dense.scores, block.dscores, strict=True):
+                if dscore is not None and score.requires_grad:
+                    own = dscore[at].flatten(0, len(self.shape) - 2)[dense.micro_batch.own]
+                    pairs.append((score, daux * own))
+        for own, grad in zip(dense.own, dense.own_grads, strict=True):
+            if grad is not None and own.requires_grad:
+                pairs.append((own, grad))
+        wanted = [i for i, leaf in enumerate(block.parameters) if leaf.requires_grad]
+        past = [(j, i) for j, leaves in enumerate(dense.past) for i, leaf in enumerate(leaves) if leaf.requires_grad]
+        dx, *grads = torch.autograd.grad(
+            [to for to, _ in pairs],
+            [dense.x, *(block.parameters[i] for i in wanted), *(dense.past[j][i] for j, i in past)],
+            [grad for _, grad in pairs],
+            allow_unused=True,
+        )
+        for i, grad in zip(wanted, grads, strict=False):
+            if grad is not None:
+                self._add(number, i, grad)
+        for (j, i), grad in zip(past, grads[len(wanted) :], strict=True):
+            if grad is not None:
+                earlier = block.dense[j].own_grads
+                so_far = earlier[i]
+                earlier[i] = grad if so_far is None else so_far + grad
+        return torch.zeros_like(dense.x) if dx is None else dx
+
+    def _add(self, number: int, place: int, gradient: Tensor) -> None:
+        totals = self.dense[number]
+        # Under autocast what comes later is in half precision; micro-batches are not rounded one after the other.
+        gradient = gradient.to(self.blocks[number].parameters[place].dtype)
+        totals[place] = gradient if place not in totals else totals[place] + gradient
+
+    def _end_part(self, number: int) -> None:
+        """After the last task of a block's dense part its gradients are whole, and may be reduced."""
+        self._left[number] -= 1
+        gradients = self.settings.gradients
+        if self._left[number] or gradients is None or not gradients.opened:
+            return
+        own = self.blocks[number].own
+        for place, gradient in self.dense[number].items():
+            # In memory of its own, since it is reduced in place; and with what passes before this one have added up.
+            parameter = own[place]
+            if parameter.grad is None:
+                whole = gradient.clone(memory_format=torch.contiguous_format)
+            else:
+                whole, parameter.grad = gradient + parameter.grad, None
+            self.dense[number][place] = whole
+            gradients.give(parameter, whole)
+
+
+def _together(block: BlockState, place: int, shape: torch.Size, parts: Sequence[Tensor]) -> Tensor:
+    """Puts values of a dense micro-batch's row micro-batches together."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = parts[0].new_empty(shape)
+    for p, part in zip(block.cuts.rows_of[place], parts, strict=True):
+        into = whole[block.cuts.rows_in_dense_at[p]]
+        into.copy_(part.view(into.shape))
+    return whole

@@ -1,0 +1,330 @@
+"""The forward pass of blocks, task by task.
+
+For each dense micro-batch `attention` runs dense part and gate, and gives rows their places; where an expert's room
+depends on the whole batch, `permute` does that. `start` and `finish` are a chunk's way to the experts' ranks and back;
+between them runs what `engine/run.py` has for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusedmoe.autograd.order import order, take_pairs
+from fusedmoe.autograd.parallel import split_counts
+from fusedmoe.blocks.cuts import BlockDegrees, Index, MicroBatch, Received, Sent, cut
+from fusedmoe.blocks.deferred import DeferredGradients
+from fusedmoe.blocks.moe_block import MoEBlock
+from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
+from fusedmoe.comm.exchange import Exchange
+from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
+from fusedmoe.engine.run import ForwardPass, Run
+from fusedmoe.errors import ConfigError
+from fusedmoe.kernels.gather_sum import gather_sum, permute
+from fusedmoe.schedule.task import Task
+
+
+class BlockCall(NamedTuple):
+    """One block in one call of the pipeline.
+
+    Attributes:
+        parameters: of dense part and gate, the model's own.
+        experts, returns: see `MoEBlock.experts`.
+    """
+
+    block: MoEBlock
+    degrees: BlockDegrees
+    parameters: list[torch.nn.Parameter]
+    experts: ChunkExperts
+    returns: Callable[[Totals], None] | None
+
+
+class BlocksForward(BlockPass, ForwardPass):
+    """One forward pass of a batch [B, …, M].
+
+    Args:
+        keep: a backward pass will follow.
+        refusal: why there is none, if so: the first exchange tells all ranks.
+    """
+
+    def __init__(
+        self, run: Run, split: Split, calls: Sequence[BlockCall], x: Tensor, keep: bool, refusal: str | None
+    ) -> None:
+        self.keep, self._x, self._refusal = keep, x, refusal
+        self._modules = [call.block for call in calls]
+        states = []
+        for block, degrees, own, experts, returns in calls:
+            leaves = [one.detach().requires_grad_(keep and one.requires_grad) for one in own]
+            cuts = cut(degrees.dense, degrees.rows, split.axis, x.shape[split.axis])
+            returns = returns if keep else None
+            states.append(BlockState(experts, block.hooks, own, leaves, cuts, degrees, block.held, returns))
+        super().__init__(run, split, states, x.shape)
+        self._lead = x.shape[:-1]
+        x_SM = x.reshape(self._lead.numel(), x.shape[-1])
+        self._numbers: Tensor | None = None  # of the tokens, in the batch's shape
+        # Of each block: the whole batch; rows that an expert accepts of it; what its gate drew for it; rows that each
+        # expert has been given so far; dense micro-batches whose rows have their places.
+        self._wholes = [MicroBatch(0, 1, split_counts(len(x_SM), one.mp), one.mp.index) for one in self._modules]
+        self._capacities: list[int | None] = []
+        self._drawn: list[tuple[Tensor, ...]] = []
+        self._taken: list[Tensor | None] = [None] * len(states)
+        self._placed = [0] * len(states)
+        for block, whole in zip(self._modules, self._wholes, strict=True):
+            gate, own_SM = block.layer.gate, x_SM[whole.own]
+            self._capacities.append(gate.row_capacity(len(own_SM) if x.numel() else 0) if block.limited else None)
+            self._drawn.append(tuple(self._batch(whole.spread(values)) for values in gate.draw(own_SM)))
+
+    def run(self) -> tuple[Tensor, list[Tensor]]:
+        """Runs the plan; returns the last block's output and each block's auxiliary loss."""
+        self.execute()
+        z = self.blocks[-1].z
+        assert z is not None
+        aux = []
+        for number, state in enumerate(self.blocks):
+            if self.keep:
+                self._note_sizes(state)
+            aux.append(self._whole_gate(number))
+            state.z, state.experts = None, state.experts.for_backward()
+        return z, aux
+
+    def attention(self, task: Task) -> None:
+        number = task.layer or 0
+        state = self.blocks[number]
+        chunk = state.cuts.dense_chunks["forward"][task.chunk or 0]
+        try:
+            for place in chunk:
+                if self._refusal is not None:
+                    return
+                state.dense[place] = self._dense(number, place)
+            if not (self._modules[number].waits and state.degrees.permutes):
+                self._route(number, chunk)
+        except ConfigError as error:  # other ranks wait for this one's rows: the next exchange tells them
+            self._refusal = str(error)
+
+    def permute(self, task: Task) -> None:
+        number = task.layer or 0
+        if self._modules[number].waits and self._refusal is None:
+            self._route(number, range(len(self.blocks[number].dense)))
+
+    def _dense(self, number: int, place: int) -> DenseState:
+        """Dense part and gate of a dense micro-batch."""
+        state, block, at = self.blocks[number], self._modules[number], self.blocks[number].cuts.dense_at[place]
+        before = self.blocks[number - 1].z if number else self._x
+        assert before is not None
+        x = before.data[at]  # `.data` counts changes by itself: other parts of the same memory are still being written
+        micro_batch = self._micro_batch(number, place, state.cuts.dense_at)
+        drawn = tuple(self._tokens(values[at])[micro_batch.own] for values in self._drawn[number])
+        past: list[tuple[Tensor, ...]] = []
+        with torch.set_grad_enabled(self.keep):
+            x = x.detach().requires_grad_(self.keep and x.is_floating_point())
+            if self.split.in_order:
+                earlier = (state.dense[other].own for other in range(place))
+                past = [tuple(one.detach().requires_grad_(one.requires_grad) for one in own) for own in earlier]
+            later = DeferredGradients(state.parameters) if self.keep and state.degrees.later else None
+            result = block.dense(state.parameters, self.split.samples(x), micro_batch, drawn, past, later)
+            y, u = result.y.view(x.shape), result.u.view(x.shape)
+            shared = None if result.shared is None else result.shared.view(x.shape)
+        if state.z is None:
+            state.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))
+        state.z[at].copy_(y.detach())
+        return DenseState(
+            x,
+            u if block.makes_rows else u.detach(),
+            None if shared is None else shared.detach(),
+            Output.of(y),
+            Output.of(u),
+            None if shared is None else Output.of(shared),
+            micro_batch,
+            result.scores,
+            result.routing,
+            result.own,
+            [None] * len(result.own),
+            past,
+            later,
+        )
+
+    def _route(self, number: int, chunk: range) -> None:
+        """Gives the rows of some dense micro-batches their places, and drops those that there is no room for."""
+        state, block, capacity = self.blocks[number], self._modules[number], self._capacities[number]
+        E, axis = block.num_experts, self.split.axis
+        assert chunk.start == self._placed[number], "micro-batches must be routed in order"
+        self._placed[number] = chunk.stop
+        routed = [state.dense[place] for place in chunk]
+        chosen = [self._batch(one.micro_batch.spread(one.routing.expert_SK, -1), one.x) for one in routed]
+        if capacity is not None:
+            together = torch.cat(chosen, axis)
+            expert_SK = together.flatten(0, -2)
+            if len(chunk) == len(state.cuts.dense_at):
+                dropped_SK = order(expert_SK, E, capacity).row_SK < 0
+            else:
+                dropped_SK = self._full(number, expert_SK, capacity)
+            kept = torch.where(dropped_SK, -1, expert_SK).view_as(together)
+            chosen = list(kept.split([one.shape[axis] for one in chosen], axis))
+        for place, dense, expert in zip(chunk, routed, chosen, strict=True):
+            with torch.set_grad_enabled(self.keep):
+                weight = self._batch(dense.micro_batch.spread(dense.routing.weight_SK), dense.x)
+                for p in state.cuts.rows_of[place]:
+                    at = state.cuts.rows_in_dense_at[p]
+                    expert_SK, weight_SK = expert[at].flatten(0, -2), weight[at].flatten(0, -2)
+                    if block.makes_rows:
+                        assert dense.u is not None
+                        state.rows[p] = _ordered_rows(block, dense.u[at].flatten(0, -2), expert_SK, weight_SK)
+                    else:
+                        layout = order(expert_SK, E).exact()
+                        state.rows[p] = RowState(layout, take_pairs(weight_SK, layout), layout.counts_E)
+
+    def _full(self, number: int, expert_SK: Tensor, capacity: int) -> Tensor:
+        """Returns which slots come when their expert is full, where each token has one slot and micro-batches come in
+        order."""
+        E = self._modules[number].num_experts
+        taken_E = self._taken[number]
+        if taken_E is None:
+            taken_E = torch.zeros(E, dtype=torch.long, device=expert_SK.device)
+        layout = order(expert_SK, E).exact()
+        chosen_N = expert_SK.reshape(-1)[layout.pair_N]
+        rank_N = torch.arange(layout.rows, device=chosen_N.device) - layout.offsets_E1[:-1].long()[chosen_N]
+        full_N = rank_N + taken_E[chosen_N] >= capacity
+        self._taken[number] = taken_E + layout.counts_E
+        full_S = torch.zeros(expert_SK.numel(), dtype=torch.bool, device=expert_SK.device)
+        full_S[layout.pair_N] = full_N
+        return full_S.view_as(expert_SK)
+
+    def sparse_all_gather(self, task: Task) -> None:
+        placed = self._modules[task.layer or 0].layer.placed
+        assert placed is not None
+        placed.arrive()
+
+    def start(self, task: Task) -> None:
+        number, chunk = task.layer or 0, task.chunk or 0
+        state, block = self.blocks[number], self._modules[number]
+        places = state.cuts.row_chunks["forward"][chunk]
+        if (refusal := self._refusal) is None:
+            micro_batches = [state.rows[p] for p in places]
+        else:  # this rank sends nothing but why
+            none_SK = torch.empty(0, 1, dtype=torch.long, device=self._x.device)
+            layout = order(none_SK, block.num_experts)
+            nothing = layout.exact(), self._x.new_empty(0), layout.counts_E
+            micro_batches = [RowState(*nothing) for _ in places]
+        if state.held is not None:
+            for rows_state in micro_batches:  # rows that are sorted by expert go to copies of these
+                by_expert = rows_state.layout
+                rows_state.layout = block.places(by_expert)
+                with torch.set_grad_enabled(self.keep):
+                    pair_N = by_expert.row_SK.reshape(-1)[rows_state.layout.pair_N]
+                    rows_state.weight_N = rows_state.weight_N[pair_N]
+        sent = Sent([one.layout for one in micro_batches], self.split.peers)
+        if refusal is not None:
+            block.exchange(sent.counts, self._x, (), refusal)
+        rows = sent.join([self._rows_of(state, p) for p in places])
+        routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
+        exchange = block.exchange(sent.counts, rows, routings, None)
+        received = Received(exchange, exchange.come_QPE, len(places), state.held, rows.device)
+        weights = sent.join([self.use(one.weight_N.detach()) for one in micro_batches])
+        state.chunks[chunk] = self.block_chunks[number][chunk] = BlockChunk(
+            exchange, received.layout, rows, weights[:, None], sent=sent, received=received
+        )
+
+    def _rows_of(self, state: BlockState, p: int) -> Tensor:
+        """A row micro-batch's rows as they are sent."""
+        rows, place = state.rows[p], state.cuts.dense_of[p]
+        dense = state.dense[place]
+        assert dense.u is not None
+        if rows.ordered is None:
+            u_SM = dense.u[state.cuts.rows_in_dense_at[p]].reshape(-1, self.shape[-1])
+        else:
+            u_SM = rows.ordered.x_SM.detach()
+        dense.sent += 1
+        if dense.sent == len(state.cuts.rows_of[place]):
+            dense.u = None  # its last rows are made now
+        return permute(self.use(u_SM), rows.layout)
+
+    def finish(self, task: Task, rows: Tensor) -> None:
+        number, chunk = task.layer or 0, task.chunk or 0
+        state = self.blocks[number]
+        assert state.z is not None
+        parts = self.block_chunks[number][chunk].sent.split(rows)
+        for p, part in zip(state.cuts.row_chunks["forward"][chunk], parts, strict=True):
+            z = state.z[state.cuts.rows_at[p]]
+            y_SM = gather_sum(part, state.rows[p].layout)
+            z += self._end(number, p, y_SM, z.shape) if self._modules[number].ends else y_SM.view(z.shape)
+
+    def _end(self, number: int, p: int, rows_SM: Tensor, shape: torch.Size) -> Tensor:
+        """Makes the block's output for a row micro-batch, and keeps the graph that made it."""
+        state, block = self.blocks[number], self._modules[number]
+        dense, rows = state.dense[state.cuts.dense_of[p]], state.rows[p]
+        with torch.set_grad_enabled(self.keep):
+            rows_SM.requires_grad_(self.keep)
+            y = (rows_SM if rows.ordered is None else block.layer.order.restore(rows_SM, rows.ordered)).view(shape)
+            if dense.shared is not None:
+                y = y + self.use(dense.shared)[state.cuts.rows_in_dense_at[p]]
+            micro_batch = self._micro_batch(number, p, state.cuts.rows_at)
+            z = block.end(self.split.samples(y), micro_batch).view(shape)
+        rows.ended = Output.of(z), y, rows_SM
+        return z.detach()
+
+    def _micro_batch(self, number: int, place: int, ats: Sequence[Index]) -> MicroBatch:
+        """Counts the tokens of a micro-batch that each rank of the MP group routes."""
+        whole = self._wholes[number]
+        if self._numbers is None:
+            self._numbers = torch.arange(self._lead.numel()).view(self._lead)
+        part = self._numbers[ats[place]]
+        if len(whole.rows) == 1:
+            return MicroBatch(place, len(ats), (part.numel(),), 0)
+        # Tokens are numbered along the batch; each rank routes those between two of these ends.
+        ends = torch.tensor([0, *whole.rows]).cumsum(0)
+        rows = torch.searchsorted(part.flatten().contiguous(), ends).diff()
+        return MicroBatch(place, len(ats), rows.tolist(), whole.rank)
+
+    def _whole_gate(self, number: int) -> Tensor:
+        """Computes the auxiliary loss of the whole batch, and its gradient with respect to the scores."""
+        state, block, whole = self.blocks[number], self._modules[number], self._wholes[number]
+        dense = [state.dense[place] for place in range(len(state.dense))]
+        parts = zip(
+            *([self._batch(one.micro_batch.spread(score.detach()), one.x) for score in one.scores] for one in dense),
+            strict=True,
+        )
+        scores = [self._tokens(torch.cat(part, self.split.axis))[whole.own] for part in parts]
+        scores = [score.requires_grad_(self.keep) if score.is_floating_point() else score for score in scores]
+        with torch.set_grad_enabled(self.keep):
+            routing = block.choose(tuple(scores))
+        layer, aux = block.layer, routing.aux_loss
+        layer.load.count(routing, layer.gate, layer.training)
+        layer.load.keep(torch.stack([state.rows[p].kept_E for p in range(len(state.rows))]).sum(0))
+        if aux.requires_grad:
+            leaves = [score for score in scores if score.requires_grad]
+            grads = iter(torch.autograd.grad(aux, leaves, allow_unused=True))
+            of_scores = [next(grads) if score.requires_grad else None for score in scores]
+            state.dscores = [None if grad is None else self._batch(whole.spread(grad)) for grad in of_scores]
+        return aux.detach()
+
+    def _note_sizes(self, state: BlockState) -> None:
+        """Keeps what the backward pass needs of sizes, for its own chunks."""
+        for number, chunk in state.chunks.items():
+            assert isinstance(chunk.part, Exchange)
+            state.exchange = chunk.part
+            places = state.cuts.row_chunks["forward"][number]
+            sizes = (np.split(whole, len(places), -1) for whole in (chunk.part.send_PE, chunk.part.come_QPE))
+            state.sizes |= dict(zip(places, zip(*sizes, strict=True), strict=True))
+
+    def _batch(self, value_S: Tensor, like: Tensor | None = None) -> Tensor:
+        """[S, …] values of tokens -> [B, …, ·], of the whole batch or of a micro-batch's x."""
+        lead = self._lead if like is None else like.shape[:-1]
+        return value_S.view(*lead, *value_S.shape[1:])
+
+    def _tokens(self, value: Tensor) -> Tensor:
+        """[b, …, ·] values -> [S, …]."""
+        return value.flatten(0, len(self._lead) - 1)
+
+
+def _ordered_rows(block: MoEBlock, u_SM: Tensor, expert_SK: Tensor, weight_SK: Tensor) -> RowState:
+    """Rows that an order by products makes of tokens, none of which is to be dropped any more."""
+    ordered = block.order(u_SM, expert_SK, weight_SK)
+    layout = ordered.layout.exact()
+    # Where there are none, the matrix that restores tokens has the weights.
+    weights = ordered.weight_SK
+    weight_N = weight_SK.new_ones(layout.rows) if weights is None else take_pairs(weights, layout)
+    return RowState(layout, weight_N, ordered.kept_E, ordered)

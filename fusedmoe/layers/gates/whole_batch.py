@@ -1,0 +1,158 @@
+"""Gates that look at the whole batch.
+
+In Expert Choice the experts pick the tokens; in SoftMoE every slot is a mixture of tokens, and every token a mixture of
+slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting, check_count, fill_normal, router_dtype, share_of_rows
+from fusedmoe.layers.gates.router import router_logits
+from fusedmoe.losses import z_loss
+
+
+class ExpertChoice(Gate):
+    """Each expert takes its ceil(k·f·S/E) most probable tokens, at most S (Zhou et al. 2022, Expert Choice).
+
+    p = softmax over experts of x·Wᵀ; expert e picks the tokens with the highest p[:, e], the lower token
+    between equal ones; the weight is p. Every expert gets the same number of tokens, and a token gets 0 to E
+    experts, k·f on average. The choice looks at the whole batch, later tokens included: not for causal
+    language models.
+
+    `Routing` has K = E slots: slot e holds expert e, or -1 (weight 0) where e did not pick the token. Its
+    capacity is None, as nothing is left to drop; the attribute `capacity_factor` of this gate is therefore
+    None and f is kept as `factor`.
+
+    Random: nothing. Parameters: `weight_EM` [E, M]. Losses: "z". Default: none, the load is even by
+    construction.
+
+    Args:
+        k: experts per token on average (times the factor).
+        capacity_factor: f > 0.
+    """
+
+    losses: ClassVar[tuple[str, ...]] = ("z",)
+    weight_EM: nn.Parameter
+
+    def __init__(
+        self,
+        experts: int,
+        k: int = 2,
+        capacity_factor: float = 1.0,
+        *,
+        aux: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(experts, k, capacity_factor, aux=aux)
+        self.require(capacity_factor is not None, "capacity_factor sets how many tokens an expert picks: give one")
+        self.factor = capacity_factor
+        self.capacity_factor = None
+
+    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"weight_EM": (self.experts, model_dim)}
+
+    def picks(self, tokens: int) -> int:
+        """Tokens that each expert picks out of `tokens`."""
+        return min(share_of_rows(self.k, self.factor, tokens, self.experts), tokens)
+
+    def rows_per_token(self, tokens: int) -> float:
+        return self.experts * self.picks(tokens) / tokens
+
+    def route(self, x_SM: Tensor) -> Routing:
+        S, E = x_SM.shape[0], self.experts
+        logits_SE = router_logits(x_SM, self.weight_EM)
+        prob_SE = logits_SE.softmax(1)
+        chosen_SE = _highest_rows(prob_SE.detach(), self.picks(S))
+        expert_E = torch.arange(E, device=x_SM.device)
+        weight_SK = prob_SE.masked_fill(~chosen_SE, 0)
+        # Nothing is left to drop: `row_capacity` says None.
+        return self.routing(
+            torch.where(chosen_SE, expert_E, -1), weight_SK, logits_SE, {"z": lambda: z_loss(logits_SE)}
+        )
+
+
+class SoftMoE(Gate):
+    """Soft dispatch and combine, nothing dropped (Puigcerver et al. 2024, From Sparse to Soft, eq. 1–3 and
+    §2.3).
+
+    logits = l2norm(x) · (scale · l2norm(Φ)) [S, N], N = E·slots; dispatch = softmax over tokens (dimension
+    0), combine = softmax over slots (dimension 1). Without `normalize` the logits are x·Φ. Column n belongs
+    to expert n // slots. Each slot mixes all S tokens of the rank, later ones included: not for causal
+    language models.
+
+    Random: nothing. Parameters: `weight_NM` [E·slots, M] normal with standard deviation 1/√M; with
+    `normalize`, `scale` [1], one at the start. Losses: "z" (on the [S, N] logits). Default: none.
+    `k` is E: every expert has a share in every token.
+
+    Args:
+        slots: p ≥ 1, inputs per expert.
+        normalize: l2-normalise tokens and slot parameters (matters for large model dimensions).
+    """
+
+    losses: ClassVar[tuple[str, ...]] = ("z",)
+    weight_NM: nn.Parameter
+    scale: nn.Parameter
+
+    def __init__(
+        self,
+        experts: int,
+        slots: int = 1,
+        *,
+        normalize: bool = True,
+        aux: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(experts, experts, None, aux=aux)
+        check_count(self, "slots", slots)
+        self.slots = slots
+        self.normalize = normalize
+
+    def parameter_shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"weight_NM": (self.experts * self.slots, model_dim)}
+        if self.normalize:
+            shapes["scale"] = (1,)  # not a scalar: fully sharded data parallelism splits dimension 0
+        return shapes
+
+    def reset_parameters(self) -> None:
+        fill_normal(self.weight_NM, self.weight_NM.shape[1] ** -0.5)
+        if self.normalize:
+            nn.init.ones_(self.scale)
+
+    def route(self, x_SM: Tensor) -> SoftRouting:
+        if self.normalize:
+            x_SM = x_SM.to(router_dtype(x_SM))
+            weight_NM = nn.functional.normalize(self.weight_NM.to(x_SM.dtype), dim=1)
+            logits_SN = router_logits(nn.functional.normalize(x_SM, dim=1), weight_NM * self.scale.to(x_SM.dtype))
+        else:
+            logits_SN = router_logits(x_SM, self.weight_NM)
+        return SoftRouting(
+            dispatch_SN=logits_SN.softmax(0),
+            combine_SN=logits_SN.softmax(1),
+            slots=self.slots,
+            aux_loss=self.weigh(logits_SN, {"z": lambda: z_loss(logits_SN)}),
+            logits_SE=logits_SN.detach(),
+        )
+
+    def row_capacity(self, tokens: int) -> int:
+        """Each expert computes `slots` rows, however many tokens there are."""
+        return self.slots
+
+
+def _highest_rows(score_SE: Tensor, count: int) -> Tensor:
+    """Mask [S, E] of the `count` highest rows of each column, lower rows first between equal scores.
+
+    Only the set matters, so that the count-th value and a running count of its equals do instead of a stable
+    sort.
+    """
+    if count == 0:
+        return torch.zeros_like(score_SE, dtype=torch.bool)
+    score_ES = score_SE.t().contiguous()
+    least_E1 = score_ES.topk(count, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above_ES = score_ES > least_E1
+    equal_ES = score_ES == least_E1
+    wanted_E1 = count - above_ES.sum(1, keepdim=True)
+    return (above_ES | (equal_ES & (equal_ES.cumsum(1) <= wanted_E1))).t()
