@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import fusedmoe
 from bench.gpu.session import Session, open_session
+
+
+def pytest_configure() -> None:
+    fusedmoe.keep_memory()  # what the system does for large tensors takes a time that does not repeat itself
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

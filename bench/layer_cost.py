@@ -168,5 +168,6 @@ def seconds(step: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
+    fusedmoe.keep_memory()
     for threads in (1, 2):
         print(measure(Shape(), threads, rounds=5))

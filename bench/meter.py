@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from fusedmoe.kernels.workspace import shared_workspace
-
 Step = Callable[[], object]
 
 _STATUS, _CLEAR_REFS, _CLEAR_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs"), "5"
@@ -128,8 +126,7 @@ def _status_bytes(name: str) -> int:
 
 
 def _give_back() -> None:
-    """Memory that was freed and that layers or the C library keep would hide what a step asks for."""
-    shared_workspace().clear()
+    """Memory that was freed and that the C library keeps would hide what a step asks for."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

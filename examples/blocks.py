@@ -66,4 +66,5 @@ def main(steps: int = 60) -> float:
 
 
 if __name__ == "__main__":
+    fusedmoe.keep_memory()
     main()

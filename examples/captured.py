@@ -85,4 +85,5 @@ def main(steps: int = 60) -> float:
 
 
 if __name__ == "__main__":
+    fusedmoe.keep_memory()
     main()

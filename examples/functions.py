@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+import fusedmoe
 from fusedmoe import ops
 
 
@@ -35,4 +36,5 @@ def main() -> torch.Tensor:
 
 
 if __name__ == "__main__":
+    fusedmoe.keep_memory()
     main()

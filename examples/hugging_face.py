@@ -72,4 +72,5 @@ def train(world: int, rank: int, steps: int) -> float:
 
 
 if __name__ == "__main__":
+    fusedmoe.keep_memory()
     main()

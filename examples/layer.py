@@ -40,4 +40,5 @@ def main(steps: int = 200) -> float:
 
 
 if __name__ == "__main__":
+    fusedmoe.keep_memory()
     main()

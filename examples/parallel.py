@@ -56,4 +56,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    fusedmoe.keep_memory()
     main()

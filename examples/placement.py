@@ -82,4 +82,5 @@ def say(topology: fusedmoe.Topology, text: str) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    fusedmoe.keep_memory()
     main()

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fusedmoe.layers.moe import MoELayer as MoELayer
     from fusedmoe.layers.profiled import trace as trace
     from fusedmoe.layers.schedule import Schedule as Schedule
+    from fusedmoe.memory import keep_memory as keep_memory
     from fusedmoe.schedule.own_policies import register_policy as register_policy
 
 __version__ = "0.1.0"
@@ -62,6 +63,7 @@ _HOMES = {
     "Schedule": "layers.schedule",
     "SimpleOrder": "layers.fsmoe",
     "Topology": "comm.topology",
+    "keep_memory": "memory",
     "pipeline": "blocks.pipeline",
     "register_policy": "schedule.own_policies",
     "trace": "layers.profiled",

@@ -8,9 +8,7 @@
         y = puts.fused_experts(x, weight_SK, layout, buffers, puts.GroupedExperts(weights, "swiglu"))
 
 `open_heap` gives memory that kernels of all ranks address, `ReceiveBuffers` lie in it and serve one layer after the
-other, and `fused_experts` takes tokens to their experts and back. `dispatch_tokens`, `dispatch_experts`,
-`experts_combine` and `combine_results` are its parts, for the way that `make_route` gives; `for_all_shards` is for
-experts split over ranks.
+other, and `fused_experts` takes tokens to their experts and back; `for_all_shards` is for experts split over ranks.
 """
 
 from __future__ import annotations
@@ -18,26 +16,14 @@ from __future__ import annotations
 from fusedmoe.comm.heaps import open_heap
 from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.one_sided_experts import (
-    combine_results,
-    dispatch_experts,
-    dispatch_tokens,
-    experts_combine,
-    fused_experts,
-    make_route,
-)
+from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.kernels.one_sided import for_all_shards
 
 __all__ = [
     "GroupedExperts",
     "BufferSizes",
     "ReceiveBuffers",
-    "combine_results",
-    "dispatch_experts",
-    "dispatch_tokens",
-    "experts_combine",
     "for_all_shards",
     "fused_experts",
-    "make_route",
     "open_heap",
 ]

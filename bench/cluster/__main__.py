@@ -225,10 +225,6 @@ def _run_ranks(
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(commands)),
                 "OMP_NUM_THREADS": "1",
-                # Memory that is given back to the system comes again page by page, in no time that repeats itself.
-                "MALLOC_MMAP_THRESHOLD_": str(2**25),
-                "MALLOC_TRIM_THRESHOLD_": str(2**33),
-                "MALLOC_TOP_PAD_": str(2**26),
                 # What one thread has given back another may take: a dozen models have dozens of threads.
                 "MALLOC_ARENA_MAX": "2",
                 **own,

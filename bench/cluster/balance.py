@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import fusedmoe
 from bench.cluster.captured import make_step
 from bench.cluster.layer import make_layer, run
 from bench.cluster.setting import SETTINGS, Setting
@@ -98,6 +99,7 @@ def main() -> None:
     signal.alarm(SECONDS)
     setting, rank = SETTINGS[name], int(os.environ["RANK"])
     torch.set_num_threads(1)
+    fusedmoe.keep_memory()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder.absolute()}/store",

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fusedmoe
 from bench.cluster import balance, blocks, captured, job, model, placed, price, stacks
 from bench.cluster import layer as layers
 from bench.cluster.profile import StackProfile, profile_stack
@@ -82,6 +83,7 @@ def main() -> None:
     setting = setting_of(name, out)
     os.environ[CACHE] = str(out / "cache")  # what is measured behind these links
     torch.set_num_threads(1)
+    fusedmoe.keep_memory()
     dist.init_process_group("gloo", timeout=timedelta(seconds=_WAIT_S))
     try:
         topology = Topology.from_sizes(

@@ -30,7 +30,6 @@ from fusedmoe.comm.exchange import Part
 from fusedmoe.engine.chunks import concatenated, taken
 from fusedmoe.engine.run import Plans
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.workspace import empty
 from fusedmoe.schedule.task import PIPELINE, WEIGHT_GRADIENTS
 
 #: Indexes a batch, [B, …, M]: all before the axis that is cut, and a slice of that.
@@ -187,7 +186,7 @@ class Sent:
         """All rows as they travel -> each micro-batch's sorted rows."""
         if self._order_N is None:
             return [rows]
-        return list(empty(rows, rows.shape).index_copy_(0, self._order_N, rows).split(self._sizes))
+        return list(rows.new_empty(rows.shape).index_copy_(0, self._order_N, rows).split(self._sizes))
 
 
 class Received:

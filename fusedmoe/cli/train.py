@@ -24,6 +24,7 @@ from fusedmoe.comm.collectives import all_gather_object
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.files import read_text, write_kept, write_text
+from fusedmoe.memory import keep_memory
 from fusedmoe.metrics import Metrics
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.progress import Display, make_display
@@ -126,6 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = (fitting_sizes if settings.survive else choose_sizes)(settings, launch)
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
     device, stop = choose_device(settings, launch), StopRequest()
+    if device.type == "cpu":
+        keep_memory()  # each step makes the tensors of the one before
     with ExitStack() as held:
         if not settings.survive:  # else torchrun may end a rank that waits for others to begin
             held.enter_context(stop)

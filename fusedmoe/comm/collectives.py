@@ -32,7 +32,6 @@ from torch import Tensor
 from fusedmoe.comm.failure import LOOK_S, ORDER, RENEWED_S, Note, order_of_blame, stopped
 from fusedmoe.comm.group import Group, lost
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.kernels.workspace import empty
 
 T = TypeVar("T")
 
@@ -202,7 +201,7 @@ def all_to_all_rows(
         for rank, its, size in zip(group.ranks, begin(group, operation, _rows(rows), sizes), recv, strict=False):
             if its and struct.unpack_from("<q", its, 8 * group.index)[0] != size:
                 raise other_operation(group, operation, rank)
-    out = empty(rows, (sum(recv), *rows.shape[1:]))
+    out = rows.new_empty((sum(recv), *rows.shape[1:]))
     # Backends that know no 8-bit floats still carry their bytes.
     wire, wire_out = (rows, out) if rows.element_size() > 1 else (rows.view(torch.uint8), out.view(torch.uint8))
     if group.downward is not None:
@@ -238,7 +237,7 @@ def all_gather_rows(
         # Nothing is padded, and every rank sends its own rows to every other.
         copies = rows.repeat(group.size, *([1] * (rows.dim() - 1)))
         return all_to_all_rows(group, copies, [rows.shape[0]] * group.size, counts, operation, agreed=True)
-    out = empty(rows, (sum(counts), *rows.shape[1:]))
+    out = rows.new_empty((sum(counts), *rows.shape[1:]))
     wait(_all_gather_tensor(out, rows, group=group.handle, async_op=True), group, operation)
     return out
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.workspace import empty
 
 
 def chunk_order(counts_G: Tensor, rows: int, degree: int) -> Tensor:
@@ -87,9 +86,9 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """Parts of a batch, not differentiable; one is returned as it is."""
     if len(parts) == 1:
         return parts[0]
-    return torch.cat(list(parts), out=empty(parts[0], (sum(map(len, parts)), *parts[0].shape[1:])))
+    return torch.cat(list(parts))
 
 
 def taken(rows: Tensor, index_N: Tensor) -> Tensor:
     """Copies the rows with these numbers; not differentiable."""
-    return torch.index_select(rows, 0, index_N, out=empty(rows, (len(index_N), *rows.shape[1:])))
+    return torch.index_select(rows, 0, index_N)

@@ -1,25 +1,18 @@
 """Experts over ranks without collectives: kernels put tokens to their experts' ranks, compute on tiles as their rows
 come, and put results straight back.
 
-    dispatch_tokens     tokens → rows at their experts
-    dispatch_experts    tokens → results at their experts; products wait for their own rows
-    experts_combine     rows at their experts → tokens' results; products put what they make
-    combine_results     results at their experts → tokens' results
-    fused_experts       all in one
-
 Values and gradients are those of the collectives (`engine/tokens.py`), bit for bit: rows meet in the same order, in
-the same tiles. The backward of each is the other way by the same means.
+the same tiles. The backward is the other way by the same means.
 
 All of it goes in chunks: an expert's rows are shared out evenly (`kernels/one_sided.py`), and each chunk has kernels
 of its own, which wait for its rows and put its results. So a chunk's results may still be on their way while the next
-one is computed. `fused_experts` may have other chunks backward than forward: the forward pass ends with all rows in the
-receive buffer, and keeps them by the backward's chunks; pre-activations are copied to these as they begin. The parts
-give rows to their caller chunk by chunk and take gradients back so: for them both passes have the same chunks.
+one is computed. The backward may have other chunks than the forward: the forward pass ends with all rows in the
+receive buffer, and keeps them by the backward's chunks; pre-activations are copied to these as they begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -29,14 +22,11 @@ from fusedmoe.comm.receive_buffers import ReceiveBuffers
 from fusedmoe.engine.chunk_experts import GroupedExperts, Totals
 from fusedmoe.engine.chunks import Kept
 from fusedmoe.engine.route import Route
-from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gather_sum import put_pairs, take_pairs
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.one_sided import contiguous
 from fusedmoe.kernels.triton.experts import backward_rows_in_flight, forward_in_flight
-from fusedmoe.kernels.triton.one_sided.put import put_values, return_rows
-from fusedmoe.kernels.weights import Hidden
 from fusedmoe.runtime.recorder import Recorder, span
 
 
@@ -46,13 +36,6 @@ class Measured(NamedTuple):
     recorder: Recorder | None
     kind: str
     links: tuple[str, ...]
-
-
-class _Kept(NamedTuple):
-    """What the backward needs of a chunk, where both passes have the same."""
-
-    x_RM: Tensor
-    h_RH: Tensor
 
 
 def _span(measured: Measured | None, phase: str, chunk: int) -> AbstractContextManager[None]:
@@ -69,13 +52,12 @@ def make_route(
     buffers: ReceiveBuffers,
     degree: int | tuple[int, int] = 1,
 ) -> Route:
-    """The way of a batch's tokens, for one of each of the functions below. Nothing is sent yet.
+    """The way of a batch's tokens. Nothing is sent yet.
 
     Args:
         x_SM: [S, M] tokens, or what is like them. weight_SK: router weight of each slot, or None for 1.
         layout: of all E experts; rank p of the buffers' group has those from p·E/W on.
-        degree: chunks in which results are computed and come back; two numbers: forward and backward, for
-            `fused_experts`.
+        degree: chunks in which results are computed and come back; two numbers: forward and backward.
     Raises:
         ConfigError: more tokens, choices of a token or chunks than the receive buffers have room for.
     """
@@ -109,7 +91,7 @@ class Forward:
             x_CM, layout, wait = chunks.arriving(chunk, self._tokens)
             put = chunks.put(chunk, self._results, arrivals.weight_R)
             with route.buffers.watch.over(), _span(self.measured, "forward", chunk):
-                _, h_RH = forward_in_flight(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
+                h_RH = forward_in_flight(x_CM, layout, self.experts.weights, self.experts.activation, wait, put)
             self.h.append(h_RH)
         # Products of all chunks have waited for all rows.
         self.x = [route.backward.take(chunk, self._tokens) for chunk in range(len(route.backward))]
@@ -144,7 +126,7 @@ class Backward:
             dy_CM, layout, wait = chunks.arriving(chunk, self._tokens)
             put, values = chunks.put(chunk, self._results), chunks.value_addresses(chunk, self._results)
             with route.buffers.watch.over(), _span(self._measured, "backward", chunk):
-                _, _, dy_RM, hidden = backward_rows_in_flight(
+                dy_RM, hidden = backward_rows_in_flight(
                     dy_CM, h_RH, layout, arrivals.weight_R, experts.weights, experts.activation, wait, put, values
                 )
             left.append((dy_RM, hidden))
@@ -226,206 +208,6 @@ def fused_experts(
     """
     route = make_route(x_SM, weight_SK, layout, buffers, degree)
     return _FusedExperts.apply(x_SM, weight_SK, route, experts, measured, *experts.parameters)
-
-
-class _Dispatch(Function):
-    operation = "fusedmoe.puts.dispatch_tokens"
-
-    @staticmethod
-    def forward(ctx: Any, x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[Tensor, ...]:
-        route.put_metadata()
-        epoch = route.put_tokens(x_SM)
-        rows, chunks = [], route.forward
-        for chunk in range(len(chunks)):
-            chunks.await_tokens(chunk, epoch)
-            rows.append(chunks.take(chunk, epoch))
-        route.read(epoch)
-        ctx.route, ctx.weighted = route, None if weight_SK is None else weight_SK.dtype
-        return (*rows, *(arrivals.weight_R.clone() for arrivals in route.arrivals))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        route, chunks, count = ctx.route, ctx.route.forward, len(ctx.route.forward)
-        epoch = route.begin_results()
-        for chunk, (drows, dweight) in enumerate(zip(grads[:count], grads[count:], strict=True)):
-            last = chunks.arrivals[chunk].layout.offsets_E1[-1:]
-            put_values(dweight.float().contiguous(), chunks.value_addresses(chunk, epoch), last)
-            return_rows(drows, last, chunks.put(chunk, epoch))
-        dx_SM, dweight_N = route.receive(epoch, count)
-        dweight_SK = None if ctx.weighted is None else put_pairs(dweight_N, route.layout).to(ctx.weighted)
-        return dx_SM, dweight_SK, None
-
-
-def dispatch_tokens(x_SM: Tensor, weight_SK: Tensor | None, route: Route) -> tuple[list[Tensor], list[Tensor]]:
-    """Tokens to their experts' ranks. Collective.
-
-    Returns:
-        Of each chunk the rows [R, M], sorted by local expert (`route.arrivals` has their layouts), and their router
-        weights [R], float32.
-    Saves for backward: nothing.
-    Raises:
-        ConfigError: a route with other chunks backward than forward.
-        RankError: as `fused_experts`.
-    """
-    degree = _only_degree(route, "dispatch_tokens")
-    found = _Dispatch.apply(x_SM, weight_SK, route)
-    return list(found[:degree]), list(found[degree:])
-
-
-class _Combine(Function):
-    operation = "fusedmoe.puts.combine_results"
-
-    @staticmethod
-    def forward(ctx: Any, route: Route, *rows: Tensor) -> Tensor:
-        epoch, chunks = route.begin_results(), route.forward
-        for chunk, out_RM in enumerate(rows):
-            return_rows(out_RM, chunks.arrivals[chunk].layout.offsets_E1[-1:], chunks.put(chunk, epoch))
-        ctx.route = route
-        return route.receive(epoch, len(chunks))[0]
-
-    @staticmethod
-    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
-        route, chunks = ctx.route, ctx.route.forward
-        epoch = route.put_tokens(dy_SM)
-        drows = []
-        for chunk in range(len(chunks)):
-            chunks.await_tokens(chunk, epoch)
-            drows.append(chunks.take(chunk, epoch))
-        route.read(epoch)
-        return None, *drows
-
-
-def combine_results(rows: Sequence[Tensor], route: Route) -> Tensor:
-    """Results of each chunk, [R, M] sorted by local expert, back to their tokens, and summed: [S, M]. Collective.
-
-    Saves for backward: nothing.
-    Raises:
-        ConfigError: a route with other chunks backward than forward.
-        RankError: as `fused_experts`.
-    """
-    _only_degree(route, "combine_results")
-    return _Combine.apply(route, *rows)
-
-
-class _DispatchExperts(Function):
-    operation = "fusedmoe.puts.dispatch_experts"
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_SM: Tensor, route: Route, experts: GroupedExperts, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        route.put_metadata()
-        epoch, chunks = route.put_tokens(x_SM), route.forward
-        out, ctx.kept = [], []
-        for chunk in range(len(chunks)):
-            x_CM, layout, wait = chunks.arriving(chunk, epoch)
-            with route.buffers.watch.over():
-                out_RM, h_RH = forward_in_flight(x_CM, layout, experts.weights, experts.activation, wait, None)
-            out.append(out_RM)
-            ctx.kept.append(_Kept(chunks.take(chunk, epoch), h_RH))
-        route.read(epoch)
-        ctx.route, ctx.experts = route, experts
-        return tuple(out)
-
-    @staticmethod
-    def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
-        route, chunks, experts = ctx.route, ctx.route.forward, ctx.experts
-        kept, ctx.kept = ctx.kept, None
-        epoch = route.begin_results()
-        left: list[tuple[Tensor, Hidden]] = []
-        for chunk, (dy_RM, one) in enumerate(zip(dout, kept, strict=True)):
-            put, layout = chunks.put(chunk, epoch), contiguous(chunks.arrivals[chunk])
-            _, _, _, hidden = backward_rows_in_flight(
-                dy_RM, one.h_RH, layout, None, experts.weights, experts.activation, None, put
-            )
-            left.append((dy_RM, hidden))
-        totals: Totals = None
-        for (dy_RM, hidden), one, arrivals in zip(left, kept, chunks.arrivals, strict=True):
-            totals = experts.weight_gradients(dy_RM, one.x_RM, hidden, contiguous(arrivals), None, totals)
-        return route.receive(epoch, len(chunks))[0], None, None, *_grads(totals, experts)
-
-
-def dispatch_experts(x_SM: Tensor, route: Route, experts: GroupedExperts) -> list[Tensor]:
-    """Tokens to their experts, which begin with what has come: of each chunk results [R, M], sorted by local expert,
-    not weighted. Collective.
-
-    Saves for backward:
-        received rows, R·M, and pre-activations R·H (gated 2·R·H).
-    Raises:
-        ConfigError: a route with other chunks backward than forward.
-        RankError: as `fused_experts`.
-    """
-    _only_degree(route, "dispatch_experts")
-    return list(_DispatchExperts.apply(x_SM, route, experts, *experts.parameters))
-
-
-class _ExpertsCombine(Function):
-    operation = "fusedmoe.puts.experts_combine"
-
-    @staticmethod
-    def forward(ctx: Any, route: Route, experts: GroupedExperts, *inputs: Tensor | None) -> Tensor:
-        chunks = route.forward
-        count = len(chunks)
-        rows, weights = inputs[:count], inputs[count : 2 * count]
-        epoch = route.begin_results()
-        ctx.kept = []
-        for chunk, (x_RM, weight_R) in enumerate(zip(rows, weights, strict=True)):
-            assert x_RM is not None
-            put, layout = chunks.put(chunk, epoch, weight_R), contiguous(chunks.arrivals[chunk])
-            _, h_RH = forward_in_flight(x_RM, layout, experts.weights, experts.activation, None, put)
-            ctx.kept.append(_Kept(x_RM, h_RH))
-        ctx.route, ctx.experts, ctx.weights = route, experts, weights
-        return route.receive(epoch, count)[0]
-
-    @staticmethod
-    def backward(ctx: Any, dy_SM: Tensor) -> tuple[Tensor | None, ...]:
-        route, chunks, experts, weights = ctx.route, ctx.route.forward, ctx.experts, ctx.weights
-        kept, ctx.kept = ctx.kept, None
-        epoch = route.put_tokens(dy_SM)
-        drows, dweights = [], []
-        totals: Totals = None
-        for chunk, (one, weight_R) in enumerate(zip(kept, weights, strict=True)):
-            dy_CM, layout, wait = chunks.arriving(chunk, epoch)
-            with route.buffers.watch.over():
-                dx_RM, dweight_R, dy_RM, hidden = backward_rows_in_flight(
-                    dy_CM, one.h_RH, layout, weight_R, experts.weights, experts.activation, wait, None
-                )
-            by_expert = contiguous(chunks.arrivals[chunk])
-            totals = experts.weight_gradients(dy_RM, one.x_RM, hidden, by_expert, weight_R, totals)
-            drows.append(dx_RM)
-            dweights.append(None if weight_R is None or dweight_R is None else dweight_R.to(weight_R.dtype))
-        route.read(epoch)
-        return None, None, *drows, *dweights, *_grads(totals, experts)
-
-
-def experts_combine(
-    rows: Sequence[Tensor], weights: Sequence[Tensor] | None, route: Route, experts: GroupedExperts
-) -> Tensor:
-    """Rows of each chunk, [R, M] sorted by local expert, through the experts and back to their tokens as they are made:
-    [S, M]. Collective.
-
-    Args:
-        weights: router weights of these rows, [R] each; None for 1.
-    Saves for backward:
-        the rows, R·M, and pre-activations R·H (gated 2·R·H).
-    Raises:
-        ConfigError: a route with other chunks backward than forward.
-        RankError: as `fused_experts`.
-    """
-    _only_degree(route, "experts_combine")
-    factors = [None] * len(rows) if weights is None else list(weights)
-    return _ExpertsCombine.apply(route, experts, *rows, *factors, *experts.parameters)
-
-
-def _only_degree(route: Route, operation: str) -> int:
-    """The chunks of both passes."""
-    there, back = route.degrees
-    if there != back:
-        raise ConfigError(
-            f"{operation} takes gradients in the chunks in which it gives rows, and the route has {there} forward and "
-            f"{back} backward; make_route(degree={there}), or fused_experts, which can have both"
-        )
-    return there
 
 
 def _grads(totals: Totals, experts: GroupedExperts) -> list[Tensor | None]:

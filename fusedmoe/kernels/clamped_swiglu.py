@@ -22,7 +22,6 @@ from torch.nn.functional import hardtanh
 
 from fusedmoe.kernels.activation import cached_slices
 from fusedmoe.kernels.backend import has_kernels
-from fusedmoe.kernels.workspace import empty
 
 # Bytes of each buffer, for each thread: all of them stay in its cache.
 _SLICE_BYTES = 1 << 17
@@ -42,7 +41,7 @@ def clamped_swiglu(h_NH: Tensor, alpha: float, limit: float) -> Tensor:
         from fusedmoe.kernels.triton import clamped_swiglu as kernels
 
         return kernels.clamped_swiglu(h_NH, alpha, limit)
-    a_NI = empty(h_NH, (h_NH.shape[0], h_NH.shape[1] // 2))
+    a_NI = h_NH.new_empty((h_NH.shape[0], h_NH.shape[1] // 2))
     for rows, (g, u, glu) in _halves(h_NH, 1):
         g.clamp_(max=limit)
         torch.mul(g, alpha, out=glu).sigmoid_().mul_(g)
@@ -57,7 +56,7 @@ def clamped_swiglu_backward(da_NI: Tensor, h_NH: Tensor, alpha: float, limit: fl
         from fusedmoe.kernels.triton import clamped_swiglu as kernels
 
         return kernels.clamped_swiglu_backward(da_NI, h_NH, alpha, limit)
-    dh_NH = empty(h_NH, h_NH.shape)
+    dh_NH = h_NH.new_empty(h_NH.shape)
     for rows, (g, u, sigma, slope, inside) in _halves(h_NH, 3):
         da, dh = da_NI[rows], dh_NH[rows].view(*g.shape, 2)
         torch.lt(torch.abs(u, out=inside), limit, out=inside)

@@ -24,7 +24,6 @@ from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.gather_sum import gather_sum
 from fusedmoe.kernels.layout import Layout
 from fusedmoe.kernels.weights import Gradients, Hidden, Weights
-from fusedmoe.kernels.workspace import empty
 
 # Rows of a block: enough for full speed in the products; and sums of weight gradients are rarely read again.
 _BLOCK_ROWS = 2048
@@ -125,8 +124,8 @@ def plain_forward(
     """`experts_forward` in plain torch: any device and dtype."""
     x_SM = x_SM.contiguous()
     hidden, dim = weights.w2.shape[2], weights.w2.shape[1]
-    h_NH = empty(x_SM, (layout.rows, activation.halves * hidden))
-    out_NM = empty(x_SM, (layout.rows, dim))
+    h_NH = x_SM.new_empty((layout.rows, activation.halves * hidden))
+    out_NM = x_SM.new_empty((layout.rows, dim))
     scratch = _Scratch(x_SM, layout)
     a = scratch.take(hidden)
     for expert, start, stop in scratch.blocks(layout):
@@ -183,7 +182,7 @@ def plain_backward_rows(
     """`experts_backward_rows` in plain torch."""
     rows = _Rows(dy_SM, x_SM, h_NH, layout, weight_N, weights, activation)
     hidden = weights.w2.shape[2]
-    left = Hidden(*(empty(x_SM, (layout.rows, width)) for width in (hidden, activation.halves * hidden)))
+    left = Hidden(*(x_SM.new_empty((layout.rows, width)) for width in (hidden, activation.halves * hidden)))
     for expert, start, stop in rows.scratch.blocks(layout):
         rows.add(expert, start, stop, left.a_NH[start:stop], left.dh_NH[start:stop])
     return *rows.gradients(), left
@@ -223,7 +222,7 @@ class _Rows:
         self._layout, self._weight_N = layout, weight_N
         self._weights, self._activation, self._hidden = weights, activation, weights.w2.shape[2]
         self._h_NH = h_NH.view(layout.rows, activation.halves * self._hidden)
-        self._dx_NM = empty(x_SM, (layout.rows, x_SM.shape[1]))
+        self._dx_NM = x_SM.new_empty((layout.rows, x_SM.shape[1]))
         self._ds_N = None if weight_N is None else x_SM.new_zeros(layout.rows)  # padding has no gradient
         self.scratch = _Scratch(dy_SM.contiguous(), layout)
         self._act, self._da = self.scratch.take(self._hidden), self.scratch.take(self._hidden)
@@ -283,7 +282,7 @@ class _Parameters:
         self.db1: Tensor | None
         self.db2: Tensor | None
         if into is None:
-            self.dw1, self.dw2 = (empty(matrix, matrix.shape) for matrix in (weights.w1, weights.w2))
+            self.dw1, self.dw2 = (matrix.new_empty(matrix.shape) for matrix in (weights.w1, weights.w2))
             self.db1 = None if weights.b1 is None else torch.zeros_like(weights.b1)
             self.db2 = None if weights.b2 is None else torch.zeros_like(weights.b2)
         else:
@@ -336,7 +335,7 @@ class _Scratch:
         self._gathered = self.take(x_SM.shape[1])
 
     def take(self, width: int) -> Tensor:
-        return empty(self._x_SM, (self._rows, width))
+        return self._x_SM.new_empty((self._rows, width))
 
     def gathered(self, rows: int) -> Tensor:
         return self._gathered[:rows]

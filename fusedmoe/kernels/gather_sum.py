@@ -10,10 +10,6 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.workspace import empty
-
-# Bytes of sums that are made at a time on a CPU, before they are copied to used memory: they stay in the cache.
-_BLOCK_BYTES = 1 << 19
 
 
 def permute(x_SM: Tensor, layout: Layout) -> Tensor:
@@ -24,8 +20,7 @@ def permute(x_SM: Tensor, layout: Layout) -> Tensor:
         from fusedmoe.kernels.triton.gather_sum import gather_rows
 
         return gather_rows(x_SM, layout.source_N, layout.offsets_E1)
-    rows_NM = empty(x_SM, (layout.rows, *x_SM.shape[1:]))
-    return layout.zero_padding(torch.index_select(x_SM, 0, layout.source_N, out=rows_NM))
+    return layout.zero_padding(torch.index_select(x_SM, 0, layout.source_N))
 
 
 def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) -> Tensor:
@@ -46,11 +41,11 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
     if row_N.numel() == 0 or rows_NM.shape[1] == 0:
         return rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]))
     if layout.k == 1 and row_N.numel() == layout.tokens:
-        rows = torch.index_select(rows_NM, 0, row_N, out=empty(rows_NM, (len(row_N), rows_NM.shape[1]), result=True))
+        rows = torch.index_select(rows_NM, 0, row_N)
         return rows if weight_N is None else rows.mul_(weight_N[row_N].to(rows.dtype)[:, None])
     if rows_NM.dtype in (torch.float32, torch.float64):
         weights = None if weight_N is None else weight_N[row_N].to(rows_NM.dtype)
-        return _sum_bags(rows_NM.contiguous(), row_N, start_S, weights)
+        return torch.embedding_bag(rows_NM.contiguous(), row_N, start_S, False, 0, False, weights)[0]
     # Half precision is summed in float32, k by k.
     total = torch.float32 if rows_NM.is_floating_point() else rows_NM.dtype
     y_SM = rows_NM.new_zeros((layout.tokens, rows_NM.shape[1]), dtype=total)
@@ -60,19 +55,6 @@ def gather_sum(rows_NM: Tensor, layout: Layout, weight_N: Tensor | None = None) 
         rows = rows_NM[row_S[kept]].to(total)
         y_SM[kept] += rows if weight_N is None else rows * weight_N[row_S[kept], None].to(total)
     return y_SM.to(rows_NM.dtype)
-
-
-def _sum_bags(rows_NM: Tensor, row_N: Tensor, start_S: Tensor, weights: Tensor | None) -> Tensor:
-    """`torch.embedding_bag`, which makes new memory for what it returns, in parts that the C library keeps."""
-    tokens, width = len(start_S), rows_NM.shape[1]
-    y_SM = empty(rows_NM, (tokens, width), result=True)
-    size = max(1, _BLOCK_BYTES // (width * rows_NM.itemsize))
-    places = range(0, tokens, size)
-    ends = [*start_S[::size].tolist(), len(row_N)]
-    for place, start, end in zip(places, ends, ends[1:], strict=False):
-        part, own = slice(place, place + size), None if weights is None else weights[start:end]
-        y_SM[part] = torch.embedding_bag(rows_NM, row_N[start:end], start_S[part] - start, False, 0, False, own)[0]
-    return y_SM
 
 
 def take_pairs(value_SK: Tensor, layout: Layout) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fusedmoe.kernels.backend import has_kernels
 from fusedmoe.kernels.layout import Layout
-from fusedmoe.kernels.workspace import empty
 
 
 def grouped_product(
@@ -27,7 +26,7 @@ def grouped_product(
         from fusedmoe.kernels.triton import grouped_linear as kernels
 
         return kernels.grouped_product(rows_NK, weight, bias_EO, layout, transposed)
-    out = layout.zero_padding(empty(rows_NK, (layout.rows, weight.shape[1 if transposed else 2])))
+    out = layout.zero_padding(rows_NK.new_empty((layout.rows, weight.shape[1 if transposed else 2])))
     for e, start, stop in _of_experts(layout):
         matrix = weight[e].t() if transposed else weight[e]
         torch.mm(rows_NK[start:stop], matrix, out=out[start:stop])
@@ -42,7 +41,7 @@ def grouped_dweight(left_NP: Tensor, right_NQ: Tensor, layout: Layout) -> Tensor
         from fusedmoe.kernels.triton import grouped_linear as kernels
 
         return kernels.grouped_dweight(left_NP, right_NQ, layout)
-    out = empty(left_NP, (layout.experts, left_NP.shape[1], right_NQ.shape[1]))
+    out = left_NP.new_empty((layout.experts, left_NP.shape[1], right_NQ.shape[1]))
     for e, count in enumerate(layout.counts):
         if count == 0:
             out[e].zero_()

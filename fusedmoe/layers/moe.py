@@ -16,7 +16,6 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher, Local, Routed, recomputing
 from fusedmoe.engine.run import GradientReducer, Plans
 from fusedmoe.kernels.layout import contiguous_layout
-from fusedmoe.kernels.workspace import shared_workspace
 from fusedmoe.layers.dynamic_experts import DynamicExperts, first_place
 from fusedmoe.layers.expert_networks import NAMED, Experts, Place, even_place, require_own_experts
 from fusedmoe.layers.gates import Gate
@@ -168,7 +167,6 @@ class MoELayer(nn.Module):
         self.load = Load(gate.experts)
         self.aux_loss = torch.zeros(())
         self._in_reentrant_checkpoint = False
-        self._workspace = shared_workspace()  # held, so that there is one
         self.register_load_state_dict_pre_hook(require_own_experts)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import run as engine
 from fusedmoe.engine.dispatcher import Collectives, Dispatcher
-from fusedmoe.kernels import workspace
 from fusedmoe.schedule.plan import Plan
 from fusedmoe.schedule.step import StepSplit, micro_schedule
 from fusedmoe.schedule.workload import Workload
@@ -87,8 +86,6 @@ def test_peak(split: StepSplit, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # One thread: what counts operations sees its own thread only.
     monkeypatch.setattr(engine, "execute", in_sequence)
-    # New memory for each tensor: what a workspace keeps for the next one would count as in use.
-    monkeypatch.setattr(workspace, "_SMALLEST", 1 << 60)
     plain = peak(one_after_the_other(make_blocks(dispatch=Apart(Topology(), make_all_to_all("direct", Topology())))))
     blocks = make_blocks()
     run = fusedmoe.pipeline(blocks)

@@ -22,7 +22,6 @@ from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.clamped_swiglu import define_clamped_swiglu
 from fusedmoe.kernels.derivatives import numbers_only
-from fusedmoe.kernels.workspace import shared_workspace
 from fusedmoe.layers.input_checks import InputChecks, not_finite
 
 #: The name in transformers' registries.
@@ -142,8 +141,6 @@ def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
 
 def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
     """[T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
-    if not torch.compiler.is_compiling() and "_fusedmoe_workspace" not in experts.__dict__:
-        experts._fusedmoe_workspace = shared_workspace()  # held, so that there is one
 
     def parameter(name: str) -> Tensor | None:
         found = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None

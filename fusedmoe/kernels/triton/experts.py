@@ -111,50 +111,52 @@ def experts_backward_weights(
 
 
 def forward_in_flight(
-    x_CM: Tensor, layout: Layout, weights: Weights, activation: Activation, wait: Wait | None, put: Put | None
-) -> tuple[Tensor, Tensor]:
-    """The forward of rows in a receive buffer: results [R, M], none where they are put, and h [R, (2,) H].
+    x_CM: Tensor, layout: Layout, weights: Weights, activation: Activation, wait: Wait, put: Put
+) -> Tensor:
+    """The forward of rows in a receive buffer: puts the results, and returns h [R, (2,) H].
 
     Args:
         layout: `source_N` are the rows of x; padding may follow.
+        wait: how the first product waits for its rows.
+        put: where the second product puts its results.
     """
     call = make_call(layout, x_CM, in_flight=True)
     h, a = up(call, x_CM, weights, activation, wait)
-    out_RM = product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start, put)
+    product(call, "down", a, weights.w2, True, weights.b2, weights.b2_start, put)
     hidden = weights.w2.shape[2]
-    return out_RM, h.view((layout.rows, 2, hidden) if activation.gated else (layout.rows, hidden))
+    return h.view((layout.rows, 2, hidden) if activation.gated else (layout.rows, hidden))
 
 
 def backward_rows_in_flight(
     dy_CM: Tensor,
     h: Tensor,
     layout: Layout,
-    weight_R: Tensor | None,
+    weight_R: Tensor,
     weights: Weights,
     activation: Activation,
-    wait: Wait | None,
-    put: Put | None,
-    values: Addresses | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Hidden]:
-    """The rows' half of the backward of `forward_in_flight`.
-
-    Gradients of rows [R, M], none where they are put, of router weights [R], and what is left for those of parameters:
-    dy, [R, M] sorted by expert, and activations.
+    wait: Wait,
+    put: Put,
+    values: Addresses,
+) -> tuple[Tensor, Hidden]:
+    """The rows' half of the backward of `forward_in_flight`: puts the gradients of rows.
 
     Args:
-        values: where the gradients of router weights go as well.
+        values: where the gradients of router weights, [R], are put.
+    Returns:
+        What the gradients of parameters need: dy, [R, M] sorted by expert, and the activations.
     """
     call = make_call(layout, dy_CM, in_flight=True)
     h = h.view(layout.rows, activation.halves * weights.w2.shape[2])
     dh, a, ds_R = dhidden(call, dy_CM, h, weight_R, weights, activation, wait)
-    dy_RM = permute(dy_CM, layout)  # all of them are here by now
-    if weights.b2 is not None and ds_R is not None:
+    assert ds_R is not None
+    dy_RM = permute(dy_CM, layout)  # the kernel before has waited for all of them
+    if weights.b2 is not None:
         sorted_call = make_call(replace(layout, source_N=None), dy_RM, in_flight=True)
         ds_R = ds_R + _bias_dot(sorted_call, dy_RM, weights)
-    if values is not None and ds_R is not None:
-        put_values(ds_R, values, layout.offsets_E1[-1:])
+    put_values(ds_R, values, layout.offsets_E1[-1:])
     up_ENM = weights.w1.view(weights.w1.shape[0], -1, weights.w1.shape[-1])
-    return product(call, "dinput", dh, up_ENM, False, put=put), ds_R, dy_RM, Hidden(a, dh)
+    product(call, "dinput", dh, up_ENM, False, put=put)
+    return dy_RM, Hidden(a, dh)
 
 
 def _bias_dot(call: GroupedCall, dy_SM: Tensor, weights: Weights) -> Tensor:

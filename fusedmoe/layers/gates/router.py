@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, router_product
 from fusedmoe.autograd.linear import linear
 from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.kernels.derivatives import Function, numbers_only
+from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.gate import fits_kernels, has_kernels
-from fusedmoe.kernels.workspace import empty
 from fusedmoe.layers.gates.base import Gate, Routing, SoftRouting, outside_autocast, router_dtype
 from fusedmoe.losses import balance_loss_of_sums, z_loss_of_sums
 
@@ -112,13 +111,7 @@ class _RouterLogits(Function):
         grad_x = grad_weight = None
         with outside_autocast(grad_SE.device.type):
             if ctx.needs_input_grad[0]:
-                matrix_EM = weight_EM.to(dtype)
-                if torch.compiler.is_compiling() or not numbers_only():
-                    grad_x = grad_SE @ matrix_EM
-                else:  # into used memory, which neither a second derivative nor a graph of the compiler may keep
-                    into = empty(grad_SE, (len(grad_SE), matrix_EM.shape[1]), result=True)
-                    grad_x = torch.mm(grad_SE, matrix_EM, out=into)
-                grad_x = grad_x.to(x_SM.dtype)
+                grad_x = (grad_SE @ weight_EM.to(dtype)).to(x_SM.dtype)
             if ctx.needs_input_grad[1]:
                 grad_weight = (grad_SE.t() @ x_SM.to(dtype)).to(weight_EM.dtype)
         return grad_x, grad_weight

@@ -21,7 +21,6 @@ from fusedmoe.kernels.backend import uses_triton
 from fusedmoe.kernels.derivatives import Function
 from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
-from fusedmoe.kernels.workspace import shared_workspace
 from fusedmoe.layers.input_checks import InputChecks
 from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans, undisturbed
 from fusedmoe.runtime.execute import Capabilities, runnable_kinds
@@ -132,7 +131,6 @@ class LayerDispatcher:
         if topology.ep.handle is None or torch.distributed.get_backend(topology.ep.handle) != "nccl":
             self._collectives.streams = None
         self._plans: dict[tuple[Any, ...], Plans] = {}
-        self._workspace = shared_workspace()  # held, so that there is one
 
     def agreed_refusal(self, x_SM: Tensor, weight_SK: Tensor) -> str | None:
         """What is wrong with the numbers of this rank, if anything; then `through_experts` ends all ranks.

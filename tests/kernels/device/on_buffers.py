@@ -26,14 +26,7 @@ from fusedmoe.comm.receive_buffers import BufferSizes, ReceiveBuffers
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine import tokens
 from fusedmoe.engine.chunk_experts import GroupedExperts
-from fusedmoe.engine.one_sided_experts import (
-    combine_results,
-    dispatch_experts,
-    dispatch_tokens,
-    experts_combine,
-    fused_experts,
-    make_route,
-)
+from fusedmoe.engine.one_sided_experts import fused_experts
 from fusedmoe.engine.run import Plans, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import take_pairs
@@ -108,20 +101,6 @@ def by_puts(case: Case, buffers: ReceiveBuffers, degree: Degree) -> list[Tensor]
     return results(fused_experts(x, weight, case.layout, buffers, experts, degree), x, weight, experts, case.dy_SM)
 
 
-def by_halves(case: Case, buffers: ReceiveBuffers, degree: int, first: bool) -> list[Tensor]:
-    """Through two operations instead of one; the first half fused with the experts, or the second."""
-    x, weight, experts = leaves(case)
-    route = make_route(x, weight, case.layout, buffers, degree)
-    if first:
-        out = dispatch_experts(x, route, experts)
-        weights = [arrivals.weight_R[:, None] for arrivals in route.arrivals]
-        y = combine_results([rows * w for rows, w in zip(out, weights, strict=True)], route)
-        found = results(y, x, weight, experts, case.dy_SM)
-        return [found[0], found[1], *found[3:]]  # weights are no input of either
-    rows, weights = dispatch_tokens(x, weight, route)
-    return results(experts_combine(rows, weights, route, experts), x, weight, experts, case.dy_SM)
-
-
 def heap_over(group: Group, nodes: Sequence[int], breaks: Sequence[str] = ()) -> Heap:
     """`nodes`: of each rank; none where all share one. `breaks`: as `Wire.breaks`."""
     return FarHeap(group, CPU, nodes, breaks) if nodes else open_heap(group, CPU)
@@ -135,10 +114,8 @@ def compare(
     bias: bool,
     nodes: Sequence[int] = (),
     breaks: Sequence[str] = (),
-    halves: bool = True,
 ) -> list[str]:
-    """What differs from the collectives, in words. `halves`: through two operations, too, where both passes have as
-    many chunks."""
+    """Returns what differs from the collectives, in words."""
     topology = Topology.from_sizes(ep=world, timeout_s=30)
     wrong = []
     with heap_over(topology.ep, nodes, breaks) as heap:
@@ -146,22 +123,13 @@ def compare(
         for seed, degree in enumerate(degrees):
             case = Case(rank, world, tokens[rank], seed, bias)
             right = by_collectives(case, topology, degree)
-            both = [right[0], right[1], *right[3:]]
             # An output bias's part of router weights' gradients is a product by BLAS, which rounds by a row's place.
-            blas = {2} if bias else set()
-            all_bits = set(range(9)) - blas
-            ways = [("fused_experts", by_puts(case, buffers, degree), right, all_bits)]
-            if halves and isinstance(degree, int):
-                ways += [
-                    ("dispatch + experts_combine", by_halves(case, buffers, degree, False), right, all_bits),
-                    # Weights are applied outside: gradients are rounded elsewhere.
-                    ("dispatch_experts + combine", by_halves(case, buffers, degree, True), both, {0}),
-                ]
-            for name, found, wanted, exact in ways:
-                for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
-                    if not (torch.equal(one, other) if place in exact else torch.allclose(one, other, 1e-4, 1e-3)):
-                        worst = float((one - other).abs().max()) if one.shape == other.shape else one.shape
-                        wrong.append(f"{name}, degree {degree}, result {place}: {worst}")
+            rounded = {2} if bias else set()
+            found = by_puts(case, buffers, degree)
+            for place, (one, other) in enumerate(zip(found, right, strict=True)):
+                if not (torch.allclose(one, other, 1e-4, 1e-3) if place in rounded else torch.equal(one, other)):
+                    worst = float((one - other).abs().max()) if one.shape == other.shape else one.shape
+                    wrong.append(f"degree {degree}, result {place}: {worst}")
     return wrong
 
 
@@ -289,29 +257,6 @@ def fail_in_the_middle(rank: int, world: int, how: str, timeout_s: float) -> str
 def nothing_in_shared_memory() -> list[str]:
     names = [path.name for path in Path("/dev/shm").glob("*fusedmoe*")]
     return [name for name in names if "doctor" not in name]  # whose tests may run at the same time
-
-
-def refuse_halves(rank: int, world: int) -> list[str]:
-    """Halves take gradients in the chunks in which they gave rows; they say so before anything is sent."""
-    topology = Topology.from_sizes(ep=world, timeout_s=20)
-    says = []
-    with open_heap(topology.ep, CPU) as heap:
-        buffers = ReceiveBuffers(heap, BufferSizes(8, SLOTS, EXPERTS, WIDTH, torch.float32))
-        case = Case(rank, world, 8, 0, False)
-        x, weight, experts = leaves(case)
-        route = make_route(x, weight, case.layout, buffers, (2, 3))
-        for half in (
-            lambda: dispatch_tokens(x, weight, route),
-            lambda: dispatch_experts(x, route, experts),
-            lambda: experts_combine([], None, route, experts),
-            lambda: combine_results([], route),
-        ):
-            try:
-                half()
-            except ConfigError as error:
-                says.append(str(error))
-        by_puts(case, buffers, (2, 3))
-        return says
 
 
 def refuse(rank: int, world: int) -> str:

@@ -42,7 +42,7 @@ def test_two_nodes_of_two(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("rule", ["fence", "arrived"])
 def test_rules_are_needed(cluster: Cluster, rule: str) -> None:
-    outcomes = cluster.outcomes(2, compare, [9, 9], [1], False, APART, (rule,), False)
+    outcomes = cluster.outcomes(2, compare, [9, 9], [1], False, APART, (rule,))
     assert any(one.error is not None or one.value for one in outcomes)
 
 
