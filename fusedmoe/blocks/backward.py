@@ -42,6 +42,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         self.dense: list[dict[int, Tensor]] = [{} for _ in blocks]
         self._same = []
         for number, block in enumerate(blocks):
+            # This rank may be the only one with a backward pass: ranks compare before the first rows of each chunk.
             for chunk in block.chunks.values():
                 chunk.part.turn()
             count = len(block.chunks)
@@ -81,7 +82,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         regrouped = Regrouped([chunk.received for chunk in chunks])
         x_RM, kept_RH = Kept([c.x_RM for c in chunks if c.x_RM is not None]), Kept([c.kept for c in chunks])
         weights = torch.cat([c.weights for c in chunks if c.weights is not None])
-        del chunks
+        del chunks  # so that the forward's rows can go as soon as they are copied
         for i, chunk in self.block_chunks[number].items():
             rows, sorted_rows = regrouped.places(chunk.received, block.cuts.row_chunks["backward"][i].start)
             chunk.x_RM, chunk.kept, chunk.weights = x_RM.rows(rows), kept_RH.rows(sorted_rows), weights[rows]
@@ -103,7 +104,7 @@ class BlocksBackward(BlockPass, BackwardPass):
         """Returns the gradient of experts' results, from that of the block's output which was made of them."""
         assert rows.ended is not None
         (to_z, y, rows_SM), rows.ended = rows.ended, None
-        if to_z.edge is None:
+        if to_z.edge is None:  # hooks cut the graph
             rows.dy = torch.zeros_like(y)
             return torch.zeros_like(rows_SM)
         wanted, matrix = [rows_SM, y], None if rows.ordered is None else rows.ordered.combine_SN
@@ -143,6 +144,7 @@ class BlocksBackward(BlockPass, BackwardPass):
             if before is None:
                 before = self._dz[number - 1] = dx.new_empty(self.shape)
             before[block.cuts.dense_at[place]].copy_(dx)
+            # The graph has been used, and its memory goes, unless weight gradients are still to come.
             if dense.later is None:
                 del block.dense[place]
             for p in block.cuts.rows_of[place]:
@@ -172,11 +174,14 @@ class BlocksBackward(BlockPass, BackwardPass):
             if to.edge is not None:
                 pairs.append((to.edge, gradient.to(to.dtype).reshape(to.shape)))
 
+        # The residual stream.
         give(dense.y_to, dz[at])
+        # The experts' input: a token's gradient is the sum of its rows', or goes to the rows that an order made.
         micro_batches = [block.rows[p] for p in block.cuts.rows_of[place]]
         drows = []
         for rows in micro_batches:
             assert rows.drows is not None
+            # Drops are rows that a token does not have: `gather_sum` adds up what there is.
             drows.append(gather_sum(self.use(rows.drows), rows.layout))
         if micro_batches[0].ordered is None:
             give(dense.u_to, _together(block, place, dense.u_to.shape, drows))
@@ -185,19 +190,23 @@ class BlocksBackward(BlockPass, BackwardPass):
                 pairs.append((rows.ordered.x_SM, dx_SM))
             if rows.ordered is not None and rows.dcombine is not None:
                 pairs.append((rows.ordered.combine_SN, self.use(rows.dcombine)))
+        # The shared expert's result, where it went through the end of the block.
         if dense.shared_to is not None:
             dy = [self.use(rows.dy) for rows in micro_batches if rows.dy is not None]
             give(dense.shared_to, _together(block, place, dense.shared_to.shape, dy))
+        # Router weights.
         for rows in micro_batches:
             if rows.weight_N.requires_grad:
                 assert rows.dweight is not None
                 pairs.append((rows.weight_N, self.use(rows.dweight)))
+        # The auxiliary loss, whose gradient with respect to the scores the forward pass has worked out.
         daux = self._daux[number]
         if daux is not None and block.dscores is not None:
             for score, dscore in zip(dense.scores, block.dscores, strict=True):
                 if dscore is not None and score.requires_grad:
                     own = dscore[at].flatten(0, len(self.shape) - 2)[dense.micro_batch.own]
                     pairs.append((score, daux * own))
+        # Keys and values that later positions have used: these come first in the backward pass.
         for own, grad in zip(dense.own, dense.own_grads, strict=True):
             if grad is not None and own.requires_grad:
                 pairs.append((own, grad))

@@ -1,4 +1,4 @@
-"""Where a batch is cut into micro-batches, and how the rows of several of them travel together as one chunk.
+"""Cuts of a batch into micro-batches, and chunks: the rows of some micro-batches that travel together.
 
 A plan may split a block's dense part (attention) into other chunks than its experts' rows, and the forward pass into
 others than the backward pass. The batch is therefore cut into *dense micro-batches* wherever one of the passes cuts the
@@ -37,7 +37,7 @@ Index = tuple[slice, ...]
 
 
 class BlockDegrees(NamedTuple):
-    """In how many chunks the plans of both passes have each part of a block.
+    """Numbers of chunks in which the plans of both passes have each part of a block.
 
     Attributes:
         dense, rows: chunks of the dense part and of the experts' rows, forward and backward.
@@ -70,7 +70,7 @@ def degrees_of(plans: Plans, block: int) -> BlockDegrees:
 
 @dataclass(frozen=True, eq=False)
 class BlockCuts:
-    """Where one block cuts a batch.
+    """Places of one block's cuts in a batch.
 
     Attributes:
         dense_at, rows_at: where each dense and each row micro-batch is in the batch.
@@ -93,6 +93,7 @@ class BlockCuts:
 def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> BlockCuts:
     """Cuts a batch that has `size` elements along `axis`, for these degrees of dense parts and rows."""
     dense_ends, row_ends = _ends(dense), _ends((*dense, *rows))
+    # Rows are cut wherever a dense part is, so that each row micro-batch lies in one dense micro-batch.
     rows_of = _between(dense_ends, row_ends)
     dense_of = [place for place, inside in enumerate(rows_of) for _ in inside]
     starts = [int(size * end) for end in dense_ends]
@@ -117,7 +118,7 @@ def cut(dense: tuple[int, int], rows: tuple[int, int], axis: int, size: int) -> 
 
 
 def _ends(counts: Iterable[int]) -> list[Fraction]:
-    """Where equal chunks begin, so many at a time, and the end, as fractions of a batch."""
+    """Lists where equal chunks begin, so many at a time, and the end, as fractions of a batch."""
     return sorted({Fraction(i, count) for count in counts for i in range(count + 1)})
 
 
@@ -171,6 +172,8 @@ class Sent:
         if len(layouts) == 1:  # rows are in that order already
             self.counts = layouts[0].counts_E
             return
+        # The rows lie by (micro-batch, peer, expert); they travel by (peer, micro-batch, expert), so that what goes to
+        # one rank lies together.
         self._sizes = [layout.rows for layout in layouts]
         counts_pPE = torch.stack([layout.counts_E for layout in layouts]).view(len(layouts), peers, -1)
         self.counts = counts_pPE.transpose(0, 1).reshape(-1)
@@ -239,7 +242,7 @@ class Regrouped:
         self._sorted_place_R = torch.cat(sorted_places)
 
     def places(self, chunk: Received, first: int) -> tuple[Tensor, Tensor]:
-        """For the rows of a chunk that begins with micro-batch `first`: as received, among received; sorted, among
+        """Finds the rows of a chunk that begins with micro-batch `first`: as received, among received; sorted, among
         sorted."""
         place = self._place_R[chunk.numbers(self._start_pRE[first : first + chunk.counts_RpE.shape[1]])]
         return place, self._sorted_place_R[place[chunk.layout.pair_N]]

@@ -58,7 +58,8 @@ class BlocksForward(BlockPass, ForwardPass):
         self._modules = [call.block for call in calls]
         states = []
         for block, degrees, own, experts, returns in calls:
-            leaves = [one.detach().requires_grad_(keep and one.requires_grad) for one in own]
+            # Leaves in place of the model's parameters: hooks on those see whole gradients only, not micro-batches'.
+            leaves = [parameter.detach().requires_grad_(keep and parameter.requires_grad) for parameter in own]
             cuts = cut(degrees.dense, degrees.rows, split.axis, x.shape[split.axis])
             returns = returns if keep else None
             states.append(BlockState(experts, block.hooks, own, leaves, cuts, degrees, block.held, returns))
@@ -68,11 +69,13 @@ class BlocksForward(BlockPass, ForwardPass):
         self._numbers: Tensor | None = None  # of the tokens, in the batch's shape
         # Of each block: the whole batch; rows that an expert accepts of it; what its gate drew for it; rows that each
         # expert has been given so far; dense micro-batches whose rows have their places.
-        self._wholes = [MicroBatch(0, 1, split_counts(len(x_SM), one.mp), one.mp.index) for one in self._modules]
+        groups = [block.mp for block in self._modules]
+        self._wholes = [MicroBatch(0, 1, split_counts(len(x_SM), group), group.index) for group in groups]
         self._capacities: list[int | None] = []
         self._drawn: list[tuple[Tensor, ...]] = []
         self._taken: list[Tensor | None] = [None] * len(states)
         self._placed = [0] * len(states)
+        # Drawn for the whole batch at once, so that the numbers are those of a layer without micro-batches.
         for block, whole in zip(self._modules, self._wholes, strict=True):
             gate, own_SM = block.layer.gate, x_SM[whole.own]
             self._capacities.append(gate.row_capacity(len(own_SM) if x.numel() else 0) if block.limited else None)
@@ -88,6 +91,7 @@ class BlocksForward(BlockPass, ForwardPass):
             if self.keep:
                 self._note_sizes(state)
             aux.append(self._whole_gate(number))
+            # What the graph keeps holds no module, and no output of a block.
             state.z, state.experts = None, state.experts.for_backward()
         return z, aux
 
@@ -100,6 +104,7 @@ class BlocksForward(BlockPass, ForwardPass):
                 if self._refusal is not None:
                     return
                 state.dense[place] = self._dense(number, place)
+            # Else `permute` gives rows their places, once all micro-batches are routed.
             if not (self._modules[number].waits and state.degrees.permutes):
                 self._route(number, chunk)
         except ConfigError as error:  # other ranks wait for this one's rows: the next exchange tells them
@@ -120,6 +125,7 @@ class BlocksForward(BlockPass, ForwardPass):
         drawn = tuple(self._tokens(values[at])[micro_batch.own] for values in self._drawn[number])
         past: list[tuple[Tensor, ...]] = []
         with torch.set_grad_enabled(self.keep):
+            # Each micro-batch has a graph of its own, which the backward pass goes through when its turn comes.
             x = x.detach().requires_grad_(self.keep and x.is_floating_point())
             if self.split.in_order:
                 earlier = (state.dense[other].own for other in range(place))
@@ -130,9 +136,11 @@ class BlocksForward(BlockPass, ForwardPass):
             shared = None if result.shared is None else result.shared.view(x.shape)
         if state.z is None:
             state.z = y.new_empty(self.shape, dtype=torch.promote_types(y.dtype, u.dtype))
+        # The residual stream is there now; the experts' results are added to it as they come back (`finish`).
         state.z[at].copy_(y.detach())
         return DenseState(
             x,
+            # An order by products makes its rows of u, as a part of the graph; copies of tokens need no graph.
             u if block.makes_rows else u.detach(),
             None if shared is None else shared.detach(),
             Output.of(y),
@@ -154,16 +162,18 @@ class BlocksForward(BlockPass, ForwardPass):
         assert chunk.start == self._placed[number], "micro-batches must be routed in order"
         self._placed[number] = chunk.stop
         routed = [state.dense[place] for place in chunk]
-        chosen = [self._batch(one.micro_batch.spread(one.routing.expert_SK, -1), one.x) for one in routed]
+        chosen = [self._batch(dense.micro_batch.spread(dense.routing.expert_SK, -1), dense.x) for dense in routed]
         if capacity is not None:
             together = torch.cat(chosen, axis)
             expert_SK = together.flatten(0, -2)
+            # Slots of one k come before those of the next for the whole batch, so `order` must see all of it; where a
+            # token has one slot, micro-batches may come one after the other.
             if len(chunk) == len(state.cuts.dense_at):
                 dropped_SK = order(expert_SK, E, capacity).row_SK < 0
             else:
                 dropped_SK = self._full(number, expert_SK, capacity)
             kept = torch.where(dropped_SK, -1, expert_SK).view_as(together)
-            chosen = list(kept.split([one.shape[axis] for one in chosen], axis))
+            chosen = list(kept.split([experts.shape[axis] for experts in chosen], axis))
         for place, dense, expert in zip(chunk, routed, chosen, strict=True):
             with torch.set_grad_enabled(self.keep):
                 weight = self._batch(dense.micro_batch.spread(dense.routing.weight_SK), dense.x)
@@ -181,6 +191,7 @@ class BlocksForward(BlockPass, ForwardPass):
         """Returns which slots come when their expert is full, where each token has one slot and micro-batches come in
         order."""
         E = self._modules[number].num_experts
+        # A row's rank among those of its expert, in this micro-batch and in those before it.
         taken_E = self._taken[number]
         if taken_E is None:
             taken_E = torch.zeros(E, dtype=torch.long, device=expert_SK.device)
@@ -217,10 +228,11 @@ class BlocksForward(BlockPass, ForwardPass):
                     pair_N = by_expert.row_SK.reshape(-1)[rows_state.layout.pair_N]
                     rows_state.weight_N = rows_state.weight_N[pair_N]
         sent = Sent([one.layout for one in micro_batches], self.split.peers)
-        if refusal is not None:
+        if refusal is not None:  # raises on every rank
             block.exchange(sent.counts, self._x, (), refusal)
         rows = sent.join([self._rows_of(state, p) for p in places])
         routings = [state.dense[place].routing for place in sorted({state.cuts.dense_of[p] for p in places})]
+        # The ranks agree on sizes once for each chunk, and for both passes.
         exchange = block.exchange(sent.counts, rows, routings, None)
         received = Received(exchange, exchange.come_QPE, len(places), state.held, rows.device)
         weights = sent.join([self.use(one.weight_N.detach()) for one in micro_batches])
@@ -256,6 +268,7 @@ class BlocksForward(BlockPass, ForwardPass):
         """Makes the block's output for a row micro-batch, and keeps the graph that made it."""
         state, block = self.blocks[number], self._modules[number]
         dense, rows = state.dense[state.cuts.dense_of[p]], state.rows[p]
+        # A small graph from the experts' results to the output; the backward pass begins with it.
         with torch.set_grad_enabled(self.keep):
             rows_SM.requires_grad_(self.keep)
             y = (rows_SM if rows.ordered is None else block.layer.order.restore(rows_SM, rows.ordered)).view(shape)
@@ -282,6 +295,8 @@ class BlocksForward(BlockPass, ForwardPass):
     def _whole_gate(self, number: int) -> Tensor:
         """Computes the auxiliary loss of the whole batch, and its gradient with respect to the scores."""
         state, block, whole = self.blocks[number], self._modules[number], self._wholes[number]
+        # Losses are means over all tokens: the gate chooses once more, from the scores of all micro-batches together,
+        # and the gradient with respect to scores is what each micro-batch's graph gets in the backward pass.
         dense = [state.dense[place] for place in range(len(state.dense))]
         parts = zip(
             *([self._batch(one.micro_batch.spread(score.detach()), one.x) for score in one.scores] for one in dense),

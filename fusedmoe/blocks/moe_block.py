@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from fusedmoe.runtime.recorder import Recorder
 
 
 class DenseResult(NamedTuple):
-    """What a block computes of a micro-batch by itself.
+    """Results of a block for a micro-batch by itself.
 
     Attributes:
         y: the residual stream, like x.
@@ -143,6 +143,7 @@ class MoEBlock:
         """
         named, part = dict(zip(self._names, parameters, strict=True)), self._dense  # a graph may keep what computes
         for name, parameter in named.items():
+            # All MP ranks have gate and shared expert, and route slices of the tokens: gradients are summed over them.
             if not name.startswith("dense."):
                 named[name] = self.layer.mp_tokens.whole_gradient(parameter)
 
@@ -150,14 +151,19 @@ class MoEBlock:
             with nullcontext() if later is None else later:
                 return torch.func.functional_call(part, named, (x, micro_batch, drawn, past))
 
-        with self._refusing():
+        try:
             y, u, shared, scores, own = self._computed(compute, x, past)
-            # Losses are the whole batch's.
+            # Losses are the whole batch's: here a copy of the gate without any chooses.
             gate = copy.copy(self.layer.gate)
             gate.aux = {}
             with outside_autocast(u.device.type):
                 routing = gate.choose(*scores)
             check_routing(gate, routing, u.reshape(-1, u.shape[-1])[micro_batch.own])
+        except ConfigError as error:
+            # Where other ranks may wait in their dense parts, and not for an exchange, they are told now.
+            if self.communicates:
+                self.layer.checks.refuse(str(error))
+            raise
         assert isinstance(routing, Routing)
         return DenseResult(y, u, shared, scores, routing, own)
 
@@ -165,16 +171,6 @@ class MoEBlock:
     def communicates(self) -> bool:
         """True where the dense part may communicate: over the MP group."""
         return self.layer.topology.mp.size > 1
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Tells the other ranks of a refusal where they may wait in their dense parts, and not for an exchange."""
-        try:
-            yield
-        except ConfigError as error:
-            if self.communicates:
-                self.layer.checks.refuse(str(error))
-            raise
 
     def _computed(self, compute: Callable[..., Any], *inputs: Any) -> Any:
         """Calls `compute`; where activations are not kept, all of it is computed again in the backward pass."""
@@ -207,9 +203,10 @@ class MoEBlock:
         """Tells the ranks how many rows of a chunk go where, and whether anything is wrong with its logits."""
         checks, topology = self.layer.checks, self.layer.topology
         texts = (checks.of_logits(routing) for routing in routings)
+        # Logits that are not finite are told with the sizes: nothing has been sent by then.
         refusal = refusal or self._refusal or next((text for text in texts if text), None)
         if topology.ep.size == topology.esp.size == 1:
-            checks.refuse(refusal)
+            checks.refuse(refusal)  # in a world of one no exchange would raise it
         return self._collectives.exchange(counts, like.dtype, refusal, sizes=self._sizes)
 
     @property
@@ -261,6 +258,7 @@ class _DensePart(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...], tuple[Tensor, ...]]:
         y, u, own = self._found(x, past)
         u = _unchanged(enter(self._hooks, u, micro_batch.number, micro_batch.count), x, "before_moe_start")
+        # Ranks of an MP group that have the same tokens route a slice each.
         u_SM = self._tokens.take(u.reshape(-1, x.shape[-1]), micro_batch.rows)
         with outside_autocast(u_SM.device.type):
             scores = self.gate.score(u_SM, *drawn)
@@ -269,6 +267,7 @@ class _DensePart(nn.Module):
         if self.shared is not None:
             every = contiguous_layout(torch.full((1,), len(u_SM), device=u_SM.device), len(u_SM))
             shared = micro_batch.spread(self.shared(u_SM, every, None)).view(y.shape)
+        # Without an end of the block to go through, it is added where its graph is, and needs no gradient of its own.
         if shared is not None and not self._ends:
             y, shared = y + shared, None
         return y, micro_batch.spread(u_SM).view(x.shape), shared, scores, own
@@ -284,21 +283,22 @@ class _DensePart(nn.Module):
         y, u = self._results(self.dense(x), x, ("y", "u"))
         return y, u, ()
 
-    def _results(self, found: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
+    def _results(self, given: Any, x: Tensor, names: tuple[str, ...]) -> tuple[Any, ...]:
         """Checks what the dense part gave, and returns it. A tensor by itself would come apart into samples."""
         dense, shape = type(self.dense).__name__, list(x.shape)
-        if not isinstance(found, (tuple, list)) or len(found) != len(names):
-            got = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+        if not isinstance(given, (tuple, list)) or len(given) != len(names):
+            got = f"{len(given)} results" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
             raise ConfigError(f"pipeline: the dense part {dense} gave {got}; it must give ({', '.join(names)})")
-        for name, one in zip(("y", "u"), found, strict=False):
-            if isinstance(one, Tensor) and one.shape != x.shape:
-                raise ConfigError(f"pipeline: {name} of the dense part {dense} is {list(one.shape)}, not {shape} as x")
-            if isinstance(one, Tensor) and one.device != x.device:
-                raise ConfigError(f"pipeline: {name} of the dense part {dense} is on {one.device}, x on {x.device}")
+        for name, result in zip(("y", "u"), given, strict=False):
+            if isinstance(result, Tensor) and result.shape != x.shape:
+                sizes = f"{list(result.shape)}, not {shape} as x"
+                raise ConfigError(f"pipeline: {name} of the dense part {dense} is {sizes}")
+            if isinstance(result, Tensor) and result.device != x.device:
+                raise ConfigError(f"pipeline: {name} of the dense part {dense} is on {result.device}, x on {x.device}")
             like: Tensor | None = next(self._of_experts(), None) if name == "u" else None
-            if text := of_input(f"pipeline: the dense part {dense} gave {name}", one, x.shape[-1], like):
+            if text := of_input(f"pipeline: the dense part {dense} gave {name}", result, x.shape[-1], like):
                 raise ConfigError(text)
-        return tuple(found)
+        return tuple(given)
 
 
 def _of_tables(
@@ -306,6 +306,7 @@ def _of_tables(
 ) -> tuple[ChunkExperts, Callable[[Totals], None] | None]:
     """Makes experts that keep the parameters that they have now, and what brings gradients to where they belong."""
     chunks, named = experts.in_chunks(like), dict[str, Tensor](experts.named_parameters())
+    # Modules by autograd must compute with the tables that are in place now, also when the chunk's turn comes.
     if not chunks.any_degree:
         chunks = AutogradExperts(lambda *rows: torch.func.functional_call(experts, named, rows), tuple(named.values()))
     if send is None:

@@ -103,7 +103,7 @@ class PipelinedBlocks(nn.Module):
         sizes = self.topology.beside(self.topology.esp, "sizes")
         self._blocks = [MoEBlock(*block, sizes, along == "positions", recompute) for block in parts]
         self._streams = Streams()
-        self._assigned: _Assigned | None = None
+        self._assigned: _Assigned | None = None  # None: by the layers' own plans
         self._followed: _Assigned | None = None  # by the last forward that was not a recomputation
         kinds, waits = self._layers()[0].parts, self.waits
         plans = (_even_plan(phase, degree, kinds, waits) for phase, degree in zip(STAGES, degrees, strict=True))
@@ -161,6 +161,7 @@ class PipelinedBlocks(nn.Module):
             degrees = [degrees_of(plans, number) for number in range(len(self._blocks))]
             self._assigned = _Assigned(plans, gradients, degrees)
         gathered = () if plans is None else [task.layer for task in plans.forward if task.kind == GATHER]
+        # Copies of experts that no task of the plan brings come at the beginning of the model's forward pass.
         for number, layer in enumerate(self._layers()):
             if layer.placed is not None:
                 layer.placed.travel = "by tasks" if number in gathered else "at once"
@@ -197,6 +198,7 @@ class PipelinedBlocks(nn.Module):
                     "pipeline: a selective activation checkpoint cannot look into micro-batches; use a checkpoint "
                     "without context_fn, or fusedmoe.pipeline(…, recompute=True)"
                 )
+            # A refused batch is replaced by one without samples: other ranks learn of it with the first sizes.
             refusal = self._wrong(x)
             if refusal is not None:
                 x = self._no_samples(x, refusal)

@@ -1,4 +1,4 @@
-"""What the passes of blocks hand each other: of each block its micro-batches and chunks.
+"""State of blocks that the forward pass hands to the backward pass: of each block its micro-batches and chunks.
 
 Nothing here holds a module: a graph keeps it, and a layer that keeps a tensor of that graph would never go.
 """
@@ -27,7 +27,7 @@ from fusedmoe.schedule.task import Task
 
 
 class Split(NamedTuple):
-    """How a batch becomes micro-batches.
+    """Description of how a batch becomes micro-batches.
 
     Attributes:
         peers: ranks that the experts are split over.

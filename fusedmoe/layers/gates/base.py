@@ -1,4 +1,4 @@
-"""What a gate is, and what it returns.
+"""The base of gates, and what they return.
 
 A gate reads the tokens of one rank and says which experts see them. It decides nothing about placement: dropping and
 ordering follow later, from `Routing`.

@@ -49,11 +49,13 @@ class Hash(Gate):
         self.token_ids: Tensor | None = None
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
+        # Ids belong to the whole batch, as random numbers do: micro-batches take their part of them.
         return () if self.token_ids is None else (self._id_keys(self.token_ids, x_SM),)
 
     def score(self, x_SM: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
             key_S = drawn[0] if drawn else self._row_keys(x_SM)
+            # Each expert's salt is far from the others', and from those of another seed.
             salt_E = _mix(torch.arange(self.experts, device=x_SM.device) + _wrap((self.seed + 1) * _GOLDEN))
             expert_SK = top_experts(_mix(_mix(key_S)[:, None] + salt_E), self.k)
         return expert_SK, constant_weights(self, x_SM)
@@ -84,9 +86,6 @@ class Random(Gate):
     """
 
     splits: ClassVar[bool] = True
-
-    def __init__(self, experts: int, k: int = 1, capacity_factor: float | None = None) -> None:
-        super().__init__(experts, k, capacity_factor)
 
     def draw(self, x_SM: Tensor) -> tuple[Tensor, ...]:
         return (torch.rand(len(x_SM), self.experts, dtype=torch.float32, device=x_SM.device),)

@@ -42,15 +42,16 @@ class RouterGate(Gate):
         return True
 
     def rule(self) -> GateRule:
-        """How experts and weights follow from logits, for `fusedmoe.ops.gate`."""
+        """Returns how experts and weights follow from logits, for `fusedmoe.ops.gate`."""
         raise NotImplementedError(f"{type(self).__name__} defines no rule()")
 
     def choice_bias(self) -> Tensor | None:
-        """What is added to the scores for the choice alone, [E]; None: nothing."""
+        """Returns what is added to the scores for the choice alone, [E]; None: nothing."""
         return None
 
     def route(self, x_SM: Tensor) -> Routing | SoftRouting:
         drawn = self.draw(x_SM)
+        # The kernel makes neither noise nor jitter: with any, it chooses from logits that are made here (`choose`).
         if not drawn and self.one_kernel and self.serves(x_SM, self.weight_EM):
             return self.routing_of(gate(x_SM, self.weight_EM, self.rule(), self.choice_bias()))
         return self.choose(*self.score(x_SM, *drawn))
@@ -71,6 +72,7 @@ class RouterGate(Gate):
             normalize=normalize,
             scale=scale,
             statistics=balance,
+            # Sums per sequence are asked for only where a loss needs them: the kernel writes them for each.
             sequence=sequence if balance else None,
             logsumexp="z" in self.aux,
         )
@@ -93,9 +95,9 @@ class RouterGate(Gate):
 
 
 class _RouterLogits(Function):
-    operation, twice = "router_logits, the product of a gate", True
-
     # nn.functional.linear on a cast copy would keep that copy, S·M·4 bytes, alive until backward.
+
+    operation, twice = "router_logits, the product of a gate", True
 
     @staticmethod
     def forward(ctx: Any, x_SM: Tensor, weight_EM: Tensor) -> Tensor:

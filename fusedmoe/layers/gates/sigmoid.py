@@ -29,16 +29,6 @@ class Sigmoid(RouterGate):
 
     losses: ClassVar[tuple[str, ...]] = ("balance", "z")
 
-    def __init__(
-        self,
-        experts: int,
-        k: int = 1,
-        capacity_factor: float | None = None,
-        *,
-        aux: Mapping[str, float] | None = None,
-    ) -> None:
-        super().__init__(experts, k, capacity_factor, aux=aux)
-
     def rule(self) -> GateRule:
         return self.make_rule("sigmoid", normalize=False)
 
@@ -138,6 +128,7 @@ class DeepSeekV3(RouterGate):
     def choose(self, *scores: Tensor) -> Routing:
         (logits_SE,) = scores
         score_SE = logits_SE.sigmoid()
+        # The bias enters the choice alone: the weight that the loss sees is the score's, without it.
         expert_SK = self._best(score_SE.detach() + self.bias_E.to(score_SE.dtype))
         weight_SK = score_SE.gather(1, expert_SK)
         if self.normalize and self.k > 1:
@@ -152,6 +143,7 @@ class DeepSeekV3(RouterGate):
         if self.groups_kept == self.groups:
             return top_experts(biased_SE, self.k)
         size = self.experts // self.groups
+        # A group counts by the sum of its two best experts; those outside the groups kept are never chosen.
         best_SG2 = biased_SE.unflatten(1, (self.groups, size)).topk(min(2, size), dim=2).values
         kept_SG = top_experts(best_SG2.sum(2), self.groups_kept)
         outside_SG = torch.ones(best_SG2.shape[:2], dtype=torch.bool, device=biased_SE.device)
@@ -171,6 +163,7 @@ class DeepSeekV3(RouterGate):
         """
         self.require(self.model_dim is not None, "no bias yet: call setup(model_dim) before update()")
         self.require(load_E.shape == (self.experts,), f"load must be [{self.experts}], got {list(load_E.shape)}")
+        # In float64: a mean of counts must not round an even load to a step.
         with torch.no_grad():
             load_E = load_E.to(device=self.bias_E.device, dtype=torch.float64)
             self.bias_E += self.bias_rate * (load_E.mean() - load_E).sign()

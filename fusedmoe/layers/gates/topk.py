@@ -82,9 +82,11 @@ class TopK(RouterGate):
             std = self.noise / self.experts
             return noisy_load_importance(clean_SE.softmax(1), clean_SE, logits_SE, std, self.k)
 
+        # From here on as `fusedmoe.ops.gate` does it, which also gives the sums that the losses need.
         if self.serves(logits_SE):
             return self.routing_of(gate_from_logits(logits_SE, self.rule()), {"importance_load": importance_load})
         expert_SK = top_experts(logits_SE, self.k)
+        # The probabilities of all experts are kept only where weights or losses are made of them.
         prob_SE = None
         if self.normalize and self.k > 1:
             # softmax over the chosen logits is p / Σp of the chosen, without the underflow of p

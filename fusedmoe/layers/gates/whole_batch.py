@@ -69,6 +69,7 @@ class ExpertChoice(Gate):
         prob_SE = logits_SE.softmax(1)
         chosen_SE = _highest_rows(prob_SE.detach(), self.picks(S))
         expert_E = torch.arange(E, device=x_SM.device)
+        # Slot e is expert e: K = E, and empty slots weigh nothing.
         weight_SK = prob_SE.masked_fill(~chosen_SE, 0)
         # Nothing is left to drop: `row_capacity` says None.
         return self.routing(
@@ -126,6 +127,7 @@ class SoftMoE(Gate):
         if self.normalize:
             x_SM = x_SM.to(router_dtype(x_SM))
             weight_NM = nn.functional.normalize(self.weight_NM.to(x_SM.dtype), dim=1)
+            # Φ carries the scale, N·M numbers, not the logits, S·N.
             logits_SN = router_logits(nn.functional.normalize(x_SM, dim=1), weight_NM * self.scale.to(x_SM.dtype))
         else:
             logits_SN = router_logits(x_SM, self.weight_NM)
