@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,9 +22,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.hf import NAME, experts_forward
-from fusedmoe.integrations.hf.expert_function import fused_activation, is_clamped_swiglu
-from fusedmoe.kernels import workspace
+from fusedmoe.integrations.hf import NAME, experts_forward, fused_activation, is_clamped_swiglu
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 
 
@@ -212,30 +208,6 @@ def test_decoding_where_experts_are_elsewhere() -> None:
         found = experts(x_TH[:2], number_TK[:2], weight_TK[:2])
         wanted = experts(x_TH, number_TK, weight_TK)[:2]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_memory_is_used_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as a module of experts is there, copies included; nothing that lay in it shows."""
-    monkeypatch.setattr(workspace, "_shared", weakref.WeakValueDictionary())
-    monkeypatch.setattr(workspace, "_SMALLEST", 1)
-    experts, _ = module_of(family)
-    for step in range(3):
-        number_TK = (torch.rand(512, experts.num_experts - 1).topk(2).indices + step) % experts.num_experts
-        inputs = routed(experts, number_TK)  # one expert has no rows
-        wanted = gradients(experts, inputs, torch.ones_like(inputs[0]), "eager")
-        found = gradients(experts, inputs, torch.ones_like(inputs[0]), fusedmoe.hf.NAME)
-        assert worst(found, wanted) < 1e-12
-        assert experts._fusedmoe_workspace.free_bytes > 0
-        for free in experts._fusedmoe_workspace._free:
-            free.buffer.fill(255)  # no number
-    twin = copy.deepcopy(experts)
-    owner = weakref.ref(experts._fusedmoe_workspace)
-    assert owner().free_bytes > 0 and twin._fusedmoe_workspace is owner()
-    assert not [name for name in experts.state_dict() if "workspace" in name]
-    del experts, twin, found, wanted
-    gc.collect()
-    assert owner() is None
 
 
 def test_autocast() -> None:
