@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from fusedmoe import training as training
     from fusedmoe.autograd.hooks import HookContext as HookContext
     from fusedmoe.autograd.hooks import Hooks as Hooks
+    from fusedmoe.blocks.pipeline import Along as Along
+    from fusedmoe.blocks.pipeline import Parts as Parts
+    from fusedmoe.blocks.pipeline import PipelinedBlocks as PipelinedBlocks
     from fusedmoe.blocks.pipeline import pipeline as pipeline
     from fusedmoe.comm.topology import Topology as Topology
     from fusedmoe.engine.dispatcher import Dispatcher as Dispatcher
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from fusedmoe.layers.fsmoe import MOELayer as MOELayer
     from fusedmoe.layers.fsmoe import SimpleOrder as SimpleOrder
     from fusedmoe.layers.moe import MoELayer as MoELayer
+    from fusedmoe.layers.moe import Placements as Placements
     from fusedmoe.layers.profiled import trace as trace
     from fusedmoe.layers.schedule import Schedule as Schedule
     from fusedmoe.memory import keep_memory as keep_memory
@@ -47,6 +51,7 @@ __version__ = "0.1.0"
 
 _MODULES = ("experts", "gates", "graph", "hooks", "losses", "metrics", "ops", "orders")
 _HOMES = {
+    "Along": "blocks.pipeline",
     "CallbackBase": "layers.fsmoe",
     "ConfigError": "errors",
     "DerivativeError": "errors",
@@ -59,6 +64,9 @@ _HOMES = {
     "LinearGate": "layers.fsmoe",
     "MOELayer": "layers.fsmoe",
     "MoELayer": "layers.moe",
+    "Parts": "blocks.pipeline",
+    "PipelinedBlocks": "blocks.pipeline",
+    "Placements": "layers.moe",
     "RankError": "errors",
     "Schedule": "layers.schedule",
     "SimpleOrder": "layers.fsmoe",

@@ -1,4 +1,8 @@
-"""Expert networks, without the floor they live on."""
+"""Expert networks, and how the parameters of a module of your own are split over ranks (its attribute `shardings`)."""
 
 from fusedmoe.layers.expert_networks import *  # noqa: F403
-from fusedmoe.layers.expert_networks import __all__ as __all__
+from fusedmoe.layers.expert_networks import __all__ as _NETWORKS
+from fusedmoe.layers.expert_networks import other_experts, require_own_experts
+from fusedmoe.layers.sharding import UNKNOWN, require_equal, stated_shardings
+
+__all__ = [*_NETWORKS, "UNKNOWN", "other_experts", "require_equal", "require_own_experts", "stated_shardings"]  # noqa: PLE0604

@@ -1,4 +1,8 @@
-"""Gates, without the floor they live on."""
+"""Gates, and what one of your own is built of: the router's product, the choice of experts, no autocast."""
 
 from fusedmoe.layers.gates import *  # noqa: F403
-from fusedmoe.layers.gates import __all__ as __all__
+from fusedmoe.layers.gates import __all__ as _GATES
+from fusedmoe.layers.gates.base import outside_autocast
+from fusedmoe.layers.gates.router import router_logits, top_experts
+
+__all__ = [*_GATES, "outside_autocast", "router_logits", "top_experts"]  # noqa: PLE0604

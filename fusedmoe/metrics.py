@@ -24,7 +24,7 @@ from fusedmoe.layers.routing_counters import TERMS, RoutingCounters
 from fusedmoe.runtime.metric_sinks import JsonLines, Sink, TensorBoard
 from fusedmoe.runtime.recorder import Recorder
 
-__all__ = ["Collector", "JsonLines", "Metrics", "Sink", "TensorBoard", "Watched"]
+__all__ = ["Collector", "JsonLines", "Metrics", "RoutingCounters", "Sink", "TensorBoard", "Watched"]
 
 Floats = NDArray[np.float64]
 

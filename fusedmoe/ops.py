@@ -6,49 +6,70 @@ networks that it does not know), `Exchange` with `dispatch`, `combine`, `all_gat
 and `through_experts` is the whole way between permute and unpermute. `gather_rows`, `reduce_scatter_rows`, `split_rows`
 and `join_rows` serve model-parallel parts.
 
+For operations of your own: `linear` is a map that is linear in its rows, with its adjoint as its gradient, and
+`Function` an autograd function whose second derivative is right or refused by name. `experts_in_parts` reads weights
+that lie in parts.
+
 What does not fit (shapes, dtypes, devices, numbers of experts that do not exist) is refused before anything is computed
 or sent: ConfigError, or RankError where other ranks wait.
 """
 
 from __future__ import annotations
 
+from fusedmoe.autograd.aux_loss import without_a_graph
+from fusedmoe.autograd.checks import require_values
 from fusedmoe.autograd.clamped_swiglu import clamped_swiglu
 from fusedmoe.autograd.experts import experts
+from fusedmoe.autograd.experts_in_parts import WeightParts, experts_in_parts
 from fusedmoe.autograd.gate import GateChoice, GateRule, gate, gate_from_logits
 from fusedmoe.autograd.grouped_linear import grouped_linear
+from fusedmoe.autograd.linear import Move, linear
 from fusedmoe.autograd.moves import all_gather, combine, dispatch, received_layout, reduce_scatter, through_experts
 from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
 from fusedmoe.autograd.parallel import gather_rows, join_rows, reduce_scatter_rows, split_counts, split_rows
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.kernels.layout import Layout
+from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
+from fusedmoe.kernels.derivatives import Function, numbers_only
+from fusedmoe.kernels.layout import Layout, contiguous_layout
 from fusedmoe.kernels.weights import Weights
 
 __all__ = [
+    "ACTIVATIONS",
     "Exchange",
+    "Function",
     "GateChoice",
     "GateRule",
     "Layout",
+    "Move",
+    "WeightParts",
     "Weights",
     "all_gather",
     "clamped_swiglu",
     "combine",
+    "contiguous_layout",
+    "define_activation",
     "dispatch",
     "experts",
+    "experts_in_parts",
     "gate",
     "gate_from_logits",
     "gather_rows",
     "grouped_linear",
     "join_rows",
+    "linear",
     "make_all_to_all",
+    "numbers_only",
     "order",
     "permute",
     "received_layout",
     "reduce_scatter",
     "reduce_scatter_rows",
+    "require_values",
     "split_counts",
     "split_rows",
     "take_pairs",
     "through_experts",
     "unpermute",
+    "without_a_graph",
 ]

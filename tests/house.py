@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fusedmoe"
 LINES = 500
 # The parts that users import by a short name, `fusedmoe.gates`, say, have the name of the room that holds them.
-FRONT_DOORS = {"experts", "gates", "hooks", "losses", "ops", "orders", "puts", "errors"}
+FRONT_DOORS = {"dispatchers", "errors", "experts", "gates", "hf", "hooks"}
+FRONT_DOORS |= {"losses", "megatron", "ops", "orders", "puts", "titan"}
 
 # Files and folders of `fusedmoe/` whose words have been gone over: they stay plain. The list grows.
 PLAIN: tuple[str, ...] = ()

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from fusedmoe.cli.data import Batches, Corpus
+from fusedmoe.cli.job import make_model, make_optimizer
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import make_model, make_optimizer
 from fusedmoe.comm.collectives import all_reduce
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.tensor_parallel import TokenSplit

@@ -15,7 +15,8 @@ from bench.cluster.turns import beside, first_of, in_turns, planned, predicted, 
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import StopRequest
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import Trainer, splits_layers
+from fusedmoe.cli.step_plans import splits_layers
+from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import cached_profile

@@ -32,7 +32,7 @@ from bench.cluster.turns import (
     tell,
 )
 from fusedmoe.blocks.pipeline import Parts, PipelinedBlocks
-from fusedmoe.cli.trainer import probes
+from fusedmoe.cli.step_plans import probes
 from fusedmoe.comm.topology import Topology
 from fusedmoe.runtime.cache import cached_profile
 from fusedmoe.runtime.observing import BUDGET_S, observe_steps

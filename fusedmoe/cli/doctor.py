@@ -22,9 +22,7 @@ from rich.text import Text
 
 import fusedmoe
 from fusedmoe.cli.settings import add_parser
-from fusedmoe.comm.heap import no_gpu, not_for_torch
-from fusedmoe.comm.heaps import BACKENDS
-from fusedmoe.kernels.libraries import nvshmem_packages
+from fusedmoe.ranks import BACKENDS, no_gpu, not_for_torch, nvshmem_packages
 from fusedmoe.threads import Helper
 
 SUMMARY = "say which transports work on this machine, and why others do not"

@@ -1,6 +1,6 @@
-"""`fusedmoe plan`: the schedule of a model's training step, and why it is that one: its passes and what they wait for.
+"""`fusedmoe plan`: the schedule of a model's training step, and the reasons: its passes and what they wait for.
 
-Under Hecate's placement also of copies of experts: how many may travel for a layer, and the step with them.
+Under Hecate's placement it also plans copies of experts: how many may travel for a layer, and the step with them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,78 +19,73 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedmoe.cli.job import Launch, Sizes, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.plans import expert_bytes, plans_of, policy_followed
 from fusedmoe.cli.scale import Scale, figures_dict, figures_table, machine_job
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, picture_to_write, read_costs
-from fusedmoe.cli.trainer import compute_dtype, follows_plan, kept_costs, why_not_split
+from fusedmoe.cli.step_plans import (
+    compute_dtype,
+    expert_bytes,
+    follows_plan,
+    kept_costs,
+    plans_of,
+    policy_followed,
+    why_not_split,
+)
 from fusedmoe.errors import ConfigError
-from fusedmoe.placement.hecate import overlap_degree
-from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.runtime.progress import WorkBar
-from fusedmoe.schedule.bound import bound_s
-from fusedmoe.schedule.cost import CostModel, Costs
-from fusedmoe.schedule.draw import draw
-from fusedmoe.schedule.machines import MACHINES, Machine
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
-from fusedmoe.schedule.sparse_collectives import hidden_s, with_sparse
-from fusedmoe.schedule.task import WEIGHT_GRADIENTS
-from fusedmoe.schedule.testbeds import TESTBEDS
-from fusedmoe.schedule.timeline import PHASES, Timeline
+from fusedmoe.measuring import WorkBar, cached_profile
+from fusedmoe.plans import (
+    MACHINES,
+    PHASES,
+    POLICIES,
+    TESTBEDS,
+    WEIGHT_GRADIENTS,
+    CostModel,
+    Costs,
+    Machine,
+    Plan,
+    Timeline,
+    at_work,
+    bound_s,
+    critical_path,
+    draw,
+    hidden_s,
+    makespan,
+    overlap_degree,
+    simulate,
+    stretches,
+    with_sparse,
+)
 
 RESOURCES = {"compute": "computation", "inter": "links between nodes", "intra": "links inside the node"}
 
 
-@dataclass(frozen=True)
 class Report:
-    """A plan for a model on a layout, and what there is to say about it."""
+    """A plan for a model on a layout, and its reasons.
 
-    settings: Settings
-    launch: Launch
-    sizes: Sizes
-    machine: str
-    policy: str
-    plan: Plan
-    timeline: Timeline
-    passes: Sequence[Stretch]
-    step_s: dict[str, float]  # by policy
-    bound_s: float
-    refusal: str | None  # why layers are not split
-    followed: bool  # whether training follows the plan
-    copies: Copies | None  # of experts, under a placement
+    It plans by every policy that training could follow, and reports on that of the settings; where training follows
+    none, on tasks one after the other.
 
-    @classmethod
-    def from_costs(
-        cls, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
-    ) -> Report:
-        """Plans by every policy that training could follow; the chosen one is the settings'. Where it follows none,
-        things happen one after the other.
+    Attributes:
+        machine: what the costs are of.   policy: by which the plan was made.   timeline: of the plan, simulated.
+        passes: each layer's passes in the timeline.   step_s: seconds of a step by each policy.
+        bound_s: seconds that no schedule beats.   refusal: why layers are not split; None where they can be.
+        followed: training follows the plan.   copies: of experts, under a placement.
+    Raises:
+        ConfigError: the policy splits what cannot be split, or costs lack what the layout needs.
+    """
 
-        Raises:
-            ConfigError: the policy splits what cannot be split, or costs lack what the layout needs.
-        """
-        refusal, followed = why_not_split(settings), follows_plan(settings, sizes.ep, sizes.esp)
-        policy = policy_followed(settings, sizes)
+    def __init__(
+        self, settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, again: bool = False
+    ) -> None:
+        self.settings, self.launch, self.sizes, self.machine = settings, launch, sizes, costs.machine
+        self.policy = policy_followed(settings, sizes)
         plans = plans_of(settings, launch, sizes, costs, again=again)
-        plan, step = plans[policy]
-        timeline = simulate(plan, step)
-        costs_of = {id(planned.costs): planned.costs for planned in plans.values()}  # most have the same
-        return cls(
-            settings,
-            launch,
-            sizes,
-            costs.machine,
-            policy,
-            plan,
-            timeline,
-            stretches(plan, timeline),
-            {name: makespan(*planned) for name, planned in plans.items()},
-            min(map(bound_s, costs_of.values())),
-            refusal,
-            followed,
-            Copies.from_plan(settings, sizes, costs, plan, step, timeline),
-        )
+        self.plan, step = plans[self.policy]
+        self.timeline = simulate(self.plan, step)
+        self.passes = stretches(self.plan, self.timeline)
+        self.step_s = {name: makespan(*planned) for name, planned in plans.items()}
+        self.bound_s = min(map(bound_s, {id(planned.costs): planned.costs for planned in plans.values()}.values()))
+        self.refusal, self.followed = why_not_split(settings), follows_plan(settings, sizes.ep, sizes.esp)
+        self.copies = Copies.from_plan(settings, sizes, costs, self.plan, step, self.timeline)
 
     @property
     def title(self) -> str:
@@ -99,53 +93,53 @@ class Report:
 
     @property
     def drawn(self) -> Timeline:
-        """The step, with copies of experts where there are any."""
+        """The step, with copies of experts if there are any."""
         return self.timeline if self.copies is None else self.copies.timeline
 
     @property
     def rest_s(self) -> float:
-        """After the last pass: gradients that nothing hides."""
+        """Seconds after the last pass: gradients that nothing hides."""
         return self.timeline.end_s - self.passes[-1].end_s
 
     @property
     def bucket_bytes(self) -> int | None:
-        """S_p: of the largest gradient all-reduce; None without any."""
+        """Bytes of the largest gradient all-reduce, S_p; None without any."""
         return max((task.size or 0 for task in self.plan.inter if task.kind == "gradient-all-reduce"), default=None)
 
     @property
     def weights_apart(self) -> bool:
-        """Whether weight gradients are W tasks: a split backward pass."""
+        """Tells whether weight gradients are tasks of their own (W tasks)."""
         return any(task.kind in WEIGHT_GRADIENTS.values() for task in self.plan.compute)
 
     def micro_batches(self, phase: str) -> list[int]:
-        """Of each layer: in how many its attention goes; 1 where the layer is not split."""
-        parts = Counter(task.layer for task in self.plan.compute if task.kind == "attention" and task.phase == phase)
-        return [parts[layer] for layer in sorted({one.layer for one in self.passes})]
+        """Returns each layer's number of micro-batches; 1 where the layer is not split."""
+        numbers = Counter(task.layer for task in self.plan.compute if task.kind == "attention" and task.phase == phase)
+        return [numbers[layer] for layer in sorted({stretch.layer for stretch in self.passes})]
 
     def path_s(self) -> dict[str, float]:
-        """Seconds of the critical path by kind of task, the longest first; without what takes no time."""
+        """Returns seconds of the critical path by kind of task, the longest first; without kinds that take no time."""
         path = Timeline(0, critical_path(self.plan, self.timeline), "predicted").totals_s()
         return dict(sorted(((kind, seconds) for kind, seconds in path.items() if seconds), key=lambda item: -item[1]))
 
     def path_by_resource_s(self) -> dict[str, float]:
-        """The same by what is at work (`critical.at_work`)."""
-        found = at_work(critical_path(self.plan, self.timeline))
-        return {name: sum(end_s - start_s for start_s, end_s in found[name]) for name in RESOURCES}
+        """Returns seconds of the critical path by the resource at work."""
+        spans = at_work(critical_path(self.plan, self.timeline))
+        return {name: sum(end_s - start_s for start_s, end_s in spans[name]) for name in RESOURCES}
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds that each resource is in use, in the step as it is drawn."""
+        """Returns seconds that each resource is in use, in the step as it is drawn."""
         return {name: self.drawn.busy_s(name) for name in RESOURCES}
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain types, times in seconds."""
+        """Returns everything in plain types, times in seconds."""
         layers: dict[int, dict[str, Any]] = {}
-        for one in self.passes:
-            layers.setdefault(one.layer, {"layer": one.layer})[one.phase] = {
-                "chunks": one.degree,
-                "seconds": one.seconds,
-                "bound_by": one.bound_by,
-                "critical_path_s": one.waits_s,
-                "gradient_all_reduce_s": one.gradient_s,
+        for stretch in self.passes:
+            layers.setdefault(stretch.layer, {"layer": stretch.layer})[stretch.phase] = {
+                "chunks": stretch.degree,
+                "seconds": stretch.seconds,
+                "bound_by": stretch.bound_by,
+                "critical_path_s": stretch.waits_s,
+                "gradient_all_reduce_s": stretch.gradient_s,
             }
         return {
             "model": vars(self.settings.model) | {"gate_options": dict(self.settings.model.gate_options)},
@@ -172,15 +166,14 @@ class Report:
         }
 
     def print(self) -> None:
-        """Tables of the passes and of the policies."""
+        """Prints tables of the passes and of the policies, and what they mean in words."""
         console = _console()
         sizes, ranks = self.sizes, self.launch.ranks
-        nodes = f"{ranks // sizes.ranks_per_node} × {sizes.ranks_per_node}"
-        axes = f"ep {sizes.ep}, esp {sizes.esp}, mp {sizes.mp}, dp {ranks // sizes.mp}"
         console.print(describe(self.settings.model), markup=False)
-        console.print(f"{ranks} ranks ({nodes}): {axes}")
+        nodes = f"{ranks // sizes.ranks_per_node} × {sizes.ranks_per_node}"
+        console.print(f"{ranks} ranks ({nodes}): ep {sizes.ep}, esp {sizes.esp}, mp {sizes.mp}, dp {ranks // sizes.mp}")
         console.print(f"costs: {self.machine or 'of an unnamed machine'}", markup=False)
-        console.print(self._passes())
+        console.print(self._passes_table())
         console.print(self._splitting(), soft_wrap=True)
         if not self.followed:
             console.print("no rows travel: training takes one thing after the other, whatever --schedule says")
@@ -188,43 +181,46 @@ class Report:
             console.print(self.copies.words(self.step_s[self.policy]), soft_wrap=True)
         if self.rest_s > 0:
             console.print(f"after the last pass: {_ms(self.rest_s)} of gradients that nothing hides")
-        for what, shares, end_s in (
+        for what, seconds_by_name, end_s in (
             ("critical path", self.path_s(), self.timeline.end_s),
-            ("on the path", _named(self.path_by_resource_s()), self.timeline.end_s),
-            ("in use", _named(self.busy_s()), self.drawn.end_s),
+            ("on the path", _in_words(self.path_by_resource_s()), self.timeline.end_s),
+            ("in use", _in_words(self.busy_s()), self.drawn.end_s),
         ):
-            parts = [f"{name} {seconds / end_s:.0%}" for name, seconds in shares.items() if seconds > 0]
-            console.print(f"{what}: {', '.join(parts)}")
-        console.print(self._policies())
+            shares = [f"{name} {seconds / end_s:.0%}" for name, seconds in seconds_by_name.items() if seconds > 0]
+            console.print(f"{what}: {', '.join(shares)}")
+        console.print(self._policies_table())
 
     def _splitting(self) -> str:
-        """In words: what is split, into how many micro-batches and buckets."""
+        """Says what is split, into how many micro-batches and buckets."""
         if self.refusal is not None:
             return f"chunks end with their layer: {self.refusal}"
-        words = [f"{phase} {_alike(self.micro_batches(phase))}" for phase in PHASES]
+        words = []
+        for phase in PHASES:
+            alike = [(number, len(list(layers))) for number, layers in groupby(self.micro_batches(phase))]
+            numbers = [str(number) if len(alike) == 1 else f"{number} ({n} layers)" for number, n in alike]
+            words.append(f"{phase} {', '.join(numbers)}")
         size = self.bucket_bytes
         buckets = "no gradients to reduce" if size is None else f"gradients in buckets of up to {size / 2**20:.3g} MiB"
         apart = "tasks of their own" if self.weights_apart else "part of the backward pass"
         return f"micro-batches: {'; '.join(words)}; {buckets}; weight gradients are {apart}"
 
-    def _passes(self) -> Table:
+    def _passes_table(self) -> Table:
+        """Makes the table of passes; layers whose rows would be the same share one."""
         table = Table(title=f"{self.policy}: {_ms(self.step_s[self.policy])} a step", title_justify="left")
         for column in ("layer", "pass", "chunks", "time", "critical path while it lasts", "bound by"):
             table.add_column(column, justify="right" if column in ("layer", "chunks", "time") else "left")
-        for _, group in groupby(self.passes, key=self._row):
+        for (phase, degree, bound_by, time), group in groupby(
+            self.passes, key=lambda stretch: (stretch.phase, stretch.degree, stretch.bound_by, _ms(stretch.seconds))
+        ):
             alike = list(group)
-            one, layers = alike[0], sorted(stretch.layer for stretch in alike)
-            shares = {name: one.waits_s[resource] / one.seconds for resource, name in RESOURCES.items()}
+            layers = sorted(stretch.layer for stretch in alike)
+            shares = {name: alike[0].waits_s[resource] / alike[0].seconds for resource, name in RESOURCES.items()}
             named = [f"{name.removeprefix('links ')} {share:.0%}" for name, share in shares.items() if share >= 0.005]
             span = f"{layers[0]}–{layers[-1]}" if len(layers) > 1 else str(layers[0])
-            table.add_row(span, one.phase, str(one.degree), _ms(one.seconds), ", ".join(named), RESOURCES[one.bound_by])
+            table.add_row(span, phase, str(degree), time, ", ".join(named), RESOURCES[bound_by])
         return table
 
-    def _row(self, one: Stretch) -> tuple[object, ...]:
-        """Passes that are the same in this follow each other in one row."""
-        return one.phase, one.degree, one.bound_by, _ms(one.seconds)
-
-    def _policies(self) -> Table:
+    def _policies_table(self) -> Table:
         table = Table(title="what every policy would take", title_justify="left")
         for column in ("policy", "a step", "over the bound", "faster than sequential"):
             table.add_column(column, justify="left" if column == "policy" else "right")
@@ -236,15 +232,8 @@ class Report:
         return table
 
 
-def _named(seconds: dict[str, float]) -> dict[str, float]:
-    """By resource in words."""
-    return {RESOURCES[name]: found for name, found in seconds.items()}
-
-
-def _alike(values: Sequence[object]) -> str:
-    """One value for each layer, in words."""
-    alike = [(value, len(list(group))) for value, group in groupby(values)]
-    return ", ".join(str(value) if len(alike) == 1 else f"{value} ({n} layers)" for value, n in alike)
+def _in_words(seconds: dict[str, float]) -> dict[str, float]:
+    return {RESOURCES[name]: value for name, value in seconds.items()}
 
 
 def _ms(seconds: float) -> str:
@@ -273,34 +262,28 @@ class Copies:
     def from_plan(
         cls, settings: Settings, sizes: Sizes, model: CostModel, plan: Plan, costs: Costs, timeline: Timeline
     ) -> Copies | None:
-        """None but under Hecate's placement: no other has as many copies as links have time for.
-
-        `timeline`: the plan's without copies.
-        """
+        """Adds copies to a plan, whose `timeline` has none. None but under Hecate's placement: others have no more
+        copies than links have time for."""
         if settings.placement != "fssdp" or sizes.ep == 1:
             return None
         again = settings.rematerialise
         layers = len({task.layer for task in plan if task.layer is not None})
         hidden_L = hidden_s(timeline, layers, again=again)
         nbytes, bytes_per_s = expert_bytes(settings, sizes), model.line("all-to-all/ep").per_s
-        assert settings.model.experts is not None
-        found = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), nbytes, bytes_per_s))
-        overlap = found if settings.placement_overlap is None else settings.placement_overlap
+        overlap = settings.placement_overlap
+        if overlap is None:
+            assert settings.model.experts is not None
+            overlap = min(settings.model.experts, overlap_degree(statistics.mean(hidden_L), nbytes, bytes_per_s))
         seconds = overlap * nbytes / bytes_per_s
         copied = simulate(*with_sparse(plan, costs, [seconds] * layers, again=again))
         return cls(hidden_L, nbytes, overlap, seconds, copied)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "hidden_s": list(self.hidden_s),
-            "expert_bytes": self.expert_bytes,
-            "overlap": self.overlap,
-            "seconds": self.seconds,
-            "step_s": self.timeline.end_s,
-        }
+        own = {name: value for name, value in vars(self).items() if name != "timeline"}
+        return own | {"hidden_s": list(self.hidden_s), "step_s": self.timeline.end_s}
 
     def words(self, step_s: float) -> str:
-        """`step_s`: of the step without copies."""
+        """Says what copies cost, beside a step without them that takes `step_s` seconds."""
         longer = self.timeline.end_s / step_s - 1
         most = "not at all" if longer < 0.0005 else f"by {longer:.1%}"
         return (
@@ -401,50 +384,51 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plans the step and prints it."""
-    running = Launch.from_environment()
-    settings = Settings(schedule="auto").changed(changes_of(arguments))
+    """Plans the step and prints it; returns the exit code."""
+    running, changes = Launch.from_environment(), changes_of(arguments)
+    settings = Settings(schedule="auto").changed(changes)
     if settings.schedule == "off":
         raise ConfigError("--schedule off is no plan: the layers work without one; choose auto or a policy")
     if arguments.machine is None and (arguments.scale or arguments.spread is not None):
         raise ConfigError("--scale and --spread are for a machine of the list: give --machine NAME")
     machine = None if arguments.machine is None else MACHINES[arguments.machine]
-    if machine is not None and arguments.spread is not None:
-        machine = machine.with_spread(arguments.spread)
-    if machine is not None and "dtype" not in changes_of(arguments):
-        settings = settings.changed({"dtype": machine.dtype})
-    if machine is not None and arguments.scale:
-        return _scale(arguments, running, settings, machine)
+    if machine is not None:
+        machine = machine if arguments.spread is None else machine.with_spread(arguments.spread)
+        settings = settings if "dtype" in changes else settings.changed({"dtype": machine.dtype})
+        if arguments.scale:
+            return _scale(arguments, running, settings, machine)
     launch, settings = _planned_for(arguments, running, settings)
     sizes = choose_sizes(settings, launch)
     settings = settings.changed({"model": settings.model.with_experts(launch.ranks, sizes.ep)})
     costs = _costs(arguments, running, settings, sizes, machine)
-    if running.rank == 0:
-        report = Report.from_costs(settings, launch, sizes, costs, again=arguments.again)
-        if arguments.png is not None:
-            draw(report.drawn, arguments.png, title=report.title)
-        if arguments.json:
-            figures = {} if machine is None else {"figures": figures_dict(machine)}
-            print(json.dumps(report.as_dict() | figures, indent=2))
-        else:
-            report.print()
-            if machine is not None:
-                _console().print(figures_table(machine))
+    if running.rank > 0:
+        return 0
+    report = Report(settings, launch, sizes, costs, again=arguments.again)
+    if arguments.png is not None:
+        draw(report.drawn, arguments.png, title=report.title)
+    if arguments.json:
+        figures = {} if machine is None else {"figures": figures_dict(machine)}
+        print(json.dumps(report.as_dict() | figures, indent=2))
+        return 0
+    report.print()
+    if machine is not None:
+        _console().print(figures_table(machine))
     return 0
 
 
 def _scale(arguments: argparse.Namespace, running: Launch, settings: Settings, machine: Machine) -> int:
     if arguments.ranks is not None:
         raise ConfigError(f"--ranks {arguments.ranks}: --scale goes through numbers of ranks by itself")
-    if running.rank == 0:
-        with WorkBar("planning") as bar:
-            scale = Scale.simulated(settings, machine, arguments.machine, again=arguments.again, show=bar.show)
-        if arguments.png is not None:
-            scale.draw(arguments.png)
-        if arguments.json:
-            print(json.dumps(scale.as_dict(), indent=2))
-        else:
-            scale.print(_console())
+    if running.rank > 0:
+        return 0
+    with WorkBar("planning") as bar:
+        scale = Scale.simulated(settings, machine, arguments.machine, again=arguments.again, show=bar.show)
+    if arguments.png is not None:
+        scale.draw(arguments.png)
+    if arguments.json:
+        print(json.dumps(scale.as_dict(), indent=2))
+    else:
+        scale.print(_console())
     return 0
 
 
@@ -453,7 +437,7 @@ def _console() -> Console:
 
 
 def _planned_for(arguments: argparse.Namespace, running: Launch, settings: Settings) -> tuple[Launch, Settings]:
-    """The ranks that the plan is for; those that run unless others are named."""
+    """Returns the ranks that the plan is for, those that run unless others are named, and the settings for them."""
     ranks = arguments.ranks
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks} must be at least 1")

@@ -13,12 +13,11 @@ from rich.table import Table
 
 from fusedmoe.cli.job import Launch, choose_device, choose_sizes, make_topology, process_group
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, file_to_write, picture_to_write
-from fusedmoe.cli.trainer import compute_dtype
+from fusedmoe.cli.step_plans import compute_dtype
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import sealed
-from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.runtime.profiler import BUDGET_S, Profile
-from fusedmoe.schedule.cost import Line
+from fusedmoe.measuring import PROFILE_BUDGET_S, Profile, cached_profile
+from fusedmoe.plans import Line
 
 SUMMARY = "measure what links and matrix products take"
 
@@ -63,7 +62,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     group.add_argument(
         "--budget",
         type=float,
-        default=BUDGET_S,
+        default=PROFILE_BUDGET_S,
         metavar="S",
         help=f"seconds that it may take, less than {MOST_S:g} (default: %(default)g)",
     )

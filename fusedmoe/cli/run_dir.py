@@ -13,15 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fusedmoe import Topology
 from fusedmoe.cli.job import Launch, Sizes
 from fusedmoe.cli.settings import Settings
-from fusedmoe.comm.collectives import all_gather_object
-from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.files import read_text, sealed, write_text
-from fusedmoe.placement.load_picture import draw_loads
-from fusedmoe.placement.load_trace import LOADS_END, LoadTrace
-from fusedmoe.runtime.metric_sinks import JsonLines
+from fusedmoe.metrics import JsonLines
+from fusedmoe.plans import LOADS_END, LoadTrace, draw_loads
+from fusedmoe.ranks import all_gather_object
 
 #: Steps between two gatherings. Ranks keep so many steps' counts, and a job that is killed loses as many.
 EVERY = 50

@@ -15,14 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes
-from fusedmoe.cli.plans import expert_bytes, plans_of, policy_followed
 from fusedmoe.cli.settings import Settings, describe
+from fusedmoe.cli.step_plans import expert_bytes, plans_of, policy_followed
 from fusedmoe.errors import ConfigError
-from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.draw import ms
-from fusedmoe.schedule.machines import Machine, scale_of, slowest_of
-from fusedmoe.schedule.simulate import simulate
-from fusedmoe.schedule.timeline import PHASES
+from fusedmoe.plans import PHASES, CostModel, Machine, ms, scale_of, simulate, slowest_of
 
 # Lines of a picture with their colours.
 _POLICY, _SEQUENTIAL, _THIRD = "#f79a1c", "#0a2f66", "#1f7350"

@@ -12,15 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fusedmoe import Topology
 from fusedmoe.cli.job import Launch, Sizes, choose_sizes
 from fusedmoe.cli.settings import Settings
 from fusedmoe.cli.trainer import Trainer
-from fusedmoe.comm.collectives import on_all_ranks
-from fusedmoe.comm.failure import RENEWED_S
-from fusedmoe.comm.topology import Topology
-from fusedmoe.comm.uncaught import tell_others
 from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.training.survival import NodeMemory, Survival
+from fusedmoe.ranks import RENEWED_S, on_all_ranks, tell_others
+from fusedmoe.training import NodeMemory, Survival
 
 _HOW = """\
 torchrun's flags for it, the same on every node, are

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import Launch, StopRequest, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.parts import table_of
 from fusedmoe.cli.settings import (
     Settings,
     add_flags,
@@ -20,18 +19,28 @@ from fusedmoe.cli.settings import (
     picture_to_write,
     read_costs,
 )
-from fusedmoe.cli.trainer import Trainer, compute_dtype, follows_plan, step_costs
-from fusedmoe.comm.collectives import all_gather_object
+from fusedmoe.cli.step_plans import compute_dtype, follows_plan, step_costs, table_of
+from fusedmoe.cli.trainer import Trainer
 from fusedmoe.errors import ConfigError
-from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.schedule.draw import MAX_TIMELINES, draw
-from fusedmoe.schedule.machines import spread_of
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES
-from fusedmoe.schedule.refit import Row, compare, observe, refit
-from fusedmoe.schedule.simulate import makespan, simulate
-from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import Timeline, align, save_trace
+from fusedmoe.measuring import cached_profile
+from fusedmoe.plans import (
+    MAX_TIMELINES,
+    POLICIES,
+    Plan,
+    Row,
+    StepCosts,
+    Timeline,
+    align,
+    compare,
+    draw,
+    makespan,
+    observe,
+    refit,
+    save_trace,
+    simulate,
+    spread_of,
+)
+from fusedmoe.ranks import all_gather_object
 
 SUMMARY = "run a training step and show it beside its plan"
 

@@ -13,28 +13,21 @@ from typing import Any
 
 import torch
 
+from fusedmoe import Topology, keep_memory
 from fusedmoe.cli.data import Corpus, load_corpus
 from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_device, choose_sizes, make_topology, process_group
-from fusedmoe.cli.parts import table_of
 from fusedmoe.cli.run_dir import LoadLog, RunDir
 from fusedmoe.cli.settings import Settings, add_flags, add_parser, changes_of, describe, read_settings
+from fusedmoe.cli.step_plans import compute_dtype, follows_plan, table_of
 from fusedmoe.cli.survive import Survivor, check_launcher, end_with_launcher, fitting_sizes, hurry, leave
-from fusedmoe.cli.trainer import StepReport, Trainer, compute_dtype, follows_plan
-from fusedmoe.comm.collectives import all_gather_object
-from fusedmoe.comm.topology import Topology
+from fusedmoe.cli.trainer import StepReport, Trainer
 from fusedmoe.errors import ConfigError, RankError
 from fusedmoe.files import read_text, write_kept, write_text
-from fusedmoe.memory import keep_memory
+from fusedmoe.measuring import Display, cached_profile, make_display
 from fusedmoe.metrics import Metrics
-from fusedmoe.runtime.cache import cached_profile
-from fusedmoe.runtime.progress import Display, make_display
-from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.draw import MAX_TIMELINES, draw
-from fusedmoe.schedule.refit import compare
-from fusedmoe.schedule.timeline import Timeline, save_trace
-from fusedmoe.training import load_checkpoint, save_checkpoint
-from fusedmoe.training.checkpoint_place import saved_at
-from fusedmoe.training.copies import replicas
+from fusedmoe.plans import MAX_TIMELINES, CostModel, Timeline, compare, draw, save_trace
+from fusedmoe.ranks import all_gather_object
+from fusedmoe.training import load_checkpoint, replicas, save_checkpoint, saved_at
 
 SUMMARY = "train a mixture-of-experts language model"
 

@@ -16,42 +16,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.blocks.pipeline import Along, PipelinedBlocks
+from fusedmoe import PipelinedBlocks, Topology
 from fusedmoe.cli.data import Batches, ByteBatch, Corpus, mix
-from fusedmoe.cli.job import Launch, Sizes, StopRequest
-from fusedmoe.cli.model_of_settings import WIRE_DTYPES, make_model, make_optimizer, shard_experts
+from fusedmoe.cli.job import StopRequest, make_model, make_optimizer, shard_experts
 from fusedmoe.cli.settings import Settings
-from fusedmoe.comm.collectives import all_reduce
-from fusedmoe.comm.topology import Topology
-from fusedmoe.errors import ConfigError, RankError
-from fusedmoe.models.block import block_workload, make_gate
+from fusedmoe.cli.step_plans import (
+    micro_batch_limit,
+    observed_forms,
+    policy_of,
+    probes,
+    split_axis,
+    splits_layers,
+    step_workload,
+    timing_facts,
+)
+from fusedmoe.errors import RankError
+from fusedmoe.measuring import (
+    STEPS_BUDGET_S,
+    Recorder,
+    cached_observed,
+    observe_steps,
+    span,
+)
 from fusedmoe.models.transformer import Loss
-from fusedmoe.runtime.cache import cached_observed, kept_observed, machine_facts
-from fusedmoe.runtime.execute import Capabilities, runnable_kinds
-from fusedmoe.runtime.observing import BUDGET_S, observe_steps
-from fusedmoe.runtime.recorder import Recorder, span
-from fusedmoe.schedule.candidates import PlanCandidate
-from fusedmoe.schedule.cost import CostModel
-from fusedmoe.schedule.observed import Observed
-from fusedmoe.schedule.passes import three_queues
-from fusedmoe.schedule.plan import Plan
-from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES
-from fusedmoe.schedule.simulate import simulate
-from fusedmoe.schedule.sparse_collectives import hidden_s
-from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
-from fusedmoe.schedule.step_costs import StepCosts
-from fusedmoe.schedule.timeline import Timeline
-from fusedmoe.schedule.workload import IN_LAYERS, Workload
-from fusedmoe.training import PlanTuning, clip_grad_norm, sync_gradients
-from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
-from fusedmoe.training.plan_tuning import TUNED
-from fusedmoe.training.step_plan import PlannedStep
-
-_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-# Settings that the time of a step depends on.
-_TIMED = ("model", "dispatch", "wire_dtype", "dtype", "recompute")
-# Chunks of the steps that are done to be measured, beside one.
-_DEGREES = (2, 3, 4)
+from fusedmoe.plans import (
+    POLICIES,
+    CostModel,
+    Observed,
+    Plan,
+    PlanCandidate,
+    StepCosts,
+    Timeline,
+    Workload,
+    hidden_s,
+    simulate,
+)
+from fusedmoe.ranks import all_reduce
+from fusedmoe.training import (
+    TUNED,
+    GradientBuckets,
+    PlannedStep,
+    PlanTuning,
+    clip_grad_norm,
+    sync_gradients,
+)
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ class Trainer:
             return "off"
         return self._settings.schedule if self.tuning is None else self.tuning.now.name
 
-    def measured(self, costs: CostModel, budget_s: float = BUDGET_S) -> CostModel:
+    def measured(self, costs: CostModel, budget_s: float = STEPS_BUDGET_S) -> CostModel:
         """These costs with what the parts of this model's own steps take, all ranks at once, from disk or measured now;
         collective.
 
@@ -351,118 +359,3 @@ class Trainer:
         """Sums over all ranks, in float64."""
         row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device).detach() for v in values])
         return all_reduce(self._topology.world, row, operation="sum of losses").tolist()
-
-
-def probes(costs: StepCosts, samples: int) -> list[Plan]:
-    """Plans that show what the parts of a step take: in one chunk and in several, one pass as the other; of layers that
-    can be split also with W tasks.
-
-    `samples`: that micro-batches are cut from.
-    """
-    if costs.can_split:
-        several = max((degree for degree in _DEGREES if samples % degree == 0), default=1)
-        splits = [StepSplit(degree, degree, weights=apart) for apart in (False, True) for degree in (1, several)]
-        return [micro_schedule(costs, split).plan() for split in dict.fromkeys(splits)]
-    passes = ([ChunkedPass(three_queues, degree)] * len(costs.layers) for degree in (1, max(_DEGREES)))
-    return [step_plan(costs, of, of) for of in passes]
-
-
-def policy_of(settings: Settings) -> str:
-    """The policy that the settings' schedule names.
-
-    Raises:
-        ConfigError: it splits whole layers, which this model does not allow.
-    """
-    policy = "joint" if settings.schedule == "auto" else settings.schedule
-    refusal = why_not_split(settings)
-    if not POLICIES[policy].by_layer and refusal is not None:
-        raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
-    return policy
-
-
-def splits_layers(settings: Settings) -> bool:
-    """Whether micro-batches go through all layers by the settings' schedule."""
-    return policy_of(settings) in WHOLE_POLICIES and why_not_split(settings) is None
-
-
-def observed_forms(settings: Settings, workload: Workload) -> dict[str, bool]:
-    """By what name a model's costs hold what its steps took, and whether micro-batches went through whole layers then:
-    "auto" has plans of both forms to compare, each by its own."""
-    whole = splits_layers(settings)
-    layers = {workload.shapes + IN_LAYERS: False} if whole and settings.schedule == "auto" else {}
-    return {**layers, workload.shapes: whole}  # what the layers were told last is what blocks do not look at
-
-
-def timing_facts(settings: Settings, topology: Topology, device: torch.device, whole: bool) -> dict[str, Any]:
-    """All that the time of a step's parts depends on, in plain types, the same on every rank. Collective."""
-    facts = machine_facts(topology, device, compute_dtype(settings))
-    return facts | {name: settings.to_json()[name] for name in _TIMED} | {"blocks": whole}
-
-
-def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device: torch.device) -> CostModel:
-    """These costs with what the steps of this model took when they were measured (`Trainer.measured`), if they were.
-    Collective over all ranks."""
-    if not follows_plan(settings, topology.ep.size, topology.esp.size) or settings.placement != "ep":
-        return costs
-    workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
-    found = dict(costs.observed)
-    for name, whole in observed_forms(settings, workload).items():
-        seen = kept_observed(topology, timing_facts(settings, topology, device, whole))
-        if seen is not None:
-            found[name] = seen
-    return replace(costs, observed=found)
-
-
-def follows_plan(settings: Settings, ep: int, esp: int) -> bool:
-    """Whether steps follow a plan: where no rows travel they are as without a schedule."""
-    return settings.schedule != "off" and ep * esp > 1
-
-
-def split_axis(settings: Settings, mp: int) -> Along:
-    """What micro-batches are cut along: a batch's samples, or the positions of a single one where these allow it."""
-    single = settings.model.batch == 1 and settings.model.objective == "causal" and mp == 1
-    return "positions" if single else "samples"
-
-
-def micro_batch_limit(settings: Settings, mp: int) -> int:
-    """How many samples or positions micro-batches can be cut from."""
-    return settings.model.seq_len if split_axis(settings, mp) == "positions" else settings.model.batch
-
-
-def why_not_split(settings: Settings) -> str | None:
-    """Why micro-batches cannot go through the layers of a model; None where they can."""
-    if settings.placement != "ep":
-        return f"with --placement {settings.placement} experts are whole layers'"
-    return None if make_gate(settings.model).splits else f"gate {settings.model.gate} looks at whole batches"
-
-
-def compute_dtype(settings: Settings) -> torch.dtype:
-    """What matrix products run in."""
-    return _COMPUTE[settings.dtype]
-
-
-def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
-    """One of the layers of a step, as one of so many ranks sees it."""
-    travels = WIRE_DTYPES.get(settings.wire_dtype, compute_dtype(settings))
-    return block_workload(settings.model, ep, esp, mp, travels.itemsize)
-
-
-def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False) -> StepCosts:
-    """What the model's layers with experts cost in a step, as training has it (`Trainer.set_plan`), without the ranks.
-
-    `whole`: micro-batches can go through all of a layer.
-
-    Raises:
-        ConfigError: costs that lack what the layout needs.
-    """
-    workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
-    model = settings.model
-    if model.layers < model.moe_every:
-        raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
-    cut = split_axis(settings, sizes.mp)
-    made = make_model(settings, model, Topology(), torch.device("meta"))
-    blocks = made.in_micro_batches(cut) if whole else None
-    reduced = bucketed_bytes(made, launch.ranks, sizes.mp, None if blocks is None else blocks.dense_parameters)
-    kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
-    waits = blocks is not None and blocks.waits[0]
-    return workload.step_costs(costs, reduced, kinds, whole=whole, waits=waits)

@@ -387,6 +387,20 @@ class Topology:
         return f"Topology(rank {self.rank} of {of}; {sizes}; {self.ranks_per_node} ranks a node)"
 
 
+def group_of(handle: dist.ProcessGroup, name: str, timeout_s: float) -> Group:
+    """Returns a process group that somebody else made as a `Group`: waits over it are bounded, errors name ranks.
+
+    Nothing is sent. This rank is one of the group's.
+
+    Args:
+        name: the word for the group in errors.
+        timeout_s: how long a wait for other ranks may last, in seconds.
+    """
+    rank, ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(handle))
+    job = Job(rank, timeout_s, Board(dist.distributed_c10d._get_default_store(), rank))
+    return Group(name, ranks, ranks.index(rank), Lease(handle), job)
+
+
 def _world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()

@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.blocks.pipeline import Along, Parts, PipelinedBlocks, pipeline
-from fusedmoe.comm.topology import Topology
+from fusedmoe import Along, MoELayer, Parts, PipelinedBlocks, Placements, Topology, pipeline
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import FeedForward
-from fusedmoe.layers.gates import GATES, Gate
-from fusedmoe.layers.moe import MoELayer, Placements
-from fusedmoe.layers.orders import ORDERS, Order, Sparse
-from fusedmoe.layers.wire_hooks import Hooks
+from fusedmoe.experts import FeedForward
+from fusedmoe.gates import GATES, Gate
+from fusedmoe.hooks import Hooks
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.orders import ORDERS, Order, Sparse
+from fusedmoe.plans import Workload
 
 
 def make_gate(config: ModelConfig) -> Gate:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.activation import ACTIVATIONS
+from fusedmoe.ops import ACTIVATIONS
 
 OBJECTIVES = ("causal", "masked")
 NORMS = ("layer", "rms")

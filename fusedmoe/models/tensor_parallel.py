@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedmoe.autograd.parallel import gather_rows, reduce_scatter_rows, split_counts
-from fusedmoe.comm.group import Group
-from fusedmoe.comm.topology import Topology
+from fusedmoe import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.activation import ACTIVATIONS, define_activation
+from fusedmoe.measuring import Recorder, in_layer, recorded
 from fusedmoe.models.config import ModelConfig
-from fusedmoe.runtime.recorder import Recorder, in_layer, recorded
+from fusedmoe.ops import ACTIVATIONS, define_activation, gather_rows, reduce_scatter_rows, split_counts
+from fusedmoe.ranks import Group
 
 _BASE = 10000.0
 

@@ -11,17 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fusedmoe.blocks.pipeline import Along, PipelinedBlocks
-from fusedmoe.comm.topology import Topology
+from fusedmoe import Along, MoELayer, PipelinedBlocks, Placements, Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import require_own_experts
-from fusedmoe.layers.gates import Hash
-from fusedmoe.layers.moe import MoELayer, Placements
-from fusedmoe.layers.wire_hooks import Hooks
+from fusedmoe.experts import require_own_experts
+from fusedmoe.gates import Hash
+from fusedmoe.hooks import Hooks
+from fusedmoe.measuring import Recorder, recorded
 from fusedmoe.models.block import Block, BlockPipeline, make_norm
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.models.tensor_parallel import Attention, DenseFeedForward, TokenSplit, normal_parameter
-from fusedmoe.runtime.recorder import Recorder, recorded
 
 #: Target of a position that does not count.
 IGNORE = -100  # cross_entropy's own

@@ -1,8 +1,9 @@
 """What a training loop calls besides the layers: gradients over ranks, clipping, checkpoints, PyTorch's wrappers."""
 
-from fusedmoe.training.activation_checkpoint import save_communication
+from fusedmoe.training.activation_checkpoint import KEPT, save_communication
 from fusedmoe.training.checkpoint import load_checkpoint, save_checkpoint
-from fusedmoe.training.copies import broadcast_parameters
+from fusedmoe.training.checkpoint_place import saved_at
+from fusedmoe.training.copies import broadcast_parameters, replicas
 from fusedmoe.training.data_parallel import (
     distributed_data_parallel,
     expert_parameter_names,
@@ -10,23 +11,33 @@ from fusedmoe.training.data_parallel import (
     sync_gradients,
 )
 from fusedmoe.training.grad_norm import clip_grad_norm
-from fusedmoe.training.plan_tuning import PlanTuning
-from fusedmoe.training.sharded_experts import ShardedExperts
-from fusedmoe.training.step_plan import plan_step
-from fusedmoe.training.survival import Survival
+from fusedmoe.training.gradient_buckets import GradientBuckets, bucketed_bytes
+from fusedmoe.training.plan_tuning import TUNED, PlanTuning
+from fusedmoe.training.sharded_experts import POLICIES, ShardedExperts
+from fusedmoe.training.step_plan import PlannedStep, plan_step
+from fusedmoe.training.survival import NodeMemory, Survival
 
 __all__ = [
+    "KEPT",
+    "POLICIES",
+    "TUNED",
+    "GradientBuckets",
+    "NodeMemory",
     "PlanTuning",
+    "PlannedStep",
     "ShardedExperts",
     "Survival",
     "broadcast_parameters",
+    "bucketed_bytes",
     "clip_grad_norm",
     "distributed_data_parallel",
     "expert_parameter_names",
     "fully_shard",
     "load_checkpoint",
     "plan_step",
+    "replicas",
     "save_checkpoint",
     "save_communication",
+    "saved_at",
     "sync_gradients",
 ]

@@ -12,7 +12,8 @@ import torch
 from fusedmoe.cli.data import random_corpus
 from fusedmoe.cli.job import StopRequest
 from fusedmoe.cli.settings import Settings
-from fusedmoe.cli.trainer import Trainer, kept_costs
+from fusedmoe.cli.step_plans import kept_costs
+from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.models.config import ModelConfig
 from fusedmoe.runtime.cache import CACHE

@@ -17,7 +17,8 @@ from fusedmoe.cli.job import Launch, Sizes, StopRequest, choose_sizes, make_topo
 from fusedmoe.cli.main import main
 from fusedmoe.cli.plan_command import Report, plans_of
 from fusedmoe.cli.settings import DTYPES, Settings
-from fusedmoe.cli.trainer import Trainer, policy_of, why_not_split
+from fusedmoe.cli.step_plans import policy_of, why_not_split
+from fusedmoe.cli.trainer import Trainer
 from fusedmoe.models.block import block_workload
 from fusedmoe.models.config import ModelConfig, named_model
 from fusedmoe.runtime.cache import CACHE
@@ -100,7 +101,7 @@ def trained(rank: int, world: int, folder: str, cases: list[Any]) -> None:
             printed = plans_of(settings, launch, found, FUSED_COSTS)[policy]
             assert costs == printed.costs, schedule
             if schedule != "flowmoe":  # of which training tries other sizes of buckets from the start
-                report = Report.from_costs(settings, launch, found, FUSED_COSTS)
+                report = Report(settings, launch, found, FUSED_COSTS)
                 assert plan == report.plan and makespan(plan, costs) == report.step_s[policy], schedule
 
 
@@ -143,7 +144,7 @@ def test_words_and_picture_say_the_same(capsys: pytest.CaptureFixture[str], sche
         placement_overlap=4 if placement == "fssdp" else None,
     )
     launch = Launch(0, 8, 0, 4)
-    report = Report.from_costs(settings, launch, Sizes(4, 2, 4, 1), TESTBEDS["A"].costs)
+    report = Report(settings, launch, Sizes(4, 2, 4, 1), TESTBEDS["A"].costs)
     report.print()
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("in use: "))
     said = dict(zip(RESOURCES, ("computation", "links inside the node", "links between nodes"), strict=True))

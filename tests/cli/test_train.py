@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 
-from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_topology
+from fusedmoe.cli.job import Launch, StopRequest, choose_sizes, make_model, make_topology
 from fusedmoe.cli.main import main
 from fusedmoe.cli.settings import Settings, read_settings
+from fusedmoe.cli.step_plans import policy_of
 from fusedmoe.cli.train import TrainingJob, _is_drawn, _to_do, count_parameters
-from fusedmoe.cli.trainer import Trainer, make_model, policy_of
+from fusedmoe.cli.trainer import Trainer
 from fusedmoe.comm.topology import Topology
 from fusedmoe.errors import ConfigError
 from fusedmoe.models.config import ModelConfig

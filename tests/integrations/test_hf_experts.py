@@ -22,8 +22,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import fusedmoe.hf
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.hf import NAME, experts_forward
-from fusedmoe.integrations.hf.expert_function import fused_activation, is_clamped_swiglu
+from fusedmoe.integrations.hf import NAME, experts_forward, fused_activation, is_clamped_swiglu
 from tests.integrations.models import CONFIGS, VOCABULARY, make
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.weights import Weights
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.ops import Weights
+from fusedmoe.plans import Workload
 from fusedmoe.tutel.impls.communicate import zero_gather
 from fusedmoe.tutel.impls.groups import get_world_rank, topology_of
 

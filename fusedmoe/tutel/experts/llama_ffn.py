@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.kernels.weights import Weights
-from fusedmoe.schedule.workload import Workload
+from fusedmoe.ops import Weights
+from fusedmoe.plans import Workload
 from fusedmoe.tutel.experts.ffn import Activation, activation_name, cast, suits
 from fusedmoe.tutel.impls.communicate import zero_gather
 from fusedmoe.tutel.impls.groups import topology_of

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.order import order
+from fusedmoe.dispatchers import expert_load
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.gates.router import top_experts
-from fusedmoe.layers.load import expert_load
+from fusedmoe.gates import top_experts
+from fusedmoe.ops import order
 
 
 @dataclass(frozen=True, eq=False)

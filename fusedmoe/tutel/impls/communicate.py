@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.autograd.linear import Move, linear
-from fusedmoe.comm import collectives
-from fusedmoe.comm.all_to_all import Traffic, make_all_to_all
-from fusedmoe.comm.group import Group
+from fusedmoe import ranks
 from fusedmoe.errors import ConfigError
+from fusedmoe.ops import Move, linear, make_all_to_all
+from fusedmoe.ranks import Group, Traffic
 from fusedmoe.tutel.impls.groups import TIMEOUT_S, as_group, get_world_size, topology_of
 from fusedmoe.tutel.impls.groups import TUTEL_GROUPING_CACHE as TUTEL_GROUPING_CACHE
 from fusedmoe.tutel.impls.groups import create_groups_from_world as create_groups_from_world
@@ -53,7 +52,7 @@ def part_of(length: int, group: Group) -> int:
 def swap_parts(group: Group, rows: Tensor) -> Tensor:
     """[W·n, …]: part i goes to rank i, and the parts that come lie in rank order. Its own adjoint."""
     counts = [part_of(len(rows), group)] * group.size
-    return collectives.all_to_all_rows(group, rows, counts, counts)
+    return ranks.all_to_all_rows(group, rows, counts, counts)
 
 
 def swap_parts_2dh(handle: dist.ProcessGroup | None, rows: Tensor) -> Tensor:
@@ -62,7 +61,7 @@ def swap_parts_2dh(handle: dist.ProcessGroup | None, rows: Tensor) -> Tensor:
     size = algorithm.group.size
     count = part_of(len(rows), algorithm.group)
     traffic = Traffic([count] * size, [count] * size, np.full((size, size), count))
-    collectives.begin(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
+    ranks.begin(algorithm.group, "all-to-all", f"in two levels of {len(rows)} {rows.dtype}")
     return algorithm.exchange(rows, traffic, "all-to-all")
 
 
@@ -77,24 +76,24 @@ def start_swap(group: Group, rows: Tensor) -> Callable[[], Tensor]:
     work = dist.all_to_all_single(out, rows, group=group.handle, async_op=True)
 
     def finish() -> Tensor:
-        collectives.wait(work, group, "all-to-all")
+        ranks.wait(work, group, "all-to-all")
         return out
 
     return finish
 
 
 def _begin(group: Group, operation: str, tensor: Tensor, more: str = "") -> None:
-    collectives.begin(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
+    ranks.begin(group, operation, f"of {tensor.numel()} {tensor.dtype}{more}")
 
 
 def gather_parts(group: Group, rows: Tensor) -> Tensor:
     """[n, …] of each rank -> [W·n, …]."""
-    return collectives.all_gather_rows(group, rows, [len(rows)] * group.size)
+    return ranks.all_gather_rows(group, rows, [len(rows)] * group.size)
 
 
 def sum_and_split(group: Group, rows: Tensor) -> Tensor:
     """[W·n, …] of each rank -> this rank's [n, …] of the sum, taken in rank order."""
-    return collectives.reduce_scatter_rows(group, rows, [part_of(len(rows), group)] * group.size)
+    return ranks.reduce_scatter_rows(group, rows, [part_of(len(rows), group)] * group.size)
 
 
 def own_part(group: Group, rows: Tensor) -> Tensor:
@@ -126,8 +125,8 @@ def barrier(group: ProcessGroup | None = None) -> None:
         RankError: some did not come within TUTEL_GLOBAL_TIMEOUT_SEC, or failed; it names them.
     """
     members = as_group(group)
-    arrived = torch.zeros(1, device=collectives.device_of(members))
-    collectives.all_reduce(members, arrived, operation="barrier").tolist()  # on a GPU nothing else waits for it
+    arrived = torch.zeros(1, device=ranks.device_of(members))
+    ranks.all_reduce(members, arrived, operation="barrier").tolist()  # on a GPU nothing else waits for it
 
 
 # Without gradients.
@@ -140,10 +139,10 @@ def simple_all_reduce(
         return input
     output = input if inplace else input.detach().clone(memory_format=torch.contiguous_format)
     if op in _OPS:
-        return collectives.all_reduce(as_group(group), output, _OPS[op])
+        return ranks.all_reduce(as_group(group), output, _OPS[op])
     members = as_group(group)
     _begin(members, "all-reduce", output, f", {op}")
-    collectives.wait(dist.all_reduce(output, op=op, group=group, async_op=True), members, "all-reduce")
+    ranks.wait(dist.all_reduce(output, op=op, group=group, async_op=True), members, "all-reduce")
     return output
 
 
@@ -157,7 +156,7 @@ def simple_all_to_all(input: Tensor, group: ProcessGroup | None = None, backgrou
     output, members = torch.empty_like(rows), as_group(group)
     _begin(members, "all-to-all", rows)
     work = dist.all_to_all_single(output, rows, group=group, async_op=True)
-    return output, partial(collectives.wait, work, members, "all-to-all")
+    return output, partial(ranks.wait, work, members, "all-to-all")
 
 
 def simple_split(input: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -183,7 +182,7 @@ def simple_broadcast(input: Tensor, src: int = 0, group: ProcessGroup | None = N
     if get_world_size(group) > 1:
         members = as_group(group)
         _begin(members, "broadcast", input, f" from rank {src}")
-        collectives.wait(dist.broadcast(input, src, group=group, async_op=True), members, "broadcast")
+        ranks.wait(dist.broadcast(input, src, group=group, async_op=True), members, "broadcast")
     return input
 
 
@@ -312,7 +311,7 @@ def batch_all_to_all_v(
 
 
 def _swap_ragged(members: Group, send: Sequence[int], recv: Sequence[int], rows: Tensor) -> Tensor:
-    return collectives.all_to_all_rows(members, rows, send, recv)
+    return ranks.all_to_all_rows(members, rows, send, recv)
 
 
 def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = None) -> tuple[list[Tensor], Tensor]:
@@ -328,10 +327,10 @@ def batch_all_gather_v(datas: Sequence[Tensor], group: ProcessGroup | None = Non
     counts = counts_W.tolist()
 
     def there(rows: Tensor) -> Tensor:
-        return collectives.all_gather_rows(members, rows, counts)
+        return ranks.all_gather_rows(members, rows, counts)
 
     def back(rows: Tensor) -> Tensor:
-        return collectives.reduce_scatter_rows(members, rows, counts)
+        return ranks.reduce_scatter_rows(members, rows, counts)
 
     return [linear(data.reshape(-1), there, back, "batch_all_gather_v") for data in datas], counts_W
 

@@ -10,21 +10,34 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedmoe.autograd.experts import experts as fused_experts
-from fusedmoe.autograd.order import order, permute, take_pairs, unpermute
-from fusedmoe.comm.all_to_all import make_all_to_all
-from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, no_wider
-from fusedmoe.engine.dispatcher import Collectives, Local, Routed, no_plans
-from fusedmoe.engine.run import Assigned, Plans
-from fusedmoe.kernels.backend import uses_triton
-from fusedmoe.kernels.derivatives import Function
-from fusedmoe.kernels.layout import Layout, contiguous_layout
-from fusedmoe.kernels.weights import Weights
-from fusedmoe.layers.input_checks import InputChecks
-from fusedmoe.layers.schedule import Schedule, measured_costs, require_same_plans, undisturbed
-from fusedmoe.runtime.execute import Capabilities, runnable_kinds
-from fusedmoe.schedule.workload import Workload
+from fusedmoe import Schedule, Topology
+from fusedmoe.dispatchers import (
+    Assigned,
+    AutogradExperts,
+    ChunkExperts,
+    Collectives,
+    GroupedExperts,
+    InputChecks,
+    Local,
+    Plans,
+    Routed,
+    no_plans,
+    no_wider,
+)
+from fusedmoe.measuring import Capabilities, measured_costs, require_same_plans, runnable_kinds, undisturbed
+from fusedmoe.ops import (
+    Function,
+    Layout,
+    Weights,
+    contiguous_layout,
+    make_all_to_all,
+    order,
+    permute,
+    take_pairs,
+    unpermute,
+)
+from fusedmoe.ops import experts as fused_experts
+from fusedmoe.plans import Workload
 from fusedmoe.tutel.impls.choice import Choice
 
 
@@ -140,7 +153,7 @@ class LayerDispatcher:
                 the host would have to wait for that, a later call tells.)
         """
         refusal = self.checks.of_numbers(x_SM, weight_SK)
-        if self._beside is not None and not uses_triton(x_SM):
+        if self._beside is not None and not x_SM.is_cuda:
             nothing_E = torch.zeros(self._beside.topology.ep.size, dtype=torch.long)
             self._beside.exchange(nothing_E, x_SM.dtype, refusal)
         return refusal

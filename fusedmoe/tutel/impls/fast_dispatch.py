@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedmoe.autograd.checks import require_values
-from fusedmoe.autograd.order import permute, take_pairs, unpermute
+from fusedmoe.dispatchers import not_finite
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.layout import Layout, offsets
-from fusedmoe.layers.input_checks import not_finite
+from fusedmoe.ops import Layout, permute, require_values, take_pairs, unpermute
 from fusedmoe.tutel.impls.choice import Choice, capacity_of, choose
 from fusedmoe.tutel.impls.communicate import simple_all_reduce
 from fusedmoe.tutel.impls.dispatcher import scaled
@@ -115,7 +113,8 @@ class _Places(NamedTuple):
         counts_E = torch.bincount(flat_N // max(capacity, 1), minlength=experts)
         if len(counts_E) > experts:
             raise ConfigError(f"a token is to go to expert {len(counts_E) - 1}, and there are {experts}")
-        layout = Layout(counts_E, offsets(counts_E), pair_N // expert_SK.shape[1], pair_N, row_SK)
+        offsets_E1 = torch.nn.functional.pad(counts_E.cumsum(0), (1, 0)).int()
+        layout = Layout(counts_E, offsets_E1, pair_N // expert_SK.shape[1], pair_N, row_SK)
         return cls(experts, capacity, layout, flat_N)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedmoe.comm.failure import Board
-from fusedmoe.comm.group import Group, Job, Lease
-from fusedmoe.comm.topology import Topology
+from fusedmoe import Topology
 from fusedmoe.errors import ConfigError
+from fusedmoe.ranks import Group, group_of
 
 CURE = "set TUTEL_GLOBAL_TIMEOUT_SEC to more seconds"
 TIMEOUT_S = float(os.environ.get("TUTEL_GLOBAL_TIMEOUT_SEC", 86400))
@@ -46,12 +45,7 @@ def as_group(handle: dist.ProcessGroup | None) -> Group:
     """The library's view of a group: its waits are bounded by TUTEL_GLOBAL_TIMEOUT_SEC, and errors name ranks."""
     if size_of(handle) == 1:
         return Group("tutel")
-    default: Any = dist.group.WORLD
-    handle = handle or default
-    rank = dist.get_rank()
-    job = Job(rank, TIMEOUT_S, Board(dist.distributed_c10d._get_default_store(), rank))
-    ranks = tuple(dist.get_process_group_ranks(handle))
-    return Group("tutel", ranks, ranks.index(rank), Lease(handle), job)
+    return group_of(handle or dist.distributed_c10d._get_default_group(), "tutel", TIMEOUT_S)
 
 
 ProcessGroup = dist.ProcessGroup

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fusedmoe.autograd.aux_loss import without_a_graph
-from fusedmoe.comm.topology import Topology
+from fusedmoe import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.layers.expert_networks import NAMED, other_experts
-from fusedmoe.layers.gates.base import outside_autocast
-from fusedmoe.layers.sharding import UNKNOWN, require_equal, stated_shardings
+from fusedmoe.experts import NAMED, UNKNOWN, other_experts, require_equal, stated_shardings
+from fusedmoe.gates import outside_autocast
+from fusedmoe.ops import without_a_graph
 from fusedmoe.tutel.impls import losses
 from fusedmoe.tutel.impls.choice import Choice, alignment_of, choose
 from fusedmoe.tutel.impls.communicate import skips_all_to_all

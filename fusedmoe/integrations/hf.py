@@ -1,7 +1,11 @@
-"""The experts of a model of Hugging Face, computed by this library's kernels.
+"""Mixture-of-experts models of Hugging Face transformers with this library's kernels and exchange of rows.
+
+A forward of a model's experts, in the order of this file: `experts_forward` (the function in transformers' registry)
+looks at the numbers, sorts tokens by expert and calls `compute`; with expert parallelism `ExpertParallel` sends the
+rows in between. `apply` sets both for a model that there is already.
 
 What a module computes is read from the flags that `use_experts_implementation` gives it (transformers 5.23), never from
-shapes. Plain ones (weights [E, out, in], both halves in one, SiLU or another activation of ours) are one fused
+shapes. Plain experts (weights [E, out, in], both halves in one, SiLU or another activation of ours) are one fused
 operation; others (transposed weights, gates and norms of their own) are grouped products, and between them gpt-oss's
 activation by a kernel of ours or the module's own functions.
 """
@@ -9,20 +13,21 @@ activation by a kernel of ours or the module's own functions.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.distributed.expert_parallel import EPImplementation
 from transformers.integrations.moe import _default_apply_gate
 
-from fusedmoe import ops
-from fusedmoe.autograd.checks import require_values
-from fusedmoe.comm.topology import Topology
+from fusedmoe import Topology, ops
+from fusedmoe.dispatchers import Collectives, InputChecks, Routed, not_finite
 from fusedmoe.errors import ConfigError
-from fusedmoe.kernels.clamped_swiglu import define_clamped_swiglu
-from fusedmoe.kernels.derivatives import numbers_only
-from fusedmoe.layers.input_checks import InputChecks, not_finite
 
 #: The name in transformers' registries.
 NAME = "fusedmoe"
@@ -33,10 +38,12 @@ _FEW = 128
 # Products with two or three rows wait for the weight alone; BLAS reads one that is [out, in] faster from the left.
 _SKINNY = 3
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+# Where transformers' own forward functions of experts are: its registry's, and that of expert parallelism.
+_OWN = ("transformers.integrations.moe", "transformers.distributed.expert_parallel")
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The function of the registry: the weighted sum of each token's experts.
+    """Returns the weighted sum of each token's experts: the function in transformers' registry.
 
     Args:
         self: the experts' module.
@@ -73,18 +80,18 @@ def refuse_bad_numbers(experts: Any, *tensors: Tensor) -> None:
         if checks is None:
             checks = experts._fusedmoe_checks = InputChecks(Topology(), name)
     elif checks is None:  # nobody could ask it later
-        require_values(name, not_finite(*tensors) == 0, "tokens or router weights are NaN or infinite")
+        ops.require_values(name, not_finite(*tensors) == 0, "tokens or router weights are NaN or infinite")
         return
     checks.of_given(*tensors)
 
 
 def _is_few(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> bool:
-    """Whether calls cost more than rows do, as where a model decodes on a CPU."""
+    """Returns whether calls cost more than rows do, as where a model decodes on a CPU."""
     # First: in a graph, asking for a number of tokens would bind the graph to that side of the limit.
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not numbers_only():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not ops.numbers_only():
         return False
     given = (hidden_states, top_k_index, experts.down_proj)
-    return top_k_index.numel() <= _FEW and all(one.device.type == "cpu" for one in given)
+    return top_k_index.numel() <= _FEW and all(tensor.device.type == "cpu" for tensor in given)
 
 
 def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -115,7 +122,7 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 
 def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -> Tensor:
-    """[N, O]: each row times the matrix of its expert, plus its bias. `counts`: experts and their rows, in order."""
+    """Returns [N, O]: each row times its expert's matrix, plus its bias. `counts`: experts and their rows, in order."""
     weight, transposed, dtype = getattr(experts, name), experts.is_transposed, rows_NI.dtype
     weight_EIO = weight if transposed else weight.transpose(1, 2)
     out_NO = rows_NI.new_empty((len(rows_NI), weight_EIO.shape[2]))
@@ -134,17 +141,17 @@ def _product(experts: Any, rows_NI: Tensor, name: str, counts: dict[int, int]) -
 
 
 def row_dtype(experts: Any, hidden_states: Tensor) -> torch.dtype:
-    """What rows are computed in, and sent."""
+    """Returns the dtype in which rows are computed and sent."""
     kind = hidden_states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.down_proj.dtype
 
 
 def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | None) -> Tensor:
-    """[T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
+    """Returns [T, H]: Σ over each token's rows n of weight_N[n]·FFN_e(x_TH), in the dtype of x_TH."""
 
     def parameter(name: str) -> Tensor | None:
-        found = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None
-        return None if found is None else found.to(x_TH.dtype)
+        value = getattr(experts, name, None) if experts.has_bias or not name.endswith("bias") else None
+        return None if value is None else value.to(x_TH.dtype)
 
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     up, up_bias, down, down_bias = map(parameter, (name, f"{name}_bias", "down_proj", "down_proj_bias"))
@@ -170,7 +177,7 @@ def compute(experts: Any, x_TH: Tensor, layout: ops.Layout, weight_N: Tensor | N
 
 
 def is_clamped_swiglu(experts: Any) -> bool:
-    """Whether a module's own gate is gpt-oss's, which is tried out once: another version's may be another function.
+    """Returns whether a module's own gate is gpt-oss's, tried out once: another version's may be another function.
 
     A graph that is compiled before any such call has the module's own function.
     """
@@ -188,15 +195,15 @@ def _computes_clamped_swiglu(experts: Any) -> bool:
     tried_NH = torch.cartesian_prod(side, side).view(-1, 8)  # halves side by side are another function of eight columns
     try:
         with torch.no_grad():
-            found: Tensor = experts._apply_gate(tried_NH)
+            gated: Tensor = experts._apply_gate(tried_NH)
     except Exception:  # it needs rows of the module's own
         return False
-    wanted = define_clamped_swiglu(tried_NH, alpha, limit)
-    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+    wanted = ops.clamped_swiglu(tried_NH, alpha, limit)
+    return gated.shape == wanted.shape and torch.allclose(gated, wanted, rtol=1e-12, atol=1e-12)
 
 
 def fused_activation(experts: Any) -> str | None:
-    """The activation of a network that is one operation of ours; None for others."""
+    """Returns the activation of a network that is one operation of ours; None for others."""
     if experts.is_transposed or not experts.is_concatenated or experts.has_post_expert_norm:
         return None
     if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:
@@ -206,7 +213,7 @@ def fused_activation(experts: Any) -> str | None:
 
 
 def _activation(act: Any) -> str:
-    """Our name of an activation of theirs; "" for one that we do not have."""
+    """Returns our name of an activation of theirs; "" for one that we do not have."""
     kind = type(act)
     if kind in (SiLUActivation, nn.SiLU):
         return "silu"
@@ -216,7 +223,7 @@ def _activation(act: Any) -> str:
 
 
 def registered_experts(model: nn.Module) -> dict[str, Any]:
-    """Modules of experts that transformers' registry serves, by name.
+    """Returns modules of experts that transformers' registry serves, by name.
 
     The mark is asked of the module itself: wrappers around it answer for it, too.
     """
@@ -239,11 +246,137 @@ def check_experts(experts: Any) -> None:
     names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
     names += [f"{name}_bias" for name in names] if experts.has_bias else []
     for name in names:
-        found = getattr(experts, name, None)
+        tensor = getattr(experts, name, None)
         dims = 2 if name.endswith("bias") else 3
-        if not isinstance(found, Tensor) or found.dim() != dims or found.dtype not in _DTYPES:
-            got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.dtype not in _DTYPES:
+            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigError(
                 f"{who}: {name} must be a tensor of {dims} dimensions in one of {', '.join(map(str, _DTYPES))}, got "
                 f"{got}; load the model without quantisation, or choose another experts_implementation"
             )
+
+
+class ExpertParallel(EPImplementation):
+    """Sends each rank's tokens to the ranks of their experts, and results back: `ep_implementation="fusedmoe"`.
+
+    Ranks that share a batch (`tp_mesh`) send a chunk of its rows each, and gather the results. Under autocast rows
+    travel in the lower precision. Whatever `experts_implementation` says, this library computes the experts.
+
+    Args: those of transformers: the experts' module, the ranks that split the experts, and those that share a batch.
+        Making one is collective over both.
+    Raises:
+        ConfigError: experts that cannot be computed (`check_experts`).
+        RankError: a rank does not come, or fails; later, from a step, too, and there if a rank has tokens or weights
+            that are NaN or infinite.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        check_experts(experts)
+        self._experts: Any = experts
+        self._topology = Topology.from_group(ep_mesh.get_group())
+        self._sharing = Topology.from_group(tp_mesh.get_group()).world
+        self._checks = InputChecks(self._topology, f"fusedmoe.hf: {type(experts).__name__}")
+        self._all_to_all = ops.make_all_to_all("direct", self._topology)
+        self._call = f"fusedmoe.hf {self._topology.number_layer()}"
+        self._operators = Collectives(self._topology, self._all_to_all, name="fusedmoe.hf")
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns [T, H] in the dtype of `hidden_states`, of [T, H], [T, K] numbers of all experts and [T, K] weights.
+
+        Compiled models take it into their graphs, but not over ranks that share a batch: there a graph breaks.
+        """
+        if not torch.compiler.is_compiling() or self._sharing.size > 1:
+            return self._called(hidden_states, top_k_index, top_k_weights)
+        bad = self._checks.of_given(hidden_states, top_k_weights)
+        x_TH = hidden_states.to(row_dtype(self._experts, hidden_states))
+        layout = ops.order(top_k_index, self.num_local_experts * self._topology.ep.size)
+        y_TH = self._operators.by_operators(Routed(x_TH, layout, top_k_weights), partial(compute, self._experts), bad)
+        return y_TH.to(hidden_states.dtype)
+
+    @torch.compiler.disable
+    def _called(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        experts, topology, sharing = self._experts, self._topology, self._sharing
+        self._checks.tell_logits()
+        counts = ops.split_counts(len(hidden_states), sharing)
+        start, stop = sum(counts[: sharing.index]), sum(counts[: sharing.index + 1])
+        x_TH, weight_TK = ops.split_rows(hidden_states, sharing, counts), ops.split_rows(top_k_weights, sharing, counts)
+        refusal = self._checks.of_numbers(x_TH, weight_TK)
+        x_TH = x_TH.to(row_dtype(experts, hidden_states))
+        layout = ops.order(top_k_index[start:stop], self.num_local_experts * topology.ep.size).exact()
+        dtype, call = x_TH.dtype, self._call
+        exchange = ops.Exchange(self._all_to_all, topology.esp, layout.counts_E, dtype, refusal, call=call)
+        rows_NH, weight_N = ops.permute(x_TH, layout), ops.take_pairs(weight_TK, layout)
+
+        def on_rows(rows_RH: Tensor, received: ops.Layout, weight_R: Tensor | None) -> Tensor:
+            return compute(experts, rows_RH, received, weight_R)
+
+        y_NH = ops.through_experts(rows_NH, weight_N, exchange, on_rows)
+        y_TH = ops.unpermute(y_NH, layout)
+        return ops.join_rows(y_TH, sharing, counts).to(hidden_states.dtype)
+
+
+def apply(model: Any) -> Any:
+    """Sets this library for the experts of a model of transformers, after a look at who else changed them; returns it.
+
+    Args:
+        model: a `PreTrainedModel`, bare or in a wrapper (DistributedDataParallel, FSDP, PEFT, `torch.compile`), with
+            accelerate's hooks (`device_map`, offloading) or without, at any time before or between steps.
+    Raises:
+        ConfigError: a model without experts that transformers' registry serves; experts whose forward another library
+            has replaced, which is named; experts that this library cannot compute, named; experts outside of any
+            `PreTrainedModel`.
+    """
+    modules = registered_experts(model)
+    who = type(model).__name__
+    if not modules:
+        raise ConfigError(
+            f"fusedmoe.hf.apply: {who} has no experts that transformers' registry serves: it is dense, or its experts "
+            "are modules of their own. For such a model see fusedmoe.MoELayer"
+        )
+    for name, module in modules.items():
+        owner = _owner(module)
+        if owner not in _OWN:
+            raise ConfigError(
+                f"fusedmoe.hf.apply: {owner} has replaced the forward of {name} ({type(module).__name__}), so that no "
+                "experts_implementation has an effect; leave that part of it out, and apply this first"
+            )
+        check_experts(module)
+    for owner_of_experts in _outermost(model):
+        owner_of_experts.set_experts_implementation(NAME)
+    for name, module in modules.items():
+        chosen = getattr(module.config, "_experts_implementation", None)
+        if chosen != NAME:  # a model that does not pass it on, or no model at all
+            raise ConfigError(
+                f"fusedmoe.hf.apply: {name or 'it'} ({type(module).__name__}) keeps experts_implementation={chosen!r}, "
+                f"which only the PreTrainedModel that it belongs to can set; apply this to that model, not to {who}"
+            )
+    return model
+
+
+def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """Yields models of transformers with experts that are in no other such model."""
+    if isinstance(module, PreTrainedModel):
+        if registered_experts(module):
+            yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _owner(module: Any) -> str:
+    """Returns the Python module that a forward function is from, under accelerate's hooks and Dynamo's wrappers."""
+    forward: Any = vars(module).get("forward", type(module).forward)
+    while True:
+        if isinstance(forward, partial):
+            hooked = _home(forward.func) == "accelerate.hooks"  # its hooks call the forward that they have kept
+            forward = module._old_forward if hooked else forward.func
+        elif hasattr(forward, "_torchdynamo_orig_callable"):
+            forward = forward._torchdynamo_orig_callable
+        else:
+            return _home(forward)
+
+
+def _home(function: Any) -> str:
+    # Wrapped functions say that they are from where the wrapped one is; their globals do not.
+    return str(getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "something unknown"))

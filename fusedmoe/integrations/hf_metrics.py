@@ -12,15 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from fusedmoe.comm.topology import Topology
-from fusedmoe.engine.dispatcher import recomputing
+from fusedmoe import MoELayer, Topology
+from fusedmoe.dispatchers import expert_load, recomputing
 from fusedmoe.errors import ConfigError
-from fusedmoe.integrations.hf.expert_function import registered_experts
-from fusedmoe.layers.load import expert_load
-from fusedmoe.layers.moe import MoELayer
-from fusedmoe.layers.routing_counters import RoutingCounters
-from fusedmoe.metrics import Collector, Metrics, Watched
-from fusedmoe.runtime.metric_sinks import Sink
+from fusedmoe.integrations.hf import registered_experts
+from fusedmoe.metrics import Collector, Metrics, RoutingCounters, Sink, Watched
 
 
 class MetricsCallback(TrainerCallback):

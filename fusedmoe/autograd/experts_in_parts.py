@@ -1,4 +1,4 @@
-"""Experts whose parameters lie in parts, of which the kernels read tensors made for one pass."""
+"""Experts whose parameters lie in parts: the kernels read tensors that live for one pass."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fusedmoe import ops
 from fusedmoe.kernels import operators
 from fusedmoe.kernels.derivatives import Function
+from fusedmoe.kernels.layout import Layout
 
 
 class WeightParts(NamedTuple):
-    """How parts become weights.
+    """Functions that make weights of parts.
 
     Attributes:
         join: the parts, in the dtype of the rows, as w1 and w2 of `fusedmoe.ops.Weights`, contiguous.
@@ -26,30 +26,36 @@ class WeightParts(NamedTuple):
 
 def experts_in_parts(
     x_SM: Tensor,
-    layout: ops.Layout,
+    layout: Layout,
     weight_N: Tensor | None,
     parts: Sequence[Tensor],
     how: WeightParts,
     activation: str,
 ) -> Tensor:
-    """`fusedmoe.ops.experts` without biases, with weights that lie in parts.
+    """Computes `fusedmoe.ops.experts` without biases, with weights that lie in parts.
 
-    The weights live while a pass runs. Saved for backward are the parts themselves, so that FSDP can free what
-    it gathered, with x_SM, weight_N and the pre-activation.
+    The weights live while a pass runs.
+
+    Args:
+        x_SM, layout, weight_N, activation: as for `fusedmoe.ops.experts`.
+        parts: parameters, in the order in which `how` joins them; each gets a gradient in its own dtype.
+        how: what joins parts to weights, and splits the weights' gradients.
+    Saves for backward:
+        The parts themselves, so that FSDP can free what it gathered, with x_SM, weight_N and the pre-activation.
     """
     y_SM: Tensor = _InParts.apply(x_SM, weight_N, layout, how, activation, *parts)
     return y_SM
 
 
 class _InParts(Function):
-    operation = "fusedmoe.integrations: experts_in_parts"
+    operation = "ops.experts_in_parts"
 
     @staticmethod
     def forward(
         ctx: Any,
         x_SM: Tensor,
         weight_N: Tensor | None,
-        layout: ops.Layout,
+        layout: Layout,
         how: WeightParts,
         activation: str,
         *parts: Tensor,

@@ -1,0 +1,233 @@
+"""Plans of a job's training step: which policy it follows, what a step costs, what its parts were measured to take."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fusedmoe import Along, Topology
+from fusedmoe.cli.job import WIRE_DTYPES, Launch, Sizes, make_model
+from fusedmoe.cli.settings import Settings
+from fusedmoe.errors import ConfigError
+from fusedmoe.experts import Place
+from fusedmoe.measuring import (
+    Capabilities,
+    cached_plans,
+    kept_observed,
+    machine_facts,
+    require_runnable,
+    runnable_kinds,
+)
+from fusedmoe.models.block import block_workload, make_experts, make_gate
+from fusedmoe.plans import (
+    IN_LAYERS,
+    POLICIES,
+    WHOLE_POLICIES,
+    ChunkedPass,
+    CostModel,
+    Plan,
+    Row,
+    StepCosts,
+    StepSplit,
+    Workload,
+    layer_policies,
+    micro_schedule,
+    step_plan,
+    three_queues,
+)
+from fusedmoe.training import bucketed_bytes
+
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+# Settings that the time of a step depends on.
+_TIMED = ("model", "dispatch", "wire_dtype", "dtype", "recompute")
+# Chunks of the steps that are done to be measured, beside one.
+_DEGREES = (2, 3, 4)
+
+
+def probes(costs: StepCosts, samples: int) -> list[Plan]:
+    """Plans that show what the parts of a step take: in one chunk and in several, one pass as the other; of layers that
+    can be split also with W tasks.
+
+    `samples`: that micro-batches are cut from.
+    """
+    if costs.can_split:
+        several = max((degree for degree in _DEGREES if samples % degree == 0), default=1)
+        splits = [StepSplit(degree, degree, weights=apart) for apart in (False, True) for degree in (1, several)]
+        return [micro_schedule(costs, split).plan() for split in dict.fromkeys(splits)]
+    passes = ([ChunkedPass(three_queues, degree)] * len(costs.layers) for degree in (1, max(_DEGREES)))
+    return [step_plan(costs, of, of) for of in passes]
+
+
+def policy_of(settings: Settings) -> str:
+    """The policy that the settings' schedule names.
+
+    Raises:
+        ConfigError: it splits whole layers, which this model does not allow.
+    """
+    policy = "joint" if settings.schedule == "auto" else settings.schedule
+    refusal = why_not_split(settings)
+    if not POLICIES[policy].by_layer and refusal is not None:
+        raise ConfigError(f"--schedule {policy} splits whole layers, but {refusal}; choose auto, or another policy")
+    return policy
+
+
+def splits_layers(settings: Settings) -> bool:
+    """Whether micro-batches go through all layers by the settings' schedule."""
+    return policy_of(settings) in WHOLE_POLICIES and why_not_split(settings) is None
+
+
+def observed_forms(settings: Settings, workload: Workload) -> dict[str, bool]:
+    """By what name a model's costs hold what its steps took, and whether micro-batches went through whole layers then:
+    "auto" has plans of both forms to compare, each by its own."""
+    whole = splits_layers(settings)
+    layers = {workload.shapes + IN_LAYERS: False} if whole and settings.schedule == "auto" else {}
+    return {**layers, workload.shapes: whole}  # what the layers were told last is what blocks do not look at
+
+
+def timing_facts(settings: Settings, topology: Topology, device: torch.device, whole: bool) -> dict[str, Any]:
+    """All that the time of a step's parts depends on, in plain types, the same on every rank. Collective."""
+    facts = machine_facts(topology, device, compute_dtype(settings))
+    return facts | {name: settings.to_json()[name] for name in _TIMED} | {"blocks": whole}
+
+
+def kept_costs(costs: CostModel, settings: Settings, topology: Topology, device: torch.device) -> CostModel:
+    """These costs with what the steps of this model took when they were measured (`Trainer.measured`), if they were.
+    Collective over all ranks."""
+    if not follows_plan(settings, topology.ep.size, topology.esp.size) or settings.placement != "ep":
+        return costs
+    workload = step_workload(settings, topology.ep.size, topology.esp.size, topology.mp.size)
+    found = dict(costs.observed)
+    for name, whole in observed_forms(settings, workload).items():
+        seen = kept_observed(topology, timing_facts(settings, topology, device, whole))
+        if seen is not None:
+            found[name] = seen
+    return replace(costs, observed=found)
+
+
+def follows_plan(settings: Settings, ep: int, esp: int) -> bool:
+    """Whether steps follow a plan: where no rows travel they are as without a schedule."""
+    return settings.schedule != "off" and ep * esp > 1
+
+
+def split_axis(settings: Settings, mp: int) -> Along:
+    """What micro-batches are cut along: a batch's samples, or the positions of a single one where these allow it."""
+    single = settings.model.batch == 1 and settings.model.objective == "causal" and mp == 1
+    return "positions" if single else "samples"
+
+
+def micro_batch_limit(settings: Settings, mp: int) -> int:
+    """How many samples or positions micro-batches can be cut from."""
+    return settings.model.seq_len if split_axis(settings, mp) == "positions" else settings.model.batch
+
+
+def why_not_split(settings: Settings) -> str | None:
+    """Why micro-batches cannot go through the layers of a model; None where they can."""
+    if settings.placement != "ep":
+        return f"with --placement {settings.placement} experts are whole layers'"
+    return None if make_gate(settings.model).splits else f"gate {settings.model.gate} looks at whole batches"
+
+
+def compute_dtype(settings: Settings) -> torch.dtype:
+    """What matrix products run in."""
+    return _COMPUTE[settings.dtype]
+
+
+def step_workload(settings: Settings, ep: int, esp: int, mp: int) -> Workload:
+    """One of the layers of a step, as one of so many ranks sees it."""
+    travels = WIRE_DTYPES.get(settings.wire_dtype, compute_dtype(settings))
+    return block_workload(settings.model, ep, esp, mp, travels.itemsize)
+
+
+def step_costs(settings: Settings, launch: Launch, sizes: Sizes, costs: CostModel, *, whole: bool = False) -> StepCosts:
+    """What the model's layers with experts cost in a step, as training has it (`Trainer.set_plan`), without the ranks.
+
+    `whole`: micro-batches can go through all of a layer.
+
+    Raises:
+        ConfigError: costs that lack what the layout needs.
+    """
+    workload = step_workload(settings, sizes.ep, sizes.esp, sizes.mp)
+    model = settings.model
+    if model.layers < model.moe_every:
+        raise ConfigError(f"--layers {model.layers} with --moe-every {model.moe_every}: no experts")
+    cut = split_axis(settings, sizes.mp)
+    made = make_model(settings, model, Topology(), torch.device("meta"))
+    blocks = made.in_micro_batches(cut) if whole else None
+    reduced = bucketed_bytes(made, launch.ranks, sizes.mp, None if blocks is None else blocks.dense_parameters)
+    kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if whole else "step")
+    waits = blocks is not None and blocks.waits[0]
+    return workload.step_costs(costs, reduced, kinds, whole=whole, waits=waits)
+
+
+class Planned(NamedTuple):
+    """A plan of a step, and what a step costs by which it was made."""
+
+    plan: Plan
+    costs: StepCosts
+
+
+def policy_followed(settings: Settings, sizes: Sizes) -> str:
+    """The policy of the settings; where training follows none, things happen one after the other."""
+    return policy_of(settings) if follows_plan(settings, sizes.ep, sizes.esp) else "sequential"
+
+
+def plans_of(
+    settings: Settings,
+    launch: Launch,
+    sizes: Sizes,
+    costs: CostModel,
+    *,
+    policies: Collection[str] | None = None,
+    again: bool = False,
+    show: Callable[[int, int], None] | None = None,
+) -> dict[str, Planned]:
+    """The plans of a step by these policies (None: all), or those of them that training could follow, as it would make
+    them (`Trainer.set_plan`): of whole models for layers that are split, the others for layers that are not.
+
+    Raises:
+        ConfigError: costs that lack what the layout needs.
+    """
+    policies = POLICIES if policies is None else policies
+    layered = step_costs(settings, launch, sizes, costs)
+    if not follows_plan(settings, sizes.ep, sizes.esp):
+        return {"sequential": Planned(POLICIES["sequential"].plan(layered), layered)}
+    whole = [name for name in WHOLE_POLICIES if name in policies and why_not_split(settings) is None]
+    by_layer = [name for name in layer_policies() if name in policies and name not in whole]
+    found = {name: Planned(POLICIES[name].plan(layered), layered) for name in by_layer}
+    if whole:
+        split = step_costs(settings, launch, sizes, costs, whole=True)
+        limit = micro_batch_limit(settings, sizes.mp)
+        made = cached_plans(whole, Topology(), split, samples=limit, again=again, show=show)
+        found |= {name: Planned(plan, split) for name, plan in made.items()}
+    for name, planned in found.items():
+        kinds = runnable_kinds(Capabilities(sizes.ep, sizes.esp), "blocks" if name in whole else "step")
+        require_runnable(planned.plan, kinds, f"the plan by {name}")
+    return found
+
+
+def expert_bytes(settings: Settings, sizes: Sizes) -> int:
+    """Of a rank's share of one expert's parameters, and of their gradients."""
+    expert = make_experts(settings.model)
+    expert.setup(settings.model.model_dim, Place(shards=sizes.esp), device="meta")
+    return sum(p.numel() for p in expert.parameters()) * (8 if settings.dtype == "fp64" else 4)
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """Milliseconds of each part, and of the step last; by how much predictions are off, in percent."""
+    table = Table(title="seconds at work, ms", title_justify="left")
+    for column in ("", "predicted", "measured", "error"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
+        seconds = ("–" if s is None else f"{1e3 * s:.2f}" for s in (row.predicted_s, row.measured_s))
+        error = "" if row.error is None else f"{row.error:+.1%}"
+        table.add_row(row.part, *seconds, error, style="bold" if row is rows[-1] else None, end_section=row is rows[-2])
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    console.print(table)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text

@@ -1,0 +1,48 @@
+"""Dispatchers, and what a dispatcher of your own, or a door to another library, is built of.
+
+    checks = InputChecks(topology, "my library")
+    rows = Collectives(topology, ops.make_all_to_all("direct", topology), name="my library")
+
+    bad = checks.of_given(x_SM, weight_SK)
+    y_SM = rows.by_operators(Routed(x_SM, layout, weight_SK), experts, bad)
+
+`Collectives` sends rows by all-to-alls, `Local` leaves them where they are. `GroupedExperts` and `AutogradExperts` are
+experts as a plan calls them, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from fusedmoe.engine.chunk_experts import AutogradExperts, ChunkExperts, GroupedExperts, no_wider
+from fusedmoe.engine.dispatcher import (
+    Collectives,
+    Dispatcher,
+    Handle,
+    Local,
+    LocalExperts,
+    Routed,
+    no_plans,
+    recomputing,
+)
+from fusedmoe.engine.run import Assigned, Plans
+from fusedmoe.layers.input_checks import InputChecks, not_finite
+from fusedmoe.layers.load import expert_load
+
+__all__ = [
+    "Assigned",
+    "AutogradExperts",
+    "ChunkExperts",
+    "Collectives",
+    "Dispatcher",
+    "GroupedExperts",
+    "Handle",
+    "InputChecks",
+    "Local",
+    "LocalExperts",
+    "Plans",
+    "Routed",
+    "expert_load",
+    "no_plans",
+    "no_wider",
+    "not_finite",
+    "recomputing",
+]

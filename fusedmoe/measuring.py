@@ -1,0 +1,43 @@
+"""Measuring: what this machine and the parts of a model's steps take, kept on disk, and recorders of timelines.
+
+`cached_profile` measures collectives and matrix products once for a machine, a layout and a dtype. `observe_steps` runs
+whole steps by several plans and returns what their parts took. A `Recorder` turns what runs into a `Timeline`.
+`runnable_kinds` and `require_runnable` say which tasks a layer, or a step, can run.
+"""
+
+from __future__ import annotations
+
+from fusedmoe.layers.schedule import measured_costs, require_same_plans, undisturbed
+from fusedmoe.runtime.cache import cached_observed, cached_plans, cached_profile, kept_observed, machine_facts
+from fusedmoe.runtime.execute import Capabilities, require_runnable, runnable_kinds
+from fusedmoe.runtime.observing import BUDGET_S as STEPS_BUDGET_S
+from fusedmoe.runtime.observing import observe_steps
+from fusedmoe.runtime.profiler import BUDGET_S as PROFILE_BUDGET_S
+from fusedmoe.runtime.profiler import Profile
+from fusedmoe.runtime.progress import Display, WorkBar, make_display
+from fusedmoe.runtime.recorder import Recorder, in_layer, recorded, span
+
+__all__ = [
+    "PROFILE_BUDGET_S",
+    "STEPS_BUDGET_S",
+    "Capabilities",
+    "Display",
+    "Profile",
+    "Recorder",
+    "WorkBar",
+    "cached_observed",
+    "cached_plans",
+    "cached_profile",
+    "in_layer",
+    "kept_observed",
+    "machine_facts",
+    "make_display",
+    "measured_costs",
+    "observe_steps",
+    "recorded",
+    "require_runnable",
+    "require_same_plans",
+    "runnable_kinds",
+    "span",
+    "undisturbed",
+]

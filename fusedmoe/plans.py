@@ -1,0 +1,86 @@
+"""Plans of training steps as plain Python: costs, policies, the simulator, timelines and pictures; loads of experts.
+
+    costs = CostModel.from_json(Path("costs.json").read_text())
+    step = workload.step_costs(costs, gradient_bytes, kinds)
+    plan = POLICIES["fsmoe"].plan(step)
+    draw([simulate(plan, step)], Path("step.png"), title="fsmoe")
+
+Nothing here imports torch. `fusedmoe.measuring` measures costs and runs steps; `fusedmoe.training.plan_step` has a
+model follow a plan.
+"""
+
+from __future__ import annotations
+
+from fusedmoe.placement.hecate import overlap_degree
+from fusedmoe.placement.load_picture import draw_loads
+from fusedmoe.placement.load_trace import LOADS_END, LoadTrace
+from fusedmoe.schedule.bound import bound_s
+from fusedmoe.schedule.candidates import PlanCandidate
+from fusedmoe.schedule.cost import CostModel, Costs, Line
+from fusedmoe.schedule.draw import MAX_TIMELINES, draw, ms
+from fusedmoe.schedule.machines import MACHINES, Machine, scale_of, slowest_of, spread_of
+from fusedmoe.schedule.observed import Observed
+from fusedmoe.schedule.passes import three_queues
+from fusedmoe.schedule.plan import Plan
+from fusedmoe.schedule.policies import POLICIES, WHOLE_POLICIES, layer_policies
+from fusedmoe.schedule.refit import Row, compare, observe, refit
+from fusedmoe.schedule.simulate import Stretch, at_work, critical_path, makespan, simulate, stretches
+from fusedmoe.schedule.sparse_collectives import hidden_s, with_sparse
+from fusedmoe.schedule.step import ChunkedPass, StepSplit, micro_schedule, step_plan
+from fusedmoe.schedule.step_costs import StepCosts
+from fusedmoe.schedule.task import WEIGHT_GRADIENTS, Task
+from fusedmoe.schedule.testbeds import TESTBEDS
+from fusedmoe.schedule.timeline import PHASES, Timeline, align, save_trace
+from fusedmoe.schedule.workload import IN_LAYERS, Workload
+
+__all__ = [
+    "IN_LAYERS",
+    "LOADS_END",
+    "MACHINES",
+    "MAX_TIMELINES",
+    "PHASES",
+    "POLICIES",
+    "TESTBEDS",
+    "WEIGHT_GRADIENTS",
+    "WHOLE_POLICIES",
+    "ChunkedPass",
+    "CostModel",
+    "Costs",
+    "Line",
+    "LoadTrace",
+    "Machine",
+    "Observed",
+    "Plan",
+    "PlanCandidate",
+    "Row",
+    "StepCosts",
+    "StepSplit",
+    "Stretch",
+    "Task",
+    "Timeline",
+    "Workload",
+    "align",
+    "at_work",
+    "bound_s",
+    "compare",
+    "critical_path",
+    "draw",
+    "draw_loads",
+    "hidden_s",
+    "layer_policies",
+    "makespan",
+    "micro_schedule",
+    "ms",
+    "observe",
+    "overlap_degree",
+    "refit",
+    "save_trace",
+    "scale_of",
+    "simulate",
+    "slowest_of",
+    "spread_of",
+    "step_plan",
+    "stretches",
+    "three_queues",
+    "with_sparse",
+]
