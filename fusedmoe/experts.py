@@ -3,6 +3,6 @@
 from fusedmoe.layers.expert_networks import *  # noqa: F403
 from fusedmoe.layers.expert_networks import __all__ as _NETWORKS
 from fusedmoe.layers.expert_networks import other_experts, require_own_experts
-from fusedmoe.layers.sharding import UNKNOWN, require_equal, stated_shardings
+from fusedmoe.layers.sharding import UNKNOWN, parameter_shardings, require_equal
 
-__all__ = [*_NETWORKS, "UNKNOWN", "other_experts", "require_equal", "require_own_experts", "stated_shardings"]  # noqa: PLE0604
+__all__ = [*_NETWORKS, "UNKNOWN", "other_experts", "require_equal", "require_own_experts", "parameter_shardings"]  # noqa: PLE0604

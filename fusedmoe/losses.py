@@ -1,7 +1,7 @@
 """Auxiliary losses of a router: pure functions of what a gate computed on one rank.
 
 Each takes tensors with S tokens and E experts and returns a scalar tensor of the input's dtype. With S = 0
-each is zero, never NaN. Coefficients are the caller's (a gate's ``aux`` argument).
+each is zero, never NaN. Coefficients are the caller's (a gate's `aux` argument).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MEAN_FLOOR = 1e-10  # keeps cv² finite when nothing was routed
 def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = None) -> Tensor:
     """E · Σ_e mean_S(prob_e) · share_e: one when balanced, E when a single expert takes everything.
 
-    ``share_e`` is the fraction of **all S·K choices** that went to expert e. With K = 1 this is the loss of
+    `share_e` is the fraction of **all S·K choices** that went to expert e. With K = 1 this is the loss of
     Switch (Fedus et al. 2022, eq. 4); with K > 1 that of DeepSeek-V3. GShard's (Lepikhin et al.
-    2021, algorithm 1, also Tutel's) counts first choices only: pass ``expert_SK[:, :1]`` for it.
+    2021, algorithm 1, also Tutel's) counts first choices only: pass `expert_SK[:, :1]` for it.
 
     Args:
         prob_SE: [S, E] probabilities, each row sums to one; the gradient flows through these only.
@@ -30,7 +30,7 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
             (DeepSeek-V3, eq. 17–20). None: over all S tokens at once.
 
     Raises:
-        ConfigError: S is not a multiple of ``sequence``.
+        ConfigError: S is not a multiple of `sequence`.
     """
     S, E = prob_SE.shape
     K = expert_SK.shape[1]
@@ -50,7 +50,7 @@ def balance_loss(prob_SE: Tensor, expert_SK: Tensor, *, sequence: int | None = N
 
 
 def balance_loss_of_sums(score_BE: Tensor, count_BE: Tensor, tokens: int, k: int) -> Tensor:
-    """``balance_loss`` from sums over the tokens of each of B sequences, as a gate's kernel makes them.
+    """`balance_loss` from sums over the tokens of each of B sequences, as a gate's kernel makes them.
 
     The definition says mean and share; here all divisions are one factor, which spares two passes over [B, E].
 
@@ -78,7 +78,7 @@ def load_importance_loss(gate_SE: Tensor, clean_SE: Tensor, threshold: Tensor, n
         noise_std: standard deviation of the noise, a positive number or a tensor that broadcasts to [S, E].
 
     Raises:
-        ConfigError: ``noise_std`` is a number that is not positive.
+        ConfigError: `noise_std` is a number that is not positive.
     """
     if not isinstance(noise_std, Tensor) and not noise_std > 0:
         raise ConfigError(f"load-and-importance loss: noise_std must be positive, got {noise_std}")
@@ -96,7 +96,7 @@ def z_loss(logits_SE: Tensor) -> Tensor:
 
 
 def z_loss_of_sums(logsumexp_S: Tensor) -> Tensor:
-    """``z_loss`` from the logsumexp of each token's logits."""
+    """`z_loss` from the logsumexp of each token's logits."""
     return logsumexp_S.square().sum() / max(logsumexp_S.shape[0], 1)
 
 

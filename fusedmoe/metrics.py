@@ -77,8 +77,9 @@ class Collector:
         self._since_s = time.perf_counter()
 
     def collect(self, per_layer: bool = False, per_expert: bool = False) -> dict[str, float]:
-        """The metrics since the last collection, the same on all ranks, which all call it: one all-reduce, and the
-        only wait for the device. Keys of what nothing was counted of are left out.
+        """Returns the metrics since the last collection, the same on all ranks, which all call it.
+
+        One all-reduce, and the only wait for the device. Keys of what nothing was counted of are left out.
 
         Args:
             per_layer: also those of each layer, "moe/NAME/max_vio" and so on.
@@ -91,17 +92,19 @@ class Collector:
         sums = torch.cat([layer.counters.sums.to(device) for layer in self._layers.values()])
         exposed_s = self._exposed_s()
         now_s = time.perf_counter()
+        # Time is summed over ranks like the rest, with a count of those that know what was exposed.
         own = [now_s - self._since_s, 0.0 if exposed_s is None else exposed_s, float(exposed_s is not None)]
         sums = torch.cat([sums, torch.tensor(own, dtype=sums.dtype).to(device)])
-        found = all_reduce(self._topology.world, sums, operation="sum of metrics").cpu().numpy()
+        every_sum = all_reduce(self._topology.world, sums, operation="sum of metrics").cpu().numpy()
         self._since_s = now_s
         for layer in self._layers.values():
             layer.counters.sums.zero_()
-        return self._named(found, per_layer, per_expert)
+        return self._named(every_sum, per_layer, per_expert)
 
     def _named(self, sums: Floats, per_layer: bool, per_expert: bool) -> dict[str, float]:
         each: dict[str, dict[str, float]] = {}
         loads: dict[str, float] = {}
+        # Each layer has seen all tokens but for recomputations and parts of a model that did not run: the most counts.
         tokens, start = 0.0, 0
         for name, (counters, ranks) in self._layers.items():
             stop = start + len(counters.sums)
@@ -112,8 +115,8 @@ class Collector:
                 loads |= {f"moe/{name}/load/{expert}": load for expert, load in enumerate(chosen_E)}
             start = stop
         result = {}
-        for key in dict.fromkeys(key for found in each.values() for key in found):
-            values = [found[key] for found in each.values() if key in found]
+        for key in dict.fromkeys(key for metrics in each.values() for key in metrics):
+            values = [metrics[key] for metrics in each.values() if key in metrics]
             result[f"moe/{key}"] = sum(values) / len(values)
             if key == "max_vio":
                 result["moe/max_vio_worst"] = max(values)
@@ -125,7 +128,7 @@ class Collector:
         if recorded:
             result["moe/exposed_s"] = exposed_s / recorded
         if per_layer:
-            result |= {f"moe/{name}/{key}": value for name, found in each.items() for key, value in found.items()}
+            result |= {f"moe/{name}/{key}": value for name, metrics in each.items() for key, value in metrics.items()}
         return result | loads
 
 
@@ -182,7 +185,7 @@ class Metrics(Collector):
             layer.load.counters = watched[name].counters
 
     def close(self) -> None:
-        """Nothing is counted any more."""
+        """Ends the counting, and takes its hooks from the model."""
         self._sampler.close()
         for layer in self._named_layers.values():
             layer.load.counters = None
@@ -212,7 +215,7 @@ class ExposedSampler:
             handle.remove()
 
     def exposed_s(self) -> float | None:
-        """Since the last call, if anything was recorded; waits for the device."""
+        """Returns the seconds exposed since the last call, None where nothing was recorded; waits for the device."""
         if self._recorder is None or not self._seen:
             return None
         found = self._recorder.timeline()
@@ -225,6 +228,7 @@ class ExposedSampler:
             return  # what is in a graph is not recorded
         if self._recorder is None or module.recorder is not None or not module.training:
             return
+        # One pass of each module is enough: a recorder costs what it measures.
         if module not in self._seen and not recomputing():
             self._seen.add(module)
             module.recorder = self._recorder
@@ -241,16 +245,16 @@ def _watch(layer: MoELayer) -> Watched:
 
 
 def of_layer(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[str, float]:
-    """The metrics of one layer by its counters' sums (`RoutingCounters.sums`), without prefix; those of which there is
-    anything to say."""
+    """Works out the metrics of one layer from its counters' sums (`RoutingCounters.sums`); without prefix, and without
+    those of which there is nothing to say."""
     sums = np.asarray(sums, dtype=np.float64)
     chosen_E, kept_E = sums[:experts], sums[experts : 2 * experts]
     terms = dict(zip(TERMS, sums[2 * experts :].tolist(), strict=True))
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if chosen_E.any():
         mean, share_E = chosen_E.mean(), chosen_E / chosen_E.sum()
         entropy = -np.sum(share_E[share_E > 0] * np.log(share_E[share_E > 0]))
-        found |= {
+        metrics |= {
             "max_vio": chosen_E.max() / mean - 1,
             "load_cv": chosen_E.std() / mean,
             "dead_experts": (chosen_E == 0).mean(),
@@ -259,13 +263,13 @@ def of_layer(sums: Sequence[float] | Floats, experts: int, ranks: int) -> dict[s
         }
     if ranks > 1 and kept_E.any():
         rows_W = kept_E.reshape(ranks, -1).sum(1)
-        found["rank_rows"] = rows_W.max() / rows_W.mean()
+        metrics["rank_rows"] = rows_W.max() / rows_W.mean()
     if terms["scored"]:
-        found |= {
+        metrics |= {
             "router_entropy": terms["entropy"] / terms["scored"],
             "balance_loss": terms["balance_loss"] / terms["scored"],
             "z_loss": terms["z_loss"] / terms["scored"],
         }
     if terms["tokens"]:
-        found["aux_loss"] = terms["aux_loss"] / terms["tokens"]
-    return {key: float(value) for key, value in found.items()}
+        metrics["aux_loss"] = terms["aux_loss"] / terms["tokens"]
+    return {key: float(value) for key, value in metrics.items()}

@@ -7,8 +7,7 @@ between them runs what `engine/run.py` has for all layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,67 +15,52 @@ from torch import Tensor
 
 from fusedmoe.autograd.order import order, take_pairs
 from fusedmoe.autograd.parallel import split_counts
-from fusedmoe.blocks.cuts import BlockDegrees, Index, MicroBatch, Received, Sent, cut
+from fusedmoe.blocks.cuts import Index, MicroBatch, Received, Sent
 from fusedmoe.blocks.deferred import DeferredGradients
 from fusedmoe.blocks.moe_block import MoEBlock
 from fusedmoe.blocks.state import BlockChunk, BlockPass, BlockState, DenseState, Output, RowState, Split
 from fusedmoe.comm.exchange import Exchange
-from fusedmoe.engine.chunk_experts import ChunkExperts, Totals
 from fusedmoe.engine.run import ForwardPass, Run
 from fusedmoe.errors import ConfigError
 from fusedmoe.kernels.gather_sum import gather_sum, permute
 from fusedmoe.schedule.task import Task
 
 
-class BlockCall(NamedTuple):
-    """One block in one call of the pipeline.
-
-    Attributes:
-        parameters: of dense part and gate, the model's own.
-        experts, returns: see `MoEBlock.experts`.
-    """
-
-    block: MoEBlock
-    degrees: BlockDegrees
-    parameters: list[torch.nn.Parameter]
-    experts: ChunkExperts
-    returns: Callable[[Totals], None] | None
-
-
 class BlocksForward(BlockPass, ForwardPass):
     """One forward pass of a batch [B, …, M].
 
     Args:
+        blocks, states: each block's modules, and its state (`MoEBlock.begin`).
         keep: a backward pass will follow.
         refusal: why there is none, if so: the first exchange tells all ranks.
     """
 
     def __init__(
-        self, run: Run, split: Split, calls: Sequence[BlockCall], x: Tensor, keep: bool, refusal: str | None
+        self,
+        run: Run,
+        split: Split,
+        blocks: Sequence[MoEBlock],
+        states: list[BlockState],
+        x: Tensor,
+        keep: bool,
+        refusal: str | None,
     ) -> None:
         self.keep, self._x, self._refusal = keep, x, refusal
-        self._modules = [call.block for call in calls]
-        states = []
-        for block, degrees, own, experts, returns in calls:
-            # Leaves in place of the model's parameters: hooks on those see whole gradients only, not micro-batches'.
-            leaves = [parameter.detach().requires_grad_(keep and parameter.requires_grad) for parameter in own]
-            cuts = cut(degrees.dense, degrees.rows, split.axis, x.shape[split.axis])
-            returns = returns if keep else None
-            states.append(BlockState(experts, block.hooks, own, leaves, cuts, degrees, block.held, returns))
+        self._modules = blocks
         super().__init__(run, split, states, x.shape)
         self._lead = x.shape[:-1]
         x_SM = x.reshape(self._lead.numel(), x.shape[-1])
         self._numbers: Tensor | None = None  # of the tokens, in the batch's shape
         # Of each block: the whole batch; rows that an expert accepts of it; what its gate drew for it; rows that each
         # expert has been given so far; dense micro-batches whose rows have their places.
-        groups = [block.mp for block in self._modules]
+        groups = [block.mp for block in blocks]
         self._wholes = [MicroBatch(0, 1, split_counts(len(x_SM), group), group.index) for group in groups]
         self._capacities: list[int | None] = []
         self._drawn: list[tuple[Tensor, ...]] = []
         self._taken: list[Tensor | None] = [None] * len(states)
         self._placed = [0] * len(states)
         # Drawn for the whole batch at once, so that the numbers are those of a layer without micro-batches.
-        for block, whole in zip(self._modules, self._wholes, strict=True):
+        for block, whole in zip(blocks, self._wholes, strict=True):
             gate, own_SM = block.layer.gate, x_SM[whole.own]
             self._capacities.append(gate.row_capacity(len(own_SM) if x.numel() else 0) if block.limited else None)
             self._drawn.append(tuple(self._batch(whole.spread(values)) for values in gate.draw(own_SM)))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fusedmoe.autograd.materialise import SendBack, send_totals
-from fusedmoe.blocks.cuts import MicroBatch
+from fusedmoe.blocks.cuts import BlockDegrees, MicroBatch, cut
 from fusedmoe.blocks.deferred import DeferredGradients
+from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import make_all_to_all
 from fusedmoe.comm.exchange import Exchange
 from fusedmoe.comm.group import Group
@@ -209,12 +210,6 @@ class MoEBlock:
             checks.refuse(refusal)  # in a world of one no exchange would raise it
         return self._collectives.exchange(counts, like.dtype, refusal, sizes=self._sizes)
 
-    @property
-    def held(self) -> int | None:
-        """Experts that this rank has, where `places` says which; None: as many as every other."""
-        placed = self.layer.placed
-        return None if placed is None else max(1, len(placed.held))
-
     def places(self, layout: Layout) -> Layout:
         """Sorts rows that are sorted by expert by the places of its copies. Collective over the experts' ranks."""
         placed = self.layer.placed
@@ -223,20 +218,30 @@ class MoEBlock:
             placed.arrive()  # they have been on their way while the layers before were at work
         return placed.split(layout, self._learns)
 
-    def experts(self, like: Tensor) -> tuple[ChunkExperts, Callable[[Totals], None] | None]:
-        """Prepares the local experts for rows like these: how chunks call them, and what sends the gradients of copies
-        to their owners (None: there are no copies, or nothing learns)."""
+    def begin(self, x: Tensor, split: Split, degrees: BlockDegrees, keep: bool) -> BlockState:
+        """Begins a call for a batch like x, [B, …, M]: makes the state that both passes share. Copies of experts start
+        on their way. Collective over the experts' ranks, under a placement.
+
+        Args:
+            keep: a backward pass will follow.
+        """
+        # Leaves in place of the model's parameters: hooks on those see whole gradients only, not micro-batches'.
+        own = self.dense_parameters
+        leaves = [parameter.detach().requires_grad_(keep and parameter.requires_grad) for parameter in own]
+        cuts = cut(degrees.dense, degrees.rows, split.axis, x.shape[split.axis])
         experts, placed = self.layer.experts, self.layer.placed
-        like = like.new_empty(0, dtype=experts.row_dtype(like))
+        like = x.new_empty(0, dtype=experts.row_dtype(x))
         if placed is None:
-            return experts.in_chunks(like), None
+            return BlockState(experts.in_chunks(like), self.hooks, own, leaves, cuts, degrees)
         again = recomputing()
         self._learns = experts.training and not again
         placed.come_in_turn(again, self.layer.recorder)
         self._refusal = placed.refusal()
-        own = next(experts.parameters()).dtype
-        arrived = own != like.dtype or placed.parametrised  # what is made of parameters is made now
-        return placed.call(partial(_of_tables, like), again, arrived=arrived)
+        # What is made of parameters, casts above all, is made now, and so copies must have arrived.
+        arrived = next(experts.parameters()).dtype != like.dtype or placed.parametrised
+        chunks, returns = placed.call(partial(_of_tables, like), again, arrived=arrived)
+        held = max(1, len(placed.held))
+        return BlockState(chunks, self.hooks, own, leaves, cuts, degrees, held, returns if keep else None)
 
 
 class _DensePart(nn.Module):

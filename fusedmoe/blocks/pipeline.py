@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from fusedmoe.autograd.aux_loss import without_a_graph
 from fusedmoe.blocks.backward import BlocksBackward
 from fusedmoe.blocks.cuts import BlockDegrees, degrees_of
-from fusedmoe.blocks.forward import BlockCall, BlocksForward
+from fusedmoe.blocks.forward import BlocksForward
 from fusedmoe.blocks.moe_block import MoEBlock
-from fusedmoe.blocks.state import Split
+from fusedmoe.blocks.state import BlockState, Split
 from fusedmoe.comm.all_to_all import ALGORITHMS
 from fusedmoe.comm.topology import Topology
 from fusedmoe.engine.dispatcher import recomputing, selects
@@ -214,13 +214,12 @@ class PipelinedBlocks(nn.Module):
         batch, split = self._split(x)
         stop, streams = partial(self.topology.stop, "pipeline"), self._streams.on(x.device)
         run = Run(plans, stop, recorder=self.recorder, streams=streams, gradients=gradients)
+        keep = torch.is_grad_enabled()
         # Once for all chunks: under autocast the experts' parameters are cast here.
-        calls = [
-            BlockCall(block, degree, block.dense_parameters, *block.experts(batch))
-            for block, degree in zip(self._blocks, degrees, strict=True)
-        ]
-        parameters = [parameter for call in calls for parameter in (*call.parameters, *call.experts.parameters)]
-        z, *aux = _ThroughBlocks.apply(batch, run, split, calls, torch.is_grad_enabled(), refusal, *parameters)
+        states = [block.begin(batch, split, degree, keep) for block, degree in zip(self._blocks, degrees, strict=True)]
+        # Each parameter is an input, so that autograd takes its gradient from the backward pass.
+        parameters = [parameter for state in states for parameter in (*state.own, *state.experts.parameters)]
+        z, *aux = _ThroughBlocks.apply(batch, run, split, self._blocks, states, keep, refusal, *parameters)
         return z, aux
 
     def _wrong(self, x: object) -> str | None:
@@ -321,14 +320,15 @@ class _ThroughBlocks(Function):
         x: Tensor,
         run: Run,
         split: Split,
-        calls: Sequence[BlockCall],
+        modules: Sequence[MoEBlock],
+        states: list[BlockState],
         keep: bool,
         refusal: str | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        forward = BlocksForward(run, split, calls, x, keep, refusal)
+        forward = BlocksForward(run, split, modules, states, x, keep, refusal)
         z, aux = forward.run()
-        ctx.given, ctx.blocks = (run, split), forward.blocks if keep else None
+        ctx.given, ctx.blocks = (run, split), states if keep else None
         ctx.set_materialize_grads(False)
         ctx.like = z.shape, z.dtype, z.device
         return (z, *aux)
@@ -350,7 +350,7 @@ class _ThroughBlocks(Function):
             own = block.experts.parameters
             for parameter, total in zip(own, totals or [None] * len(own), strict=True):
                 grads.append(None if parameter is None or total is None else total.to(parameter.dtype))
-        return dx if ctx.needs_input_grad[0] else None, *(None,) * 5, *grads
+        return dx if ctx.needs_input_grad[0] else None, *(None,) * 6, *grads
 
 
 def pipeline(

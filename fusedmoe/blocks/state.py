@@ -149,8 +149,8 @@ class BlockState:
     parameters: list[Tensor]
     cuts: BlockCuts
     degrees: BlockDegrees
-    held: int | None
-    returns: Callable[[Totals], None] | None
+    held: int | None = None
+    returns: Callable[[Totals], None] | None = None
     dense: dict[int, DenseState] = field(default_factory=dict)
     rows: dict[int, RowState] = field(default_factory=dict)
     z: Tensor | None = None

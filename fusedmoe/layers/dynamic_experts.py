@@ -110,17 +110,17 @@ class DynamicExperts:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters."""
+        """Names of the parameters in the module `experts`."""
         return [name for name, _ in self.experts.named_parameters()]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """[owned, ...] each."""
+        """Parameters of the owned experts, [owned, ...] each."""
         return list(self.experts.parameters())
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert's parameters."""
+        """Bytes of one expert's parameters."""
         return sum(p.shape[1:].numel() * p.element_size() for p in self.parameters)
 
     @property
@@ -130,16 +130,16 @@ class DynamicExperts:
 
     @property
     def owned(self) -> int:
-        """How many of them it owns: the first ones."""
+        """Number of experts that this rank owns: the first ones in its table."""
         return len(self.placement.owned(self.group.index))
 
     @property
     def parametrised(self) -> bool:
-        """Whether experts compute with what they make of parameters (LoRA by `torch.nn.utils.parametrize`)."""
+        """True where experts compute with what they make of parameters (LoRA by `torch.nn.utils.parametrize`)."""
         return any(parametrize.is_parametrized(module) for module in self.experts.modules())
 
     def place(self, placement: Placement) -> None:
-        """The placement of the next forwards. Replicas are fetched when they begin.
+        """Sets the placement of the next forwards. Replicas are fetched when they begin.
 
         Raises:
             ConfigError: it has other owners.
@@ -151,8 +151,9 @@ class DynamicExperts:
         self._hold()
 
     def reshard(self, sharding: Placement, tensors: Mapping[str, Tensor]) -> None:
-        """Other owners, whose parameters, [owned, ...], are given by name; gradients are dropped."""
-        self._drop()
+        """Changes owners. Parameters of what this rank owns now, [owned, ...], are given by name; gradients are
+        dropped."""
+        self._drop()  # nothing may still be on its way into the old memory
         for name, parameter in self.experts.named_parameters():
             replace(parameter, tensors[name])
         self.placement = sharding
@@ -160,7 +161,7 @@ class DynamicExperts:
         self._returns, self._aliases = None, ()
 
     def rest(self) -> None:
-        """Experts stay with their owners, without replicas and without what brings them."""
+        """Leaves experts with their owners, without replicas and without what brings them."""
         self.placement = self.placement.sharding
         self.rematerialises, self.hooked, self.begun, self.clocked, self._present = False, False, False, False, False
         self.correct, self.sparse, self.recorder, self._returns = None, None, None, None
@@ -188,7 +189,7 @@ class DynamicExperts:
         self.experts.numbers, self.experts.moves = self.placement.owned(self.group.index), True
 
     def _add(self, wanted: Placement) -> None:
-        """Replicas that a placement has more than there are now come behind what is held."""
+        """Appends the replicas that a placement has more than there are now to what is held."""
         added_W: list[list[int]] = [[] for _ in self._held_W]
         for expert, (old, new) in enumerate(zip(self.now.replicas, wanted.replicas, strict=True)):
             for rank in set(new) - set(old):
@@ -199,13 +200,13 @@ class DynamicExperts:
     # Fetching replicas.
 
     def come_in_turn(self, recomputes: bool, recorder: Recorder | None) -> None:
-        """When a forward comes to this layer: begins what nobody has begun. Collective."""
+        """Begins, when a forward comes to this layer, what nobody has begun. Collective."""
         if not self.hooked or not (self.begun or recomputes):
             self.recorder = recorder
             self.begin()
 
     def begin(self) -> None:
-        """Before a forward: replicas start on their way, and the gradients' way back is laid. Collective.
+        """Starts replicas on their way before a forward, and lays the gradients' way back. Collective.
 
         Those of an earlier forward do not serve again: nothing tells whether parameters have been changed since, where
         that was done through `.data`. They stay for the backward of that forward.
@@ -214,19 +215,15 @@ class DynamicExperts:
             self._start.note(self._device)
         self._drop()
         self.begun = True
-        if self._comes_at_once():
+        # Where replicas come one layer after the other, those of the first layer come now.
+        first = self.neighbours[0] is None
+        if first if self.rematerialises or self.travel == "in turns" else self.travel == "at once":
             self.fetch()
         if torch.is_grad_enabled():
             self._lay_way()
 
-    def _comes_at_once(self) -> bool:
-        """Where replicas come one layer after the other, those of the first layer do."""
-        if self.rematerialises or self.travel == "in turns":
-            return self.neighbours[0] is None
-        return self.travel == "at once"
-
     def _lay_way(self) -> None:
-        """Of gradients, back to the owners: whatever comes after this in a forward has its backward before it."""
+        """Lays the gradients' way back to the owners: what follows in a forward has its backward before it."""
         rows = {expert: row for row, expert in enumerate(self.held[: self.owned])}
         self._returns = Returns(rows, [parameter.requires_grad for parameter in self.parameters])
         self._aliases = arriving(self.parameters, self._returns)
@@ -245,7 +242,7 @@ class DynamicExperts:
         self._tables()
 
     def refusal(self) -> str | None:
-        """Why replicas cannot be used, on the rank that owns what they were made of."""
+        """Says why replicas cannot be used, on the rank that owns what they were made of; None: they can."""
         if (self._present or self._works) and self._marks != self._marked():
             return (
                 "experts have changed since their replicas started on their way, when the model's forward pass began. "
@@ -254,7 +251,7 @@ class DynamicExperts:
         return None
 
     def _marked(self) -> list[tuple[int, int]]:
-        """What tells whether parameters have been changed, and whether they have moved away from their replicas."""
+        """Versions and memory of parameters: whether these were changed, or moved away from their replicas."""
         return [(parameter._version, parameter.data.untyped_storage()._cdata) for parameter in self.parameters]
 
     def arrive(self) -> None:
@@ -269,13 +266,14 @@ class DynamicExperts:
             work.wait()
 
     def _drop(self) -> None:
-        """Replicas are fetched again before they are used again."""
+        """Forgets the replicas, which are then fetched again before they are used again."""
         self._settle()
         self._present = False
 
     def _release(self) -> None:
         """Gives back the replicas' memory."""
         self._drop()
+        # The table lies in one memory behind the owned rows: cut off there.
         for parameter in self.parameters:
             parameter.data.untyped_storage().resize_(parameter.nbytes)
 
@@ -300,7 +298,7 @@ class DynamicExperts:
         return {expert: row for row, expert in enumerate(self.held)}
 
     def _tables(self) -> list[Tensor]:
-        """[rows, ...] for each parameter, whose memory they continue; one row at least."""
+        """Returns the tables, [rows, ...] for each parameter, whose memory they continue; one row at least."""
         with torch.inference_mode(False):  # they last
             return [table(parameter, max(1, len(self.held))) for parameter in self.parameters]
 
@@ -320,7 +318,9 @@ class DynamicExperts:
             self._load_E += tokens_WE[self.group.index]
         if self.correct is not None and training:
             self._correct(self.correct(self.now, self._of_all_shards(tokens_WE)))
+        # Every rank works out the same split, and needs its own row: tokens of each expert for each rank.
         sent_EV = dispatch(tokens_WE, self.now, self.nodes)[self.group.index]
+        # Places are numbered rank by rank, as many for each as the fullest table has: `width`.
         width = max(1, *map(len, self._held_W))
         row_EV = np.zeros_like(sent_EV)
         for rank, held in enumerate(self._held_W):
@@ -328,6 +328,7 @@ class DynamicExperts:
         place_EV = row_EV + width * np.arange(self.group.size)
         place_N = torch.from_numpy(np.repeat(place_EV.reshape(-1), sent_EV.reshape(-1))).to(counts_E.device)
         counts_P = torch.bincount(place_N, minlength=width * self.group.size)
+        # From the order by expert to that by place: rows of one place keep their order.
         from_N = torch.argsort(place_N, stable=True)
         to_N = torch.empty_like(from_N)
         to_N[from_N] = torch.arange(len(from_N), device=from_N.device)
@@ -339,14 +340,14 @@ class DynamicExperts:
         return Layout(counts_P, offsets(counts_P), source_N, pair_N, row_SK, verified=True)
 
     def _of_all_shards(self, tokens_WE: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens of all ranks that have parts of the same experts, who decide as one."""
+        """Sums the tokens of all ranks that have parts of the same experts, which decide as one."""
         if self._shards.size == 1:
             return tokens_WE
         summed_WE = torch.from_numpy(tokens_WE).to(device_of(self._shards), copy=True)
         return all_reduce(self._shards, summed_WE, operation="exchange of loads").cpu().numpy()
 
     def call(self, use: Callable[[Experts, SendBack | None], T], recomputes: bool, *, arrived: bool = True) -> T:
-        """`use`, with the experts' parameters those of all that this rank holds. Collective.
+        """Calls `use` with experts whose parameters are those of all that this rank holds. Collective.
 
         `use` is also given what starts gradients of all of these, in backward, on their way to the owners; unless it is
         called, that is done where autograd has them. None: nothing learns.
@@ -364,12 +365,13 @@ class DynamicExperts:
         else:
             self.fetch()
         turns = self.travel == "in turns"
+        # The next layer's replicas travel while this one computes.
         if self.rematerialises and after is not None and not turns:
             after.fetch()
         require_no_tangent("experts with replicas (placement='fssdp')", self.parameters)
         tables, learns, send = self._tables(), torch.is_grad_enabled(), None
         if learns:
-            if self._returns is None:
+            if self._returns is None:  # nobody called `begin` with gradients enabled
                 self._lay_way()
             assert self._returns is not None
             versions = [parameter._version for parameter in self.parameters]
@@ -378,13 +380,15 @@ class DynamicExperts:
             if any(self._returns.learn):
                 send = partial(self._send_by_plan, self._returns, back)
         named = {f"experts.{name}": table for name, table in zip(self.names, tables, strict=True)}
-        y = torch.func.functional_call(_With(self.experts), named, (partial(_given, use, send),))
+        y = torch.func.functional_call(_With(self.experts), named, (use, send))
         if self.rematerialises:
             if learns:
                 assert isinstance(y, Tensor)
                 y = again(y, self._fetch_again)
+            # The last layer's backward comes at once, so its replicas stay.
             if not (learns and (after is None or recomputes)):
                 self._release()
+        # In a plan's step the link is free for the next layer's only when this one's rows are through.
         if turns and after is not None and not recomputes:
             after.fetch()
         if self.clocked and not recomputes:
@@ -400,7 +404,7 @@ class DynamicExperts:
         return work
 
     def wait(self) -> None:
-        """Until nothing of any layer is on its way; what has gone wrong there, others tell."""
+        """Waits until nothing of any layer is on its way; who waits for a transfer is told what went wrong with it."""
         if self.sparse is not None:
             self.sparse.wait()
 
@@ -416,10 +420,11 @@ class DynamicExperts:
         return load_E
 
     def _correct(self, wanted: Placement) -> None:
-        """Fetches what the corrected placement has more. Collective."""
+        """Fetches the replicas that the corrected placement has more. Collective."""
         if wanted == self.now:
             return
         self.arrive()
+        # What is fetched late goes after what was fetched before, also when its gradients go back.
         more = gather(self.now, wanted, self.nodes)
         last = max((one.step for one in self._gathered), default=-1) + 1
         self._add(wanted)
@@ -453,7 +458,7 @@ class DynamicExperts:
         return work
 
     def _fetch_again(self) -> None:
-        """For the backward of a forward whose replicas were given back. Collective."""
+        """Fetches replicas for the backward of a forward which gave them back. Collective."""
         self.arrive()
         before = self.neighbours[0]
         if before is not None and self.travel != "in turns":
@@ -461,29 +466,26 @@ class DynamicExperts:
 
 
 class _With(nn.Module):
-    """Calls with experts whose parameters `functional_call` has put in."""
+    """A module that passes on experts, whose parameters `functional_call` has put in their place."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
         self.experts = experts
 
-    def forward(self, use: Callable[[Experts], T]) -> T:
-        return use(self.experts)
-
-
-def _given(use: Callable[[Experts, SendBack | None], T], send: SendBack | None, experts: Experts) -> T:
-    return use(experts, send)
+    def forward(self, use: Callable[[Experts, SendBack | None], T], send: SendBack | None) -> T:
+        return use(self.experts, send)
 
 
 def first_place(experts: int, topology: Topology) -> Place:
-    """Where a rank's experts are at first: evenly over ep, in order; their number need not divide."""
+    """Places a rank's experts at first: evenly over ep, in order; their number need not divide."""
     ep, esp = topology.ep, topology.esp
     owned = Placement.even(ep.size, experts).owned(ep.index)
     return Place(owned[0] if owned else 0, len(owned), esp.index, esp.size)
 
 
 def _nodes(topology: Topology) -> Nodes:
-    """The nodes of the expert-parallel group, if its ranks fill them evenly and in order; else each rank is one."""
+    """Returns the nodes of the expert-parallel group, if its ranks fill them evenly and in order; else each rank is
+    a node."""
     node_W = [rank // topology.ranks_per_node for rank in topology.ep.ranks]
     per_node = node_W.count(node_W[0])
     even = all(node == node_W[i - i % per_node] for i, node in enumerate(node_W))

@@ -1,4 +1,8 @@
-"""Expert networks: what a layer expects of one, feed-forward networks and SwiGLU, and any module of the user's."""
+"""Expert networks: the base of all experts, feed-forward networks and SwiGLU, and any module of the user's.
+
+Where to add one: a network with its own kernels derives from `Experts` (`FeedForward` is the example: parameters in
+`make`, products in `forward`, and `in_chunks` for plans); one that takes sorted rows from `RowExperts`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ NAMED = -1
 
 @dataclass(frozen=True)
 class Place:
-    """Which experts a rank holds, and which shard of them.
+    """The experts that a rank holds, and the shard of them.
 
     Attributes:
         first, local: the rank holds experts first … first + local − 1, of all of them.
@@ -46,7 +50,7 @@ class Place:
 
     @property
     def numbers(self) -> range:
-        """Of the experts here, among all."""
+        """Numbers of the experts here, among all."""
         return range(self.first, self.first + self.local)
 
 
@@ -56,7 +60,7 @@ NUMBERS = "numbers"
 
 
 def even_place(experts: int, topology: Topology) -> Place:
-    """As many experts on each rank of ep, in order.
+    """Places experts evenly: as many on each rank of ep, in order.
 
     Raises:
         ConfigError: their number does not allow it.
@@ -112,6 +116,7 @@ class Experts(nn.Module):
         if self.place is not None:
             raise ConfigError(f"these experts belong to a layer already ({self}); give every layer experts of its own")
         self.place, self.model_dim = place, model_dim
+        # One draw, whatever this rank holds: the generator stands at the same place on all ranks afterwards.
         seed = int(torch.randint(2**62, ()))
         self.make(model_dim, place, seed, device=device, dtype=dtype)
 
@@ -139,10 +144,10 @@ class Experts(nn.Module):
         if saved is None or self.numbers is None:
             return
         # Without shards it may be of a version that did not write them.
-        here = list(self.numbers) if saved.dim() == 1 else self._identity()
-        if saved.tolist() != here:
+        held = list(self.numbers) if saved.dim() == 1 else self._identity()
+        if saved.tolist() != held:
             raise other_experts(
-                prefix, saved.tolist(), here, f"In a state put together by hand leave out {prefix}{NUMBERS}"
+                prefix, saved.tolist(), held, f"In a state put together by hand leave out {prefix}{NUMBERS}"
             )
 
     def make(
@@ -158,15 +163,15 @@ class Experts(nn.Module):
         raise NotImplementedError
 
     def describe(self) -> str:
-        """What must be the same on all ranks of a layer, as text."""
+        """Says what must be the same on all ranks of a layer."""
         return type(self).__name__
 
     def in_chunks(self, x_SM: Tensor) -> ChunkExperts:
-        """These experts as the pipelined layer calls them, for rows like `x_SM`."""
+        """Returns these experts as the engine calls them chunk by chunk, for rows like `x_SM`."""
         return AutogradExperts(self, tuple(self.parameters()))
 
     def workload(self, rows: int, itemsize: int, ep: int, esp: int) -> Workload:
-        """What a pass of these experts amounts to for a rank that sends `rows` rows, for the choice of a schedule.
+        """Describes the work of these experts for a rank that sends `rows` rows, for the choice of a schedule.
 
         Raises:
             ConfigError: these experts do not say how much they compute.
@@ -177,7 +182,7 @@ class Experts(nn.Module):
         )
 
     def row_dtype(self, x_SM: Tensor) -> torch.dtype:
-        """What rows are cast to before they travel to these experts: under autocast its dtype."""
+        """The dtype in which rows travel to these experts: under autocast its dtype, else their own."""
         kind = x_SM.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_SM.dtype
 
@@ -190,15 +195,16 @@ class Experts(nn.Module):
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
-    """All experts of a model, each with what the names of its parameters begin with."""
+    """Yields all experts of a model, each with what the names of its parameters begin with."""
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Experts):
             yield f"{name}." if name else "", module
 
 
 def require_own_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """A pre-hook of `load_state_dict`. Experts refuse the state of others; that comes when what stands before them in
-    the model is loaded already, and here before any of `model` is.
+    """A pre-hook of `load_state_dict`, which refuses the state of other experts before any of `model` is loaded.
+
+    Experts refuse it themselves, but only when what stands before them in the model is loaded already.
 
     Raises:
         ConfigError: see `Experts.require_own`.
@@ -207,7 +213,7 @@ def require_own_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix:
         experts.require_own(state_dict, prefix + name)
 
 
-def other_experts(prefix: str, saved: list[Any], here: list[Any], more: str = "") -> ConfigError:
+def other_experts(prefix: str, saved: list[Any], held: list[Any], more: str = "") -> ConfigError:
     """Makes the refusal of a state of other experts, given as numbers or names, or as [number, shard, shards]."""
 
     def told(experts: list[Any]) -> str:
@@ -216,7 +222,7 @@ def other_experts(prefix: str, saved: list[Any], here: list[Any], more: str = ""
         return f"experts [{', '.join(map(str, experts))}]"
 
     return ConfigError(
-        f"this state has {told(saved)} under {prefix.rstrip('.') or 'the model'}, and this rank has {told(here)} now: "
+        f"this state has {told(saved)} under {prefix.rstrip('.') or 'the model'}, and this rank has {told(held)} now: "
         "it is another rank's, or owners have changed. A state_dict() is a rank's own; save_checkpoint and "
         f"load_checkpoint know experts by their numbers, and reshard=False keeps owners as they are. {more}".rstrip()
     )
@@ -226,7 +232,7 @@ class RowExperts(Experts):
     """Experts that are given their rows sorted and return rows; gathering and weighting is done here."""
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
-        layout = layout.exact()
+        layout = layout.exact()  # padding rows would belong to no expert
         rows_NM = permute(x_SM, layout)
         out_NM = self.compute(rows_NM, layout.counts)
         check_results(type(self).__name__, out_NM, rows_NM)
@@ -279,6 +285,7 @@ class Custom(RowExperts):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed((seed + number) % 2**63)
                 module = self._factory(model_dim, **arguments).to(device=device, dtype=dtype)
+            # The number is a part of the name: a state tells experts apart, wherever they are.
             name = str(number) if place.shards == 1 else f"{number}_shard{place.shard}of{place.shards}"
             self.experts[name] = module
             for key, _ in itertools.chain(module.named_parameters(), module.named_buffers()):
@@ -290,9 +297,9 @@ class Custom(RowExperts):
     def require_own(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         start = f"{prefix}experts."
         saved = {name.removeprefix(start).partition(".")[0] for name in state_dict if name.startswith(start)}
-        here = [name for name, module in self.experts.items() if module.state_dict()]
-        if saved and not saved.issuperset(here):
-            raise other_experts(prefix, sorted(saved, key=lambda name: (len(name), name)), here)
+        held = [name for name, module in self.experts.items() if module.state_dict()]
+        if saved and not saved.issuperset(held):
+            raise other_experts(prefix, sorted(saved, key=lambda name: (len(name), name)), held)
 
     def compute(self, rows_NM: Tensor, counts: list[int]) -> Tensor:
         parts = rows_NM.split(counts)
@@ -343,6 +350,7 @@ class FeedForward(Experts):
             raise ConfigError(
                 f"hidden = {self.hidden} cannot be split over esp = {place.shards} shards; choose a multiple of it"
             )
+        # Shards' results are summed: each adds its slice of the output bias, and no other.
         self.b2_start = min(model_dim, -(-model_dim // place.shards) * place.shard)
         halves = (2,) if ACTIVATIONS[self.activation].gated else ()
         shapes = {"w1": (*halves, self.hidden, model_dim), "w2": (model_dim, self.hidden)}
@@ -350,6 +358,7 @@ class FeedForward(Experts):
         if self.bias:
             shapes |= {"b1": (*halves, self.hidden), "b2": (model_dim,)}
             split |= {"b1": len(halves), "b2": 0}
+        # Each expert is drawn whole, from a generator of its own, and cut then: shards are those of one model.
         meta = device is not None and torch.device(device).type == "meta"
         generators = [torch.Generator().manual_seed((seed + number) % 2**63) for number in place.numbers]
 
@@ -374,6 +383,7 @@ class FeedForward(Experts):
 
     def forward(self, x_SM: Tensor, layout: Layout, weight_N: Tensor | None) -> Tensor:
         x_SM = x_SM.to(self.row_dtype(x_SM))
+        # Without autocast the parameters keep their dtype, and `grouped_experts` refuses rows of another one.
         cast = torch.is_autocast_enabled(x_SM.device.type)
         weights = self.weights(x_SM.dtype if cast else self.w1.dtype)
         return grouped_experts(x_SM, layout, weight_N, weights, self.activation, self.recorder)

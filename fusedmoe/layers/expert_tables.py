@@ -10,8 +10,9 @@ from fusedmoe.layers.expert_networks import Experts
 
 
 def table(parameter: nn.Parameter, rows: int) -> Tensor:
-    """[rows, ...] in the memory in which a parameter, [owned, ...], lies at the start; more is taken where needed."""
+    """Returns [rows, ...] in memory that begins with a parameter, [owned, ...]; takes more where needed."""
     storage = parameter.data.untyped_storage()
+    # A view of other memory, or a parameter whose memory was given anew (`.to`), moves to memory of its own, once.
     shared = not parameter.is_contiguous() or parameter.storage_offset() or not storage.resizable()
     if shared or getattr(parameter, "_fusedmoe_table", None) != storage._cdata:
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -38,12 +39,12 @@ def replace(parameter: nn.Parameter, tensor: Tensor) -> None:
 
 
 def unstacked_of(experts: Experts) -> list[str]:
-    """Parameters that are not said to be [experts, ...]."""
+    """Lists parameters that are not said to be [experts, ...]."""
     return [name for name, _ in experts.named_parameters() if experts.shardings.get(name, {}).get("ep") != 0]
 
 
 def require_stacked(experts: Experts, owned: int) -> None:
-    """Experts may have been parametrised since they were made.
+    """Checks that all parameters are tables still: experts may have been parametrised since they were made.
 
     Raises:
         ConfigError: a parameter that is not known to be [owned, ...], one part for each expert.

@@ -11,7 +11,7 @@ moe_module = MOELayer(LinearGate(), SimpleOrder(), model_dim=512)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class LinearGate(TopK):
 
 @dataclass
 class ExpertArgs:
-    """What `do_experts` is given: rows sorted by local expert, and how many belong to each (any may be 0)."""
+    """Arguments of `do_experts`: rows sorted by local expert, and how many belong to each (any may be 0)."""
 
     rows_NM: Tensor
     counts: list[int]
@@ -76,7 +76,7 @@ class ExpertBase(RowExperts):
 
 @dataclass
 class HookArgs:
-    """What a callback is given; it may put another tensor in place. `context` tells direction and chunk."""
+    """Arguments of a callback, which may put another tensor in place. `context` tells direction and chunk."""
 
     tensor: Tensor
     context: HookContext
@@ -98,27 +98,29 @@ class CallbackBase(Hooks):
     def before_moe_end_hook(self, args: HookArgs) -> None: ...
 
     def before_moe_start(self, x: Tensor, context: HookContext) -> Tensor:
-        return self._call("before_moe_start_hook", x, context)
+        return _called(self.before_moe_start_hook, x, context)
 
     def before_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        return self._call("before_dispatch_hook", rows, context)
+        return _called(self.before_dispatch_hook, rows, context)
 
     def after_dispatch(self, rows: Tensor, context: HookContext) -> Tensor:
-        return self._call("after_dispatch_hook", rows, context)
+        return _called(self.after_dispatch_hook, rows, context)
 
     def before_combine(self, rows: Tensor, context: HookContext) -> Tensor:
-        return self._call("before_combine_hook", rows, context)
+        return _called(self.before_combine_hook, rows, context)
 
     def after_combine(self, rows: Tensor, context: HookContext) -> Tensor:
-        return self._call("after_combine_hook", rows, context)
+        return _called(self.after_combine_hook, rows, context)
 
     def before_moe_end(self, y: Tensor, context: HookContext) -> Tensor:
-        return self._call("before_moe_end_hook", y, context)
+        return _called(self.before_moe_end_hook, y, context)
 
-    def _call(self, name: str, tensor: Tensor, context: HookContext) -> Tensor:
-        args = HookArgs(tensor, context)
-        getattr(self, name)(args)
-        return args.tensor
+
+def _called(hook: Callable[[HookArgs], None], tensor: Tensor, context: HookContext) -> Tensor:
+    """Calls a hook of the paper's kind; returns the tensor that it leaves in place."""
+    args = HookArgs(tensor, context)
+    hook(args)
+    return args.tensor
 
 
 class MOELayer(MoELayer):

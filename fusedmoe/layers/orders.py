@@ -57,6 +57,7 @@ class Order:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # Traits said by the class above hold for its methods, not for new ones.
         own = vars(cls)
         if "copies" not in own and not own.keys().isdisjoint(("order", "_order", "restore")):
             cls.copies = False
@@ -73,6 +74,7 @@ class Order:
 
     def order(self, x_SM: Tensor, routing: Routing | SoftRouting, experts: int) -> Ordered:
         """Sorts the rows of tokens [S, M] by expert; differentiable."""
+        # Slots are mixtures of all tokens: `slots` rows for each expert, in order, and nothing to sort or to drop.
         if isinstance(routing, SoftRouting):
             rows_NM = routing.dispatch_SN.to(x_SM.dtype).t() @ x_SM
             counts_E = torch.full((experts,), routing.slots, device=x_SM.device)
@@ -124,6 +126,7 @@ class Einsum(Order):
         expert_N = torch.arange(experts, device=x_SM.device).repeat_interleave(layout.counts_E)
         place_N = torch.arange(layout.rows, device=x_SM.device) - start_E[expert_N] + expert_N * capacity
         index = (layout.source_N, place_N)
+        # The one-hot entries carry no gradient; those of `combine_SN` are the router's weights and do.
         weight_N = take_pairs(routing.weight_SK, layout)
         blank_SN = weight_N.new_zeros(layout.tokens, experts * capacity)
         dispatch_SN = blank_SN.index_put(index, torch.ones_like(weight_N)).to(x_SM.dtype)

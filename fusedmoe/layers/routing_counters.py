@@ -1,4 +1,4 @@
-"""What a layer's routing adds up to between two collections of metrics, kept where its tokens are."""
+"""Sums of a layer's routing between two collections of metrics, kept where its tokens are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RoutingCounters:
     def choices(
         self, expert_SK: Tensor, chosen_E: Tensor, logits_SE: Tensor | None = None, aux_loss: Tensor | None = None
     ) -> None:
-        """Another forward.
+        """Adds the choices of another forward.
 
         Args:
             expert_SK: [S, K] of which the shape counts.   chosen_E: choices of each expert, drops included.
@@ -45,6 +45,7 @@ class RoutingCounters:
             aux.add_(S * aux_loss)
         if logits_SE is None:
             return
+        # All of these are sums over tokens, so that ranks and forwards of any size add up to means.
         logits_SE = logits_SE.to(torch.promote_types(logits_SE.dtype, torch.float32))
         prob_SE = logits_SE.softmax(1)
         balance = balance_loss_of_sums(prob_SE.sum(0).unsqueeze(0), chosen_E.unsqueeze(0), S, K)
@@ -53,7 +54,7 @@ class RoutingCounters:
 
     @torch.no_grad()
     def rows(self, kept_E: Tensor) -> None:
-        """How many of a forward's choices got a row, of each expert."""
+        """Adds the choices of a forward that got a row, of each expert."""
         self._parts()[1].add_(kept_E)
 
     def _parts(self) -> tuple[Tensor, ...]:

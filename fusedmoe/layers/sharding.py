@@ -1,4 +1,7 @@
-"""Parameters of a model over ranks: which are split, along which of their dimensions, and whether copies are equal."""
+"""Parameters of a model over ranks: which are split, along which of their dimensions, and whether copies are equal.
+
+Modules say what they split in their attribute `shardings`; nothing else knows of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ AXES = (*EXPERT_AXES, "mp")
 UNKNOWN = -2
 
 
-def parameter_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
+def parameter_shardings(model: nn.Module, *, marked: bool = True) -> dict[str, dict[str, int]]:
     """Maps the names of split parameters and buffers to {axis: dimension}, axis one of "ep", "esp", "mp".
 
     The names are those of `model.state_dict()`; a tensor that several modules share appears under each of its names.
@@ -34,7 +37,7 @@ def parameter_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
         ConfigError: an unknown name, axis or dimension; a tensor split over both expert axes and mp; a shared tensor
             whose owners disagree; a parameter that Tutel's mark calls an expert's, of which no module says more.
     """
-    return {name: dict(stated.axes) for name, stated in _collect(model).items()}
+    return {name: dict(stated.axes) for name, stated in _collect(model, marked=marked).items()}
 
 
 def active_shardings(model: nn.Module, topology: Topology) -> tuple[dict[str, dict[str, int]], set[str]]:
@@ -49,29 +52,26 @@ def active_shardings(model: nn.Module, topology: Topology) -> tuple[dict[str, di
         ConfigError: as `parameter_shardings`; a layer splits its experts over other ranks than the topology says; a
             tensor of which nobody said how an axis splits it.
     """
-    every = _collect(model)
-    experts = {name for name, stated in every.items() if not stated.axes.keys().isdisjoint(EXPERT_AXES)}
-    return {name: _active(name, *stated, topology) for name, stated in every.items()}, experts
+    shardings = _collect(model)
+    experts = {name for name, stated in shardings.items() if not stated.axes.keys().isdisjoint(EXPERT_AXES)}
+    return {name: _active(name, *stated, topology) for name, stated in shardings.items()}, experts
 
 
 class _Stated(NamedTuple):
-    """What modules say of a tensor: its sharding, and the ranks along its layer's own axes."""
+    """Statements of modules on a tensor: its sharding, and the ranks along its layer's own axes."""
 
     axes: Mapping[str, int]
     ranks: Mapping[str, tuple[int, ...]]
 
 
 def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
-    """Collects what the modules say by the names of `model.state_dict()`.
-
-    Args:
-        marked: whether Tutel's marks are looked at.
-    """
-    found: dict[str, _Stated] = {}
-    seen: dict[int, tuple[str, _Stated]] = {}
+    """Collects what the modules say by the names of `model.state_dict()`."""
+    stated: dict[str, _Stated] = {}
+    seen: dict[int, tuple[str, _Stated]] = {}  # by id: a tensor that several modules share has one sharding
     layers: list[tuple[str, Mapping[str, tuple[int, ...]]]] = [("", {})]  # those around a module, from outside
     for prefix, module in model.named_modules(remove_duplicate=False):
         path = f"{prefix}." if prefix else ""
+        # `named_modules` goes depth first, so that the layers around a module are the last ones seen.
         while not path.startswith(layers[-1][0]):
             layers.pop()
         if (ranks := getattr(module, "expert_ranks", None)) is not None:
@@ -85,31 +85,28 @@ def _collect(model: nn.Module, *, marked: bool = True) -> dict[str, _Stated]:
             first, known = seen.setdefault(id(tensor), (name, _Stated(axes, layers[-1][1])))
             if known.axes != axes:
                 raise ConfigError(f"{first} and {name} are one tensor, but split as {known.axes} and as {axes}")
-            found[name] = known
+            stated[name] = known
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         if id(tensor) in seen:
-            found.setdefault(name, seen[id(tensor)][1])
+            stated.setdefault(name, seen[id(tensor)][1])
         elif marked and hasattr(tensor, "_tutel_expert"):
             # It would pass for a parameter that all ranks share.
             raise ConfigError(
                 f"{name} is an expert's parameter by its mark _tutel_expert, and no module says over which ranks it is "
                 "split. Give the model with its fusedmoe.tutel.moe.moe_layer, not the experts alone"
             )
-    return found
-
-
-def stated_shardings(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Collects what the modules say, as `parameter_shardings` does, without a look at marks."""
-    return {name: dict(stated.axes) for name, stated in _collect(model, marked=False).items()}
+    return stated
 
 
 def _active(
     name: str, axes: Mapping[str, int], of_layer: Mapping[str, tuple[int, ...]], topology: Topology
 ) -> dict[str, int]:
-    found = {}
+    """Leaves the axes along which several ranks split a tensor, and refuses what cannot be."""
+    active = {}
+    groups = {"ep": topology.ep, "esp": topology.esp, "mp": topology.mp}
     for axis, dim in axes.items():
-        group: Group = getattr(topology, axis)
+        group = groups[axis]
         ranks = of_layer.get(axis, group.ranks)
         if len(ranks) == 1:
             continue
@@ -128,11 +125,12 @@ def _active(
                 "'esp': 1}}, if each has a slice along dimension 1 of [local experts, …], or {'ep': 0} if each has "
                 "all of it"
             )
-        found[axis] = dim
-    return found
+        active[axis] = dim
+    return active
 
 
 def _find(module: nn.Module, own_name: str, name: str) -> Tensor | None:
+    """Finds a tensor by the name that its module uses; None: a place without a parameter, as of a bias."""
     path, _, leaf = own_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -174,6 +172,7 @@ def require_equal(held: Iterable[tuple[str, Group, Tensor]], topology: Topology,
     Raises:
         RankError: the same on every rank; it names the first tensor that differs, and the ranks.
     """
+    # Names differ between pipeline stages, and replicas of a name between groups: the first rank tells groups apart.
     own = {name: (group.ranks[0], _digest(tensor)) for name, group, tensor in held if group.size > 1}
     every = all_gather_object(topology.world, own, "comparing copies of parameters")
     ranks_by_digest: dict[tuple[str, int], dict[int, list[int]]] = {}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fusedmoe import Topology
 from fusedmoe.errors import ConfigError
-from fusedmoe.experts import NAMED, UNKNOWN, other_experts, require_equal, stated_shardings
+from fusedmoe.experts import NAMED, UNKNOWN, other_experts, parameter_shardings, require_equal
 from fusedmoe.gates import outside_autocast
 from fusedmoe.ops import without_a_graph
 from fusedmoe.tutel.impls import losses
@@ -185,7 +185,7 @@ class MOELayer(nn.Module):
         parameter or buffer is each rank's own, as for Tutel: [local experts, …] part of a whole, else one without a
         whole; how ranks that share an expert split it is unknown.
         """
-        stated = stated_shardings(self.experts)
+        stated = parameter_shardings(self.experts, marked=False)
         own = (*self.experts.named_parameters(), *self.experts.named_buffers())
         return {f"experts.{name}": stated[name] if name in stated else self._sharding(tensor) for name, tensor in own}
 
